@@ -1,0 +1,6 @@
+"""`python -m clusterddp` and the `clusterddp` command."""
+
+from clusterddp.cli.main import main
+
+if __name__ == "__main__":
+    main()

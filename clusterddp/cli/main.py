@@ -1,0 +1,97 @@
+"""The `clusterddp` command: a table of subcommands, each loaded when it is used."""
+
+import importlib
+import sys
+from typing import NoReturn
+
+import click
+
+from clusterddp import __version__
+from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError
+
+# name -> (module in clusterddp.cli that holds `command`, its line in the overview)
+COMMANDS = {
+    "submit": ("submit", "Render, check and submit a run to Slurm."),
+    "debug": ("debug", "Train in this very process, or in --procs N of them."),
+    "train": ("train", "What every task runs; also by hand and under torchrun."),
+    "exec": ("exec", "Derive the distributed environment and become COMMAND."),
+    "env": ("env", "Show who this task is, and where each value came from."),
+    "jobs": ("jobs", "List the runs."),
+    "status": ("status", "Show how a run is doing."),
+    "logs": ("logs", "Show or follow the logs of a run."),
+    "cancel": ("cancel", "Cancel a run."),
+    "data": ("data", "Fetch, check, import or synthesise the dataset."),
+    "templates": ("templates", "List, show or copy the sbatch templates."),
+    "site": ("site", "Show each setting in force and where it came from."),
+    "completion": ("completion", "Print the completion script of a shell."),
+    "finish": ("finish", ""),
+}
+HIDDEN = {"finish"}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its subcommands by name, and imports one only to run it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name in COMMANDS if name not in HIDDEN]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"clusterddp.cli.{COMMANDS[cmd_name][0]}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else " See 'clusterddp --help'."
+            ctx.fail(f"No such command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, 130 interrupted.",
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Take a PyTorch distributed training run onto a Slurm cluster.
+
+    \b
+    clusterddp submit --nodes 2 --gpus-per-node 4                    trains MNIST on 8 ranks
+    clusterddp submit --nodes 2 --gpus-per-node 4 -- python train.py  your own script
+    clusterddp submit --nodes 2 --gpus-per-node 4 --dry-run          prints the sbatch script
+    """
+
+
+def main() -> NoReturn:
+    """Run the command; turn expected errors, wrong usage and Ctrl-C into their exit codes."""
+    try:
+        code = cli.main(prog_name="clusterddp", standalone_mode=False)
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except ClusterDDPError as error:
+        click.echo(f"clusterddp: {error}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); point stdout elsewhere so that the
+        # interpreter's own flush at exit does not complain.
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_FAILED)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,134 @@
+"""The options of `submit` that describe the request; each is also CLUSTERDDP_* and a site.cfg key."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from clusterddp.cli.partition import PARTITION
+from clusterddp.spec import GPU_REQUESTS, LAUNCHERS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Line(click.ParamType):
+    """One item of a list; in an environment variable, items stand on lines of their own."""
+
+    name = "text"
+    envvar_list_splitter = "\n"
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return [line for line in rv.split("\n") if line]
+
+
+LINE = Line()
+
+# (name, keyword arguments of click.option), by the group under which --help shows them.
+REQUEST: dict[str, dict[str, dict[str, Any]]] = {
+    "What Slurm is asked for": {
+        "nodes": {"type": int, "default": 1, "help": "Number of nodes."},
+        "gpus-per-node": {
+            "metavar": "[TYPE:]N", "default": "0", "help": "GPUs on each node.",
+        },
+        "tasks-per-node": {
+            "type": int, "show_default": "one per GPU, or one", "help": "Ranks on each node.",
+        },
+        "cpus-per-task": {"type": int, "show_default": "the site's", "help": "CPUs for each rank."},
+        "mem": {"metavar": "SIZE", "help": "Memory of each node, such as 64G; 0 is all of it."},
+        "time": {"metavar": "LIMIT", "help": "Wall-clock limit, such as 90, 02:30:00 or 1-12."},
+        "partition": {"type": PARTITION, "help": "Partition, or several with commas."},
+        "account": {"metavar": "NAME", "help": "Account to charge."},
+        "qos": {"metavar": "NAME", "help": "Quality of service."},
+        "constraint": {"metavar": "FEATURES", "help": "Features that nodes must have."},
+        "reservation": {"metavar": "NAME", "help": "Reservation to use."},
+        "nodelist": {"metavar": "HOSTS", "help": "Hosts that must be in the job: gpu[01-03]."},
+        "exclude": {"metavar": "HOSTS", "help": "Hosts that must not be in the job."},
+        "dependency": {"metavar": "LIST", "help": "Jobs to wait for, such as afterok:1234."},
+        "exclusive": {"is_flag": True, "default": False, "help": "Share no node with other jobs."},
+        "mail-type": {"metavar": "EVENTS", "help": "Events to mail about, such as END,FAIL."},
+        "mail-user": {"metavar": "ADDRESS", "help": "Whom to mail."},
+        "sbatch": {
+            "metavar": "KEY=VALUE", "multiple": True, "type": LINE,
+            "help": "Any other directive; repeatable.",
+        },
+        "omit-directive": {
+            "metavar": "KEY", "multiple": True, "type": LINE,
+            "help": "Leave a directive out that the site rejects, such as mem; repeatable.",
+        },
+        "gpu-request": {
+            "type": click.Choice(GPU_REQUESTS), "default": "gpus-per-node",
+            "help": "Directive that asks for the GPUs; sites differ.",
+        },
+    },
+    "How the tasks start": {
+        "launcher": {
+            "type": click.Choice(LAUNCHERS), "default": "sbatch",
+            "help": "What starts the tasks; local rehearses the run on this workstation.",
+        },
+        "template": {
+            "metavar": "NAME|FILE", "default": "ddp.sbatch.j2",
+            "help": "Script template; see 'clusterddp templates list'.",
+        },
+        "template-dir": {"metavar": "DIR", "help": "Folder of your own templates."},
+        "python": {
+            "metavar": "FILE", "default": sys.executable, "show_default": "this one",
+            "help": "Interpreter of the tasks; it needs clusterddp installed.",
+        },
+        "module": {
+            "metavar": "NAME", "multiple": True, "type": LINE,
+            "help": "Environment module to load; repeatable.",
+        },
+        "setup": {
+            "metavar": "LINE", "multiple": True, "type": LINE,
+            "help": "Shell line to run before the tasks, on the first node; repeatable.",
+        },
+        "teardown": {
+            "metavar": "LINE", "multiple": True, "type": LINE,
+            "help": "Shell line to run after them, however they end; repeatable.",
+        },
+        "env": {
+            "metavar": "NAME[=VALUE]", "multiple": True, "type": LINE,
+            "help": "NAME=VALUE is written into the script (not for secrets); NAME passes the "
+            "variable that is set where you submit; repeatable.",
+        },
+        "export": {
+            "type": click.Choice(["ALL", "NONE"]), "default": "ALL",
+            "help": "Your shell's other variables: all reach the job, or none.",
+        },
+        "network-interface": {
+            "metavar": "NAME", "help": "Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.",
+        },
+        "srun-args": {
+            "metavar": "WORDS", "multiple": True, "type": LINE,
+            "help": "Further arguments for srun, quoted as in a shell; repeatable.",
+        },
+        "launch-prefix": {
+            "metavar": "WORDS", "help": "Put before each task: 'apptainer exec --nv IMG'.",
+        },
+    },
+    "Where it is kept": {
+        "job-name": {"metavar": "NAME", "show_default": "the run's name", "help": "Slurm's job name."},
+        "output-root": {
+            "metavar": "DIR", "default": "jobs", "help": "Folder in which runs are kept.",
+        },
+    },
+}  # fmt: skip
+
+
+def request_options(function: F) -> F:
+    """Add every request option to a command."""
+    for options in reversed(REQUEST.values()):
+        for name, settings in reversed(options.items()):
+            add = click.option(
+                f"--{name}",
+                envvar=f"CLUSTERDDP_{name.replace('-', '_').upper()}",
+                **{"show_default": True, **settings},
+            )
+            function = add(function)
+    return function
+
+
+def groups() -> dict[str, list[str]]:
+    """The sections of --help with the parameter names in each."""
+    return {title: [n.replace("-", "_") for n in options] for title, options in REQUEST.items()}

@@ -1,0 +1,54 @@
+"""`clusterddp site`: every setting in force, and where it came from."""
+
+import json
+from typing import Any
+
+import click
+
+from clusterddp.cli import settings, submit
+from clusterddp.site import Site
+
+
+@click.command()
+@click.option("--site", metavar="FILE", help="The site.cfg to use.")
+@click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(site: str | None, cluster: str | None, as_json: bool) -> None:
+    """Show each setting in force and where it came from.
+
+    site.cfg is looked for at --site, $CLUSTERDDP_SITE, ./site.cfg, the user's config folder
+    (~/.config/clusterddp/site.cfg) and /etc/clusterddp/site.cfg; the first that is there is used.
+    """
+    args = [f"--{k}={v}" for k, v in (("site", site), ("cluster", cluster)) if v]
+    ctx = submit.command.make_context("submit", args)
+    assert isinstance(ctx.obj, Site)
+    names = sorted(settings.setting_names())
+    rows = {name: _row(ctx, name.replace("-", "_")) for name in names}
+    if as_json:
+        environment = dict(ctx.obj.environment)
+        path = str(ctx.obj.path) if ctx.obj.path else None
+        click.echo(json.dumps({"site": path, "settings": rows, "environment": environment}, indent=2))
+        return
+    click.echo(f"site.cfg: {ctx.obj.path or 'none found'}")
+    if ctx.obj.clusters:
+        click.echo(f"clusters: {', '.join(ctx.obj.clusters)}")
+    width = max(map(len, names))
+    values = max(len(_shown(row["value"])) for row in rows.values())
+    for name, row in rows.items():
+        click.echo(f"{name:{width}}  {_shown(row['value']):{min(values, 40)}}  {row['source']}")
+    for variable, value in ctx.obj.environment.items():
+        click.echo(f"{variable}={value}  {ctx.obj.path} [environment]")
+
+
+def _row(ctx: click.Context, name: str) -> dict[str, Any]:
+    value = ctx.params[name]
+    return {
+        "value": list(value) if isinstance(value, tuple) else value,
+        "source": settings.source(ctx, name),
+    }
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == []:
+        return "-"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

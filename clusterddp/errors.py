@@ -1,0 +1,42 @@
+"""The errors that a user can meet, and the exit code that each of them gives.
+
+Whatever derives from `ClusterDDPError` is printed as one message without a traceback;
+anything else that escapes is a defect of ours and keeps its traceback.
+"""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_WRONG_REQUEST = 2
+EXIT_INTERRUPTED = 130
+
+
+class ClusterDDPError(Exception):
+    """Something that the user has to know about: what was seen, what was expected, what to do."""
+
+    exit_code = EXIT_FAILED
+
+
+class RequestError(ClusterDDPError):
+    """The request cannot be carried out as it stands: nothing was started and nothing written."""
+
+    exit_code = EXIT_WRONG_REQUEST
+
+
+class DistEnvError(ClusterDDPError):
+    """The environment of this process contradicts itself, so no rank can be derived from it."""
+
+
+class SlurmError(ClusterDDPError):
+    """A Slurm command is missing, failed, or did not answer; carries Slurm's own words."""
+
+
+class DataError(ClusterDDPError):
+    """The dataset is missing, incomplete, or not what its headers say."""
+
+
+class CheckpointError(ClusterDDPError):
+    """A checkpoint is missing, torn, or belongs to another model or dataset."""
+
+
+class TrainingError(ClusterDDPError):
+    """A rank cannot train: no torch, no device, ranks that disagree."""

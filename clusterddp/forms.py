@@ -1,0 +1,131 @@
+"""The forms in which Slurm takes its values: times, memory, GPU counts, names, dependencies.
+
+Each function returns the value it was given when the form is right and raises `RequestError`
+naming the option, the value seen and a valid example when it is not. The forms are those of
+sbatch(1); what Slurm itself accepts but cannot be carried in a script faithfully is refused.
+"""
+
+import re
+import shlex
+
+from clusterddp.errors import RequestError
+
+# Slurm copies a directive's argument into a buffer of BUFSIZ (8192) bytes: src/common/slurm_opt.c.
+LONGEST_DIRECTIVE_BYTES = 8000
+
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_TIME = re.compile(
+    r"\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d(:[0-5]?\d)?)?|UNLIMITED|INFINITE",
+    re.IGNORECASE | re.ASCII,
+)
+_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE | re.ASCII)
+_GPUS = re.compile(r"(?:(?P<type>[A-Za-z][A-Za-z0-9_.-]*):)?(?P<count>[0-9]+)")
+_DEPENDENCY_ITEM = re.compile(
+    r"singleton|(?:after|afterany|afterburstbuffer|aftercorr|afternotok|afterok)"
+    r"(?::\d+(?:_\d+|_\*)?(?:\+\d+)?)+",
+    re.ASCII,
+)
+_MAIL_TYPES = {
+    "NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "INVALID_DEPEND", "STAGE_OUT",
+    "TIME_LIMIT", "TIME_LIMIT_50", "TIME_LIMIT_80", "TIME_LIMIT_90", "ARRAY_TASKS",
+}  # fmt: skip
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*")
+NAMES = re.compile(rf"{NAME.pattern}(?:,{NAME.pattern})*")
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+CONSTRAINT = re.compile(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*()\[\]!@-]*")
+DIRECTIVE_NAME = re.compile(r"[a-z][a-z0-9-]*")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MAIL_USER = re.compile(r"[A-Za-z0-9_.+@-]+")
+NETWORK_INTERFACE = re.compile(r"[=^]{0,2}[A-Za-z0-9_.:,@-]+")
+MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]*")
+MODEL = re.compile(r"[a-z][a-z0-9-]*")
+
+
+def text(option: str, value: str) -> str:
+    """Refuse what a line of script cannot carry: line ends, NUL, other control characters."""
+    found = _CONTROL.search(value)
+    if found:
+        raise RequestError(
+            f"{option}: {value!r} holds the control character {found.group()!r}; "
+            "a script line cannot carry it faithfully. Remove it."
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"{option}: {value!r} is not valid UTF-8; give it in UTF-8."
+        ) from None
+    return value
+
+
+def matching(option: str, value: str, pattern: re.Pattern[str], example: str) -> str:
+    """Refuse a value that is not wholly of the pattern's form."""
+    if not pattern.fullmatch(text(option, value)):
+        raise RequestError(f"{option}: {value!r} is not of the form that Slurm takes, such as {example}.")
+    return value
+
+
+def time_limit(option: str, value: str) -> str:
+    """Minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS (sbatch(1), --time)."""
+    if not _TIME.fullmatch(text(option, value)):
+        raise RequestError(
+            f"{option}: {value!r} is no time limit; valid ones are 90 (minutes), 45:00, "
+            "02:30:00, 1-12 (days-hours), 1-02:30:00 or UNLIMITED."
+        )
+    return value
+
+
+def memory(option: str, value: str) -> str:
+    """A whole number with an optional unit K, M, G or T; 0 asks for all of a node's memory."""
+    if not _MEMORY.fullmatch(text(option, value)):
+        raise RequestError(
+            f"{option}: {value!r} is no amount of memory; valid ones are 64G, 500M, 1T, "
+            "4000 (megabytes) or 0 (all of a node)."
+        )
+    return value
+
+
+def gpus(option: str, value: str) -> tuple[str, int]:
+    """`[TYPE:]N` as (type or "", count)."""
+    found = _GPUS.fullmatch(text(option, value))
+    if not found:
+        raise RequestError(f"{option}: {value!r} is no GPU count; valid ones are 4 or a100:4.")
+    return found["type"] or "", int(found["count"])
+
+
+def dependency(option: str, value: str) -> str:
+    """Slurm's dependency list, joined by commas (all) or question marks (any)."""
+    items = re.split(r"[,?]", text(option, value))
+    if not all(_DEPENDENCY_ITEM.fullmatch(item) for item in items) or {",", "?"} <= set(value):
+        raise RequestError(
+            f"{option}: {value!r} is no dependency; valid ones are afterok:1234, "
+            "afterany:1234:1235, afterok:1234,afternotok:1235 or singleton."
+        )
+    return value
+
+
+def mail_type(option: str, value: str) -> str:
+    """A comma list of the event names in sbatch(1), --mail-type."""
+    unknown = [word for word in text(option, value).split(",") if word.upper() not in _MAIL_TYPES]
+    if unknown:
+        raise RequestError(
+            f"{option}: {', '.join(map(repr, unknown))} is no mail event; valid ones are "
+            f"{', '.join(sorted(_MAIL_TYPES))}."
+        )
+    return value
+
+
+def words(option: str, value: str) -> tuple[str, ...]:
+    """Split a line of arguments as a shell would, without running anything."""
+    try:
+        return tuple(shlex.split(text(option, value)))
+    except ValueError as error:
+        raise RequestError(f"{option}: {value!r} does not split into words: {error}.") from None
+
+
+def positive(option: str, value: int) -> int:
+    """A count of at least one."""
+    if value < 1:
+        raise RequestError(f"{option}: {value} is not a positive whole number.")
+    return value

@@ -1,0 +1,22 @@
+"""The default launcher: hands the rendered script to sbatch."""
+
+import os
+from pathlib import Path
+
+from clusterddp import render, slurm
+from clusterddp.launchers import Submission
+from clusterddp.run_dir import RunDir
+from clusterddp.spec import JobSpec
+
+
+def prepare(spec: JobSpec, template_folder: Path | None) -> str:
+    """The script, rendered from the chosen template."""
+    return render.render(spec, template_folder)
+
+
+def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
+    """Queue the script; its job id is recorded in the run."""
+    comment = dict(spec.sbatch).get("comment") or render.submission_comment(spec.run_name)
+    job_id = slurm.sbatch(script, os.environ, comment=comment)
+    run.add_event("submitted", job_id=job_id, launcher="sbatch")
+    return Submission(job_id)

@@ -1,0 +1,228 @@
+"""Turns a `JobSpec` into the text of an sbatch script: directives, quoting, strict Jinja.
+
+Templates are looked up in the person's own folder first and among the shipped ones second; the
+shipped ones are always reachable as `shipped/NAME`, so that an own template can extend them and
+replace one block. Rendering is pure: the same spec gives the same bytes.
+"""
+
+import re
+import shlex
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from jinja2 import (
+    BaseLoader,
+    ChoiceLoader,
+    Environment,
+    FileSystemLoader,
+    PrefixLoader,
+    StrictUndefined,
+    TemplateError,
+    TemplateNotFound,
+    TemplateSyntaxError,
+)
+
+from clusterddp import __version__, forms
+from clusterddp.errors import RequestError
+from clusterddp.spec import JobSpec
+
+TEMPLATES = ("ddp.sbatch.j2", "torchrun.sbatch.j2")
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
+
+
+def shipped_folder() -> Path:
+    """The shipped templates: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside, beside = package / "templates", package.parent / "templates"
+    return inside if inside.is_dir() else beside
+
+
+def render(spec: JobSpec, template_folder: Path | None = None) -> str:
+    """The whole script. Raises RequestError naming file and line when the template is at fault."""
+    environment = _jinja(template_folder)
+    try:
+        script = environment.get_template(spec.template).render(_context(spec))
+    except TemplateNotFound as error:
+        known = ", ".join(sorted(set(environment.list_templates())))
+        raise RequestError(f"template {error.name!r} is not found; there are: {known}.") from None
+    except TemplateSyntaxError as error:
+        raise RequestError(
+            f"template {error.filename or error.name}, line {error.lineno}: {error.message}"
+        ) from None
+    except OSError as error:
+        raise RequestError(f"template {error.filename}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"template {spec.template} is not UTF-8 text.") from None
+    except Exception as error:  # whatever an expression in a person's own template can raise
+        _blame(error, environment)
+    _check(spec, script)
+    return script
+
+
+def directives(spec: JobSpec, *, agents: bool = False) -> list[str]:
+    """The lines to put behind `#SBATCH `; `agents` asks for one task a node instead of one a rank."""
+    values = directive_values(spec, agents=agents)
+    return [directive(name, value) for name, value in values.items()]
+
+
+def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | None]:
+    """The directives by name, values as they are; None is a bare flag."""
+    resources = spec.resources
+    tasks_per_node = 1 if agents else resources.tasks_per_node
+    ranks_per_task = resources.tasks_per_node // tasks_per_node
+    wanted: dict[str, str | None] = {
+        "job-name": spec.job_name or spec.run_name,
+        "comment": submission_comment(spec.run_name),
+        # The script opens its own log, in a folder that it makes itself: with a folder that is
+        # not there yet, Slurm would end the job without a word.
+        "output": "/dev/null",
+        "nodes": str(resources.nodes),
+        "ntasks": str(resources.nodes * tasks_per_node),
+        "ntasks-per-node": str(tasks_per_node),
+    }
+    if resources.cpus_per_task:
+        wanted["cpus-per-task"] = str(resources.cpus_per_task * ranks_per_task)
+    if resources.gpus_per_node:
+        wanted.update([_gpu_directive(spec, tasks_per_node)])
+    for name in (
+        "mem", "time", "partition", "account", "qos", "constraint", "reservation", "nodelist",
+        "exclude", "dependency", "mail_type", "mail_user",
+    ):  # fmt: skip
+        if value := getattr(resources, name):
+            wanted[name.replace("_", "-")] = value
+    if resources.exclusive:
+        wanted["exclusive"] = None
+    if spec.export == "NONE":
+        wanted["export"] = ",".join(spec.pass_environment) or "NONE"
+    wanted.update(spec.sbatch)
+    return {name: value for name, value in wanted.items() if name not in spec.omit_directives}
+
+
+def directive(name: str, value: str | None) -> str:
+    """One directive in Slurm's own quoting, which is not the shell's.
+
+    Slurm's reader takes out backslashes everywhere and quotes in pairs, and ends a value at an
+    unquoted blank or `#` (`_get_argument` in its sbatch sources); inside double quotes, a
+    backslash keeps the character after it.
+    """
+    if value is None:
+        return f"--{name}"
+    forms.text(f"--{name}", value)
+    if len(value.encode()) > forms.LONGEST_DIRECTIVE_BYTES:
+        raise RequestError(
+            f"--{name}: the value has {len(value.encode())} bytes; Slurm's reader takes at most "
+            f"{forms.LONGEST_DIRECTIVE_BYTES}."
+        )
+    if _PLAIN.fullmatch(value):
+        return f"--{name}={value}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'--{name}="{escaped}"'
+
+
+def submission_comment(run_name: str) -> str:
+    """The job comment by which a submission whose answer was lost can be found again."""
+    return f"clusterddp:{run_name}"
+
+
+def task_arguments(spec: JobSpec) -> list[str]:
+    """What every rank runs, after `python -m clusterddp`."""
+    if spec.train:
+        return ["train", f"--run-dir={spec.run_dir}", *spec.train.to_argv()]
+    return ["exec", f"--run-dir={spec.run_dir}", "--", *spec.command]
+
+
+def _gpu_directive(spec: JobSpec, tasks_per_node: int) -> tuple[str, str]:
+    resources = spec.resources
+    count = resources.gpus_per_node
+    prefix = f"{resources.gpu_type}:" if resources.gpu_type else ""
+    if resources.gpu_request == "gres":
+        return "gres", f"gpu:{prefix}{count}"
+    if resources.gpu_request == "gpus-per-task":
+        return "gpus-per-task", f"{prefix}{count // tasks_per_node}"
+    return "gpus-per-node", f"{prefix}{count}"
+
+
+def _context(spec: JobSpec) -> dict[str, object]:
+    """What a template can use; `docs/templates.md` lists the same names."""
+    return {
+        "spec": spec,
+        "resources": spec.resources,
+        "version": __version__,
+        "run_name": spec.run_name,
+        "run_dir": spec.run_dir,
+        "python": spec.python,
+        "directives": directives(spec),
+        "agent_directives": directives(spec, agents=True),
+        "environment": spec.environment,
+        "pass_environment": spec.pass_environment,
+        "modules": spec.modules,
+        "setup": spec.setup,
+        "teardown": spec.teardown,
+        "srun_args": spec.srun_args,
+        "network_interface": spec.network_interface,
+        "launch_prefix": spec.launch_prefix,
+        "task_arguments": task_arguments(spec),
+        "spec_json": spec.to_json(),
+    }
+
+
+def _jinja(template_folder: Path | None) -> Environment:
+    shipped = FileSystemLoader(shipped_folder())
+    loaders: list[BaseLoader] = [shipped, PrefixLoader({"shipped": shipped})]
+    if template_folder:
+        loaders.insert(0, FileSystemLoader(template_folder))
+    environment = Environment(
+        loader=ChoiceLoader(loaders),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 -- shell, not HTML: values go through the `sh` filter
+    )
+    environment.filters["sh"] = lambda value: shlex.quote(str(value))
+    return environment
+
+
+def _blame(error: Exception, environment: Environment) -> NoReturn:
+    """Name the template's file and line: Jinja rewrites tracebacks to point into templates."""
+    templates = {"<template>", *(str(path) for path in _files(environment))}
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in templates]
+    if not frames and not isinstance(error, TemplateError):
+        raise error
+    where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "?"
+    kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+    raise RequestError(f"template {where}: {kind}{error}") from None
+
+
+def _files(environment: Environment) -> list[str]:
+    loader = environment.loader
+    assert loader is not None
+    found = []
+    for name in environment.list_templates():
+        try:
+            filename = loader.get_source(environment, name)[1]
+        except (OSError, UnicodeDecodeError, TemplateError):
+            continue  # another file in the person's folder, not the one that failed
+        if filename:
+            found.append(filename)
+    return found
+
+
+def _check(spec: JobSpec, script: str) -> None:
+    """What sbatch would refuse, or silently ignore, said here with the template's name."""
+    if not script.startswith("#!"):
+        raise RequestError(f"template {spec.template}: the first line is not '#!/bin/bash'.")
+    if "\r" in script or "\0" in script:
+        raise RequestError(
+            f"template {spec.template} has CRLF line ends or NULs, which sbatch refuses; "
+            "save it with plain line ends."
+        )
+    body = False
+    for number, line in enumerate(script.split("\n"), 1):
+        if line.startswith("#SBATCH") and body:
+            raise RequestError(
+                f"template {spec.template}: rendered line {number}, {line!r}, stands after the "
+                "first command, where Slurm ignores directives. Move it up."
+            )
+        body = body or bool(line.strip() and not line.startswith("#"))

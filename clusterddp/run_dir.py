@@ -1,0 +1,206 @@
+"""Every path of a run in one object, and how its records are written and read.
+
+A run is one directory below the output root. What is in it:
+
+    spec.json            the request (a record: the script does not read it)
+    script.sbatch        the exact bytes that were submitted
+    events.jsonl         submitted, started, ended: Slurm job ids, times, exit codes
+    resolved.json        what the ranks agreed on where the request said auto
+    logs/job.log         what the batch script and Slurm said
+    logs/rank-R.log      what rank R printed (logs/node-N.log: a torchrun agent)
+    outcomes/rank-R.json how rank R ended
+    metrics.jsonl        loss, accuracy, images/s, learning rate over the steps
+    checkpoints/         step-00001200.pt and its .sha256
+    report.json          what the run achieved
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import RequestError
+from clusterddp.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.json"
+
+    @property
+    def script(self) -> Path:
+        return self.path / "script.sbatch"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def resolved(self) -> Path:
+        return self.path / "resolved.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def job_log(self) -> Path:
+        return self.logs / "job.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    @property
+    def outcomes(self) -> Path:
+        return self.path / "outcomes"
+
+    def outcome(self, rank: int) -> Path:
+        return self.outcomes / f"rank-{rank}.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    @classmethod
+    @contextmanager
+    def create(cls, spec: JobSpec, script: str) -> Iterator["RunDir"]:
+        """Make the directory of a new run with its two records, or nothing at all.
+
+        Records are laid down in a hidden sibling that is renamed into place when complete. What
+        was made is taken away again when the body raises: a refused submission leaves nothing.
+        Raises RequestError when the run exists or the output root cannot be written.
+        """
+        path = Path(spec.run_dir)
+        if path.exists() or path.is_symlink():
+            raise RequestError(
+                f"the run {spec.run_name} exists already at {path}; choose another --run-name."
+            )
+        missing = [parent for parent in path.parents if not parent.exists()]
+        draft = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # mkdtemp makes it mode 0700: scripts and records may hold values of --env.
+            draft = cls(Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)))
+            draft.logs.mkdir()
+            write_atomically(draft.spec, spec.to_json().encode())
+            write_atomically(draft.script, script.encode())
+            os.rename(draft.path, path)  # noqa: PTH104 -- fails, as wanted, on a non-empty target
+        except OSError as error:
+            _undo(draft.path if draft else None, missing)
+            raise RequestError(
+                f"--output-root: cannot write the run directory {path}: {error.strerror}. "
+                "Choose a folder that you can write and that has room."
+            ) from None
+        try:
+            yield cls(path)
+        except BaseException:
+            _undo(path, missing)
+            raise
+
+    def load_spec(self) -> JobSpec:
+        """The request as recorded; raises RequestError when there is none or it is damaged."""
+        try:
+            return JobSpec.from_json(self.spec.read_text())
+        except OSError as error:
+            raise RequestError(f"{self.path} is no run: {self.spec.name}: {error.strerror}.") from None
+
+    def add_event(self, event: str, **fields: Any) -> None:
+        """Append one record; a single short write, so lines of two writers do not mix."""
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields}) + "\n"
+        descriptor = os.open(self.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """All events in the order in which they were written."""
+        return list(read_json_lines(self.events))
+
+
+def find_runs(output_root: Path) -> list[RunDir]:
+    """The runs below an output root, the latest last."""
+    if not output_root.is_dir():
+        return []
+    found = [RunDir(path) for path in output_root.iterdir() if (path / "spec.json").is_file()]
+    return sorted(found, key=lambda run: (run.spec.stat().st_mtime, run.name))
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; a torn line, as a killed writer leaves, is passed over."""
+    if not path.is_file():
+        return
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None when it is absent or torn."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: temporary file beside it, fsync, rename, fsync of the folder.
+
+    Mode 0600. Raises OSError, and then leaves the file that was there as it was.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _undo(made: Path | None, parents: list[Path]) -> None:
+    """Remove a run's directory, and the folders above it that were made for it alone."""
+    import shutil
+
+    if made:
+        shutil.rmtree(made, ignore_errors=True)
+    for parent in parents:
+        try:
+            parent.rmdir()
+        except OSError:
+            return  # never made, or something else is in it already: not ours to remove

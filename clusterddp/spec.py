@@ -1,0 +1,364 @@
+"""What is asked for: `Resources` of Slurm, `TrainConfig` of the training, `JobSpec` of the run.
+
+All three are checked when they are built, so that the code after them can trust them. Request
+fields carry Slurm's names and forms, training fields torch's. `JobSpec` goes to and from JSON.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp import forms
+from clusterddp.errors import RequestError
+from clusterddp.nodelist import expand_nodelist
+
+SPEC_FORMAT = 1
+GPU_REQUESTS = ("gpus-per-node", "gres", "gpus-per-task")
+LAUNCHERS = ("sbatch", "submitit", "local")
+MODELS = ("convnet",)
+DATASETS = ("mnist", "synthetic")
+OPTIMIZERS = ("sgd", "adam", "adamw")
+LR_SCALINGS = ("linear", "sqrt", "none")
+BACKENDS = ("auto", "nccl", "gloo")
+DEVICES = ("auto", "cuda", "cpu")
+
+# Written into the script by bash itself, or derived per task: an exported value would not arrive.
+_BASH_OWNS = {
+    "_", "BASH", "BASHOPTS", "BASHPID", "BASH_ARGC", "BASH_ARGV", "BASH_ENV", "BASH_SUBSHELL",
+    "DIRSTACK", "ENV", "EPOCHREALTIME", "EPOCHSECONDS", "EUID", "FUNCNAME", "GROUPS", "HISTCMD",
+    "IFS", "LINENO", "PIPESTATUS", "POSIXLY_CORRECT", "PPID", "RANDOM", "SECONDS", "SHELLOPTS",
+    "SHLVL", "SRANDOM", "UID",
+}  # fmt: skip
+_DERIVED = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What Slurm is asked to allocate. An empty string or None leaves the choice to the site."""
+
+    nodes: int = 1
+    gpus_per_node: int = 0
+    gpu_type: str = ""
+    gpu_request: str = "gpus-per-node"
+    """Which directive asks for the GPUs: gpus-per-node, gres or gpus-per-task."""
+    tasks_per_node: int = 0
+    """Ranks on each node; 0 is resolved to one per GPU, or to one."""
+    cpus_per_task: int | None = None
+    """CPUs for each rank."""
+    mem: str = ""
+    """Memory of each node, such as 64G."""
+    time: str = ""
+    """Wall-clock limit, such as 1-02:30:00."""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    nodelist: str = ""
+    exclude: str = ""
+    dependency: str = ""
+    exclusive: bool = False
+    mail_type: str = ""
+    mail_user: str = ""
+
+    def __post_init__(self) -> None:
+        forms.positive("--nodes", self.nodes)
+        if self.gpus_per_node < 0:
+            raise RequestError(f"--gpus-per-node: {self.gpus_per_node} is negative.")
+        if self.gpu_request not in GPU_REQUESTS:
+            raise RequestError(
+                f"--gpu-request: {self.gpu_request!r} is none of {', '.join(GPU_REQUESTS)}."
+            )
+        if self.tasks_per_node == 0:
+            object.__setattr__(self, "tasks_per_node", self.gpus_per_node or 1)
+        forms.positive("--tasks-per-node", self.tasks_per_node)
+        if self.cpus_per_task is not None:
+            forms.positive("--cpus-per-task", self.cpus_per_task)
+        if self.gpus_per_node and self.gpus_per_node % self.tasks_per_node:
+            relation = "more tasks than GPUs" if self.tasks_per_node > self.gpus_per_node else (
+                "the GPUs cannot be shared out evenly"
+            )
+            raise RequestError(
+                f"--tasks-per-node {self.tasks_per_node} against --gpus-per-node "
+                f"{self.gpus_per_node}: {relation}. Use one task per GPU (the default)."
+            )
+        if self.mem:
+            forms.memory("--mem", self.mem)
+        if self.time:
+            forms.time_limit("--time", self.time)
+        if self.dependency:
+            forms.dependency("--dependency", self.dependency)
+        if self.mail_type:
+            forms.mail_type("--mail-type", self.mail_type)
+        for option, value, pattern, example in (
+            ("--partition", self.partition, forms.NAMES, "gpu or gpu,long"),
+            ("--account", self.account, forms.NAME, "physics"),
+            ("--qos", self.qos, forms.NAME, "normal"),
+            ("--constraint", self.constraint, forms.CONSTRAINT, "a100&nvlink"),
+            ("--reservation", self.reservation, forms.NAMES, "maintenance"),
+            ("--mail-user", self.mail_user, forms.MAIL_USER, "me@example.org"),
+        ):
+            if value:
+                forms.matching(option, value, pattern, example)
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        wanted = expand_nodelist(self.nodelist) if self.nodelist else []
+        unwanted = set(expand_nodelist(self.exclude)) if self.exclude else set()
+        if len(set(wanted)) > self.nodes:
+            raise RequestError(
+                f"--nodelist {self.nodelist} names {len(set(wanted))} hosts, but --nodes asks for "
+                f"{self.nodes}: Slurm gives a job every host of its list. Use --nodes "
+                f"{len(set(wanted))} or a shorter list."
+            )
+        both = [host for host in wanted if host in unwanted]
+        if both:
+            raise RequestError(
+                f"--nodelist {self.nodelist} and --exclude {self.exclude} both name {both[0]}."
+            )
+
+    @property
+    def num_tasks(self) -> int:
+        """The number of ranks of the whole job (torch's world size)."""
+        return self.nodes * self.tasks_per_node
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What every task trains; each field is a flag of `clusterddp train` of the same name."""
+
+    model: str = "convnet"
+    dataset: str = "mnist"
+    data_dir: str = "data"
+    """The folder that holds MNIST/raw, torchvision's layout."""
+    epochs: int = 2
+    batch_size: int = 64
+    """Images per rank and step."""
+    lr: float = 0.01
+    """Learning rate of one rank; see lr_scaling."""
+    lr_scaling: str = "linear"
+    """Factor on lr for the world size N: linear N, sqrt N**0.5, none 1."""
+    warmup_steps: int = 100
+    """Steps over which the rate rises linearly to its full value."""
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    seed: int = 0
+    backend: str = "auto"
+    device: str = "auto"
+    threads: int = 0
+    """Compute threads per rank; 0 takes the CPUs that the rank was given."""
+    bucket_cap_mb: float = 25.0
+    """Size of DDP's gradient buckets, megabytes (torch's own default is 25)."""
+    save_every: str = "1epoch"
+    eval_every: str = "1epoch"
+    log_every: int = 100
+    """Steps between two lines of metrics."""
+    max_steps: int = 0
+    """Stop after that many steps of the run; 0 is no limit."""
+    resume: str = ""
+    """A run directory or a checkpoint file to start from."""
+    rendezvous_timeout: int = 300
+    """Seconds that a rank waits for the others."""
+
+    def __post_init__(self) -> None:
+        for option, value, known in (
+            ("--model", self.model, MODELS),
+            ("--dataset", self.dataset, DATASETS),
+            ("--optimizer", self.optimizer, OPTIMIZERS),
+            ("--lr-scaling", self.lr_scaling, LR_SCALINGS),
+            ("--backend", self.backend, BACKENDS),
+            ("--device", self.device, DEVICES),
+        ):
+            if value not in known:
+                raise RequestError(f"{option}: {value!r} is none of {', '.join(known)}.")
+        for option, count in (
+            ("--epochs", self.epochs),
+            ("--batch-size", self.batch_size),
+            ("--log-every", self.log_every),
+            ("--rendezvous-timeout", self.rendezvous_timeout),
+        ):
+            forms.positive(option, count)
+        for option, number, positive in (
+            ("--lr", self.lr, True),
+            ("--bucket-cap-mb", self.bucket_cap_mb, True),
+            ("--momentum", self.momentum, False),
+            ("--weight-decay", self.weight_decay, False),
+            ("--warmup-steps", self.warmup_steps, False),
+            ("--max-steps", self.max_steps, False),
+            ("--threads", self.threads, False),
+        ):
+            if not math.isfinite(number) or number < 0 or (positive and number == 0):
+                bound = "above 0" if positive else "of at least 0"
+                raise RequestError(f"{option}: {number} is not a finite number {bound}.")
+        if not 0 <= self.seed < 2**32:
+            raise RequestError(f"--seed: {self.seed} is not within 0 and {2**32 - 1}.")
+        if self.backend == "nccl" and self.device == "cpu":
+            raise RequestError("--backend nccl exchanges between GPUs, but --device is cpu.")
+        Interval.parse("--save-every", self.save_every)
+        Interval.parse("--eval-every", self.eval_every)
+        forms.text("--data-dir", self.data_dir)
+        forms.text("--resume", self.resume)
+        if not self.data_dir:
+            raise RequestError("--data-dir is empty; name the folder that holds MNIST/raw.")
+
+    def to_argv(self) -> list[str]:
+        """Every field as a flag, so that a command line carries the whole configuration."""
+        argv = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "resume" or value:
+                argv.append(f"--{field.name.replace('_', '-')}={value}")
+        return argv
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often something happens: every `count` epochs or steps."""
+
+    count: int
+    unit: str
+    """`epoch` or `step`."""
+
+    @classmethod
+    def parse(cls, option: str, value: str) -> "Interval":
+        """`2`, `2epochs` or `500steps`; raises RequestError for anything else."""
+        digits = value[: len(value) - len(value.lstrip("0123456789"))]
+        unit = value[len(digits) :].strip().rstrip("s") or "epoch"
+        if not (digits.isascii() and digits.isdigit()) or int(digits) < 1:
+            unit = ""
+        if unit not in ("epoch", "step"):
+            raise RequestError(
+                f"{option}: {value!r} is no interval; valid ones are 1epoch, 2epochs or 500steps."
+            )
+        return cls(int(digits), unit)
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One run as it was asked for: where, with what, and what each task runs.
+
+    Exactly one of `train` and `command` is set.
+    """
+
+    run_name: str
+    run_dir: str
+    """Absolute path of the run's directory."""
+    resources: Resources
+    python: str
+    """The interpreter that the tasks use; it must have clusterddp installed."""
+    train: TrainConfig | None = None
+    command: tuple[str, ...] = ()
+    job_name: str = ""
+    """Slurm's job name; the run name when empty."""
+    launcher: str = "sbatch"
+    template: str = "ddp.sbatch.j2"
+    sbatch: tuple[tuple[str, str | None], ...] = ()
+    """Further directives as (name, value); a None value is a bare flag."""
+    omit_directives: tuple[str, ...] = ()
+    srun_args: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables written into the script."""
+    pass_environment: tuple[str, ...] = ()
+    """Variables carried by name from the submitting shell."""
+    export: str = "ALL"
+    """Which of the submitter's variables reach the job: ALL, or NONE but those passed by name."""
+    setup: tuple[str, ...] = ()
+    teardown: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    network_interface: str = ""
+    launch_prefix: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        forms.matching("--run-name", self.run_name, forms.RUN_NAME, "mnist-2x4")
+        if bool(self.command) == bool(self.train):
+            raise AssertionError("a run either trains MNIST or runs a command")
+        if self.launcher not in LAUNCHERS:
+            raise RequestError(f"--launcher: {self.launcher!r} is none of {', '.join(LAUNCHERS)}.")
+        if self.export not in ("ALL", "NONE"):
+            raise RequestError(f"--export: {self.export!r} is neither ALL nor NONE.")
+        if not Path(self.run_dir).is_absolute() or "%" in forms.text("--output-root", self.run_dir):
+            raise RequestError(
+                f"--output-root: the run directory {self.run_dir!r} must be an absolute path "
+                "without '%' (Slurm replaces it in log paths)."
+            )
+        if self.run_dir != self.run_dir.strip() or "\\" in self.run_dir:
+            raise RequestError(
+                f"--output-root: {self.run_dir!r} has a backslash or outer blanks, which Slurm "
+                "takes out of log paths. Choose another folder."
+            )
+        self._check_lines()
+        self._check_environment()
+
+    def _check_lines(self) -> None:
+        if not self.python:
+            raise RequestError("--python is empty; name the interpreter that the tasks use.")
+        for option, values in (
+            ("--python", (self.python,)),
+            ("--job-name", (self.job_name,)),
+            ("--setup", self.setup),
+            ("--teardown", self.teardown),
+            ("--srun-args", self.srun_args),
+            ("--launch-prefix", self.launch_prefix),
+            ("COMMAND", self.command),
+        ):
+            for value in values:
+                forms.text(option, value)
+        if self.command and not self.command[0]:
+            raise RequestError("COMMAND is empty; give a program to run after '--'.")
+        for name in self.modules:
+            forms.matching("--module", name, forms.MODULE, "cuda/12.4")
+        if self.network_interface:
+            forms.matching(
+                "--network-interface", self.network_interface, forms.NETWORK_INTERFACE, "ib0"
+            )
+
+    def _check_environment(self) -> None:
+        for name in (*(name for name, _ in self.environment), *self.pass_environment):
+            if not forms.VARIABLE.fullmatch(forms.text("--env", name)):
+                raise RequestError(
+                    f"--env: {name!r} is no name of a variable; valid is NAME=VALUE, or NAME "
+                    "to pass the variable that is set where you submit."
+                )
+            if name in _BASH_OWNS:
+                raise RequestError(
+                    f"--env: {name} is set by bash itself, so a value would not reach the tasks."
+                )
+            if name in _DERIVED or name.startswith(("SLURM_", "TORCHELASTIC_")):
+                raise RequestError(f"--env: {name} is derived for each task; it cannot be preset.")
+        for name, value in self.environment:
+            forms.text(f"--env {name}", value)
+
+    @property
+    def world_size(self) -> int:
+        return self.resources.num_tasks
+
+    def to_json(self) -> str:
+        """The record that a run keeps of its request; holds no value passed by name."""
+        fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
+        lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
+        return "{\n" + ",\n".join(lines) + "\n}"
+
+    @classmethod
+    def from_json(cls, content: str) -> "JobSpec":
+        """Read a record back; raises RequestError when it is no record of this format."""
+        try:
+            fields: dict[str, Any] = json.loads(content)
+            if fields.pop("format") != SPEC_FORMAT:
+                raise RequestError("spec.json was written by a newer clusterddp; update this one.")
+            resources = Resources(**fields.pop("resources"))
+            train = fields.pop("train")
+            for name, value in fields.items():
+                if isinstance(value, list):
+                    fields[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
+            return cls(
+                resources=resources, train=TrainConfig(**train) if train else None, **fields
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestError(f"spec.json is no record of a run: {error}.") from None

@@ -1,0 +1,150 @@
+"""Requests are checked when they are built, and survive their own record."""
+
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import RequestError
+from clusterddp.spec import Interval, JobSpec, Resources, TrainConfig
+from tests.hostile import CARRIED, REFUSED
+
+
+def spec(**fields: Any) -> JobSpec:
+    defaults: dict[str, Any] = {
+        "run_name": "demo",
+        "run_dir": "/scratch/jobs/demo",
+        "resources": Resources(),
+        "python": "/usr/bin/python3",
+    }
+    if "command" not in fields:
+        defaults["train"] = TrainConfig()
+    return JobSpec(**{**defaults, **fields})
+
+
+def test_tasks_per_node_defaults_to_one_per_gpu_or_one() -> None:
+    assert Resources(gpus_per_node=4).tasks_per_node == 4
+    assert Resources().tasks_per_node == 1
+    assert Resources(nodes=3, gpus_per_node=4).num_tasks == 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"nodes": 0}, ["--nodes", "0"]),
+        ({"nodes": -2}, ["--nodes", "-2"]),
+        ({"gpus_per_node": -1}, ["--gpus-per-node", "-1"]),
+        ({"tasks_per_node": -1}, ["--tasks-per-node", "-1"]),
+        ({"cpus_per_task": 0}, ["--cpus-per-task", "0"]),
+        ({"gpus_per_node": 2, "tasks_per_node": 4}, ["--tasks-per-node 4", "--gpus-per-node 2"]),
+        ({"gpus_per_node": 4, "tasks_per_node": 3}, ["--tasks-per-node 3", "--gpus-per-node 4"]),
+        ({"nodes": 1, "nodelist": "h[01-02]"}, ["h[01-02] names 2 hosts", "--nodes", "1"]),
+        ({"nodes": 2, "nodelist": "h1,h2", "exclude": "h2"}, ["--nodelist h1,h2", "--exclude h2"]),
+        ({"nodelist": "h[1-"}, ["h[1-"]),
+        ({"exclude": "h]"}, ["h]"]),
+        ({"partition": "gpu --nodes=9"}, ["--partition", "gpu --nodes=9"]),
+        ({"account": "-x"}, ["--account"]),
+        ({"qos": "a,b"}, ["--qos"]),
+        ({"mail_type": "SOMETIMES"}, ["--mail-type", "END"]),
+        ({"mail_user": "a b"}, ["--mail-user"]),
+        ({"constraint": "a;b"}, ["--constraint"]),
+        ({"gpu_request": "gpus"}, ["--gpu-request"]),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused_showing_both_sides(
+    fields: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        Resources(**fields)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"epochs": 0}, "--epochs"),
+        ({"batch_size": -1}, "--batch-size"),
+        ({"lr": float("nan")}, "--lr"),
+        ({"lr": 0.0}, "--lr"),
+        ({"momentum": -0.1}, "--momentum"),
+        ({"model": "resnet"}, "convnet"),
+        ({"seed": -1}, "--seed"),
+        ({"backend": "nccl", "device": "cpu"}, "--device"),
+        ({"save_every": "0"}, "--save-every"),
+        ({"eval_every": "1 fortnight"}, "--eval-every"),
+        ({"data_dir": ""}, "--data-dir"),
+        ({"data_dir": "a\nb"}, "--data-dir"),
+    ],
+)
+def test_a_training_that_makes_no_sense_is_refused(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(RequestError, match=word):
+        TrainConfig(**fields)
+
+
+def test_intervals_are_epochs_unless_steps_are_named() -> None:
+    assert Interval.parse("x", "2") == Interval(2, "epoch")
+    assert Interval.parse("x", "1epoch") == Interval(1, "epoch")
+    assert Interval.parse("x", "500steps") == Interval(500, "step")
+
+
+@pytest.mark.parametrize("value", REFUSED)
+@pytest.mark.parametrize(
+    "field", ["job_name", "setup", "teardown", "command", "srun_args", "launch_prefix", "python"]
+)
+def test_a_value_that_no_script_can_carry_is_refused(field: str, value: str) -> None:
+    text = field in ("job_name", "python")
+    with pytest.raises(RequestError):
+        spec(**{field: value if text else (value,)})
+
+
+@pytest.mark.parametrize("value", REFUSED)
+def test_an_environment_value_that_no_script_can_carry_is_refused(value: str) -> None:
+    with pytest.raises(RequestError, match="--env K"):
+        spec(environment=(("K", value),))
+
+
+@pytest.mark.parametrize("name", ["", "1A", "A B", "A-B", "$(x)", "É", "A\n"])
+def test_only_names_of_variables_are_taken(name: str) -> None:
+    with pytest.raises(RequestError, match="--env"):
+        spec(environment=((name, "x"),))
+    with pytest.raises(RequestError, match="--env"):
+        spec(pass_environment=(name,))
+
+
+@pytest.mark.parametrize("name", ["RANK", "SLURM_NTASKS", "UID", "IFS", "BASH_ENV", "_"])
+def test_variables_that_would_not_arrive_are_refused(name: str) -> None:
+    with pytest.raises(RequestError, match=name):
+        spec(environment=((name, "x"),))
+
+
+@pytest.mark.parametrize("path", ["/a/100%/demo", "jobs/demo", "/a\\b/demo", "/a\nb/demo"])
+def test_a_run_directory_that_slurm_would_rewrite_is_refused(path: str) -> None:
+    with pytest.raises(RequestError, match="--output-root"):
+        spec(run_dir=path)
+
+
+def test_the_record_of_a_request_reads_back_the_same() -> None:
+    full = spec(
+        resources=Resources(nodes=2, gpus_per_node=4, mem="8G", nodelist="h[1-2]"),
+        sbatch=(("requeue", None), ("signal", "USR1@90")),
+        environment=tuple((f"K{i}", value) for i, value in enumerate(CARRIED)),
+        setup=("echo hi",),
+    )
+    assert JobSpec.from_json(full.to_json()) == full
+    command = spec(command=tuple(value or "x" for value in CARRIED))
+    assert JobSpec.from_json(command.to_json()) == command
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"format": 99}', '{"format": 1}', '{"format": 1, "resources": {}, "train": null, "x": 1}']
+)
+def test_a_damaged_or_newer_record_is_refused(content: str) -> None:
+    with pytest.raises(RequestError, match=r"spec\.json"):
+        JobSpec.from_json(content)
+
+
+def test_every_training_field_is_on_the_command_line() -> None:
+    argv = TrainConfig(lr=0.5, data_dir="/a b").to_argv()
+    assert "--lr=0.5" in argv
+    assert "--data-dir=/a b" in argv
+    assert len(argv) == len(TrainConfig.__dataclass_fields__) - 1  # resume is empty
