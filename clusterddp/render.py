@@ -120,6 +120,13 @@ def directive(name: str, value: str | None) -> str:
     return f'--{name}="{escaped}"'
 
 
+def shell_word(value: object) -> str:
+    """The value as one word of bash; a comma is quoted as well, lest it look like a separator."""
+    text = str(value)
+    quoted = shlex.quote(text)
+    return f"'{text}'" if quoted == text and "," in text else quoted
+
+
 def submission_comment(run_name: str) -> str:
     """The job comment by which a submission whose answer was lost can be found again."""
     return f"clusterddp:{run_name}"
@@ -180,7 +187,7 @@ def _jinja(template_folder: Path | None) -> Environment:
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701 -- shell, not HTML: values go through the `sh` filter
     )
-    environment.filters["sh"] = lambda value: shlex.quote(str(value))
+    environment.filters["sh"] = shell_word
     return environment
 
 

@@ -1,0 +1,559 @@
+"""Who this task is: its ranks and where the ranks meet, derived from a Mapping of variables.
+
+Derives from torch's variables, a Slurm step or neither; reads no os.environ, opens no socket and
+starts nothing. Exporting the result is left to the caller.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, NoReturn
+
+from clusterddp.errors import DistEnvError, RequestError
+from clusterddp.nodelist import expand_nodelist, expand_tasks_per_node
+
+Origin = Literal["torch", "slurm", "single"]
+
+# torch's env:// needs these four (torch/distributed/rendezvous.py).
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Step ids from here on are Slurm's own: batch, extern, interactive, pending (slurm/slurm.h).
+FIRST_RESERVED_STEP_ID = 0xFFFFFFF0
+
+_LOWEST_PORT = 12000
+_PORTS = 20000
+
+
+@dataclass(frozen=True)
+class DistEnv:
+    """One task's place in the run, in torch's words; checked against itself at construction.
+
+    Raises DistEnvError when the numbers contradict each other: the message shows each with the
+    variable it came from.
+    """
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int  # ranks on this node; nodes may differ
+    num_nodes: int
+    master_addr: str
+    master_port: int  # 0, in a world of one only: any free port
+    # One name a node, in the order of the node ranks; empty where the variables do not tell.
+    hostnames: tuple[str, ...]
+    origin: Origin
+    # For each field above, the variable or the rule it came from.
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> DistEnv:
+        """Derive a task's place from its environment variables.
+
+        In this order: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, all four of them (torchrun,
+        or exported by hand); a Slurm step (srun); a single process, which is also what a batch
+        script or an salloc shell is. MASTER_ADDR and MASTER_PORT alone are presets that a step
+        and a single process honour.
+
+        Raises DistEnvError for variables that are empty, malformed, half set or contradictory.
+        """
+        if _uses_torch(environ):
+            return _from_torch(environ)
+        if _step_id(environ) is not None:
+            return _from_step(environ)
+        return _single(environ)
+
+    def to_environ(self) -> dict[str, str]:
+        """Return the variables to export: what torchrun gives its workers, and NODE_RANK.
+
+        The list is that of torch's local_elastic_agent.py without TORCHELASTIC_*, which would
+        claim an elastic agent that is not there.
+        """
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "NODE_RANK": str(self.node_rank),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "ROLE_NAME": "default",
+        }
+
+    def __post_init__(self) -> None:
+        for count in ("world_size", "local_world_size", "num_nodes"):
+            if getattr(self, count) < 1:
+                self._refuse(f"{count} of at least 1", count)
+        self._require_below("rank", "world_size")
+        self._require_below("local_rank", "local_world_size")
+        self._require_below("node_rank", "num_nodes")
+        elsewhere, other_nodes = self.world_size - self.local_world_size, self.num_nodes - 1
+        if elsewhere < other_nodes or (elsewhere and not other_nodes):
+            self._refuse(
+                f"the {elsewhere} ranks beyond this node's to fill {other_nodes} further nodes",
+                "world_size",
+                "local_world_size",
+                "num_nodes",
+            )
+        lowest_port = 0 if self.world_size == 1 else 1
+        if not lowest_port <= self.master_port <= 65535:
+            self._refuse(f"a port from {lowest_port} to 65535", "master_port")
+        if not _PRINTABLE.fullmatch(self.master_addr):
+            self._refuse("a host name or an address", "master_addr")
+
+    def _require_below(self, index: str, count: str) -> None:
+        if not 0 <= getattr(self, index) < getattr(self, count):
+            highest = getattr(self, count) - 1
+            self._refuse(f"{index} from 0 to {highest}", index, count)
+
+    def _refuse(self, expected: str, *fields: str) -> NoReturn:
+        _contradiction([self._seen(name) for name in fields], expected)
+
+    def _seen(self, name: str) -> str:
+        value, source = _shown_value(str(getattr(self, name))), self.sources.get(name, "")
+        if _VARIABLE.fullmatch(source):
+            return f"{source}={value}"
+        return f"{name}={value} ({source})" if source else f"{name}={value}"
+
+
+def master_port(job_id: int, step_id: int, restart_count: int, candidate: int = 0) -> int:
+    """Return the port where the ranks of a step meet: `candidate` 0 first, then further ones.
+
+    Every rank computes the same without talking to another, from SLURM_JOB_ID, SLURM_STEP_ID and
+    SLURM_RESTART_COUNT. All ports lie in 12000 to 31999: above the well-known ones and below
+    32768 to 60999, from which Linux hands out ports of its own (ip_local_port_range). Slurm's job
+    ids are consecutive, so jobs sharing a node get ports 97 apart, its steps 11 apart, and a
+    requeued job does not meet its predecessor's listener. 97 and 4001 are prime to 20000: ids
+    collide only at 20000 jobs' distance, and the candidates visit every port.
+    """
+    offset = job_id * 97 + step_id * 11 + restart_count + candidate * 4001
+    return _LOWEST_PORT + offset % _PORTS
+
+
+def _uses_torch(environ: Mapping[str, str]) -> bool:
+    if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return False
+    missing = [name for name in TORCH_VARIABLES if name not in environ]
+    if missing:
+        names = (*TORCH_VARIABLES, "LOCAL_RANK")
+        raise DistEnvError(
+            f"{_shown(environ, names)}, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set: torch's variables come all four "
+            f"({', '.join(TORCH_VARIABLES)}) or not at all. Set the missing, or unset the others "
+            "(unset RANK WORLD_SIZE LOCAL_RANK) to derive them from Slurm."
+        )
+    return True
+
+
+def _from_torch(environ: Mapping[str, str]) -> DistEnv:
+    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    step_is_ours = _step_agrees(environ, rank, world_size)
+    place = _torch_place(environ, rank, world_size, step_is_ours)
+    master_addr = _text(environ, "MASTER_ADDR")
+    hostnames: tuple[str, ...] = ()
+    hostnames_source = "unknown: torch's variables name the first host only"
+    if step_is_ours and "SLURM_STEP_NODELIST" in environ:
+        hostnames, hostnames_source = _hosts(environ, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST"
+    elif place.num_nodes.value == 1:
+        hostnames, hostnames_source = (master_addr,), "MASTER_ADDR"
+    return DistEnv(
+        rank=rank,
+        local_rank=place.local_rank.value,
+        node_rank=place.node_rank.value,
+        world_size=world_size,
+        local_world_size=place.local_world_size.value,
+        num_nodes=place.num_nodes.value,
+        master_addr=master_addr,
+        master_port=_integer(environ, "MASTER_PORT"),
+        hostnames=hostnames,
+        origin="torch",
+        sources={
+            "rank": "RANK",
+            "local_rank": place.local_rank.source,
+            "node_rank": place.node_rank.source,
+            "world_size": "WORLD_SIZE",
+            "local_world_size": place.local_world_size.source,
+            "num_nodes": place.num_nodes.source,
+            "master_addr": "MASTER_ADDR",
+            "master_port": "MASTER_PORT",
+            "hostnames": hostnames_source,
+        },
+    )
+
+
+def _from_step(environ: Mapping[str, str]) -> DistEnv:
+    step = _read_step(environ)
+    addr, addr_source = step.hosts[0], f"{step.hosts_source} (first host)"
+    if "MASTER_ADDR" in environ:
+        addr, addr_source = _text(environ, "MASTER_ADDR"), "MASTER_ADDR"
+    if "MASTER_PORT" in environ:
+        port, port_source = _preset_port(environ), "MASTER_PORT"
+    else:
+        port, port_source = _step_port(environ)
+    return DistEnv(
+        rank=step.rank,
+        local_rank=step.local_rank,
+        node_rank=step.node_rank,
+        world_size=step.world_size,
+        local_world_size=step.tasks_per_node[step.node_rank],
+        num_nodes=len(step.hosts),
+        master_addr=addr,
+        master_port=port,
+        hostnames=step.hosts,
+        origin="slurm",
+        sources={
+            "rank": "SLURM_PROCID",
+            "local_rank": "SLURM_LOCALID",
+            "node_rank": "SLURM_NODEID",
+            "world_size": step.world_size_source,
+            "local_world_size": step.local_world_size_source,
+            "num_nodes": step.num_nodes_source,
+            "master_addr": addr_source,
+            "master_port": port_source,
+            "hostnames": step.hosts_source,
+        },
+    )
+
+
+def _single(environ: Mapping[str, str]) -> DistEnv:
+    _refuse_heterogeneous(environ)
+    default = "default: single process"
+    for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
+        if name in environ:
+            default += f" ({name} is set but this shell is no step; start tasks with srun)"
+            break
+    addr, addr_source = "127.0.0.1", default
+    if "MASTER_ADDR" in environ:
+        addr, addr_source = _text(environ, "MASTER_ADDR"), "MASTER_ADDR"
+    port, port_source = 0, f"{default}: any free port"
+    if "MASTER_PORT" in environ:
+        port, port_source = _preset_port(environ), "MASTER_PORT"
+    alone = (
+        "rank", "local_rank", "node_rank", "world_size", "local_world_size", "num_nodes",
+        "hostnames",
+    )  # fmt: skip
+    return DistEnv(
+        rank=0,
+        local_rank=0,
+        node_rank=0,
+        world_size=1,
+        local_world_size=1,
+        num_nodes=1,
+        master_addr=addr,
+        master_port=port,
+        hostnames=("localhost",),
+        origin="single",
+        sources={
+            **dict.fromkeys(alone, default),
+            "master_addr": addr_source,
+            "master_port": port_source,
+        },
+    )
+
+
+class _Number(NamedTuple):
+    """A number and where it came from; true in a condition even where the number is 0."""
+
+    value: int
+    source: str
+
+
+class _Place(NamedTuple):
+    """Where a rank of torch's variables lives."""
+
+    local_rank: _Number
+    local_world_size: _Number
+    node_rank: _Number
+    num_nodes: _Number
+
+
+def _torch_place(
+    environ: Mapping[str, str], rank: int, world_size: int, step_is_ours: bool
+) -> _Place:
+    """Take what LOCAL_* and GROUP_* say, and fill in the rest where it is beyond doubt."""
+    local_rank = _optional(environ, "LOCAL_RANK")
+    local_world_size = _optional(environ, "LOCAL_WORLD_SIZE")
+    node_rank = _group_rank(environ)
+    num_nodes = _optional(environ, "GROUP_WORLD_SIZE")
+    if None in (local_rank, local_world_size, node_rank, num_nodes) and step_is_ours:
+        # A wrapper that copied Slurm's variables under torch's names, but not all of them.
+        step = _read_step(environ)
+        local_rank = local_rank or _Number(step.local_rank, "SLURM_LOCALID")
+        local_world_size = local_world_size or _Number(
+            step.tasks_per_node[step.node_rank], step.local_world_size_source
+        )
+        node_rank = node_rank or _Number(step.node_rank, "SLURM_NODEID")
+        num_nodes = num_nodes or _Number(len(step.hosts), step.num_nodes_source)
+    if local_rank is None and local_world_size is None and num_nodes is None and node_rank is None:
+        assumed = "all ranks on one host, as LOCAL_RANK and LOCAL_WORLD_SIZE are not set"
+        local_rank = _Number(rank, f"RANK ({assumed})")
+        local_world_size = _Number(world_size, f"WORLD_SIZE ({assumed})")
+        num_nodes = _Number(1, assumed)
+        node_rank = _Number(0, assumed)
+    local_world_size = local_world_size or _even_share(environ, world_size, num_nodes)
+    blocks = f"RANK and {local_world_size.source}: consecutive ranks share a node"
+    if local_world_size.value < 1:
+        _contradiction(_list_shown(environ, _PLACE_VARIABLES), "LOCAL_WORLD_SIZE of at least 1")
+    local_rank = local_rank or _Number(rank % local_world_size.value, blocks)
+    num_nodes = num_nodes or _even_nodes(environ, world_size, local_world_size)
+    node_rank = node_rank or (
+        _Number(0, num_nodes.source)
+        if num_nodes.value == 1
+        else _Number(rank // local_world_size.value, blocks)
+    )
+    return _Place(local_rank, local_world_size, node_rank, num_nodes)
+
+
+_PLACE_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
+    "GROUP_WORLD_SIZE",
+)  # fmt: skip
+
+
+def _group_rank(environ: Mapping[str, str]) -> _Number | None:
+    """GROUP_RANK is torchrun's name for it; NODE_RANK what other launchers and people use."""
+    group, node = _optional(environ, "GROUP_RANK"), _optional(environ, "NODE_RANK")
+    if group and node and group.value != node.value:
+        _contradiction(
+            _list_shown(environ, ("GROUP_RANK", "NODE_RANK")), "the same node rank in both"
+        )
+    return group or node
+
+
+def _even_share(environ: Mapping[str, str], world_size: int, num_nodes: _Number | None) -> _Number:
+    if world_size == 1:
+        return _Number(1, "WORLD_SIZE")
+    if num_nodes is None or num_nodes.value < 1 or world_size % num_nodes.value:
+        _contradiction(
+            _list_shown(environ, _PLACE_VARIABLES),
+            "LOCAL_WORLD_SIZE, to know how many ranks share this node",
+        )
+    return _Number(
+        world_size // num_nodes.value, f"WORLD_SIZE over {num_nodes.source}: as many on each node"
+    )
+
+
+def _even_nodes(environ: Mapping[str, str], world_size: int, local_world_size: _Number) -> _Number:
+    if world_size % local_world_size.value:
+        _contradiction(
+            _list_shown(environ, _PLACE_VARIABLES),
+            "GROUP_WORLD_SIZE, as WORLD_SIZE is no multiple of LOCAL_WORLD_SIZE",
+        )
+    return _Number(
+        world_size // local_world_size.value,
+        f"WORLD_SIZE over {local_world_size.source}: as many on each node",
+    )
+
+
+def _step_agrees(environ: Mapping[str, str], rank: int, world_size: int) -> bool:
+    """Whether torch's variables speak of the very tasks of the Slurm step around this process.
+
+    Raises when they seem to, but give this task another rank: such a set leaked in from a
+    surrounding job. torchrun's workers (TORCHELASTIC_RUN_ID) are numbered by its agent instead.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ or "SLURM_PROCID" not in environ:
+        return False
+    if _step_id(environ) is None or _is_heterogeneous(environ):
+        return False
+    name = _first_set(environ, _NUM_TASKS)
+    if name is None or _integer(environ, name) != world_size:
+        return False
+    if _integer(environ, "SLURM_PROCID") == rank:
+        return True
+    if world_size > 1:
+        raise DistEnvError(
+            f"{_shown(environ, ('RANK', 'WORLD_SIZE', 'SLURM_PROCID', name))}: expected RANK to "
+            "equal SLURM_PROCID in a step of WORLD_SIZE tasks; torch's variables seem to be those "
+            "of a surrounding job. Unset RANK, WORLD_SIZE and LOCAL_RANK before srun."
+        )
+    return False
+
+
+# Of each list the first that is set counts: the step's own before the job's, which a batch script
+# hands down unchanged to steps of another shape (srun(1), sbatch(1), OUTPUT ENVIRONMENT VARIABLES).
+_STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
+_NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+_NODELIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_JOB_ID = ("SLURM_JOB_ID", "SLURM_JOBID")
+
+
+class _Step(NamedTuple):
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    tasks_per_node: list[int]
+    hosts: tuple[str, ...]
+    world_size_source: str
+    local_world_size_source: str
+    num_nodes_source: str
+    hosts_source: str
+
+
+def _read_step(environ: Mapping[str, str]) -> _Step:
+    """Read a step's variables and hold its lists against its counts."""
+    _refuse_heterogeneous(environ)
+    rank = _integer(environ, _required(environ, ("SLURM_PROCID",)))
+    local_rank = _integer(environ, _required(environ, ("SLURM_LOCALID",)))
+    node_rank = _integer(environ, _required(environ, ("SLURM_NODEID",)))
+    tasks_name = _required(environ, _NUM_TASKS)
+    layout_name = _required(environ, _TASKS_PER_NODE)
+    hosts_name = _required(environ, _NODELIST)
+    world_size = _integer(environ, tasks_name)
+    try:
+        tasks_per_node = expand_tasks_per_node(_text(environ, layout_name))
+    except RequestError as error:
+        raise DistEnvError(f"{layout_name}: {error}") from error
+    hosts = _hosts(environ, hosts_name)
+    if sum(tasks_per_node) != world_size:
+        _contradiction(
+            _list_shown(environ, (layout_name, tasks_name)),
+            f"the tasks of all nodes, {sum(tasks_per_node)}, to add up to {world_size}",
+        )
+    if len(hosts) != len(tasks_per_node):
+        _contradiction(
+            _list_shown(environ, (hosts_name, layout_name)),
+            f"as many hosts as entries, not {len(hosts)} and {len(tasks_per_node)}",
+        )
+    num_nodes_source = f"{hosts_name} (number of hosts)"
+    if "SLURM_STEP_NUM_NODES" in environ:
+        num_nodes_source = "SLURM_STEP_NUM_NODES"
+        if _integer(environ, num_nodes_source) != len(hosts):
+            _contradiction(
+                _list_shown(environ, (num_nodes_source, hosts_name)),
+                f"the number of hosts in the list, {len(hosts)}",
+            )
+    if node_rank >= len(hosts):
+        _contradiction(
+            _list_shown(environ, ("SLURM_NODEID", hosts_name)),
+            f"a node id from 0 to {len(hosts) - 1}",
+        )
+    return _Step(
+        rank,
+        local_rank,
+        node_rank,
+        world_size,
+        tasks_per_node,
+        hosts,
+        tasks_name,
+        f"{layout_name} (entry {node_rank})",
+        num_nodes_source,
+        hosts_name,
+    )
+
+
+def _hosts(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
+    try:
+        return tuple(expand_nodelist(_text(environ, name)))
+    except RequestError as error:
+        raise DistEnvError(f"{name}: {error}") from error
+
+
+def _step_id(environ: Mapping[str, str]) -> int | None:
+    """Return the id of the step that this process is a task of, None where it is of none."""
+    name = _first_set(environ, _STEP_ID)
+    if name is None:
+        return None
+    step_id = _integer(environ, name)
+    return step_id if step_id < FIRST_RESERVED_STEP_ID else None
+
+
+def _step_port(environ: Mapping[str, str]) -> tuple[int, str]:
+    job_name, step_name = _required(environ, _JOB_ID), _required(environ, _STEP_ID)
+    restart_count, names = 0, f"{job_name}, {step_name}"
+    if "SLURM_RESTART_COUNT" in environ:  # unset on the first start
+        restart_count = _integer(environ, "SLURM_RESTART_COUNT")
+        names += ", SLURM_RESTART_COUNT"
+    port = master_port(_integer(environ, job_name), _integer(environ, step_name), restart_count)
+    return port, f"computed from {names}"
+
+
+def _refuse_heterogeneous(environ: Mapping[str, str]) -> None:
+    if _is_heterogeneous(environ):
+        names = [name for name in sorted(environ) if _HETEROGENEOUS.match(name)]
+        raise DistEnvError(
+            f"{_shown(environ, names[:3])}: this is a heterogeneous Slurm job, whose components "
+            "number their tasks and nodes apart; expected a job of one component. Submit without "
+            "'hetjob' and ':', or export RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, "
+            "LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE yourself."
+        )
+
+
+def _is_heterogeneous(environ: Mapping[str, str]) -> bool:
+    return any(_HETEROGENEOUS.match(name) for name in environ)
+
+
+# PACK is what HET was called before Slurm 20.02.
+_HETEROGENEOUS = re.compile(r"SLURM_(?:(?:HET|PACK)_SIZE$|.*_(?:HET|PACK)_GROUP_)")
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_PRINTABLE = re.compile(r"[!-~]+")
+_INTEGER = re.compile(r"[0-9]{1,19}")
+
+
+def _preset_port(environ: Mapping[str, str]) -> int:
+    port = _integer(environ, "MASTER_PORT")
+    if not 1 <= port <= 65535:
+        _contradiction(_list_shown(environ, ("MASTER_PORT",)), "a port from 1 to 65535")
+    return port
+
+
+def _optional(environ: Mapping[str, str], name: str) -> _Number | None:
+    return _Number(_integer(environ, name), name) if name in environ else None
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    text = _text(environ, name)
+    if not _INTEGER.fullmatch(text):
+        _contradiction(_list_shown(environ, (name,)), "a whole number of 0 or more")
+    return int(text)
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if not environ[name]:
+        raise DistEnvError(
+            f"{name} is set but empty: expected a value. Set it, or remove it with 'unset {name}'."
+        )
+    return environ[name]
+
+
+def _required(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    name = _first_set(environ, names)
+    if name is None:
+        raise DistEnvError(
+            f"{_shown(environ, _STEP_ID)}, but {' and '.join(names)} "
+            f"{'is' if len(names) == 1 else 'are'} not set: expected every variable that srun "
+            "gives to a task. Start it with srun, and do not drop SLURM_* variables on the way."
+        )
+    return name
+
+
+def _first_set(environ: Mapping[str, str], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in environ), None)
+
+
+def _contradiction(seen: Sequence[str], expected: str) -> NoReturn:
+    raise DistEnvError(
+        f"{', '.join(seen)}: expected {expected}. Variables of a surrounding job may have leaked "
+        "in: unset them, or start the task with srun or torchrun from a clean shell."
+    )
+
+
+def _shown(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    return ", ".join(_list_shown(environ, names))
+
+
+def _list_shown(environ: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    """Return NAME=value of those that are set."""
+    return [f"{name}={_shown_value(environ[name])}" for name in names if name in environ]
+
+
+def _shown_value(value: str) -> str:
+    """Return a value for a message: escaped where it is not plain, shortened where it is long."""
+    shown = value[:80] if _PRINTABLE.fullmatch(value) else ascii(value[:80])
+    return f"{shown}..." if len(value) > 80 else shown

@@ -1,0 +1,222 @@
+"""Scripts: what a template becomes, how values are quoted, how a faulty template is blamed."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp import render
+from clusterddp.dist_env import master_port
+from clusterddp.errors import RequestError
+from clusterddp.spec import Resources
+from tests.hostile import CARRIED, REFUSED
+from tests.test_spec import spec
+
+TEMPLATES = ("ddp.sbatch.j2", "torchrun.sbatch.j2")
+FULL: dict[str, Any] = {
+    "resources": Resources(nodes=2, gpus_per_node=2, cpus_per_task=3, time="10", exclusive=True),
+    "environment": tuple((f"K{i}", value) for i, value in enumerate(CARRIED)),
+    "pass_environment": ("HOME",),
+    "modules": ("cuda/12.4",),
+    "setup": ("echo set-up",),
+    "teardown": ("echo tear-down",),
+    "network_interface": "ib0",
+    "launch_prefix": ("env", "A=b c"),
+    "srun_args": ("--label",),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("fields", [{}, FULL, {"command": ("python", *CARRIED)}])
+def test_the_script_is_sound_shell(template: str, fields: dict[str, Any]) -> None:
+    script = render.render(spec(template=template, **fields))
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    if shutil.which("shellcheck"):
+        checked = subprocess.run(
+            ["shellcheck", "-"], input=script, text=True, capture_output=True, check=False
+        )
+        assert checked.stdout == ""
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_same_request_gives_the_same_bytes(template: str) -> None:
+    assert render.render(spec(template=template, **FULL)) == render.render(
+        spec(template=template, **FULL)
+    )
+
+
+@pytest.mark.parametrize("value", CARRIED)
+def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
+    line = next(
+        part
+        for part in render.render(spec(environment=(("VALUE", value),))).splitlines()
+        if part.startswith("export VALUE=")
+    )
+    seen = subprocess.run(
+        ["bash", "-c", f'{line}\nprintf %s "$VALUE"'],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert seen.stdout == value
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", CARRIED)
+def test_a_command_word_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
+    script = render.render(spec(command=("prog", value, "end")))
+    array = script[script.index("task=(") : script.index("\n)\n") + 3]
+    seen = subprocess.run(
+        ["bash", "-c", f'python=python\n{array}printf "%s\\0" "${{task[@]}}"'],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert seen.stdout.split("\0")[-4:] == ["prog", value, "end", ""]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", CARRIED)
+def test_a_directive_is_one_line_in_slurms_quoting(value: str) -> None:
+    line = render.directive("comment", value)
+    assert "\n" not in line
+    assert read_as_slurm_does(line) == f"--comment={value}"
+
+
+@pytest.mark.parametrize("value", REFUSED)
+def test_a_directive_that_would_become_two_lines_is_refused(value: str) -> None:
+    with pytest.raises(RequestError, match="--comment"):
+        render.directive("comment", value)
+
+
+def test_a_directive_longer_than_slurms_buffer_is_refused() -> None:
+    with pytest.raises(RequestError, match="8001 bytes"):
+        render.directive("comment", "x" * 8001)
+
+
+@pytest.mark.parametrize(
+    ("style", "ddp", "torchrun"),
+    [
+        ("gpus-per-node", "--gpus-per-node=a100:4", "--gpus-per-node=a100:4"),
+        ("gres", "--gres=gpu:a100:4", "--gres=gpu:a100:4"),
+        ("gpus-per-task", "--gpus-per-task=a100:1", "--gpus-per-task=a100:4"),
+    ],
+)
+def test_each_style_asks_for_the_same_gpus(style: str, ddp: str, torchrun: str) -> None:
+    request = spec(
+        resources=Resources(nodes=2, gpus_per_node=4, gpu_type="a100", gpu_request=style)
+    )
+    assert ddp in render.directives(request)
+    assert torchrun in render.directives(request, agents=True)
+
+
+def test_an_agent_gets_the_cpus_of_all_its_ranks() -> None:
+    request = spec(resources=Resources(nodes=2, tasks_per_node=4, cpus_per_task=3))
+    assert "--cpus-per-task=3" in render.directives(request)
+    assert "--cpus-per-task=12" in render.directives(request, agents=True)
+    assert "--ntasks=2" in render.directives(request, agents=True)
+
+
+def test_a_directive_can_be_left_out() -> None:
+    request = spec(resources=Resources(mem="1G"), omit_directives=("mem", "comment"))
+    lines = render.directives(request)
+    assert not [line for line in lines if line.startswith(("--mem", "--comment"))]
+
+
+def test_without_the_shells_variables_only_those_passed_by_name_come_along() -> None:
+    assert "--export=NONE" in render.directives(spec(export="NONE"))
+    named = spec(export="NONE", pass_environment=("A", "B"))
+    assert "--export=A,B" in render.directives(named)
+
+
+@pytest.mark.parametrize(("job", "restart"), [(1, 0), (7, 3), (123456, 0), (4294967, 12)])
+def test_the_scripts_port_is_the_one_that_ranks_derive(job: int, restart: int) -> None:
+    script = render.render(spec())
+    start = script.index("listening()")
+    part = script[start : script.index("export MASTER_PORT", start)]
+    for taken in range(3):
+        # The first candidates answer as if somebody were listening there.
+        fake = f'n=0; grep() {{ n=$((n + 1)); [ "$n" -le {taken} ]; }}'
+        seen = subprocess.run(
+            ["bash", "-c", f'{fake}\n{part}echo "$MASTER_PORT"'],
+            env={"SLURM_JOB_ID": str(job), "SLURM_RESTART_COUNT": str(restart)},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert int(seen.stdout) == master_port(job, 0, restart, candidate=taken)
+
+
+def own(folder: Path, content: str) -> str:
+    (folder / "own.sbatch.j2").write_text(content)
+    return "own.sbatch.j2"
+
+
+def test_an_own_template_replaces_one_block(tmp_path: Path) -> None:
+    name = own(
+        tmp_path,
+        '{% extends "shipped/ddp.sbatch.j2" %}\n{% block setup %}echo mine\n{% endblock %}\n',
+    )
+    script = render.render(spec(template=name, setup=("echo theirs",)), tmp_path)
+    assert "\necho mine\n" in script
+    assert "\necho theirs\n" not in script
+    assert "srun --nodes=1" in script
+
+
+def test_an_own_template_can_stand_in_for_a_shipped_one(tmp_path: Path) -> None:
+    (tmp_path / "ddp.sbatch.j2").write_text(
+        '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}echo instead\n{% endblock %}'
+    )
+    assert "echo instead" in render.render(spec(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("#!/bin/bash\n\n{{ partitoin }}\n", ["own.sbatch.j2, line 3", "'partitoin' is undefined"]),
+        ("#!/bin/bash\n{{ resources.node }}\n", ["own.sbatch.j2, line 2", "node"]),
+        ("#!/bin/bash\n{% if %}\n", ["own.sbatch.j2, line 2"]),
+        ("#!/bin/bash\n{{ 1 // 0 }}\n", ["own.sbatch.j2, line 2", "ZeroDivisionError"]),
+        ("#!/bin/bash\n{{ spec | nonsense }}\n", ["own.sbatch.j2, line 2", "nonsense"]),
+        ("#!/bin/bash\n{% extends 'gone.j2' %}\n", ["gone.j2", "ddp.sbatch.j2"]),
+        ("echo no shebang\n", ["#!/bin/bash"]),
+        ("#!/bin/bash\necho hi\n#SBATCH --nodes=1\n", ["line 3", "after the first command"]),
+    ],
+)
+def test_a_faulty_template_is_blamed_by_file_and_line(
+    tmp_path: Path, content: str, words: list[str]
+) -> None:
+    name = own(tmp_path, content)
+    with pytest.raises(RequestError) as caught:
+        render.render(spec(template=name), tmp_path)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_template_with_crlf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.sbatch.j2").write_bytes(b"#!/bin/bash\r\n")
+    script_spec = spec(template="own.sbatch.j2", setup=("x",))
+    # Jinja itself turns the template's own line ends into plain ones.
+    assert render.render(script_spec, tmp_path) == "#!/bin/bash\n"
+
+
+def test_a_template_that_is_not_there_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(RequestError, match=r"gone\.j2.*torchrun\.sbatch\.j2"):
+        render.render(spec(template="gone.j2"))
+
+
+def read_as_slurm_does(line: str) -> str:
+    """What Slurm's own reader of directives makes of a line (its rules, in a few words of Python)."""
+    out, quote, position = "", "", 0
+    while position < len(line):
+        char = line[position]
+        if char == "\\":
+            position += 1
+            out += line[position]
+        elif quote and char == quote:
+            quote = ""
+        elif not quote and char in "\"'":
+            quote = char
+        elif not quote and (char.isspace() or char == "#"):
+            break
+        else:
+            out += char
+        position += 1
+    assert not quote
+    return out
