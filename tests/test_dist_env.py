@@ -294,6 +294,7 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     # others' ranks
     ({**STEP, **TORCH, "RANK": "4"}, ["RANK=4", "SLURM_PROCID=5", "surrounding job"]),
     # heterogeneous jobs
+    ({**STEP, "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_1": "2"}, ["PACK_GROUP_1", "heterogeneous"]),
     ({**STEP, "SLURM_HET_SIZE": "2"}, ["SLURM_HET_SIZE=2", "heterogeneous"]),
     ({**BATCH, "SLURM_JOB_NODELIST_HET_GROUP_0": "a"}, ["HET_GROUP_0=a", "heterogeneous"]),
 ]
@@ -401,3 +402,8 @@ def test_it_travels_between_processes_and_is_hashable() -> None:
     env = DistEnv.from_environ(STEP)
     assert pickle.loads(pickle.dumps(env)) == env
     assert hash(env) == hash(DistEnv.from_environ(STEP))
+
+
+def test_the_group_that_slurm_names_in_every_step_makes_no_heterogeneous_job() -> None:
+    ordinary = {**STEP, "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0": "4(x2)"}
+    assert DistEnv.from_environ(ordinary) == DistEnv.from_environ(STEP)

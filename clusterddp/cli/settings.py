@@ -120,7 +120,7 @@ def setting_names() -> set[str]:
     """The keys that site.cfg can hold: the options of `submit` that describe a run."""
     from clusterddp.cli import submit
 
-    never = {"site", "cluster", "dry-run", "wait", "json", "run-name", "help", "command"}
+    never = {"site", "cluster", "dry-run", "wait", "as-json", "run-name", "help", "command"}
     return {(p.name or "").replace("_", "-") for p in submit.command.params} - never
 
 

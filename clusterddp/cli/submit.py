@@ -11,7 +11,7 @@ import click
 from clusterddp import forms, launchers
 from clusterddp.cli import request_options, settings
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
-from clusterddp.errors import RequestError
+from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, RequestError
 from clusterddp.run_dir import RunDir
 from clusterddp.site import Site
 from clusterddp.spec import JobSpec, Resources, TrainConfig
@@ -96,18 +96,22 @@ def command(
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
         click.echo(script, nl=False)
-        return 0
+        return EXIT_DONE
     _check_inputs(spec)
     with RunDir.create(spec, script) as run:
         submission = launcher.submit(spec, script, run)
-    if submission.exit_code is None:
-        _announce(spec, submission, as_json)
-        if wait:
-            from clusterddp.cli.follow import follow
+    _announce(spec, submission, as_json)
+    if not (wait or submission.stop):
+        return EXIT_DONE
+    from clusterddp.cli.follow import follow
 
-            return follow(run)
-        return 0
-    return submission.exit_code
+    code = follow(run)
+    if submission.stop:
+        if code == EXIT_INTERRUPTED:
+            run.add_event("cancelled", job_id=submission.job_id)
+            click.echo(f"clusterddp: {run.name}: cancelling", err=True)
+        submission.stop()
+    return code
 
 
 def _spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobSpec:

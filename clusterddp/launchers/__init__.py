@@ -1,6 +1,7 @@
 """What starts the tasks of a run: one module a launcher, loaded when it is chosen."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -21,8 +22,8 @@ class Submission:
     """What a launcher did with a script."""
 
     job_id: str
-    exit_code: int | None = None
-    """The run's outcome, where the launcher stayed with it to the end."""
+    stop: Callable[[], None] | None = None
+    """Set where the job lives only as long as this process: cancels it and waits for its end."""
 
 
 class Launcher(Protocol):

@@ -1,0 +1,245 @@
+"""A stand-in for srun, for the local rehearsal: starts the tasks of one step on this workstation.
+
+Each task gets the variables that a real step gives it, hosts being those of SLURM_JOB_NODELIST.
+Exit codes, forwarded signals and the words about failed tasks are those of Slurm 22.05, as seen:
+the highest code wins; USR1 and USR2 go to every task; TERM to srun ends the tasks and srun exits 0.
+"""
+
+import argparse
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from clusterddp.nodelist import expand_nodelist
+
+KILL_WAIT_SECONDS = 30
+"""Between TERM and KILL, as Slurm's default KillWait."""
+STEPS_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
+"""Names the folder in which each step notes the process ids of its tasks, for the controller."""
+
+
+def main() -> None:
+    """Start the tasks, wait for them, and exit as srun does."""
+    options = parse(sys.argv[1:])
+    steps = Path(os.environ[STEPS_VARIABLE])
+    step_id = _next_step(steps)
+    tasks = [task_environment(os.environ, options, rank, step_id) for rank in range(options.ntasks)]
+    sys.exit(Step(options, tasks, steps / str(step_id)).run())
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """srun's arguments; those that a rehearsal has no use for are named and passed over."""
+    parser = argparse.ArgumentParser(prog="srun", allow_abbrev=False)
+    parser.add_argument("-N", "--nodes", type=int)
+    parser.add_argument("-n", "--ntasks", type=int)
+    parser.add_argument("--ntasks-per-node", type=int)
+    parser.add_argument("-c", "--cpus-per-task", type=int)
+    parser.add_argument("-o", "--output")
+    parser.add_argument("--open-mode", choices=["append", "truncate"], default="truncate")
+    parser.add_argument("-K", "--kill-on-bad-exit", nargs="?", const="1", default="0")
+    parser.add_argument("-l", "--label", action="store_true")
+    parser.add_argument("-u", "--unbuffered", action="store_true")
+    parser.add_argument("--export", default="ALL")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    cut = list(argv).index("--") if "--" in argv else None
+    options, unknown = parser.parse_known_args(argv[:cut])
+    options.command = [*options.command, *(argv[cut + 1 :] if cut is not None else [])]
+    if unknown:
+        print(f"srun (rehearsal): passing over {' '.join(unknown)}", file=sys.stderr)
+    if not options.command:
+        parser.error("No command given to execute.")
+    options.nodes = options.nodes or int(os.environ["SLURM_JOB_NUM_NODES"])
+    options.ntasks = options.ntasks or int(os.environ["SLURM_NTASKS"])
+    return options
+
+
+def task_environment(
+    job: Mapping[str, str], options: argparse.Namespace, rank: int, step_id: int
+) -> dict[str, str]:
+    """The variables of one task, as a real step gives them: tasks in blocks, node by node."""
+    hosts = expand_nodelist(job["SLURM_JOB_NODELIST"])[: options.nodes]
+    counts = _shared_out(options.ntasks, len(hosts))
+    node = next(n for n in range(len(hosts)) if rank < sum(counts[: n + 1]))
+    local_rank = rank - sum(counts[:node])
+    ranks = range(sum(counts[:node]), sum(counts[: node + 1]))
+    layout = _compressed(counts)
+    nodelist = job["SLURM_JOB_NODELIST"]
+    environ = {
+        **{name: value for name, value in job.items() if name != STEPS_VARIABLE},
+        "SLURMD_NODENAME": hosts[node],
+        "SLURM_DISTRIBUTION": "block",
+        "SLURM_GTIDS": ",".join(map(str, ranks)),
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_NNODES": str(len(hosts)),
+        "SLURM_NODEID": str(node),
+        "SLURM_NPROCS": str(options.ntasks),
+        "SLURM_NTASKS": str(options.ntasks),
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEPID": str(step_id),
+        "SLURM_STEP_ID": str(step_id),
+        "SLURM_STEP_NODELIST": nodelist,
+        "SLURM_STEP_NUM_NODES": str(len(hosts)),
+        "SLURM_STEP_NUM_TASKS": str(options.ntasks),
+        "SLURM_STEP_TASKS_PER_NODE": layout,
+        "SLURM_TASKS_PER_NODE": layout,
+    }
+    if options.ntasks_per_node:
+        environ["SLURM_NTASKS_PER_NODE"] = str(options.ntasks_per_node)
+    if options.cpus_per_task:
+        environ["SLURM_CPUS_PER_TASK"] = str(options.cpus_per_task)
+    gpus = [int(n) for n in job.get("SLURM_JOB_GPUS", "").split(",") if n]
+    if gpus:
+        # The hosts are one workstation, so each has its own share of the workstation's GPUs.
+        first = node * len(gpus)
+        per_task = int(job.get("SLURM_GPUS_PER_TASK", "0"))
+        own = range(local_rank * per_task, (local_rank + 1) * per_task) if per_task else gpus
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + gpu) for gpu in own)
+        environ["SLURM_STEP_GPUS"] = job["SLURM_JOB_GPUS"]
+        environ["SLURM_GPUS_ON_NODE"] = str(len(gpus))
+    return environ
+
+
+class Step:
+    """The tasks of one step, each in a session of its own so that signals reach all of it."""
+
+    def __init__(
+        self, options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], note: Path
+    ) -> None:
+        self._options = options
+        self._tasks = tasks
+        self._note = note
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._terminated = False
+
+    def run(self) -> int:
+        """Start, wait, and return srun's exit code."""
+        signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+        # Held back until every task is started, so that none misses a signal.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda seen, _: self._signal(seen))
+        signal.signal(signal.SIGTERM, self._terminate)
+        signal.signal(signal.SIGINT, lambda *_: print("srun: interrupt", file=sys.stderr))
+        for rank, environ in enumerate(self._tasks):
+            self._start(rank, environ)
+        self._note.write_text(" ".join(str(p.pid) for p in self._processes.values()))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        try:
+            code = self._wait()
+        finally:
+            self._signal(signal.SIGKILL)  # whatever a task left behind in its session
+            self._note.unlink(missing_ok=True)
+        return 0 if self._terminated else code
+
+    def _start(self, rank: int, environ: Mapping[str, str]) -> None:
+        output = None
+        if self._options.output:
+            name = self._options.output.replace("%t", str(rank)).replace("%n", environ["SLURM_NODEID"])
+            output = open(name, "ab" if self._options.open_mode == "append" else "wb")
+        try:
+            process = subprocess.Popen(
+                self._options.command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                start_new_session=True,
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
+            )
+        except OSError as error:
+            print(f"slurmstepd: error: execve(): {error.filename}: {error.strerror}", file=sys.stderr)
+            self._exits.put((rank, 2))  # as slurmstepd: the errno, ENOENT
+            return
+        finally:
+            if output:
+                output.close()
+        self._processes[rank] = process
+        threading.Thread(
+            target=lambda: self._exits.put((rank, process.wait())), daemon=True
+        ).start()
+
+    def _wait(self) -> int:
+        worst, deadline = 0, None
+        for _ in self._tasks:
+            while True:
+                try:
+                    left = max(0.0, deadline - time.monotonic()) if deadline else None
+                    rank, status = self._exits.get(timeout=left)
+                    break
+                except queue.Empty:
+                    self._signal(signal.SIGKILL)
+                    deadline = None
+            code = status if status >= 0 else 128 - status
+            if code and not self._terminated:
+                self._report(rank, status)
+            if code and self._options.kill_on_bad_exit != "0" and deadline is None:
+                self._signal(signal.SIGCONT)
+                self._signal(signal.SIGTERM)
+                deadline = time.monotonic() + KILL_WAIT_SECONDS
+            worst = max(worst, code)
+        return worst
+
+    def _report(self, rank: int, status: int) -> None:
+        words = f"Exited with exit code {status}" if status >= 0 else _WORDS.get(
+            -status, signal.strsignal(-status)
+        )
+        host = self._tasks[rank]["SLURMD_NODENAME"]
+        print(f"srun: error: {host}: task {rank}: {words}", file=sys.stderr, flush=True)
+
+    def _terminate(self, *_: object) -> None:
+        self._terminated = True
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes.values():
+            signal_session(process.pid, number)
+
+
+_WORDS = {signal.SIGKILL: "Killed", signal.SIGTERM: "Terminated", signal.SIGINT: "Interrupt"}
+
+
+def signal_session(leader: int, number: int) -> None:
+    """Signal every process of a task; its leader's number is also that of its process group."""
+    try:
+        os.killpg(leader, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # it has ended
+
+
+def _next_step(steps: Path) -> int:
+    """Steps of a job count from 0; making the folder's file is what takes a number."""
+    step_id = 0
+    while True:
+        try:
+            (steps / f"{step_id}.taken").touch(exist_ok=False)
+        except FileExistsError:
+            step_id += 1
+        else:
+            return step_id
+
+
+def _shared_out(tasks: int, nodes: int) -> list[int]:
+    return [tasks // nodes + (node < tasks % nodes) for node in range(nodes)]
+
+
+def _compressed(counts: Sequence[int]) -> str:
+    """`4(x2),3`, Slurm's way to write tasks per node."""
+    parts: list[tuple[int, int]] = []
+    for count in counts:
+        if parts and parts[-1][0] == count:
+            parts[-1] = (count, parts[-1][1] + 1)
+        else:
+            parts.append((count, 1))
+    return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in parts)
+
+
+if __name__ == "__main__":
+    main()

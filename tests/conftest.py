@@ -1,0 +1,43 @@
+"""What every test starts from: no settings or ranks of the surrounding shell, and datasets."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from clusterddp.training.synthetic import synthesise
+
+_SETTINGS = ("CLUSTERDDP_", "SBATCH_", "SLURM_", "SRUN_", "SALLOC_", "PMI_", "TORCHELASTIC_")
+_RANKS = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
+_MNIST = "CLUSTERDDP_TEST_MNIST"
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell in which nothing was set up, also when the tests run inside a Slurm job."""
+    for name in list(os.environ):
+        if name in _RANKS or (
+            name.startswith(_SETTINGS) and not name.startswith("CLUSTERDDP_TEST")
+        ):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def mnist_dir() -> Path:
+    """A data folder with the real MNIST; skips where there is none."""
+    default = Path(__file__).parents[2] / "shared" / "data"
+    path = Path(os.environ.get(_MNIST) or default)
+    if not (path / "MNIST" / "raw" / "train-images-idx3-ubyte").is_file():
+        pytest.skip(f"no MNIST at {path}; name a folder that holds MNIST/raw in {_MNIST}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with 2,000 and 500 synthetic digits; not to be written to."""
+    path = tmp_path_factory.mktemp("data")
+    synthesise(str(path), train_images=2_000, test_images=500, progress=print)
+    return path
