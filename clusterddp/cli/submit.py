@@ -1,5 +1,6 @@
 """`clusterddp submit`: the only place where flags become a `JobSpec`."""
 
+import functools
 import os
 import secrets
 import time
@@ -67,7 +68,7 @@ class SubmitCommand(settings.SettingsCommand):
     "site.cfg, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, 130 interrupted.",
 )
 @request_options.request_options
-@train_options(settings=True)
+@functools.partial(train_options, settings=True)
 @click.option("--run-name", metavar="NAME", help="Name of the run; made up when absent.")
 @click.option("--site", metavar="FILE", help="The site.cfg to use.")
 @click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
@@ -236,7 +237,7 @@ def _directives(items: tuple[str, ...]) -> tuple[tuple[str, str | None], ...]:
             raise RequestError(f"--sbatch {item}: there is an option for it, {option}.")
         if name in _REFUSED:
             raise RequestError(f"--sbatch {item}: refused, for {_REFUSED[name]}.")
-        found[name] = value if equals else None
+        found[name] = forms.text(f"--sbatch {name}", value) if equals else None
     return tuple(found.items())
 
 

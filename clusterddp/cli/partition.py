@@ -1,0 +1,28 @@
+"""The type of `--partition`: a name or several with commas, completed from the live cluster."""
+
+import click
+from click.shell_completion import CompletionItem
+
+
+class PartitionName(click.types.StringParamType):
+    """Text; where a Slurm answers, its partitions are offered for completion."""
+
+    name = "partition"
+
+    def shell_complete(
+        self,
+        ctx: click.Context,  # noqa: ARG002 -- click's signature
+        param: click.Parameter,  # noqa: ARG002
+        incomplete: str,
+    ) -> list[CompletionItem]:
+        from clusterddp import slurm
+
+        before, comma, last = incomplete.rpartition(",")
+        return [
+            CompletionItem(f"{before}{comma}{name}")
+            for name in slurm.partitions()
+            if name.startswith(last) and name not in before.split(",")
+        ]
+
+
+PARTITION = PartitionName()

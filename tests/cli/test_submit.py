@@ -1,0 +1,324 @@
+"""`submit` as it is typed: what it prints, what it refuses, what it leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from clusterddp import render
+from clusterddp.cli.main import cli
+from clusterddp.errors import ClusterDDPError
+from tests.hostile import CARRIED, REFUSED
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+FIXED = ["--run-name", "demo", "--python", "/usr/bin/python3", "--output-root", "/scratch/jobs"]
+EIGHT = ["--nodes", "2", "--gpus-per-node", "4"]
+
+# One whole script for each shipped template and each group of options.
+SCRIPTS: dict[str, list[str]] = {
+    "ddp": EIGHT,
+    "torchrun": [*EIGHT, "--cpus-per-task", "2", "--template", "torchrun.sbatch.j2"],
+    "submitit": [*EIGHT, "--launcher", "submitit"],
+    "command": [*EIGHT, "--", "python", "train.py", "--lr", "0.1", "a b", "$(x)"],
+    "resources": [
+        "--nodes", "3", "--gpus-per-node", "a100:4", "--tasks-per-node", "2",
+        "--cpus-per-task", "8", "--mem", "64G", "--time", "1-02:30:00", "--partition", "gpu,long",
+        "--account", "physics", "--qos", "high", "--constraint", "a100&nvlink",
+        "--reservation", "maint", "--nodelist", "h[01-02]", "--exclude", "h9",
+        "--dependency", "afterok:12", "--exclusive", "--mail-type", "END,FAIL",
+        "--mail-user", "me@example.org", "--sbatch", "requeue", "--sbatch", "signal=B:USR1@60",
+        "--sbatch", 'comment=it\'s "quoted" \\ # $(x)', "--omit-directive", "mem",
+        "--job-name", "my job",
+    ],
+    "gres": [*EIGHT, "--gpu-request", "gres"],
+    "gpus-per-task": [*EIGHT, "--gpu-request", "gpus-per-task"],
+    "environment": [
+        "--env", "A=it's $HOME", "--env", "EMPTY=", "--env", "HOME", "--export", "NONE",
+        "--network-interface", "ib0",
+    ],
+    "start": [
+        "--module", "cuda/12.4", "--module", "nccl", "--setup", "source /opt/env.sh",
+        "--teardown", "rm -rf /tmp/stage", "--srun-args", "--label --comment='a b'",
+        "--launch-prefix", "apptainer exec --nv 'my image.sif'",
+    ],
+    "training": [
+        "--dataset", "synthetic", "--epochs", "5", "--batch-size", "32", "--lr", "0.1",
+        "--lr-scaling", "sqrt", "--optimizer", "adamw", "--weight-decay", "0.01", "--seed", "7",
+        "--backend", "gloo", "--device", "cpu", "--save-every", "500steps", "--max-steps", "10",
+    ],
+}  # fmt: skip
+
+
+def run(*args: str, **kwargs: Any) -> Result:
+    return CliRunner().invoke(cli, ["submit", *args], **kwargs)
+
+
+def dry_run(*args: str) -> str:
+    data = [] if "--" in args else ["--data-dir", "/scratch/data"]
+    result = run("--dry-run", *FIXED, *data, *args)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refusal(*args: str) -> str:
+    result = run(*args)
+    assert result.exit_code != 0, result.output
+    if isinstance(result.exception, ClusterDDPError):
+        assert result.exception.exit_code == 2
+        return str(result.exception)
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to type in: no site.cfg, nothing left from another test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_whole_script_is_as_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "__version__", "VERSION")
+    golden = GOLDEN / f"{name}.sbatch"
+    script = dry_run(*SCRIPTS[name])
+    if os.environ.get("CLUSTERDDP_TEST_UPDATE_GOLDEN"):
+        golden.write_text(script)
+    assert script == golden.read_text()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_dry_run_touches_nothing(name: str, elsewhere: Path) -> None:
+    dry_run(*SCRIPTS[name])
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_without_a_run_name_only_the_name_differs_and_stands_on_stderr() -> None:
+    first, second = run("--dry-run"), run("--dry-run")
+    names = [result.stderr.removeprefix("run name: ").strip() for result in (first, second)]
+    assert names[0] != names[1]
+    assert first.stdout != second.stdout
+    assert first.stdout.replace(names[0], "NAME") == second.stdout.replace(names[1], "NAME")
+
+
+def test_a_dry_run_needs_neither_slurm_nor_torch_nor_a_writable_folder(elsewhere: Path) -> None:
+    elsewhere.chmod(0o500)
+    try:
+        code = (
+            "import sys; from clusterddp.cli.main import cli\n"
+            "cli.main(['submit', '--dry-run', '--nodes', '2'], standalone_mode=False)\n"
+            "heavy = {'torch', 'torchvision', 'numpy', 'submitit', 'subprocess'} & set(sys.modules)\n"
+            "assert not heavy, heavy"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PATH": "/nonexistent"}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    finally:
+        elsewhere.chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=run-")
+
+
+@pytest.mark.parametrize("value", CARRIED)
+def test_a_hostile_value_is_carried_or_refused_by_every_option(value: str, elsewhere: Path) -> None:
+    for option in ("--job-name", "--env", "--setup", "--sbatch", "--srun-args", "--python"):
+        given = {"--env": f"K={value}", "--sbatch": f"comment={value}"}.get(option, value)
+        result = run("--dry-run", *FIXED, f"{option}={given}")
+        assert result.exit_code == 0 or isinstance(result.exception, ClusterDDPError), option
+    for option in (
+        "--partition", "--account", "--qos", "--constraint", "--reservation", "--nodelist",
+        "--exclude", "--dependency", "--mail-type", "--mail-user", "--mem", "--time", "--module",
+        "--network-interface", "--gpus-per-node", "--run-name", "--omit-directive", "--template",
+    ):  # fmt: skip
+        result = run("--dry-run", *FIXED, f"{option}={value}")
+        if result.exit_code == 0:
+            lines = [line for line in result.stdout.splitlines() if line.startswith("#SBATCH")]
+            plain = [line for line in dry_run().splitlines() if line.startswith("#SBATCH")]
+            assert len(lines) <= len(plain) + 1, option
+        else:
+            assert isinstance(result.exception, (ClusterDDPError, SystemExit)), option
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [v for v in REFUSED if "\0" not in v])
+@pytest.mark.parametrize(
+    "option",
+    ["--job-name", "--env=K", "--setup", "--teardown", "--srun-args", "--python", "--module",
+     "--partition", "--launch-prefix", "--data-dir", "--output-root", "--sbatch=comment"],
+)  # fmt: skip
+def test_what_no_line_can_carry_is_refused_by_every_option(option: str, value: str) -> None:
+    message = refusal("--dry-run", f"{option}={value}")
+    assert option.split("=", maxsplit=1)[0].removeprefix("--") in message
+
+
+REFUSALS: list[tuple[list[str], list[str]]] = [
+    (["--nodes", "0"], ["--nodes", "0"]),
+    (["--nodes", "two"], ["--nodes", "two"]),
+    (["--tasks-per-node", "0"], ["--tasks-per-node", "0"]),
+    (["--gpus-per-node", "2", "--tasks-per-node", "4"], ["--tasks-per-node 4", "--gpus-per-node 2"]),
+    (["--sbatch", "mem=1G"], ["--mem"]),
+    (["--sbatch", "ntasks=4"], ["--tasks-per-node"]),
+    (["--sbatch", "gres=gpu:4"], ["--gpus-per-node"]),
+    (["--sbatch", "part=gpu"], ["--partition"]),
+    (["--sbatch", "output=x"], ["logs"]),
+    (["--sbatch", "array=0-3"], ["one run"]),
+    (["--sbatch", "=x"], ["--sbatch"]),
+    (["--omit-directive", "nodes"], ["nodes"]),
+    (["--env", "NOT_SET_HERE"], ["NOT_SET_HERE", "is not set"]),
+    (["--env", "1A=x"], ["1A"]),
+    (["--env", "RANK=0"], ["RANK"]),
+    (["--template", "gone.j2"], ["gone.j2", "ddp.sbatch.j2"]),
+    (["--template", "./gone.j2"], ["./gone.j2"]),
+    (["--template-dir", "gone"], ["gone"]),
+    (["--launcher", "submitit", "--template", "torchrun.sbatch.j2"], ["--launcher sbatch"]),
+    (["--resume", "gone"], ["gone"]),
+    (["--site", "gone.cfg"], ["gone.cfg"]),
+    (["--cluster", "big"], ["big", "site.cfg"]),
+    (["--"], ["COMMAND"]),
+    (["python", "train.py"], ["'--'"]),
+    (["--lr", "1", "--", "python"], ["--lr", "'--'"]),
+    (["--nonsense"], ["--nonsense"]),
+    (["--output-root", "a%b"], ["%"]),
+]
+
+
+@pytest.mark.parametrize(("args", "words"), REFUSALS)
+@pytest.mark.parametrize("mode", [["--dry-run"], []])
+def test_a_wrong_request_is_refused_and_leaves_nothing(
+    args: list[str], words: list[str], mode: list[str], elsewhere: Path
+) -> None:
+    message = refusal(*mode, *args)
+    for word in words:
+        assert word in message
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_no_sbatch_is_said_and_leaves_nothing(elsewhere: Path) -> None:
+    result = run("--", "true", env={"PATH": "/nonexistent"})
+    assert isinstance(result.exception, ClusterDDPError)
+    assert result.exception.exit_code == 2
+    assert "no sbatch on PATH" in str(result.exception)
+    assert "--launcher local" in str(result.exception)
+    assert list(elsewhere.iterdir()) == []
+
+
+def fake_sbatch(folder: Path, script: str) -> dict[str, str]:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "sbatch").write_text(f"#!/bin/bash\n{script}\n")
+    (folder / "bin" / "sbatch").chmod(0o700)
+    return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+
+
+def test_sbatchs_own_words_are_shown_and_nothing_is_left(tmp_path: Path, elsewhere: Path) -> None:
+    env = fake_sbatch(tmp_path, "echo 'sbatch: error: Batch job submission failed: no' >&2; exit 1")
+    result = run("--", "true", env=env)
+    assert isinstance(result.exception, ClusterDDPError)
+    assert "Batch job submission failed: no" in str(result.exception)
+    assert not (elsewhere / "jobs").exists()
+
+
+def test_sbatch_gets_the_dry_runs_bytes(tmp_path: Path, elsewhere: Path) -> None:
+    env = fake_sbatch(tmp_path, f"cat >{tmp_path}/sent; echo 42")
+    expected = run("--dry-run", "--run-name", "a", "--", "true").stdout
+    result = run("--run-name", "a", "--json", "--", "true", env=env)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "sent").read_text() == expected
+    assert (elsewhere / "jobs/a/script.sbatch").read_text() == expected
+    assert json.loads(result.stdout)["job_id"] == "42"
+    assert (elsewhere / "jobs/a").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_run_name_that_exists_is_refused_and_kept(tmp_path: Path, elsewhere: Path) -> None:
+    env = fake_sbatch(tmp_path, "cat >/dev/null; echo 42")
+    assert run("--run-name", "a", "--", "true", env=env).exit_code == 0
+    before = sorted(p.name for p in (elsewhere / "jobs/a").iterdir())
+    again = run("--run-name", "a", "--", "true", env=env)
+    assert "exists already" in str(again.exception)
+    assert sorted(p.name for p in (elsewhere / "jobs/a").iterdir()) == before
+
+
+def test_an_output_root_that_cannot_be_written_is_refused(elsewhere: Path) -> None:
+    (elsewhere / "file").write_text("")
+    assert "--output-root" in refusal("--output-root", "file/jobs", "--", "true")
+    assert "--output-root" in refusal("--output-root", "/proc/jobs", "--", "true")
+    assert [p.name for p in elsewhere.iterdir()] == ["file"]
+
+
+def test_the_submitters_own_sbatch_variables_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_ACCOUNT", "physics")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "30")
+    monkeypatch.setenv("SBATCH_WCKEY", "key")
+    monkeypatch.setenv("SBATCH_EXCLUSIVE", "")
+    script = dry_run()
+    for line in ("--account=physics", "--time=30", "--wckey=key", "--exclusive"):
+        assert f"#SBATCH {line}\n" in script
+
+
+def test_settings_stand_in_their_order(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def partition(*args: str) -> str:
+        line = next(x for x in dry_run(*args).splitlines() if "--partition" in x)
+        return line.partition("=")[2]
+
+    (elsewhere / "site.cfg").write_text("[defaults]\npartition = from-site\n")
+    assert partition() == "from-site"
+    monkeypatch.setenv("SBATCH_PARTITION", "from-sbatch")
+    assert partition() == "from-sbatch"
+    monkeypatch.setenv("CLUSTERDDP_PARTITION", "from-variable")
+    assert partition() == "from-variable"
+    assert partition("--partition", "from-flag") == "from-flag"
+
+
+def test_lists_come_from_variables_and_site_one_item_a_line(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (elsewhere / "site.cfg").write_text(
+        "[defaults]\nsetup =\n    echo 'a b'\n    echo c\n[environment]\nA = 1\nB = 2\n"
+    )
+    script = dry_run("--env", "B=3")
+    assert "echo 'a b'\necho c\n" in script
+    assert "export A=1\nexport B=3\n" in script
+    monkeypatch.setenv("CLUSTERDDP_SETUP", "echo d e\necho f")
+    assert "echo d e\necho f\n" in dry_run()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[defaults]\npartitoin = x\n", ["partitoin", "partition"]),
+        ("[defaults]\nnodes = many\n", ["many", "site.cfg [defaults]"]),
+        ("[defaults]\ndry-run = yes\n", ["dry-run"]),
+    ],
+)
+def test_a_mistake_in_site_cfg_is_named(elsewhere: Path, content: str, words: list[str]) -> None:
+    (elsewhere / "site.cfg").write_text(content)
+    message = refusal("--dry-run")
+    for word in words:
+        assert word in message
+
+
+def test_help_groups_the_options_and_shows_defaults() -> None:
+    text = run("--help").output
+    for title in ("What Slurm is asked for:", "How the tasks start:", "Where it is kept:"):
+        assert title in text
+    assert "[default: ddp.sbatch.j2]" in text
+
+
+def test_the_shipped_site_cfg_is_valid_with_every_line_uncommented(elsewhere: Path) -> None:
+    shipped = (GOLDEN.parent.parent / "site.cfg").read_text()
+    (elsewhere / "site.cfg").write_text(shipped)
+    assert dry_run() == dry_run("--site", "/dev/null")
+    lines = [
+        line[2:] if line.startswith("# ") and (" = " in line or line.startswith(("# [", "#     ")) or
+                                             line.endswith(" =")) else line
+        for line in shipped.splitlines()
+    ]  # fmt: skip
+    (elsewhere / "site.cfg").write_text("\n".join(lines))
+    assert "#SBATCH --qos=long" in dry_run("--cluster", "big")
