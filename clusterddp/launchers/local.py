@@ -36,12 +36,13 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
         raise RequestError(
             f"--nodes {spec.resources.nodes}: a rehearsal has at most {MOST_HOSTS} hosts."
         )
+    own = os.getpid()
     controller = subprocess.Popen(
         [sys.executable, "-m", "clusterddp.launchers.local", str(run.path)],
         env=slurm.submission_environment(os.environ),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # the terminal's Ctrl-C is ours: it becomes an orderly cancel
-        preexec_fn=lambda: die_with_parent(os.getppid(), signal.SIGTERM),
+        preexec_fn=lambda: die_with_parent(own, signal.SIGTERM),
     )
     job_id = str(controller.pid)
     run.add_event(

@@ -1,0 +1,201 @@
+"""A group of task processes on this machine: started together, ended together, none left behind.
+
+Waits on events only: process ends come through pidfds (Linux 5.3), output through pipes.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from clusterddp.supervise import die_with_parent
+
+
+class TaskGroup:
+    """Processes that make up one job. Use it as a context: leaving it ends what still runs.
+
+    Each task is the leader of its own session, so a Ctrl-C on the terminal reaches only this
+    process, and a signal to a task reaches its children. Tasks die with this process.
+    """
+
+    def __init__(self, *, kill_on_bad_exit: bool = True, kill_wait_seconds: float = 5.0) -> None:
+        self.kill_on_bad_exit = kill_on_bad_exit
+        """Whether a task that fails ends the others."""
+        self.kill_wait_seconds = kill_wait_seconds
+        """From SIGTERM to SIGKILL."""
+        self.first_failed: int | None = None
+        """Index of the first task that ended other than with exit code 0."""
+        self._tasks: list[_Task] = []
+        self._selector = selectors.DefaultSelector()
+        self._kill_at: float | None = None
+
+    def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        output: Path | None = None,
+        *,
+        tee: bool = False,
+    ) -> int:
+        """Start a task and return its index.
+
+        Its output, stderr included, is appended to `output`, or is this process's own; with `tee`
+        it goes to both. Its stdin is empty. Raises OSError when it cannot be started.
+        """
+        parent = os.getpid()
+        reader: int | None = None
+        with contextlib.ExitStack() as files:
+            log = None
+            if output is not None:
+                descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+                log = files.enter_context(os.fdopen(descriptor, "ab", buffering=0))
+            stdout: int | BinaryIO | None = log
+            if tee and log is not None:
+                reader, writer = os.pipe()
+                files.callback(os.close, writer)
+                stdout = writer
+            process = subprocess.Popen(
+                list(argv),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=None if stdout is None else subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 -- no threads here
+            )
+            task = _Task(process, os.pidfd_open(process.pid))
+            if reader is not None:
+                files.pop_all().close()
+                task.log = os.open(str(output), os.O_WRONLY | os.O_APPEND)
+                task.reader = reader
+                self._selector.register(reader, selectors.EVENT_READ, task)
+        self._selector.register(task.pidfd, selectors.EVENT_READ, task)
+        self._tasks.append(task)
+        return len(self._tasks) - 1
+
+    def wait(self) -> list[int]:
+        """Wait until all tasks have ended; their exit codes, or -N for signal N (as subprocess).
+
+        With `kill_on_bad_exit` the first failure ends the others: SIGTERM, then SIGKILL after
+        `kill_wait_seconds`. What the tasks have left running in their sessions is killed.
+        """
+        while any(task.status is None for task in self._tasks):
+            self._take_events(self._patience())
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self.signal_all(signal.SIGKILL)
+                self._kill_at = None
+        self._clear_away()
+        return [task.status if task.status is not None else 0 for task in self._tasks]
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to every process of every task that still runs."""
+        for task in self._tasks:
+            if task.status is None:
+                task.signal(number)
+
+    def terminate(self) -> None:
+        """Tell all tasks to end; `wait` kills those that have not after `kill_wait_seconds`."""
+        if self._kill_at is None:
+            self.signal_all(signal.SIGTERM)
+            self._kill_at = time.monotonic() + self.kill_wait_seconds
+
+    def __enter__(self) -> "TaskGroup":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if any(task.status is None for task in self._tasks):
+                self.terminate()
+                self.wait()
+        finally:  # a second Ctrl-C comes here while the tasks are given time
+            self.signal_all(signal.SIGKILL)
+            self._clear_away()
+            self._selector.close()
+
+    def _patience(self) -> float | None:
+        return None if self._kill_at is None else max(self._kill_at - time.monotonic(), 0.0)
+
+    def _take_events(self, timeout: float | None) -> None:
+        for key, _ in self._selector.select(timeout):
+            task: _Task = key.data
+            if key.fd == task.pidfd:
+                self._selector.unregister(task.pidfd)
+                task.read_status()
+                if task.status and self.first_failed is None and self._kill_at is None:
+                    self.first_failed = self._tasks.index(task)
+                    if self.kill_on_bad_exit:
+                        self.terminate()
+            elif not task.copy_output():
+                self._selector.unregister(key.fd)
+
+    def _clear_away(self) -> None:
+        """Kill what is left of the sessions; reap the leaders, whose ids are ours until then."""
+        for task in self._tasks:
+            if task.process.returncode is None:
+                task.signal(signal.SIGKILL)
+                task.process.wait()
+                task.read_rest()
+                if task.status is None:
+                    task.status = task.process.returncode
+            task.close()
+
+
+class _Task:
+    """One process with what this side holds of it."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", pidfd: int) -> None:
+        self.process = process
+        self.pidfd = pidfd
+        self.status: int | None = None
+        self.reader: int | None = None
+        self.log: int | None = None
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def read_status(self) -> None:
+        """How it ended, without reaping it: its process id must not be given away yet."""
+        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        assert found is not None, "its pidfd said that it has ended"
+        self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    def copy_output(self) -> bool:
+        """Pass on what it has printed; False when nothing will come any more."""
+        assert self.reader is not None and self.log is not None, "only a tee has output to copy"
+        content = os.read(self.reader, 1 << 16)
+        if content:
+            _write_all(self.log, content)
+            with contextlib.suppress(OSError):  # our own reader may have gone: the log has it
+                _write_all(1, content)
+        return bool(content)
+
+    def read_rest(self) -> None:
+        """What it printed last; a process that has left the session may still hold the pipe."""
+        if self.reader is not None:
+            os.set_blocking(self.reader, False)
+            with contextlib.suppress(BlockingIOError):
+                while self.copy_output():
+                    pass
+
+    def close(self) -> None:
+        for descriptor in (self.pidfd, self.reader, self.log):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self.pidfd, self.reader, self.log = -1, None, None
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]

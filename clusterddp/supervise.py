@@ -1,0 +1,236 @@
+"""The small parent of a task: starts the task, outlives it, and records how it ended.
+
+It stays free of torch, so that it costs a few megabytes and survives what kills the task. What
+the records mean for the whole run is left to `outcome`.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from clusterddp.dist_env import DistEnv
+from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError
+from clusterddp.run_dir import RunDir, write_atomically
+
+# What Slurm, an agent or a person sends to a task and what must not end its parent.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+_PR_SET_PDEATHSIG = 1
+# The report has to fit into the pipe's buffer, or a task would wait for a parent that waits.
+_LONGEST_MESSAGE = 4000
+
+
+def supervise(run_dir: Path, env: DistEnv, child: Callable[[], int]) -> int:
+    """Run `child` in a forked process, wait for it and record its outcome in the run directory.
+
+    Returns the child's exit code, or 128 + N when signal N ended it. `child` may exec. Call it
+    before anything that starts threads is imported: it forks.
+    """
+    record = _Record(RunDir(run_dir), env)
+    # Blocked from before the fork until both sides have their handlers, so that no signal ends
+    # the parent and none is lost to the child.
+    previous_mask: set[int] = set(signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS))
+    report_reader, report_writer = os.pipe()  # closed on exec, as all of Python's descriptors
+    go_reader, go_writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.close(report_reader)
+        os.close(go_writer)
+        _become_task(parent, go_reader, report_writer, previous_mask, child)
+    os.close(report_writer)
+    os.close(go_reader)
+    with _outliving(pid, previous_mask, os.environ):
+        os.write(go_writer, b".")
+        os.close(go_writer)
+        record.started(pid)
+        _, status = os.waitpid(pid, 0)
+        record.ended(status, _read_report(report_reader))
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when `parent`, which has just forked it, is gone.
+
+    Linux only (prctl(2), PR_SET_PDEATHSIG); elsewhere it does nothing.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it was gone before the kernel was told
+        os._exit(128 + signal.SIGKILL)
+
+
+def forwards_signals(environ: Mapping[str, str]) -> bool:
+    """Whether a signal to a task's parent has to be passed on to the task.
+
+    Slurm signals every process of a step, and torchrun the process group of a worker, so there
+    the task has it already; what a person started by hand is signalled alone.
+    """
+    return "SLURM_STEP_ID" not in environ and "TORCHELASTIC_RUN_ID" not in environ
+
+
+def _become_task(
+    parent: int,
+    go_reader: int,
+    report_writer: int,
+    mask: set[int],
+    child: Callable[[], int],
+) -> NoReturn:
+    """The child's side of the fork: default signals, run, report, leave without clean-up."""
+    code = EXIT_FAILED
+    try:
+        for number in SIGNALS:
+            # An ignored SIGHUP is nohup's doing and meant; Python's SIGINT becomes Ctrl-C again.
+            if number == signal.SIGINT:
+                signal.signal(number, signal.default_int_handler)
+            elif number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        die_with_parent(parent)
+        os.read(go_reader, 1)
+        os.close(go_reader)
+        code = _run(child, report_writer, mask)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        # The parent's exit handlers are not the child's, and a process group that has lost a
+        # peer may hang in its destructor.
+        os._exit(code)
+
+
+def _run(child: Callable[[], int], report_writer: int, mask: set[int]) -> int:
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return child()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)  # noqa: T201 -- the task's own log
+        return EXIT_INTERRUPTED
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr)  # noqa: T201
+        return EXIT_FAILED
+    except ClusterDDPError as error:
+        print(f"clusterddp: {error}", file=sys.stderr)  # noqa: T201
+        _report(report_writer, error)
+        return error.exit_code
+    except BaseException as error:
+        traceback.print_exc()
+        _report(report_writer, error)
+        return EXIT_FAILED
+
+
+def _report(report_writer: int, error: BaseException) -> None:
+    message = str(error)[:_LONGEST_MESSAGE]
+    peer_lost = bool(getattr(error, "peer_lost", False))
+    content = {"type": type(error).__name__, "message": message, "peer_lost": peer_lost}
+    os.write(report_writer, json.dumps(content).encode())
+
+
+def _read_report(report_reader: int) -> dict[str, Any] | None:
+    """What the child wrote; not awaited, as a grandchild may still hold the other end."""
+    os.set_blocking(report_reader, False)
+    with contextlib.suppress(BlockingIOError, ValueError), os.fdopen(report_reader, "rb") as file:
+        content = json.loads(file.read() or b"null")
+        return content if isinstance(content, dict) else None
+    return None
+
+
+@contextlib.contextmanager
+def _outliving(pid: int, mask: set[int], environ: Mapping[str, str]) -> Iterator[None]:
+    """The parent's side of the signals: outlive them, and pass them on where only it has them."""
+    forwards = forwards_signals(environ)
+
+    def take(number: int, _frame: FrameType | None) -> None:
+        if forwards and not (number == signal.SIGINT and _in_foreground()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    before = {number: signal.signal(number, take) for number in SIGNALS}
+    # What came between the blocking and the fork reached this process alone. The child still
+    # blocks, and a signal that is pending twice is delivered once: so this repeats nothing.
+    for number in signal.sigpending() & set(SIGNALS):
+        signal.sigwait({number})
+        os.kill(pid, number)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Whether a Ctrl-C on the terminal reaches the child by itself: same group, in front."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+class _Record:
+    """outcomes/rank-R.json: written when the task starts and again when it has ended."""
+
+    def __init__(self, run: RunDir, env: DistEnv) -> None:
+        self._run = run
+        self._rank = env.rank
+        self._fields: dict[str, Any] = {
+            "rank": env.rank,
+            "local_rank": env.local_rank,
+            "node_rank": env.node_rank,
+            "host": os.uname().nodename,
+            "job_id": os.environ.get("SLURM_JOB_ID", ""),
+            "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            "step_id": os.environ.get("SLURM_STEP_ID", ""),
+        }
+
+    def started(self, pid: int) -> None:
+        self._fields |= {"pid": pid, "started": round(time.time(), 3)}
+        self._write()
+
+    def ended(self, status: int, error: dict[str, Any] | None) -> None:
+        code = os.waitstatus_to_exitcode(status)
+        self._fields |= {
+            "ended": round(time.time(), 3),
+            "exit_code": code if code >= 0 else 128 - code,
+            "signal": _signal_name(-code) if code < 0 else None,
+            "error": error,
+        }
+        self._write()
+
+    def _write(self) -> None:
+        """A run directory that is gone or full costs the record, never the task."""
+        try:
+            self._run.outcomes.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(self._run.outcome(self._rank), json.dumps(self._fields).encode())
+        except OSError as error:
+            rank, host = self._rank, self._fields["host"]
+            print(  # noqa: T201 -- the task's own log
+                f"clusterddp: rank {rank} on {host} cannot record its outcome in "
+                f"{self._run.outcomes}: {error.strerror}.",
+                file=sys.stderr,
+            )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time signal has no name of its own
