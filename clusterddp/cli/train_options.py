@@ -1,4 +1,4 @@
-"""The training options, one for each field of `TrainConfig`: the same on submit, debug and train."""
+"""The options of training, one a field of `TrainConfig`: the same on submit, debug and train."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -389,8 +389,8 @@ class SlurmCluster:
     def _kill_tasks(self) -> None:
         """Ends the tasks of cancelled jobs now: scancel has no signal that spares KillWait."""
         for host in self.hosts:
-            for pid, command in self.processes(host).items():
-                if not command.startswith(("slurmd ", "slurmstepd")):
+            for pid in self._namespaces[host].pids():
+                if _name(pid) not in {"slurmd", "slurmstepd", ""}:
                     _kill(pid)
 
     # -- faults ------------------------------------------------------------------------------
@@ -404,8 +404,8 @@ class SlurmCluster:
         self._stop(host)
         if steps:
             self._faulted.add(host)
-            for pid, command in self.processes(host).items():
-                if command.startswith("slurmstepd"):
+            for pid in self._namespaces[host].pids():
+                if _name(pid) == "slurmstepd":
                     _kill(pid)
 
     def kill_host(self, host: str) -> None:
@@ -602,8 +602,9 @@ class SlurmCluster:
         except KeyError:
             known = ", ".join(self._namespaces) or "none: the cluster is not running"
             raise ClusterError(f"there is no host {host!r}; there are {known}") from None
-        # A new mount namespace starts at its root: env takes the command back to its folder.
-        place = ["env", f"--chdir={Path.cwd() / (cwd or '')}", "--"]
+        # A new mount namespace starts at its root: env takes the command back to its folder. And a
+        # shell starts what it puts into the background deaf to INT, which all below would inherit.
+        place = ["env", "--default-signal", f"--chdir={Path.cwd() / (cwd or '')}", "--"]
         command = [*namespace.enter(), *place, *_words(argv)]
         return Process(command, env=self.clean_env(env), text=True, errors="replace", **options)
 
@@ -801,6 +802,14 @@ def _command_line(pid: int) -> str:
         return ""
 
 
+def _name(pid: int) -> str:
+    """The program's name as the kernel has it; a starting slurmstepd's command line differs."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def _link(path: str) -> Path | None:
     try:
         return Path(path).readlink()
@@ -831,6 +840,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", type=int, default=2, help="default: %(default)s")
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --")
     arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with SlurmCluster(hosts=arguments.hosts) as cluster:

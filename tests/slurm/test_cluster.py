@@ -322,11 +322,15 @@ def test_the_command_line_cleans_up_when_interrupted(own_tmp: Path, sig: signal.
         text=True,
         start_new_session=True,
     )
-    with owner:
-        assert owner.stdout is not None
+    assert owner.stdout is not None
+    try:
         assert owner.stdout.readline() == "login\n"
         os.killpg(owner.pid, sig)  # as the terminal does
         assert owner.wait(timeout=30) == 128 + sig
+    finally:
+        owner.kill()
+        owner.wait(timeout=10)
+        owner.stdout.close()
     assert _left_in(own_tmp) == set()
 
 

@@ -1,0 +1,110 @@
+"""`clusterddp cancel`: ends runs, whether Slurm or this workstation runs them."""
+
+import dataclasses
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from clusterddp import slurm
+from clusterddp.cli import runs
+from clusterddp.errors import RequestError, SlurmError
+from clusterddp.run_dir import RunDir
+from clusterddp.run_status import (
+    CREATED,
+    ENDED,
+    RunStatus,
+    Submission,
+    latest_submission,
+    process_alive,
+)
+
+
+@dataclass(frozen=True)
+class Cancellation:
+    """What became of one run: `cancelled` says whether its end was asked for now."""
+
+    name: str
+    job_id: str
+    cancelled: bool
+    message: str
+
+
+@click.command(name="cancel")
+@click.argument("run", type=runs.RUN, nargs=-1, required=True, metavar="RUN...")
+@runs.output_root_option
+@runs.JSON_OPTION
+def command(run: tuple[str, ...], output_root: Path, as_json: bool) -> None:
+    """Cancel each RUN: a run's name, job id or directory.
+
+    A Slurm job is given to scancel; a run on this workstation gets SIGTERM and ends in order. It
+    returns at once: 'clusterddp status' shows when the run has ended. One that has ended already
+    is left as it is.
+
+    Exit codes: 0 cancelled or ended already, 1 it could not be cancelled, 2 there is no such run.
+    """
+    found = list({one.path: one for one in (runs.find_run(output_root, r) for r in run)}.values())
+    done = []
+    for one, status in zip(found, runs.statuses(found), strict=True):
+        result = cancel(one, status)
+        done.append(result)
+        if not as_json:
+            click.echo(result.message)
+    if as_json:
+        click.echo(runs.as_json([dataclasses.asdict(result) for result in done]))
+
+
+def cancel(run: RunDir, status: RunStatus) -> Cancellation:
+    """Ask for the end of a run, and record that first, so that its end is not taken for a failure.
+
+    Raises SlurmError with scancel's words, or RequestError for a run of another machine; the
+    record is then taken back.
+    """
+    submission = latest_submission(run.read_events())
+    if submission is None or status.state == CREATED:
+        message = f"{run.name} was never submitted: there is nothing to cancel"
+        return Cancellation(run.name, "", False, message)
+    if status.state in ENDED:
+        message = f"{run.name} has already ended: {status.state}"
+        return Cancellation(run.name, submission.job_id, False, message)
+    if submission.is_local:
+        _check_local(run, submission)
+    run.add_event("cancelled", job_id=submission.job_id)
+    try:
+        _end(submission)
+    except (SlurmError, OSError) as error:
+        run.add_event("cancel_failed", job_id=submission.job_id)
+        if isinstance(error, OSError):
+            raise RequestError(
+                f"{run.name}: process {submission.pid} cannot be signalled: {error.strerror}."
+            ) from None
+        raise
+    message = f"{run.name}: asked {_who(submission)} to end it"
+    return Cancellation(run.name, submission.job_id, True, message)
+
+
+def _check_local(run: RunDir, submission: Submission) -> None:
+    if process_alive(submission) is None:
+        where = submission.host or "another machine"
+        raise RequestError(
+            f"{run.name} runs on {where}, not here; cancel it there with "
+            f"'clusterddp cancel {run.name}'."
+        )
+
+
+def _end(submission: Submission) -> None:
+    if not submission.is_local:
+        slurm.cancel(submission.job_id)
+    elif submission.pid is not None:
+        try:
+            os.kill(submission.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it ended between the look and the signal
+
+
+def _who(submission: Submission) -> str:
+    if submission.is_local:
+        return f"process {submission.pid}"
+    return f"Slurm (job {submission.job_id})"

@@ -1,0 +1,141 @@
+"""`clusterddp debug`: the training entrypoint on this workstation, in one process or several."""
+
+import functools
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from clusterddp import forms
+from clusterddp.cli.train_options import config_from, train_options
+from clusterddp.dist_env import DistEnv
+from clusterddp.errors import EXIT_FAILED, RequestError, TrainingError
+from clusterddp.run_dir import RunDir
+from clusterddp.spec import TrainConfig
+
+# A surrounding job's or agent's variables, which would tell the ranks that they are its tasks.
+_FOREIGN = ("SLURM_", "SRUN_", "TORCHELASTIC_", "PMI", "MASTER_")
+
+
+@click.command()
+@functools.partial(train_options, settings=True)
+@click.option(
+    "--procs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    envvar="CLUSTERDDP_PROCS",
+    help="Processes to train in; with 1 it is this very process, where breakpoints work.",
+)
+@click.option(
+    "--run-name", metavar="NAME", show_default="debug-<time>", help="Name of the run's directory."
+)
+@click.option(
+    "--output-root",
+    metavar="DIR",
+    default="jobs",
+    show_default=True,
+    envvar="CLUSTERDDP_OUTPUT_ROOT",
+    help="Folder in which runs are kept.",
+)
+@click.option(
+    "--run-dir",
+    metavar="DIR",
+    show_default="OUTPUT_ROOT/RUN_NAME",
+    help="The run's directory itself; one that holds checkpoints is gone on with.",
+)
+def command(
+    procs: int, run_name: str | None, output_root: str, run_dir: str | None, **options: Any
+) -> int:
+    """Train here and now, without Slurm.
+
+    \b
+    clusterddp debug                 in this process: a breakpoint in the model stops there
+    clusterddp debug --procs 2       two ranks; rank 0 prints here, each has its log
+    """
+    config = config_from(options)
+    if run_dir and run_name:
+        raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
+    if run_name:
+        forms.matching("--run-name", run_name, forms.RUN_NAME, "debug-1")
+    name = run_name or time.strftime("debug-%Y%m%d-%H%M%S")
+    run = RunDir(Path(run_dir).absolute() if run_dir else Path(output_root).absolute() / name)
+    if procs == 1:
+        from clusterddp.worker import run_task
+
+        return run_task(config, run.path, DistEnv.from_environ({}))
+    return _run_processes(config, run, procs)
+
+
+def _run_processes(config: TrainConfig, run: RunDir, procs: int) -> int:
+    from clusterddp.launchers.processes import TaskGroup
+    from clusterddp.outcome import first_failure, read_outcomes
+
+    try:
+        run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write the run directory {run.path}: {error.strerror}. "
+            "Choose another with --output-root."
+        ) from None
+    for path in run.outcomes.glob("rank-*.json"):
+        path.unlink()  # of an earlier run in this directory, perhaps of more ranks
+    argv = [sys.executable, "-m", "clusterddp", "train", *config.to_argv(), f"--run-dir={run.path}"]
+    port = free_port()
+    # The end of this command is the end of its tasks, whoever asks for it.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    with TaskGroup() as group:
+        for rank in range(procs):
+            group.start(argv, _environment(rank, procs, port), run.rank_log(rank), tee=rank == 0)
+        statuses = group.wait()
+    if not any(statuses):
+        return 0
+    failure = first_failure(read_outcomes(run))
+    if failure is None:
+        rank = group.first_failed or 0
+        click.echo(f"clusterddp: rank {rank} failed first; see {run.rank_log(rank)}", err=True)
+        return EXIT_FAILED
+    click.echo(f"clusterddp: {failure.describe()}", err=True)
+    click.echo(f"clusterddp: the logs are in {run.logs}", err=True)
+    return failure.exit_code or EXIT_FAILED
+
+
+def _environment(rank: int, procs: int, port: int) -> dict[str, str]:
+    env = DistEnv(
+        rank=rank,
+        local_rank=rank,
+        node_rank=0,
+        world_size=procs,
+        local_world_size=procs,
+        num_nodes=1,
+        master_addr="127.0.0.1",
+        master_port=port,
+        hostnames=("localhost",),
+        origin="torch",
+    )
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    return {**own, **env.to_environ(), "PYTHONUNBUFFERED": "1"}
+
+
+def free_port() -> int:
+    """A port below the kernel's ephemeral range on which nobody listens at this moment."""
+    for port in random.sample(range(12000, 32000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise TrainingError("no free port was found from 12000 to 31999 on 127.0.0.1.")
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)

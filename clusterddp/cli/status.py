@@ -1,0 +1,82 @@
+"""`clusterddp status`: how one run is doing, and what to type next."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import click
+
+from clusterddp.cli import runs
+from clusterddp.run_status import RunStatus
+
+
+@click.command(name="status")
+@click.argument("run", type=runs.RUN, required=False, metavar="[RUN]")
+@runs.output_root_option
+@runs.JSON_OPTION
+def command(run: str | None, output_root: Path, as_json: bool) -> None:
+    """Show how RUN is doing: a run's name, job id or directory; the latest run without one.
+
+    States: created (nothing submitted), queued, running, done, failed, cancelled, unknown (the job
+    recorded no end, and Slurm cannot say or no longer knows).
+
+    Exit codes: 0 whenever it could tell, however the run ended; 2 there is no such run.
+    """
+    [status] = runs.statuses([runs.find_run(output_root, run)])
+    status = dataclasses.replace(
+        status, next_command=runs.to_command(status.next_command, output_root)
+    )
+    if as_json:
+        click.echo(runs.as_json(dataclasses.asdict(status)))
+    else:
+        click.echo(describe(status))
+
+
+def describe(status: RunStatus) -> str:
+    """The status as lines of `label  value`; what is not known is left out."""
+    state = f"{status.state}: {status.detail}" if status.detail else status.state
+    lines = [("run", status.name), ("state", state)]
+    if status.first_failure:
+        lines.append(("failure", status.first_failure.replace("\n", f"\n{' ' * 10}")))
+    if status.exit_code:
+        lines.append(("exit code", str(status.exit_code)))
+    if status.job_id:
+        times = f", restarted {status.restarts} times" if status.restarts else ""
+        lines.append(("job", f"{status.job_id} ({status.launcher}{times})"))
+    if status.nodes:
+        lines.append(
+            (
+                "asked",
+                f"{status.nodes} nodes x {status.tasks_per_node} tasks = {status.world_size} ranks",
+            )
+        )
+    if status.hosts:
+        more = f" and {len(status.hosts) - 8} more" if len(status.hosts) > 8 else ""
+        lines.append(("hosts", " ".join(status.hosts[:8]) + more))
+    for label, when in (
+        ("submitted", status.submitted_time),
+        ("started", status.started_time),
+        ("ended", status.ended_time),
+    ):
+        if when:
+            shown = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+            if label == "started" and status.elapsed_seconds is not None:
+                shown += f", took {runs.duration(status.elapsed_seconds)}"
+                if not status.has_ended:
+                    shown = shown.replace(", took", ", running for")
+            lines.append((label, shown))
+    progress = [
+        f"{label} {value:{form}}"
+        for label, value, form in (
+            ("step", status.step, "d"),
+            ("epoch", status.epoch, "d"),
+            ("loss", status.loss, ".4f"),
+            ("accuracy", status.accuracy, ".4f"),
+        )
+        if value is not None
+    ]
+    if progress:
+        lines.append(("progress", ", ".join(progress)))
+    lines += [("warning", text) for text in status.warnings]
+    lines += [("files", status.directory), ("next", status.next_command)]
+    return "\n".join(f"{label:<10}{value}" for label, value in lines)

@@ -1,0 +1,447 @@
+"""How a run is doing: read from its own directory first, from Slurm's answer second.
+
+So it works without accounting and after Slurm has forgotten the job. `judge` is the pure heart:
+events and what Slurm says in, a state and its reason out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import ClusterDDPError
+from clusterddp.nodelist import expand_nodelist
+from clusterddp.outcome import first_failure, read_outcomes
+from clusterddp.run_dir import RunDir, read_json
+from clusterddp.slurm import JobState, State
+
+CREATED = "created"
+"""The run directory is there; nothing was submitted."""
+QUEUED = "queued"
+RUNNING = "running"
+DONE = "done"
+FAILED = "failed"
+CANCELLED = "cancelled"
+UNKNOWN = "unknown"
+"""The job recorded no end, and Slurm cannot say or no longer knows."""
+
+ENDED = frozenset({DONE, FAILED, CANCELLED})
+
+_TAIL_BYTES = 65536
+_WHY_FAILED = {
+    State.FAILED: "the job failed",
+    State.TIMEOUT: "the job reached its time limit",
+    State.PREEMPTED: "the job was preempted and is not queued again",
+    State.NODE_FAIL: "a node of the job failed",
+    State.OUT_OF_MEMORY: "the job ran out of memory",
+    State.DEADLINE: "the job's deadline passed",
+    State.BOOT_FAIL: "a node of the job did not boot",
+}
+_SIGNALS = {9: "KILL", 15: "TERM", 11: "SEGV", 6: "ABRT", 2: "INT", 7: "BUS"}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What the events say of the latest submission of a run."""
+
+    job_id: str
+    launcher: str
+    pid: int | None = None
+    """Of a local run: the process that controls it, on `host`."""
+    host: str | None = None
+    submitted: float | None = None
+    """Times are seconds since the epoch."""
+    first_started: float | None = None
+    started: float | None = None
+    """Of the latest start: a requeued job starts several times."""
+    restart: int = 0
+    nodelist: str = ""
+    ended: float | None = None
+    exit_code: int | None = None
+    first_failure: str = ""
+    """`Failure.describe()` of the rank that failed first."""
+    cancelled: bool = False
+    """Whether `clusterddp cancel` asked for its end."""
+
+    @property
+    def is_local(self) -> bool:
+        return self.launcher == "local"
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run, as `clusterddp status --json` prints it; None where nothing is known."""
+
+    name: str
+    state: str
+    """created, queued, running, done, failed, cancelled or unknown."""
+    detail: str = ""
+    """Why it is in that state: what it waits for, how it failed."""
+    job_id: str = ""
+    launcher: str = ""
+    nodes: int | None = None
+    tasks_per_node: int | None = None
+    world_size: int | None = None
+    hosts: list[str] = field(default_factory=list)
+    restarts: int = 0
+    step: int | None = None
+    epoch: int | None = None
+    loss: float | None = None
+    """Of the training, the latest in metrics.jsonl."""
+    accuracy: float | None = None
+    """On the test set: from the report when there is one, otherwise the latest evaluation."""
+    warnings: list[str] = field(default_factory=list)
+    created_time: float | None = None
+    submitted_time: float | None = None
+    started_time: float | None = None
+    ended_time: float | None = None
+    elapsed_seconds: float | None = None
+    """From the latest start to the end, or to now."""
+    exit_code: int | None = None
+    first_failure: str = ""
+    directory: str = ""
+    next_command: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
+
+def run_status(
+    run: RunDir, slurm_states: Mapping[str, JobState], now: float | None = None
+) -> RunStatus:
+    """The status of a run; `slurm_states` is the answer of `slurm.query` for `jobs_to_ask`."""
+    now = time.time() if now is None else now
+    submission = latest_submission(run.read_events())
+    report = read_json(run.report) or {}
+    job = slurm_states.get(submission.job_id) if submission else None
+    alive = process_alive(submission) if submission and submission.is_local else None
+    state, detail = judge(submission, report, job, alive)
+    latest = latest_metrics(run.metrics)
+    failure = ""
+    # Of a cancelled run the ranks were told to end: whichever did so first is no culprit.
+    if state == FAILED and submission:
+        failure = submission.first_failure or _first_failure(run, submission)
+    return RunStatus(
+        name=run.name,
+        state=state,
+        detail=detail,
+        **_request(run),
+        **_times(run, submission, state, now),
+        step=_number(report.get("steps"), latest.get("step"), as_type=int),
+        epoch=_number(report.get("epochs"), latest.get("epoch"), as_type=int),
+        loss=_number(latest.get("loss")),
+        accuracy=_number(report.get("accuracy"), latest.get("test_accuracy")),
+        warnings=_texts(report.get("warnings")),
+        exit_code=_exit_code(state, submission, job),
+        first_failure=failure,
+        directory=str(run.path),
+        next_command=_next_command(run, state, failure),
+    )
+
+
+def latest_submission(events: Sequence[Mapping[str, Any]]) -> Submission | None:
+    """The latest submission in a run's events, or None when nothing was submitted.
+
+    A script that was given to sbatch by hand has `started` as its first record.
+    """
+    job_id = launcher = ""
+    position = -1
+    for index, event in enumerate(events):
+        kind, seen = event.get("event"), str(event.get("job_id") or "")
+        if kind == "submitted" and seen:
+            job_id, launcher, position = seen, str(event.get("launcher") or "sbatch"), index
+        elif kind == "started" and seen and seen != job_id and launcher != "local":
+            job_id, launcher, position = seen, "sbatch", index
+    if not job_id:
+        return None
+    # A job can start before the submitting side has written its own line, so its id decides; the
+    # tasks of a local run may know it by another number, so there the order does.
+    own = [
+        event
+        for index, event in enumerate(events)
+        if str(event.get("job_id") or "") == job_id or (launcher == "local" and index > position)
+    ]
+    found: dict[str, Any] = {"job_id": job_id, "launcher": launcher}
+    for event in own:
+        restart = _number(event.get("restart"), as_type=int) or 0
+        when = _number(event.get("time"))
+        kind = event.get("event")
+        if kind == "submitted":
+            found["submitted"] = when
+            found["pid"] = _number(event.get("pid"), as_type=int)
+            found["host"] = event.get("host")
+        elif kind == "started":
+            found.setdefault("first_started", when)
+            found.update(started=when, restart=restart, nodelist=str(event.get("nodelist") or ""))
+            for name in ("ended", "exit_code", "first_failure"):
+                found.pop(name, None)  # of the attempt before
+        elif kind == "ended" and restart >= found.get("restart", 0):
+            found.update(ended=when or 0.0, restart=restart)
+            found["exit_code"] = _number(event.get("exit_code"), as_type=int)
+            failure = event.get("first_failure")
+            found["first_failure"] = failure if isinstance(failure, str) else ""
+        elif kind in ("cancelled", "cancel_failed"):
+            found["cancelled"] = kind == "cancelled"
+    return Submission(**found)
+
+
+def jobs_to_ask(submissions: Sequence[Submission | None]) -> list[str]:
+    """The job ids of which Slurm has something to say that the run's own records do not.
+
+    An end with exit code 0 is final. Another may be followed by a requeue, or be a cancellation
+    that somebody else asked for.
+    """
+    return [
+        one.job_id
+        for one in submissions
+        if one and not one.is_local and not (one.ended is not None and _settled(one))
+    ]
+
+
+def judge(
+    submission: Submission | None,
+    report: Mapping[str, Any],
+    job: JobState | None,
+    alive: bool | None,
+) -> tuple[str, str]:
+    """The state of a run and the reason for it.
+
+    report: the content of report.json, empty without one.
+    job: what Slurm says; None when it was not asked.
+    alive: whether the process of a local run is there; None when that cannot be seen from here.
+    """
+    if submission is None:
+        return CREATED, "nothing was submitted, as far as the run's records tell"
+    if submission.ended is not None:
+        return _judge_ended(submission, job)
+    if submission.is_local:
+        return _judge_local(submission, alive)
+    if job is None:
+        job = JobState(State.UNKNOWN, problem="Slurm was not asked")
+    if job.state is State.UNKNOWN:
+        return _judge_forgotten(submission, report, job)
+    if job.state is State.PENDING:
+        return QUEUED, job.reason
+    if not job.state.is_final:
+        return RUNNING, "" if job.state is State.RUNNING else job.state.value
+    if job.state is State.DONE:
+        return DONE, "Slurm says COMPLETED; the run itself recorded no end"
+    if job.state is State.CANCELLED:
+        return CANCELLED, "" if submission.started else "before it started"
+    why = _WHY_FAILED[job.state]
+    return FAILED, f"{why} ({job.reason})" if job.reason and job.state is State.FAILED else why
+
+
+def latest_metrics(path: Path) -> dict[str, Any]:
+    """The latest values in metrics.jsonl; those of an evaluation are named test_loss and so on."""
+    latest: dict[str, Any] = {}
+    for record in _tail_records(path):
+        tested = record.get("kind") == "eval"
+        for name, value in record.items():
+            latest[f"test_{name}" if tested and name in ("loss", "accuracy") else name] = value
+    return latest
+
+
+def process_alive(submission: Submission) -> bool | None:
+    """Whether the process that controls a local run is there; None for another machine's.
+
+    A process that started after the submission has only inherited the number.
+    """
+    import socket
+
+    if submission.pid is None or submission.host not in (None, socket.gethostname()):
+        return None
+    try:
+        fields = Path(f"/proc/{submission.pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return False
+        return _answers_signal(submission.pid)  # no /proc: macOS
+    except OSError:
+        return False  # it ended while being read
+    if fields[0] in "ZX":
+        return False
+    started = _boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    # The clock can have been set since; a number comes round again only after a long while.
+    return submission.submitted is None or started <= submission.submitted + 60
+
+
+def _settled(submission: Submission) -> bool:
+    return submission.exit_code == 0 or submission.cancelled
+
+
+def _judge_ended(submission: Submission, job: JobState | None) -> tuple[str, str]:
+    code = submission.exit_code
+    if code == 0:
+        return DONE, ""
+    if submission.cancelled:
+        return CANCELLED, ""
+    if job and job.state is State.PENDING:
+        return QUEUED, f"requeued: {job.reason}" if job.reason else "requeued"
+    if job and job.state is State.CANCELLED:
+        return CANCELLED, "by scancel"
+    if job and job.state in _WHY_FAILED and job.state is not State.FAILED:
+        return FAILED, _WHY_FAILED[job.state]
+    if code is None:
+        return FAILED, "the run recorded its end without an exit code"
+    if code == 143:
+        return FAILED, "exit code 143: ended by SIGTERM (scancel, the time limit or preemption)"
+    if code > 128:
+        name = _SIGNALS.get(code - 128)
+        return FAILED, f"exit code {code}: {f'SIG{name}' if name else f'signal {code - 128}'}"
+    return FAILED, f"exit code {code}"
+
+
+def _judge_local(submission: Submission, alive: bool | None) -> tuple[str, str]:
+    if alive:
+        return (RUNNING, "") if submission.started else (QUEUED, "its processes are starting")
+    if alive is None:
+        where = f"on {submission.host}" if submission.host else "without a process id"
+        return UNKNOWN, f"it was started {where}, which cannot be seen from here"
+    if submission.cancelled:
+        return CANCELLED, ""
+    gone = f"its process {submission.pid} is gone and recorded no end"
+    return FAILED, f"{gone}: it was killed, or the machine restarted"
+
+
+def _judge_forgotten(
+    submission: Submission, report: Mapping[str, Any], job: JobState
+) -> tuple[str, str]:
+    finished = "; its report.json is there, so the training itself finished" if report else ""
+    if job.problem:
+        return UNKNOWN, f"Slurm could not be asked: {job.problem}{finished}"
+    if submission.cancelled:
+        return CANCELLED, "" if submission.started else "before it started"
+    lost = "Slurm no longer knows the job, and "
+    if submission.started:
+        return UNKNOWN, f"{lost}it recorded no end: killed, or its node was lost{finished}"
+    return UNKNOWN, f"{lost}it never recorded a start: cancelled, or failed before its first line"
+
+
+def _request(run: RunDir) -> dict[str, Any]:
+    try:
+        spec = run.load_spec()
+    except ClusterDDPError:
+        return {}  # a damaged record takes nothing from what else is known
+    return {
+        "nodes": spec.resources.nodes,
+        "tasks_per_node": spec.resources.tasks_per_node,
+        "world_size": spec.world_size,
+    }
+
+
+def _times(run: RunDir, submission: Submission | None, state: str, now: float) -> dict[str, Any]:
+    try:
+        created = run.spec.stat().st_mtime
+    except OSError:
+        created = None
+    if submission is None:
+        return {"created_time": created}
+    elapsed = None
+    if submission.started is not None:
+        if submission.ended is not None:
+            elapsed = submission.ended - submission.started
+        elif state == RUNNING:
+            elapsed = now - submission.started
+    return {
+        "created_time": created,
+        "job_id": submission.job_id,
+        "launcher": submission.launcher,
+        "hosts": _hosts(submission.nodelist),
+        "restarts": submission.restart,
+        "submitted_time": submission.submitted,
+        "started_time": submission.started,
+        "ended_time": submission.ended if state in ENDED else None,
+        "elapsed_seconds": None if elapsed is None else round(max(elapsed, 0.0), 3),
+    }
+
+
+def _hosts(nodelist: str) -> list[str]:
+    try:
+        return expand_nodelist(nodelist) if nodelist else []
+    except ClusterDDPError:
+        return [nodelist]
+
+
+def _exit_code(state: str, submission: Submission | None, job: JobState | None) -> int | None:
+    if submission is None or state not in ENDED:
+        return None
+    if submission.exit_code is not None:
+        return submission.exit_code
+    return job.exit_code if job else None
+
+
+def _first_failure(run: RunDir, submission: Submission) -> str:
+    """As the ranks' own outcomes tell it, where the script came to no verdict."""
+    failure = first_failure(read_outcomes(run, submission.job_id, submission.restart))
+    return failure.describe() if failure else ""
+
+
+def _next_command(run: RunDir, state: str, failure: str) -> str:
+    if state == CREATED:
+        return f"sbatch {run.script}"
+    if state in (QUEUED, RUNNING):
+        return f"clusterddp logs -f {run.name}"
+    rank = re.match(r"rank (\d+) ", failure)
+    if rank:
+        return f"clusterddp logs --rank {rank[1]} {run.name}"
+    if state in (FAILED, UNKNOWN):
+        return f"clusterddp logs --job {run.name}"
+    return f"clusterddp logs {run.name}"
+
+
+def _tail_records(path: Path) -> Iterator[dict[str, Any]]:
+    import json
+
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines:  # the first can be cut, the last torn: neither parses
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _number(*values: object, as_type: type = float) -> Any:
+    """The first that is a number."""
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if as_type is float or math.isfinite(value):
+            return as_type(value)
+    return None
+
+
+def _texts(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def _boot_time() -> float:
+    for line in Path("/proc/stat").read_text().splitlines():
+        if line.startswith("btime "):
+            return float(line.split()[1])
+    return 0.0
+
+
+def _answers_signal(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # somebody's process, at least
+    return True

@@ -1,0 +1,93 @@
+"""`clusterddp cancel`."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
+
+__all__ = ["workplace"]
+
+
+def test_a_slurm_job_is_given_to_scancel(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("12"), started("12"))
+    workplace.command("squeue", "echo '12|RUNNING|None'")
+    workplace.command("scancel", f"exec /bin/grep -q cancelled {run.events}")  # recorded before
+    got = workplace.invoke("cancel", "one")
+    assert (got.code, got.out) == (0, "one: asked Slurm (job 12) to end it\n"), got.err
+    assert workplace.calls[-1] == "scancel 12"
+    assert run.read_events()[-1]["event"] == "cancelled"
+
+
+def test_a_run_that_has_ended_is_left_as_it_is(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("12"), started("12"), ended("12", 0))
+    got = workplace.invoke("cancel", "one")
+    assert (got.code, got.out) == (0, "one has already ended: done\n")
+    assert workplace.calls == []
+    assert run.read_events()[-1]["event"] == "ended"
+
+
+def test_several_runs_are_cancelled_and_a_repeated_one_once(workplace: Workplace) -> None:
+    workplace.run("one", submitted("1"), started("1"))
+    workplace.run("two", submitted("2"))
+    workplace.run("never")
+    workplace.command("squeue", "echo '1|RUNNING|None'; echo '2|PENDING|None'")
+    workplace.command("scancel", "exit 0")
+    got = workplace.invoke("cancel", "one", "two", "1", "never", "--json")
+    assert [(r["name"], r["cancelled"]) for r in json.loads(got.out)] == [
+        ("one", True),
+        ("two", True),
+        ("never", False),
+    ]
+    assert [call for call in workplace.calls if "scancel" in call] == ["scancel 1", "scancel 2"]
+
+
+def test_nothing_is_cancelled_when_one_of_the_names_is_wrong(workplace: Workplace) -> None:
+    workplace.run("one", submitted("1"), started("1"))
+    workplace.command("scancel", "exit 0")
+    got = workplace.invoke("cancel", "one", "tow")
+    assert got.code == 2
+    assert "no run 'tow'" in got.err
+    assert workplace.calls == []
+
+
+def test_scancels_words_reach_the_person_and_the_record_is_taken_back(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("1"), started("1"))
+    workplace.command("squeue", "echo '1|RUNNING|None'")
+    workplace.command("scancel", "echo 'scancel: error: Access/permission denied' >&2; exit 1")
+    got = workplace.invoke("cancel", "one")
+    assert got.code == 1
+    assert "Access/permission denied" in got.err
+    assert [event["event"] for event in run.read_events()[-2:]] == ["cancelled", "cancel_failed"]
+
+
+def test_a_local_run_gets_sigterm(workplace: Workplace) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        event = submitted("5", launcher="local", pid=process.pid, time=time.time())
+        run = workplace.run("here", event, started("5"))
+        got = workplace.invoke("cancel", "here")
+        assert (got.code, got.out) == (0, f"here: asked process {process.pid} to end it\n"), got.err
+        assert process.wait(timeout=30) == -signal.SIGTERM
+        assert run.read_events()[-1]["event"] == "cancelled"
+        assert "already ended: cancelled" in workplace.invoke("cancel", "here").out
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("launcher", ["local"])
+def test_a_run_of_another_machine_is_not_touched(workplace: Workplace, launcher: str) -> None:
+    run = workplace.run("there", submitted("5", launcher=launcher, pid=1, host="elsewhere"))
+    got = workplace.invoke("cancel", "there")
+    assert got.code == 2
+    assert "runs on elsewhere" in got.err
+    assert len(run.read_events()) == 1
+
+
+def test_no_run_named_is_a_wrong_request(workplace: Workplace) -> None:
+    assert workplace.invoke("cancel").code == 2

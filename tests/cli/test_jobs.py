@@ -1,0 +1,75 @@
+"""`clusterddp jobs`."""
+
+import json
+
+from tests.cli.made_runs import BOOM, Workplace, ended, started, submitted, workplace
+
+__all__ = ["workplace"]
+
+
+def test_runs_are_listed_with_the_latest_last(workplace: Workplace) -> None:
+    done = workplace.run("first", submitted("1"), started("1"), ended("1", 0), age=90)
+    done.report.write_text('{"accuracy": 0.98765, "steps": 1200}')
+    workplace.run("second", submitted("2"), started("2"), age=60, nodes=1, gpus_per_node=0)
+    workplace.run("third", submitted("3"), age=30)
+    workplace.run("fourth")
+    workplace.command("squeue", "echo '2|RUNNING|None'; echo '3|PENDING|(Resources)'")
+    got = workplace.invoke("jobs")
+    lines = got.out.splitlines()
+    assert lines[0].split() == ["NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY"]
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["first", "done", "1", "2x4"],
+        ["second", "running", "2", "1x1"],
+        ["third", "queued", "3", "2x4"],
+        ["fourth", "created", "-", "2x4"],
+    ]
+    assert lines[1].split()[4:] == ["1m30s", "1200", "0.9877"]
+    assert lines[3].endswith("Resources")
+    assert got.code == 0
+
+
+def test_slurm_is_asked_once_for_all_runs(workplace: Workplace) -> None:
+    for number in range(5):
+        workplace.run(f"run-{number}", submitted(str(number)), started(str(number)))
+    workplace.run("over", submitted("9"), started("9"), ended("9", 0))
+    running = "; ".join(f"echo '{number}|RUNNING|None'" for number in range(5))
+    workplace.command("squeue", running)
+    assert workplace.invoke("jobs").out.count("running") == 5
+    [call] = workplace.calls
+    assert "-j 0,1,2,3,4 " in call
+
+
+def test_runs_are_listed_without_any_slurm(workplace: Workplace) -> None:
+    workplace.run("over", submitted("1"), started("1"), ended("1", 1, first_failure=BOOM))
+    workplace.run("lost", submitted("2"))
+    got = workplace.invoke("jobs")
+    assert got.code == 0
+    assert "over  failed   1    2x4" in got.out
+    assert BOOM in got.out
+    assert "no squeue on PATH" in got.out
+
+
+def test_json_is_a_list_of_statuses(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("1"), started("1"), ended("1", 0))
+    run.metrics.write_text('{"step": 3, "loss": NaN}\n')
+    [status] = json.loads(workplace.invoke("jobs", "--json").out)
+    assert (status["name"], status["state"], status["step"]) == ("one", "done", 3)
+    assert status["loss"] is None
+
+
+def test_no_runs_are_no_error(workplace: Workplace) -> None:
+    got = workplace.invoke("jobs", "--output-root", "elsewhere")
+    assert (got.code, got.out) == (0, "")
+    assert "no runs below elsewhere" in got.err
+    assert workplace.invoke("jobs", "--json").out.strip() == "[]"
+
+
+def test_half_made_runs_are_left_out(workplace: Workplace) -> None:
+    run = workplace.run("one")
+    run.path.rename(workplace.root / ".one.x7g")
+    assert "no runs" in workplace.invoke("jobs").err
+
+
+def test_output_is_plain(workplace: Workplace) -> None:
+    workplace.run("one", submitted("1"), started("1"), ended("1", 1))
+    assert "\x1b" not in workplace.invoke("jobs").out
