@@ -491,9 +491,7 @@ def _is_heterogeneous(environ: Mapping[str, str]) -> bool:
 
 # PACK is what HET was called before Slurm 20.02. Slurm 22.05 still sets
 # SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in the steps of every job (seen), so it tells nothing.
-_HETEROGENEOUS = re.compile(
-    r"SLURM_(?:(?:HET|PACK)_SIZE$|.*_HET_GROUP_|.*_PACK_GROUP_[1-9])"
-)
+_HETEROGENEOUS = re.compile(r"SLURM_(?:(?:HET|PACK)_SIZE$|.*_HET_GROUP_|.*_PACK_GROUP_[1-9])")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _PRINTABLE = re.compile(r"[!-~]+")
 _INTEGER = re.compile(r"[0-9]{1,19}")

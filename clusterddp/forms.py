@@ -53,16 +53,16 @@ def text(option: str, value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise RequestError(
-            f"{option}: {value!r} is not valid UTF-8; give it in UTF-8."
-        ) from None
+        raise RequestError(f"{option}: {value!r} is not valid UTF-8; give it in UTF-8.") from None
     return value
 
 
 def matching(option: str, value: str, pattern: re.Pattern[str], example: str) -> str:
     """Refuse a value that is not wholly of the pattern's form."""
     if not pattern.fullmatch(text(option, value)):
-        raise RequestError(f"{option}: {value!r} is not of the form that Slurm takes, such as {example}.")
+        raise RequestError(
+            f"{option}: {value!r} is not of the form that Slurm takes, such as {example}."
+        )
     return value
 
 

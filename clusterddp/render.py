@@ -61,7 +61,7 @@ def render(spec: JobSpec, template_folder: Path | None = None) -> str:
 
 
 def directives(spec: JobSpec, *, agents: bool = False) -> list[str]:
-    """The lines to put behind `#SBATCH `; `agents` asks for one task a node instead of one a rank."""
+    """The lines behind `#SBATCH `; `agents` asks for one task a node instead of one a rank."""
     values = directive_values(spec, agents=agents)
     return [directive(name, value) for name, value in values.items()]
 
@@ -185,7 +185,7 @@ def _jinja(template_folder: Path | None) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701 -- shell, not HTML: values go through the `sh` filter
+        autoescape=False,
     )
     environment.filters["sh"] = shell_word
     return environment

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import RequestError, SlurmError
 from clusterddp.spec import JobSpec
 
 
@@ -90,7 +90,8 @@ class RunDir:
         """Make the directory of a new run with its two records, or nothing at all.
 
         Records are laid down in a hidden sibling that is renamed into place when complete. What
-        was made is taken away again when the body raises: a refused submission leaves nothing.
+        was made is taken away again when the body raises, so that a refused submission leaves
+        nothing; but not for a SlurmError, after which the job may be queued.
         Raises RequestError when the run exists or the output root cannot be written.
         """
         path = Path(spec.run_dir)
@@ -116,6 +117,8 @@ class RunDir:
             ) from None
         try:
             yield cls(path)
+        except SlurmError:
+            raise  # no answer: the job may be queued, and would miss its directory
         except BaseException:
             _undo(path, missing)
             raise
@@ -125,7 +128,9 @@ class RunDir:
         try:
             return JobSpec.from_json(self.spec.read_text())
         except OSError as error:
-            raise RequestError(f"{self.path} is no run: {self.spec.name}: {error.strerror}.") from None
+            raise RequestError(
+                f"{self.path} is no run: {self.spec.name}: {error.strerror}."
+            ) from None
 
     def add_event(self, event: str, **fields: Any) -> None:
         """Append one record; a single short write, so lines of two writers do not mix."""
@@ -142,10 +147,14 @@ class RunDir:
 
 
 def find_runs(output_root: Path) -> list[RunDir]:
-    """The runs below an output root, the latest last."""
+    """The runs below an output root that this user can read, the latest last."""
     if not output_root.is_dir():
         return []
-    found = [RunDir(path) for path in output_root.iterdir() if (path / "spec.json").is_file()]
+    found = [
+        RunDir(path)
+        for path in output_root.iterdir()
+        if not path.name.startswith(".") and os.access(path / "spec.json", os.R_OK)
+    ]
     return sorted(found, key=lambda run: (run.spec.stat().st_mtime, run.name))
 
 
@@ -172,7 +181,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: temporary file beside it, fsync, rename, fsync of the folder.
+    """Write a file whole or not at all: a temporary beside it, fsync, rename, fsync of the folder.
 
     Mode 0600. Raises OSError, and then leaves the file that was there as it was.
     """

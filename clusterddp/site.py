@@ -10,7 +10,6 @@ options that they stand in for convert and check them.
 
 import configparser
 import difflib
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,7 @@ class Site:
 
 
 def find(given: str | None, environ: Mapping[str, str], folder: Path) -> Path | None:
-    """--site, $CLUSTERDDP_SITE, ./site.cfg, the user's config folder, /etc: the first that is there.
+    """The first that is there: --site, $CLUSTERDDP_SITE, ./site.cfg, the user's folder, /etc.
 
     Raises RequestError when a file was named and is not there.
     """
@@ -46,7 +45,7 @@ def find(given: str | None, environ: Mapping[str, str], folder: Path) -> Path | 
         if not Path(named).exists():
             raise RequestError(f"site configuration {named!r} is not found.")
         return Path(named)
-    home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME", "/"), ".config")
+    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
     for path in (folder / "site.cfg", Path(home) / "clusterddp" / "site.cfg", SYSTEM_FILE):
         if path.is_file():
             return path
@@ -87,7 +86,8 @@ def _check(
             continue
         if section != "defaults" and not section.startswith(CLUSTER):
             raise RequestError(
-                f"{path}: unknown section [{section}]{_near(section, ['defaults', 'environment'])}; "
+                f"{path}: unknown section [{section}]"
+                f"{_near(section, ['defaults', 'environment'])}; "
                 "there are [defaults], [cluster:NAME] and [environment]."
             )
         for key in parser[section]:

@@ -81,8 +81,10 @@ class Resources:
         if self.cpus_per_task is not None:
             forms.positive("--cpus-per-task", self.cpus_per_task)
         if self.gpus_per_node and self.gpus_per_node % self.tasks_per_node:
-            relation = "more tasks than GPUs" if self.tasks_per_node > self.gpus_per_node else (
-                "the GPUs cannot be shared out evenly"
+            relation = (
+                "more tasks than GPUs"
+                if self.tasks_per_node > self.gpus_per_node
+                else ("the GPUs cannot be shared out evenly")
             )
             raise RequestError(
                 f"--tasks-per-node {self.tasks_per_node} against --gpus-per-node "
@@ -239,6 +241,10 @@ class Interval:
             )
         return cls(int(digits), unit)
 
+    def due(self, unit: str, count: int) -> bool:
+        """Whether it is time after so many epochs or steps of the run."""
+        return unit == self.unit and count % self.count == 0
+
 
 @dataclass(frozen=True)
 class JobSpec:
@@ -357,8 +363,6 @@ class JobSpec:
             for name, value in fields.items():
                 if isinstance(value, list):
                     fields[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
-            return cls(
-                resources=resources, train=TrainConfig(**train) if train else None, **fields
-            )
+            return cls(resources=resources, train=TrainConfig(**train) if train else None, **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestError(f"spec.json is no record of a run: {error}.") from None

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from clusterddp.dist_env import DistEnv
-from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError
+from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError, TrainingError
 from clusterddp.run_dir import RunDir, write_atomically
 
 # What Slurm, an agent or a person sends to a task and what must not end its parent.
@@ -59,6 +59,28 @@ def supervise(run_dir: Path, env: DistEnv, child: Callable[[], int]) -> int:
         record.ended(status, _read_report(report_reader))
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
+
+
+def redirect_output(run_dir: Path, env: DistEnv) -> None:
+    """Send what this rank prints to its own log, as srun does; a torchrun agent does not.
+
+    Raises TrainingError when the log cannot be written.
+    """
+    run = RunDir(run_dir)
+    try:
+        run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log = os.open(run.rank_log(env.rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise TrainingError(
+            f"rank {env.rank} on {os.uname().nodename} cannot write its log "
+            f"{run.rank_log(env.rank)}: {error.strerror}. Choose an output root that every host "
+            "can write."
+        ) from None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    os.close(log)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -195,7 +217,8 @@ class _Record:
             "rank": env.rank,
             "local_rank": env.local_rank,
             "node_rank": env.node_rank,
-            "host": os.uname().nodename,
+            # By Slurm's name, if it has one: srun's messages use it too.
+            "host": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             "step_id": os.environ.get("SLURM_STEP_ID", ""),

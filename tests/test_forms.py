@@ -53,7 +53,12 @@ def test_other_dependencies_are_refused(value: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("4", ("", 4)), ("0", ("", 0)), ("a100:4", ("a100", 4)), ("nvidia_h100-80g:8", ("nvidia_h100-80g", 8))],
+    [
+        ("4", ("", 4)),
+        ("0", ("", 0)),
+        ("a100:4", ("a100", 4)),
+        ("nvidia_h100-80g:8", ("nvidia_h100-80g", 8)),
+    ],
 )
 def test_gpus_are_a_count_with_an_optional_type(value: str, expected: tuple[str, int]) -> None:
     assert forms.gpus("--gpus-per-node", value) == expected

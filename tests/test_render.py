@@ -202,7 +202,7 @@ def test_a_template_that_is_not_there_is_refused_with_the_known_ones() -> None:
 
 
 def read_as_slurm_does(line: str) -> str:
-    """What Slurm's own reader of directives makes of a line (its rules, in a few words of Python)."""
+    """What Slurm's own reader of directives makes of a line."""
     out, quote, position = "", "", 0
     while position < len(line):
         char = line[position]

@@ -32,7 +32,9 @@ def test_a_cluster_stands_over_the_defaults(tmp_path: Path) -> None:
 
 
 def test_values_are_taken_as_they_are(tmp_path: Path) -> None:
-    path = write(tmp_path, "[defaults]\nsetup = echo $(x) %(y)s ; # not a comment\n    second line\n")
+    path = write(
+        tmp_path, "[defaults]\nsetup = echo $(x) %(y)s ; # not a comment\n    second line\n"
+    )
     assert site.read(path, None, KNOWN).settings == {
         "setup": "echo $(x) %(y)s ; # not a comment\nsecond line"
     }

@@ -136,7 +136,15 @@ def test_the_record_of_a_request_reads_back_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"format": 99}', '{"format": 1}', '{"format": 1, "resources": {}, "train": null, "x": 1}']
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 99}',
+        '{"format": 1}',
+        '{"format": 1, "resources": {}, "train": null, "x": 1}',
+    ],
 )
 def test_a_damaged_or_newer_record_is_refused(content: str) -> None:
     with pytest.raises(RequestError, match=r"spec\.json"):

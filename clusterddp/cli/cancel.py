@@ -10,6 +10,7 @@ import click
 
 from clusterddp import slurm
 from clusterddp.cli import runs
+from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.run_dir import RunDir
 from clusterddp.run_status import (
@@ -32,7 +33,7 @@ class Cancellation:
     message: str
 
 
-@click.command(name="cancel")
+@click.command(name="cancel", cls=SettingsCommand)
 @click.argument("run", type=runs.RUN, nargs=-1, required=True, metavar="RUN...")
 @runs.output_root_option
 @runs.JSON_OPTION

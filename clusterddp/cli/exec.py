@@ -30,10 +30,11 @@ class CommandNotExecutable(ClusterDDPError):
 
 @click.command(name="exec", context_settings={"allow_interspersed_args": False})
 @click.option("--run-dir", type=click.Path(path_type=Path), hidden=True)
+@click.option("--own-log", is_flag=True, hidden=True)
 @click.argument(
     "argv", metavar="-- COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED
 )
-def command(run_dir: Path | None, argv: tuple[str, ...]) -> int:
+def command(run_dir: Path | None, own_log: bool, argv: tuple[str, ...]) -> int:
     """Derive the distributed environment, export it and become COMMAND.
 
     \b
@@ -53,7 +54,10 @@ def command(run_dir: Path | None, argv: tuple[str, ...]) -> int:
         become(argv, environ)
 
     # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
-    from clusterddp.supervise import supervise
+    from clusterddp.supervise import redirect_output, supervise
+
+    if own_log:
+        redirect_output(run_dir, env)
 
     def child() -> int:
         try:

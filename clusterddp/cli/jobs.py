@@ -7,12 +7,13 @@ from pathlib import Path
 import click
 
 from clusterddp.cli import runs
+from clusterddp.cli.settings import SettingsCommand
 from clusterddp.run_status import RunStatus
 
 _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "")
 
 
-@click.command(name="jobs")
+@click.command(name="jobs", cls=SettingsCommand)
 @runs.output_root_option
 @runs.JSON_OPTION
 def command(output_root: Path, as_json: bool) -> None:

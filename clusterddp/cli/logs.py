@@ -9,12 +9,13 @@ import click
 
 from clusterddp.cli import runs
 from clusterddp.cli.follow import LogPrinter, follow
+from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError
 from clusterddp.run_dir import RunDir
 from clusterddp.run_status import FAILED, RunStatus
 
 
-@click.command(name="logs")
+@click.command(name="logs", cls=SettingsCommand)
 @click.argument("run", type=runs.RUN, required=False, metavar="[RUN]")
 @click.option("-f", "--follow", "following", is_flag=True, help="Go on until the run has ended.")
 @click.option(

@@ -5,6 +5,7 @@ import sys
 from typing import NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from clusterddp import __version__
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError
@@ -41,6 +42,16 @@ class LazyGroup(click.Group):
         module = importlib.import_module(f"clusterddp.cli.{COMMANDS[cmd_name][0]}")
         command: click.Command = module.command
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The names of the commands, without importing them; options as click gives them."""
+        if incomplete.startswith("-"):
+            return click.Command.shell_complete(self, ctx, incomplete)
+        return [
+            CompletionItem(name, help=COMMANDS[name][1])
+            for name in self.list_commands(ctx)
+            if name.startswith(incomplete)
+        ]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

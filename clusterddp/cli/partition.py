@@ -11,8 +11,8 @@ class PartitionName(click.types.StringParamType):
 
     def shell_complete(
         self,
-        ctx: click.Context,  # noqa: ARG002 -- click's signature
-        param: click.Parameter,  # noqa: ARG002
+        ctx: click.Context,
+        param: click.Parameter,
         incomplete: str,
     ) -> list[CompletionItem]:
         from clusterddp import slurm

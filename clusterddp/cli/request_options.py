@@ -1,4 +1,4 @@
-"""The options of `submit` that describe the request; each is also CLUSTERDDP_* and a site.cfg key."""
+"""The request options of `submit`; each is also a CLUSTERDDP_* variable and a site.cfg key."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from clusterddp.spec import GPU_REQUESTS, LAUNCHERS
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Line(click.ParamType):
+class Line(click.types.StringParamType):
     """One item of a list; in an environment variable, items stand on lines of their own."""
 
     name = "text"
@@ -108,7 +108,9 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "Where it is kept": {
-        "job-name": {"metavar": "NAME", "show_default": "the run's name", "help": "Slurm's job name."},
+        "job-name": {
+            "metavar": "NAME", "show_default": "the run's name", "help": "Slurm's job name.",
+        },
         "output-root": {
             "metavar": "DIR", "default": "jobs", "help": "Folder in which runs are kept.",
         },

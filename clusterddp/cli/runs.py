@@ -28,7 +28,7 @@ class RunArgument(click.types.StringParamType):
     def shell_complete(
         self,
         ctx: click.Context,
-        param: click.Parameter,  # noqa: ARG002 -- click's signature
+        param: click.Parameter,
         incomplete: str,
     ) -> list[CompletionItem]:
         root = ctx.params.get("output_root") or os.environ.get("CLUSTERDDP_OUTPUT_ROOT")
@@ -59,9 +59,9 @@ def output_root_option(function: F) -> F:
 
 
 def all_runs(root: Path) -> list[RunDir]:
-    """The runs below the output root, the latest last; half-made ones (hidden) left out."""
+    """The runs below the output root, the latest last."""
     try:
-        return [run for run in find_runs(root) if not run.name.startswith(".")]
+        return find_runs(root)
     except OSError as error:
         raise RequestError(
             f"--output-root: {root} cannot be read: {error.strerror}. Name a folder of runs that "

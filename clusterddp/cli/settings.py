@@ -69,7 +69,9 @@ class SettingsCommand(click.Command):
     `groups` names the sections of --help with the parameters that stand in each.
     """
 
-    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]] | None = None, **kwargs: Any):
+    def __init__(
+        self, *args: Any, groups: Mapping[str, Sequence[str]] | None = None, **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
         self.groups = groups or {}
 
@@ -78,7 +80,7 @@ class SettingsCommand(click.Command):
             given = self._peek(ctx, list(args))
             path = site.find(given.get("site"), os.environ, Path.cwd())
             cluster = given.get("cluster") or os.environ.get("CLUSTERDDP_CLUSTER")
-            ctx.obj = loaded = site.read(path, cluster, setting_names())
+            ctx.obj = loaded = site.read(path, cluster, setting_names() if path else ())
             own = {parameter.name for parameter in self.params}
             ctx.default_map = {
                 name: value
@@ -92,7 +94,8 @@ class SettingsCommand(click.Command):
             if error.param is not None and error.param.name and not ctx.resilient_parsing:
                 where = source(ctx, error.param.name)
                 if where not in ("flag", "default"):
-                    error.message = f"{error.message} (from {where})"
+                    message = f"{error.message} (from {where})"
+                    raise type(error)(message, ctx, error.param) from None
             raise
 
     def _peek(self, ctx: click.Context, args: list[str]) -> dict[str, Any]:
@@ -159,8 +162,8 @@ def _sbatch_settings(environ: Mapping[str, str]) -> dict[str, str]:
     if "exclusive" in settings:
         if settings["exclusive"] not in ("", "exclusive"):
             raise RequestError(
-                f"SBATCH_EXCLUSIVE={settings['exclusive']}: only whole nodes can be asked for here; "
-                "unset it, or use --exclusive."
+                f"SBATCH_EXCLUSIVE={settings['exclusive']}: only whole nodes can be asked for "
+                "here; unset it, or use --exclusive."
             )
         settings["exclusive"] = "yes"  # sbatch takes the variable's being there as a yes
     return settings

@@ -27,7 +27,9 @@ def command(site: str | None, cluster: str | None, as_json: bool) -> None:
     if as_json:
         environment = dict(ctx.obj.environment)
         path = str(ctx.obj.path) if ctx.obj.path else None
-        click.echo(json.dumps({"site": path, "settings": rows, "environment": environment}, indent=2))
+        click.echo(
+            json.dumps({"site": path, "settings": rows, "environment": environment}, indent=2)
+        )
         return
     click.echo(f"site.cfg: {ctx.obj.path or 'none found'}")
     if ctx.obj.clusters:

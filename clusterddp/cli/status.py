@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 
 from clusterddp.cli import runs
+from clusterddp.cli.settings import SettingsCommand
 from clusterddp.run_status import RunStatus
 
 
-@click.command(name="status")
+@click.command(name="status", cls=SettingsCommand)
 @click.argument("run", type=runs.RUN, required=False, metavar="[RUN]")
 @runs.output_root_option
 @runs.JSON_OPTION

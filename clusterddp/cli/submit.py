@@ -53,7 +53,10 @@ class SubmitCommand(settings.SettingsCommand):
             return super().parse_args(ctx, args[:cut])
         except click.UsageError as error:
             if type(error) is click.UsageError and "unexpected extra argument" in error.message:
-                error.message += " A COMMAND stands behind '--': submit [OPTIONS] -- COMMAND…"
+                message = (
+                    f"{error.message} A COMMAND stands behind '--': submit [OPTIONS] -- COMMAND…"
+                )
+                raise click.UsageError(message, ctx) from None
             raise
 
 
@@ -78,6 +81,7 @@ class SubmitCommand(settings.SettingsCommand):
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     run_name: str | None,
     site: str | None,  # noqa: ARG001 -- read ahead of the other options, see SettingsCommand
     cluster: str | None,  # noqa: ARG001
@@ -106,7 +110,7 @@ def command(
         return EXIT_DONE
     from clusterddp.cli.follow import follow
 
-    code = follow(run)
+    code = follow(run, goes_on=not submission.stop)
     if submission.stop:
         if code == EXIT_INTERRUPTED:
             run.add_event("cancelled", job_id=submission.job_id)
@@ -126,13 +130,13 @@ def _spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobSpec
     if options["tasks_per_node"] is not None:
         forms.positive("--tasks-per-node", options["tasks_per_node"])
     resources = Resources(
+        nodes=options["nodes"],
         gpus_per_node=gpu_count,
         gpu_type=gpu_type,
+        gpu_request=options["gpu_request"],
         tasks_per_node=options["tasks_per_node"] or 0,
-        **{
-            name: options[name]
-            for name in ("nodes", "cpus_per_task", "gpu_request", "exclusive")
-        },
+        cpus_per_task=options["cpus_per_task"],
+        exclusive=options["exclusive"],
         **{
             name: options[name] or ""
             for name in (
@@ -145,7 +149,7 @@ def _spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobSpec
     template = options["template"]
     return JobSpec(
         run_name=run_name,
-        run_dir=os.path.join(os.path.abspath(options["output_root"]), run_name),
+        run_dir=f"{os.path.abspath(options['output_root'])}/{run_name}",
         resources=resources,
         python=_python(options["python"]),
         train=train,
@@ -155,7 +159,9 @@ def _spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobSpec
         template=Path(template).name if "/" in template else template,
         sbatch=_directives(options["sbatch"]),
         omit_directives=_omitted(options["omit_directive"]),
-        srun_args=tuple(w for line in options["srun_args"] for w in forms.words("--srun-args", line)),
+        srun_args=tuple(
+            w for line in options["srun_args"] for w in forms.words("--srun-args", line)
+        ),
         environment=environment,
         pass_environment=passed,
         export=options["export"],
@@ -172,7 +178,7 @@ def _made_up_name() -> str:
 
 
 def _python(value: str) -> str:
-    """An interpreter named by a relative path is meant from here, a bare name from the tasks' PATH."""
+    """A relative path is meant from here, a bare name from the PATH of the tasks."""
     return os.path.abspath(value) if "/" in value else value
 
 
@@ -228,7 +234,11 @@ def _directives(items: tuple[str, ...]) -> tuple[tuple[str, str | None], ...]:
         forms.matching("--sbatch", name, forms.DIRECTIVE_NAME, "signal=USR1@90 or requeue")
         option = _OPTION_OF.get(name) or next(
             # sbatch takes shortened names too
-            (o for full, o in _OPTION_OF.items() if full.startswith(name) and len(name) < len(full)),
+            (
+                o
+                for full, o in _OPTION_OF.items()
+                if full.startswith(name) and len(name) < len(full)
+            ),
             None,
         )
         if name == "gres" and "gpu" in value:

@@ -1,8 +1,8 @@
 """The local launcher: rehearses a run on this workstation, with the very script of the cluster.
 
 `submit` starts a controller, this module run as a program, which plays the part of Slurm's: it
-gives the script the variables of a job, puts a stand-in for srun first on its PATH, and signals
-the tasks as scancel does. The hosts are 127.0.0.1, 127.0.0.2, …; the stand-in is `srun` beside this.
+gives the script the variables of a job, puts the stand-in of `srun.py` first on its PATH, and
+signals the tasks as scancel does. The hosts are 127.0.0.1, 127.0.0.2, …
 """
 
 import os
@@ -42,7 +42,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
         env=slurm.submission_environment(os.environ),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # the terminal's Ctrl-C is ours: it becomes an orderly cancel
-        preexec_fn=lambda: die_with_parent(own, signal.SIGTERM),
+        preexec_fn=lambda: die_with_parent(own, signal.SIGTERM),  # noqa: PLW1509 -- no threads yet
     )
     job_id = str(controller.pid)
     run.add_event(
@@ -122,7 +122,7 @@ def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
         environ["CUDA_VISIBLE_DEVICES"] = environ["SLURM_JOB_GPUS"]
     if per_task:
         environ["SLURM_GPUS_PER_TASK"] = str(per_task)
-    elif per_node:
+    elif "gpus-per-node" in asked:
         environ["SLURM_GPUS_PER_NODE"] = str(per_node)
     return environ
 
@@ -144,7 +144,7 @@ class _Job:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(own),
+            preexec_fn=lambda: die_with_parent(own),  # noqa: PLW1509 -- no threads here
         )
         deadline = None
         while True:

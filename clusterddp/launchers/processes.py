@@ -9,10 +9,9 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 from clusterddp.supervise import die_with_parent
 
@@ -24,7 +23,15 @@ class TaskGroup:
     process, and a signal to a task reaches its children. Tasks die with this process.
     """
 
-    def __init__(self, *, kill_on_bad_exit: bool = True, kill_wait_seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        *,
+        kill_on_bad_exit: bool = True,
+        kill_wait_seconds: float = 5.0,
+        on_exit: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`on_exit` is told the index and the status (-N for signal N) of each task as it ends."""
+        self._on_exit = on_exit
         self.kill_on_bad_exit = kill_on_bad_exit
         """Whether a task that fails ends the others."""
         self.kill_wait_seconds = kill_wait_seconds
@@ -49,17 +56,13 @@ class TaskGroup:
         it goes to both. Its stdin is empty. Raises OSError when it cannot be started.
         """
         parent = os.getpid()
-        reader: int | None = None
-        with contextlib.ExitStack() as files:
-            log = None
+        log = reader = writer = None
+        try:
             if output is not None:
-                descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-                log = files.enter_context(os.fdopen(descriptor, "ab", buffering=0))
-            stdout: int | BinaryIO | None = log
+                log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             if tee and log is not None:
                 reader, writer = os.pipe()
-                files.callback(os.close, writer)
-                stdout = writer
+            stdout = log if writer is None else writer
             process = subprocess.Popen(
                 list(argv),
                 env=dict(env),
@@ -67,17 +70,25 @@ class TaskGroup:
                 stdout=stdout,
                 stderr=None if stdout is None else subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 -- no threads here
+                preexec_fn=lambda: _begin(parent),  # noqa: PLW1509 -- no threads here
             )
-            task = _Task(process, os.pidfd_open(process.pid))
-            if reader is not None:
-                files.pop_all().close()
-                task.log = os.open(str(output), os.O_WRONLY | os.O_APPEND)
-                task.reader = reader
-                self._selector.register(reader, selectors.EVENT_READ, task)
-        self._selector.register(task.pidfd, selectors.EVENT_READ, task)
+        except BaseException:
+            _close(log, reader)
+            raise
+        finally:
+            _close(writer)
+        pidfd = os.pidfd_open(process.pid)
+        task = _Task(process, pidfd, reader, log)
+        if reader is not None:
+            self._selector.register(reader, selectors.EVENT_READ, task)
+        self._selector.register(pidfd, selectors.EVENT_READ, task)
         self._tasks.append(task)
         return len(self._tasks) - 1
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the tasks, each of them also the id of its process group."""
+        return [task.process.pid for task in self._tasks]
 
     def wait(self) -> list[int]:
         """Wait until all tasks have ended; their exit codes, or -N for signal N (as subprocess).
@@ -132,6 +143,8 @@ class TaskGroup:
             if key.fd == task.pidfd:
                 self._selector.unregister(task.pidfd)
                 task.read_status()
+                if self._on_exit and task.status is not None:
+                    self._on_exit(self._tasks.index(task), task.status)
                 if task.status and self.first_failed is None and self._kill_at is None:
                     self.first_failed = self._tasks.index(task)
                     if self.kill_on_bad_exit:
@@ -154,12 +167,19 @@ class TaskGroup:
 class _Task:
     """One process with what this side holds of it."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", pidfd: int) -> None:
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        pidfd: int,
+        reader: int | None,
+        log: int | None,
+    ) -> None:
         self.process = process
-        self.pidfd = pidfd
+        self.pidfd: int | None = pidfd
         self.status: int | None = None
-        self.reader: int | None = None
-        self.log: int | None = None
+        self.reader = reader
+        """Where a tee's output comes from."""
+        self.log = log
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -190,10 +210,20 @@ class _Task:
                     pass
 
     def close(self) -> None:
-        for descriptor in (self.pidfd, self.reader, self.log):
-            if descriptor is not None and descriptor >= 0:
-                os.close(descriptor)
-        self.pidfd, self.reader, self.log = -1, None, None
+        _close(self.pidfd, self.reader, self.log)
+        self.pidfd = self.reader = self.log = None
+
+
+def _begin(parent: int) -> None:
+    """In the new process: no signal blocked, whatever the starting side holds back."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    die_with_parent(parent)
+
+
+def _close(*descriptors: int | None) -> None:
+    for descriptor in descriptors:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

@@ -7,15 +7,12 @@ the highest code wins; USR1 and USR2 go to every task; TERM to srun ends the tas
 
 import argparse
 import os
-import queue
 import signal
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from clusterddp.launchers.processes import TaskGroup
 from clusterddp.nodelist import expand_nodelist
 
 KILL_WAIT_SECONDS = 30
@@ -30,7 +27,7 @@ def main() -> None:
     steps = Path(os.environ[STEPS_VARIABLE])
     step_id = _next_step(steps)
     tasks = [task_environment(os.environ, options, rank, step_id) for rank in range(options.ntasks)]
-    sys.exit(Step(options, tasks, steps / str(step_id)).run())
+    sys.exit(run_step(options, tasks, steps / str(step_id)))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -51,7 +48,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options, unknown = parser.parse_known_args(argv[:cut])
     options.command = [*options.command, *(argv[cut + 1 :] if cut is not None else [])]
     if unknown:
-        print(f"srun (rehearsal): passing over {' '.join(unknown)}", file=sys.stderr)
+        _say(f"srun (rehearsal): passing over {' '.join(unknown)}")
     if not options.command:
         parser.error("No command given to execute.")
     options.nodes = options.nodes or int(os.environ["SLURM_JOB_NUM_NODES"])
@@ -101,109 +98,74 @@ def task_environment(
         per_task = int(job.get("SLURM_GPUS_PER_TASK", "0"))
         own = range(local_rank * per_task, (local_rank + 1) * per_task) if per_task else gpus
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + gpu) for gpu in own)
-        environ["SLURM_STEP_GPUS"] = job["SLURM_JOB_GPUS"]
+        environ["SLURM_STEP_GPUS"] = ",".join(map(str, own))
         environ["SLURM_GPUS_ON_NODE"] = str(len(gpus))
+        if per_task:
+            environ["SLURMD_TRES_BIND"] = f"gpu:per_task:{per_task}"
     return environ
 
 
-class Step:
-    """The tasks of one step, each in a session of its own so that signals reach all of it."""
+def run_step(options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], note: Path) -> int:
+    """Start the tasks, note their process ids, wait for them; returns srun's exit code."""
+    terminated = False
 
-    def __init__(
-        self, options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], note: Path
-    ) -> None:
-        self._options = options
-        self._tasks = tasks
-        self._note = note
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._terminated = False
+    def report(rank: int, status: int) -> None:
+        if status and not terminated:
+            words = _WORDS.get(-status) or f"Exited with exit code {status}"
+            host = tasks[rank]["SLURMD_NODENAME"]
+            _say(f"srun: error: {host}: task {rank}: {words}")
 
-    def run(self) -> int:
-        """Start, wait, and return srun's exit code."""
-        signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+    with TaskGroup(
+        kill_on_bad_exit=options.kill_on_bad_exit != "0",
+        kill_wait_seconds=KILL_WAIT_SECONDS,
+        on_exit=report,
+    ) as group:
+
+        def terminate(*_: object) -> None:
+            nonlocal terminated
+            terminated = True
+            group.signal_all(signal.SIGKILL)
+
         # Held back until every task is started, so that none misses a signal.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        held = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+        signal.pthread_sigmask(signal.SIG_BLOCK, held)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda seen, _: self._signal(seen))
-        signal.signal(signal.SIGTERM, self._terminate)
-        signal.signal(signal.SIGINT, lambda *_: print("srun: interrupt", file=sys.stderr))
-        for rank, environ in enumerate(self._tasks):
-            self._start(rank, environ)
-        self._note.write_text(" ".join(str(p.pid) for p in self._processes.values()))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        try:
-            code = self._wait()
-        finally:
-            self._signal(signal.SIGKILL)  # whatever a task left behind in its session
-            self._note.unlink(missing_ok=True)
-        return 0 if self._terminated else code
-
-    def _start(self, rank: int, environ: Mapping[str, str]) -> None:
-        output = None
-        if self._options.output:
-            name = self._options.output.replace("%t", str(rank)).replace("%n", environ["SLURM_NODEID"])
-            output = open(name, "ab" if self._options.open_mode == "append" else "wb")
-        try:
-            process = subprocess.Popen(
-                self._options.command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if output else None,
-                start_new_session=True,
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
-            )
-        except OSError as error:
-            print(f"slurmstepd: error: execve(): {error.filename}: {error.strerror}", file=sys.stderr)
-            self._exits.put((rank, 2))  # as slurmstepd: the errno, ENOENT
-            return
-        finally:
-            if output:
-                output.close()
-        self._processes[rank] = process
-        threading.Thread(
-            target=lambda: self._exits.put((rank, process.wait())), daemon=True
-        ).start()
-
-    def _wait(self) -> int:
-        worst, deadline = 0, None
-        for _ in self._tasks:
-            while True:
-                try:
-                    left = max(0.0, deadline - time.monotonic()) if deadline else None
-                    rank, status = self._exits.get(timeout=left)
-                    break
-                except queue.Empty:
-                    self._signal(signal.SIGKILL)
-                    deadline = None
-            code = status if status >= 0 else 128 - status
-            if code and not self._terminated:
-                self._report(rank, status)
-            if code and self._options.kill_on_bad_exit != "0" and deadline is None:
-                self._signal(signal.SIGCONT)
-                self._signal(signal.SIGTERM)
-                deadline = time.monotonic() + KILL_WAIT_SECONDS
-            worst = max(worst, code)
-        return worst
-
-    def _report(self, rank: int, status: int) -> None:
-        words = f"Exited with exit code {status}" if status >= 0 else _WORDS.get(
-            -status, signal.strsignal(-status)
-        )
-        host = self._tasks[rank]["SLURMD_NODENAME"]
-        print(f"srun: error: {host}: task {rank}: {words}", file=sys.stderr, flush=True)
-
-    def _terminate(self, *_: object) -> None:
-        self._terminated = True
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: int) -> None:
-        for process in self._processes.values():
-            signal_session(process.pid, number)
+            signal.signal(number, lambda seen, _: group.signal_all(seen))
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGINT, lambda *_: _say("srun: interrupt"))
+        for environ in tasks:
+            try:
+                group.start(options.command, environ, _output(options, environ))
+            except OSError as error:
+                _say(f"slurmstepd: error: execve(): {options.command[0]}: {error.strerror}")
+                return 2  # as slurmstepd: the errno of a file that is not there
+        note.write_text(" ".join(map(str, group.pids)))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+        codes = [status if status >= 0 else 128 - status for status in group.wait()]
+    note.unlink()
+    return 0 if terminated else max(codes)
 
 
-_WORDS = {signal.SIGKILL: "Killed", signal.SIGTERM: "Terminated", signal.SIGINT: "Interrupt"}
+def _output(options: argparse.Namespace, task: Mapping[str, str]) -> Path | None:
+    if not options.output:
+        return None
+    name = options.output.replace("%t", task["SLURM_PROCID"]).replace("%n", task["SLURM_NODEID"])
+    if options.open_mode != "append":
+        Path(name).unlink(missing_ok=True)
+    return Path(name)
+
+
+_WORDS: dict[int, str] = {
+    signal.SIGKILL: "Killed",
+    signal.SIGTERM: "Terminated",
+    signal.SIGSEGV: "Segmentation fault",
+    signal.SIGABRT: "Aborted",
+    signal.SIGINT: "Interrupt",
+}
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 -- srun's own way to speak
 
 
 def signal_session(leader: int, number: int) -> None:

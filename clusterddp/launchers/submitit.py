@@ -63,7 +63,7 @@ def run_task(argv: list[str], logs: str) -> None:
 
     Raises RuntimeError when the rank failed, for submitit to record.
     """
-    with open(Path(logs) / f"rank-{os.environ['SLURM_PROCID']}.log", "ab") as log:
+    with (Path(logs) / f"rank-{os.environ['SLURM_PROCID']}.log").open("ab") as log:
         code = subprocess.call(argv, stdout=log, stderr=subprocess.STDOUT)
     if code:
         raise RuntimeError(f"the rank ended with exit code {code}; its log is {log.name}")

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -16,9 +17,7 @@ from tests.slurm.cluster import SlurmCluster
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
 # What each task prints of itself in the tests that run a command.
-WHO = (
-    "import json, os, sys; print(json.dumps({'argv': sys.argv[1:], 'env': dict(os.environ)}))"
-)
+WHO = "import json, os, sys; print(json.dumps({'argv': sys.argv[1:], 'env': dict(os.environ)}))"
 
 
 def submit(cluster: SlurmCluster, folder: Path, *args: str, **kwargs: Any) -> Any:
@@ -100,12 +99,12 @@ def test_every_value_reaches_the_task_as_it_was_typed(
     cluster: SlurmCluster, tmp_path: Path, options: list[str]
 ) -> None:
     environment = {f"HOSTILE_{i}": value for i, value in enumerate(CARRIED)}
-    name = "it's \"a\" \\ job, #1 $(touch pwned) `touch pwned`"
+    name = 'it\'s "a" \\ job, #1 $(touch pwned) `touch pwned`'
     done = submit(
         cluster, tmp_path, *options, "--nodes", "2", "--run-name", "a", "--wait",
         "--job-name", name, "--setup", "export FROM_SETUP=$((1 + 1))",
         *(word for k, v in environment.items() for word in ("--env", f"{k}={v}")),
-        "--launch-prefix", "env 'PREFIX=a b' \"SECOND=\\$x\"",
+        "--launch-prefix", "env 'PREFIX=a b' 'SECOND=$x'",
         "--", sys.executable, "-c", WHO, *CARRIED,
     )  # fmt: skip
     run = tmp_path / "jobs/a"
@@ -128,16 +127,24 @@ def test_slurm_reads_a_directive_as_it_was_typed(
     cluster: SlurmCluster, tmp_path: Path, value: str
 ) -> None:
     job = submit(
-        cluster, tmp_path, "--sbatch", "hold", "--sbatch", f"comment={value}", "--json", "--", "true"
+        cluster,
+        tmp_path,
+        "--sbatch",
+        "hold",
+        "--sbatch",
+        f"comment={value}",
+        "--json",
+        "--",
+        "true",
     )
     assert job.returncode == 0, job.stderr
     shown = cluster.run(["scontrol", "show", "job", json.loads(job.stdout)["job_id"]]).stdout
     lines = [line.strip() for line in shown.splitlines() if line.strip().startswith("Comment=")]
-    assert lines == ([f"Comment={value}".rstrip()] if value else [])
+    assert lines == [f"Comment={value}".strip()]
 
 
 def test_a_hostile_output_root_is_carried(cluster: SlurmCluster, tmp_path: Path) -> None:
-    root = tmp_path / "it's a $(touch pwned) \"root\"; #x"
+    root = tmp_path / 'it\'s a $(touch pwned) "root"; #x'
     done = submit(
         cluster, tmp_path, "--output-root", str(root), "--run-name", "a", "--wait", "--", "true"
     )
@@ -186,7 +193,9 @@ def test_an_unknown_partition_is_refused_in_sbatchs_words(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     for launcher in ("sbatch", "submitit"):
-        done = submit(cluster, tmp_path, "--launcher", launcher, "--partition", "nope", "--", "true")
+        done = submit(
+            cluster, tmp_path, "--launcher", launcher, "--partition", "nope", "--", "true"
+        )
         assert done.returncode == 2
         assert "invalid partition specified: nope" in done.stderr
         assert "Traceback" not in done.stderr
@@ -213,7 +222,16 @@ def test_submitting_from_inside_a_job_is_as_from_a_login_shell(
 
 def test_a_taken_port_is_passed_over(cluster: SlurmCluster, tmp_path: Path) -> None:
     first = submit(
-        cluster, tmp_path, "--run-name", "first", "--wait", "--json", "--", sys.executable, "-c", WHO
+        cluster,
+        tmp_path,
+        "--run-name",
+        "first",
+        "--wait",
+        "--json",
+        "--",
+        sys.executable,
+        "-c",
+        WHO,
     )
     job_id = int(json.loads(first.stdout.splitlines()[0])["job_id"])
     assert told(tmp_path / "jobs/first", 0)["env"]["MASTER_PORT"] == str(master_port(job_id, 0, 0))
@@ -224,7 +242,7 @@ def test_a_taken_port_is_passed_over(cluster: SlurmCluster, tmp_path: Path) -> N
         "print('listening', flush=True); sys.stdin.read()"
     )
     with cluster.popen_on(
-        "h01", [sys.executable, "-c", listen, str(taken)]
+        "h01", [sys.executable, "-c", listen, str(taken)], stdin=PIPE, stdout=PIPE
     ) as listener:
         assert listener.stdout is not None
         assert listener.stdout.readline() == "listening\n"
@@ -243,7 +261,7 @@ def test_cancel_ends_the_tasks_and_is_recorded(cluster: SlurmCluster, tmp_path: 
         cluster, tmp_path, "--run-name", "c", "--",
         sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()",
     )  # fmt: skip
-    follower = cluster.popen([*CLUSTERDDP, "logs", "-f", "c"], cwd=tmp_path)
+    follower = cluster.popen([*CLUSTERDDP, "logs", "-f", "c"], cwd=tmp_path, stdout=PIPE)
     with follower:
         assert follower.stdout is not None
         assert follower.stdout.readline() == "up\n"

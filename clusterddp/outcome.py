@@ -1,0 +1,214 @@
+"""How the ranks of a run ended, and which of them failed first.
+
+Reads the records of `supervise`, and srun's own lines for a task that was killed together with
+its parent. Errors that only follow from another rank's end are told apart from the first one.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clusterddp.run_dir import RunDir, read_json
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One rank's record; `ended` is None while it runs, or when its parent was killed too."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    host: str
+    pid: int
+    job_id: str
+    restart: int
+    step_id: str
+    started: float
+    ended: float | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    error: dict[str, Any] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """It has ended, and not well."""
+        return self.exit_code is not None and self.exit_code != 0
+
+    @property
+    def peer_lost(self) -> bool:
+        """It says itself that it failed because of another rank."""
+        return bool(self.error and self.error.get("peer_lost"))
+
+    @property
+    def reason(self) -> str:
+        if self.error:
+            message = str(self.error.get("message", "")).strip()
+            first_line = message.splitlines()[0] if message else ""
+            return f"{self.error.get('type', 'error')}: {first_line}".rstrip(": ")
+        if self.signal:
+            return f"killed by {self.signal}"
+        if self.exit_code is None:
+            return "left no record of its end"
+        return f"exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The rank that failed first, and why."""
+
+    rank: int
+    host: str
+    reason: str
+    log: str
+    """Its log, relative to the run directory."""
+    exit_code: int | None = None
+
+    def describe(self) -> str:
+        """One line: `rank 3 on h02 failed first: RuntimeError: boom (logs/rank-3.log)`."""
+        host = f" on {self.host}" if self.host else ""
+        return f"rank {self.rank}{host} failed first: {self.reason} ({self.log})"
+
+
+def read_outcomes(
+    run: RunDir, job_id: str | None = None, restart: int | None = None
+) -> list[Outcome]:
+    """The ranks' records, by rank; of one Slurm job and one of its starts where these are given."""
+    outcomes = []
+    for path in run.outcomes.glob("rank-*.json"):
+        content = read_json(path) or {}
+        known = {name: content[name] for name in Outcome.__dataclass_fields__ if name in content}
+        try:
+            outcome = Outcome(**known)
+        except TypeError:
+            continue  # a record of another version
+        if job_id is not None and outcome.job_id != job_id:
+            continue
+        if restart is not None and outcome.restart != restart:
+            continue
+        outcomes.append(outcome)
+    return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+
+def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:
+    """The rank that failed first, or None where no rank is known to have failed.
+
+    `job_log_text` is what srun and Slurm said in the batch script's log. In this order: errors of
+    a rank's own and tasks that srun reports as killed without a record of their end, whichever
+    srun names first; codes and signals; ranks that vanished; ranks that lost another; and ranks
+    that were told to end.
+    """
+    said = _read_srun(job_log_text)
+    by_time = sorted(
+        (outcome for outcome in outcomes if outcome.failed),
+        key=lambda outcome: (outcome.ended or 0.0, outcome.rank),
+    )
+    by_rank = {outcome.rank: outcome for outcome in outcomes}
+    unrecorded = [report for report in said if _is_missing(report, by_rank.get(report.rank))]
+    killed = [report for report in unrecorded if report.primary]
+    own = [outcome for outcome in by_time if outcome.error and not outcome.peer_lost]
+    if killed and own:
+        order = [report.rank for report in said]
+        mine = order.index(own[0].rank) if own[0].rank in order else -1
+        if mine < order.index(killed[0].rank):
+            killed = []
+    if killed:
+        return _from_srun(killed[0])
+    for group in (
+        own,
+        [o for o in by_time if not o.error and o.signal != "SIGTERM"],
+        [o for o in outcomes if o.ended is None and by_time],
+        [o for o in by_time if o.peer_lost],
+        by_time,
+    ):
+        if group:
+            return _from_outcome(group[0])
+    return _from_srun(unrecorded[0]) if unrecorded else None
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What srun said of one task."""
+
+    rank: int
+    host: str
+    reason: str
+    primary: bool
+    """Said before srun began to end the other tasks, and no answer to its SIGTERM."""
+
+
+def _is_missing(report: _Report, outcome: Outcome | None) -> bool:
+    """Whether srun's line is all that is known of the task's end.
+
+    Under torchrun srun's tasks are the agents: the line of agent 3 is not about rank 3.
+    """
+    if outcome is None:
+        return True
+    return outcome.ended is None and outcome.host.split(".")[0] == report.host.split(".")[0]
+
+
+# srun: error: h02: task 3: Killed / h01: tasks 0-2: Exited with exit code 1 (srun's
+# launch_common_step_terminated and _handle_msg; the list is a bitmap in range form).
+_SRUN_LINE = re.compile(
+    r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+?)\s*$"
+)
+_ENDING = re.compile(r"^(srun: Terminating|slurmstepd: error: \*\*\* STEP .* CANCELLED)")
+
+
+def _read_srun(text: str) -> list[_Report]:
+    reports = []
+    ending = False
+    for line in text.splitlines():
+        if _ENDING.match(line):
+            ending = True
+        found = _SRUN_LINE.match(line)
+        if not found:
+            continue
+        what = found["what"]
+        primary = not what.startswith("Terminated") and not (ending and what.startswith("Killed"))
+        for rank in _ranks(found["ranks"]):
+            reports.append(_Report(rank, found["host"], what, primary))
+    return reports
+
+
+def _ranks(text: str) -> list[int]:
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (not last or last.isdigit()):
+            ranks.extend(range(int(first), int(last or first) + 1))
+    return ranks
+
+
+# srun prints strsignal(3)'s words.
+_SIGNAL_WORDS = {
+    "Killed": ("killed by SIGKILL", 137),
+    "Terminated": ("killed by SIGTERM", 143),
+    "Segmentation fault": ("killed by SIGSEGV", 139),
+    "Aborted": ("killed by SIGABRT", 134),
+    "Bus error": ("killed by SIGBUS", 135),
+    "Illegal instruction": ("killed by SIGILL", 132),
+    "Floating point exception": ("killed by SIGFPE", 136),
+    "Out Of Memory": ("out of memory (killed by the kernel)", 137),
+}
+
+
+def _from_srun(report: _Report) -> Failure:
+    word = report.reason.removesuffix(" (core dumped)")
+    reason, code = _SIGNAL_WORDS.get(word, (report.reason, None))
+    exited = re.fullmatch(r"Exited with exit code (\d+)", report.reason)
+    if exited:
+        code = int(exited[1])
+        reason = f"exit code {code}"
+    return Failure(report.rank, report.host, reason, _log(report.rank), code)
+
+
+def _from_outcome(outcome: Outcome) -> Failure:
+    reason = outcome.reason
+    if outcome.signal == "SIGTERM":
+        reason += " (cancelled, time limit or preempted)"
+    return Failure(outcome.rank, outcome.host, reason, _log(outcome.rank), outcome.exit_code)
+
+
+def _log(rank: int) -> str:
+    return f"logs/rank-{rank}.log"

@@ -1,0 +1,157 @@
+"""What rank 0 tells: lines in its log or a bar on a terminal, metrics.jsonl, report.json."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from clusterddp.run_dir import RunDir, read_json_lines, write_atomically
+from clusterddp.training.checkpoint import Position
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One line of metrics."""
+
+    loss: float
+    accuracy: float
+    lr: float
+    """The learning rate of the step that comes next."""
+    images_per_second: float
+    """Of all ranks together."""
+
+
+class Journal:
+    """The running account of a training. On every rank but 0 it says and writes nothing."""
+
+    def __init__(self, run: RunDir, rank: int, start: Position, total_steps: int) -> None:
+        self._path = run.metrics if rank == 0 else None
+        self._bar = _bar(start.step, total_steps) if rank == 0 and _on_terminal() else None
+        if self._path:
+            _cut_off_after(self._path, start.step)
+
+    def train(self, position: Position, figures: Figures) -> None:
+        """Loss and accuracy are means over the images of all ranks since the last such line."""
+        if self._bar is not None:
+            self._bar.set_postfix(loss=f"{figures.loss:.4f}", refresh=False)
+        else:
+            self.say(
+                f"epoch {position.epoch + 1} step {position.step}: loss {figures.loss:.4f}, "
+                f"accuracy {figures.accuracy:.2%}, lr {figures.lr:.4g}, "
+                f"{figures.images_per_second:,.0f} images/s"
+            )
+        self._write("train", position, figures)
+
+    def evaluation(self, position: Position, figures: Figures) -> None:
+        """Loss and accuracy over the whole test set."""
+        self.say(
+            f"step {position.step}: test accuracy {figures.accuracy:.2%}, "
+            f"test loss {figures.loss:.4f}"
+        )
+        self._write("eval", position, figures)
+
+    def step(self) -> None:
+        """One optimizer step is done."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def say(self, line: str) -> None:
+        """A line of rank 0's log."""
+        if self._path is None:
+            return
+        if self._bar is not None:
+            self._bar.write(line)
+        else:
+            print(line, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _write(self, kind: str, position: Position, figures: Figures) -> None:
+        if self._path is None:
+            return
+        line = {
+            "kind": kind,
+            "step": position.step,
+            "epoch": position.epoch,
+            **asdict(figures),
+            "seconds": round(position.seconds, 3),
+            "time": round(time.time(), 3),
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class Tally:
+    """Loss and hits since the last line of metrics, summed where they arise.
+
+    Only `collect` moves them to the CPU, so that a GPU is not kept waiting at every step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._correct = torch.zeros((), dtype=torch.int64, device=device)
+        self._count = 0
+        self.steps = 0
+        self._began = time.perf_counter()
+
+    def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
+        """Take in one batch of this rank; `loss` is its mean."""
+        self._loss.add_(loss, alpha=len(labels))
+        self._correct.add_((scores.argmax(1) == labels).sum())
+        self._count += len(labels)
+        self.steps += 1
+
+    def collect(self) -> tuple[float, float, float]:
+        """Mean loss, mean accuracy and number of images over all ranks; starts a new sum."""
+        sums = torch.stack(
+            [self._loss, self._correct.double(), torch.full_like(self._loss, self._count)]
+        )
+        dist.all_reduce(sums)
+        loss, correct, count = sums.tolist()
+        self._loss.zero_()
+        self._correct.zero_()
+        self._count = self.steps = 0
+        return loss / count, correct / count, count
+
+    def lap(self) -> float:
+        """Seconds since the last lap or restart."""
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
+        return seconds
+
+    def restart(self) -> None:
+        """Leave what lay between out of the next lap."""
+        self._began = time.perf_counter()
+
+
+def write_report(run: RunDir, report: dict[str, Any]) -> None:
+    """Write report.json whole or not at all."""
+    write_atomically(run.report, (json.dumps(report, indent=2) + "\n").encode())
+
+
+def _on_terminal() -> bool:
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _bar(done: int, total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(initial=done, total=total, unit="step", dynamic_ncols=True)
+
+
+def _cut_off_after(path: Path, step: int) -> None:
+    """Drop what an earlier attempt wrote beyond the checkpoint from which this one goes on."""
+    lines = list(read_json_lines(path))
+    kept = [line for line in lines if line.get("step", 0) <= step and step > 0]
+    content = "".join(json.dumps(line) + "\n" for line in kept)
+    if lines or not path.exists():
+        write_atomically(path, content.encode())

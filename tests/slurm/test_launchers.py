@@ -1,0 +1,261 @@
+"""One request, every launcher: the same weights; and the stand-in for srun against the real one."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+
+from clusterddp.launchers.local import job_environment
+from clusterddp.run_dir import read_json
+from tests.slurm.cluster import SlurmCluster
+from tests.slurm.test_submit import CLUSTERDDP, submit
+
+# Sixteen processors a rank's worth of arithmetic would differ by the number of threads: pin it.
+TRAINING = ["--dataset", "synthetic", "--max-steps", "8", "--threads", "1", "--warmup-steps", "2",
+            "--batch-size", "32"]  # fmt: skip
+FOUR = ["--nodes", "2", "--tasks-per-node", "2", "--wait"]
+LAUNCHERS = {
+    "sbatch": FOUR,
+    "torchrun": [*FOUR, "--template", "torchrun.sbatch.j2"],
+    "submitit": [*FOUR, "--launcher", "submitit"],
+    "local": [*FOUR, "--launcher", "local"],
+}
+
+
+def by_hand(cluster: SlurmCluster, folder: Path, data: Path, *options: str) -> str:
+    """Four ranks, each started by itself with torch's variables, on two hosts."""
+    ranks = [
+        cluster.popen_on(
+            cluster.hosts[rank // 2],
+            [*CLUSTERDDP, "train", "--run-dir", str(folder / "hand"), "--data-dir", str(data),
+             *TRAINING, *options],
+            cwd=folder,
+            env={
+                "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2),
+                "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": cluster.hosts[0], "MASTER_PORT": "12345",
+            },
+            stdout=PIPE, stderr=PIPE,
+        )
+        for rank in (3, 1, 2, 0)
+    ]  # fmt: skip
+    for rank in ranks:
+        out, err = rank.communicate(timeout=200)
+        assert rank.returncode == 0, out + err
+    return weights(folder / "hand")
+
+
+def weights(run: Path) -> str:
+    report = read_json(run / "report.json")
+    assert report is not None
+    assert report["world_size"] == 4
+    return str(report["weights_sha256"])
+
+
+@pytest.mark.parametrize("bucket_cap_mb", ["25", "0.01"], ids=["one bucket", "several buckets"])
+def test_one_request_trains_to_the_same_weights_under_every_launcher(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, bucket_cap_mb: str
+) -> None:
+    buckets = ["--bucket-cap-mb", bucket_cap_mb]
+    seen = {"by hand": by_hand(cluster, tmp_path, synthetic_dir, *buckets)}
+    for name, options in LAUNCHERS.items():
+        done = submit(
+            cluster, tmp_path, *options, *TRAINING, *buckets, "--run-name", name,
+            "--data-dir", str(synthetic_dir),
+        )  # fmt: skip
+        assert done.returncode == 0, name + done.stdout + done.stderr
+        seen[name] = weights(tmp_path / "jobs" / name)
+    assert len(set(seen.values())) == 1, seen
+
+
+def test_submitit_sends_what_the_dry_run_shows(cluster: SlurmCluster, tmp_path: Path) -> None:
+    args = ["--launcher", "submitit", "--run-name", "a", "--job-name", "it's \\ #1"]
+    shown = submit(cluster, tmp_path, *args, "--dry-run", "--", "true").stdout
+    done = submit(cluster, tmp_path, *args, "--json", "--wait", "--", "true")
+    job_id = json.loads(done.stdout.splitlines()[0])["job_id"]
+    sent = tmp_path / f"jobs/a/submitit/{job_id}_submission.sh"
+    assert sent.read_text() == shown
+
+
+# Of one job alone, of this machine, or of the way in which the real one was configured.
+OWN = re.compile(
+    r"SLURM_(CLUSTER_NAME|CONF|JOB_?ID|JOB_(NAME|NODELIST|PARTITION|UID|GID|USER|QOS|ACCOUNT"
+    r"|END_TIME|START_TIME)|LAUNCH_NODE_IPADDR|NODELIST|STEP_NODELIST|SUBMIT_\w+|TASK_PID"
+    r"|(STEP_)?TOPOLOGY\w*|NODE_ALIASES|WORKING_CLUSTER|SRUN_COMM_\w+|STEP_LAUNCHER_PORT|UMASK"
+    r"|PRIO_PROCESS|CPUS_ON_NODE|JOB_CPUS_PER_NODE\w*)|SLURMD_NODENAME"
+)
+
+
+def variables(log: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads(log.read_text().splitlines()[-1])
+    wanted = ("SLURM", "CUDA_VISIBLE_DEVICES")
+    return {k: v for k, v in found.items() if k.startswith(wanted) and not OWN.fullmatch(k)}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ["--nodes", "2", "--tasks-per-node", "2"],
+        ["--nodes", "2", "--tasks-per-node", "3", "--cpus-per-task", "2"],
+        ["--nodes", "1", "--gpus-per-node", "2"],
+        ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gres"],
+        ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gpus-per-task"],
+    ],
+    ids=" ".join,
+)
+def test_the_stand_in_gives_the_variables_of_a_real_step(
+    cluster: SlurmCluster, tmp_path: Path, request_: list[str]
+) -> None:
+    show = "import json, os; print(json.dumps(dict(os.environ)))"
+    for launcher in ("sbatch", "local"):
+        done = submit(
+            cluster, tmp_path, *request_, "--launcher", launcher, "--run-name", launcher, "--wait",
+            "--", sys.executable, "-c", show,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    ranks = sorted(p.name for p in (tmp_path / "jobs/sbatch/logs").glob("rank-*.log"))
+    assert ranks
+    for name in ranks:
+        real = variables(tmp_path / "jobs/sbatch/logs" / name)
+        stand_in = variables(tmp_path / "jobs/local/logs" / name)
+        assert stand_in == real, name
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("sys.exit(0)", 0),
+        ("sys.exit(3 if rank == 1 else 0)", 3),
+        ("rank == 1 and sys.exit(3); signal.pause()", 143),
+        ("rank == 1 and os.kill(os.getpid(), 9); signal.pause()", 143),
+    ],
+)
+def test_the_stand_in_ends_with_the_code_of_the_real_srun(
+    cluster: SlurmCluster, tmp_path: Path, program: str, code: int
+) -> None:
+    """The srun line alone, without the small parent that records outcomes."""
+    (tmp_path / "task.py").write_text(
+        f"import os, signal, sys\nrank = int(os.environ['SLURM_PROCID'])\n{program}\n"
+    )
+    own = '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}\n'
+    (tmp_path / "own.sbatch.j2").write_text(
+        own
+        + "code=0\nsrun --ntasks=2 --kill-on-bad-exit=1 -- {{ python | sh }} task.py || code=$?\n"
+        'echo "srun ended with $code"\n{% endblock %}\n'
+    )
+    seen = {}
+    for launcher in ("sbatch", "local"):
+        submit(
+            cluster, tmp_path, "--launcher", launcher, "--run-name", launcher, "--wait",
+            "--tasks-per-node", "2", "--template", "./own.sbatch.j2", "--", "true",
+        )  # fmt: skip
+        log = (tmp_path / "jobs" / launcher / "logs/job.log").read_text()
+        found = re.search(r"srun ended with (\d+)", log)
+        assert found, log
+        seen[launcher] = int(found[1])
+    assert seen == {"sbatch": code, "local": code}
+
+
+SIGNALLED = """
+import os, signal, sys
+def take(number, frame):
+    print(signal.Signals(number).name, flush=True)
+    if number == signal.SIGTERM:
+        sys.exit(5)
+for name in ("TERM", "USR1", "USR2", "INT"):
+    signal.signal(getattr(signal, "SIG" + name), take)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def wait_for(condition: Any, what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("launcher", ["sbatch", "local"])
+def test_signals_to_srun_reach_the_tasks_alike(
+    cluster: SlurmCluster, tmp_path: Path, launcher: str
+) -> None:
+    """USR1 to srun goes to every task; TERM to it kills them without one."""
+    (tmp_path / "task.py").write_text(SIGNALLED)
+    (tmp_path / "own.sbatch.j2").write_text(
+        '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}\n'
+        'srun --ntasks=2 --output="$run_dir/logs/rank-%t.log" -- {{ python | sh }} task.py &\n'
+        'echo "srun is $!"\n'
+        'code=0\nwait $! || code=$?\necho "srun ended with $code"\n{% endblock %}\n'
+    )
+    job = cluster.popen(
+        [*CLUSTERDDP, "submit", "--launcher", launcher, "--run-name", "a", "--wait",
+         "--tasks-per-node", "2", "--template", "./own.sbatch.j2", "--nodelist", "h01",
+         "--", "true"],
+        cwd=tmp_path, stdout=PIPE, stderr=PIPE,
+    )  # fmt: skip
+    logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]
+    wait_for(lambda: all(log.is_file() and "ready" in log.read_text() for log in logs), "tasks up")
+    job_log = tmp_path / "jobs/a/logs/job.log"
+    found = re.search(r"srun is (\d+)", job_log.read_text())
+    assert found
+
+    def signal_srun(name: str) -> None:
+        run = cluster.run if launcher == "local" else lambda argv: cluster.run_on("h01", argv)
+        assert run(["kill", f"-{name}", found[1]]).returncode == 0
+
+    signal_srun("USR1")
+    wait_for(lambda: all("SIGUSR1" in log.read_text() for log in logs), "USR1 at both tasks")
+    signal_srun("TERM")
+    job.communicate(timeout=60)
+    # The real one has been seen to end with either: which depends on who is heard of first.
+    assert re.search(r"srun ended with (0|137)$", job_log.read_text(), re.MULTILINE)
+    assert not [log for log in logs if "SIGTERM" in log.read_text()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_cancels_a_rehearsal_and_leaves_no_process(
+    cluster: SlurmCluster, tmp_path: Path, number: int
+) -> None:
+    (tmp_path / "task.py").write_text(SIGNALLED)
+    job = cluster.popen(
+        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--nodes", "2", "--",
+         sys.executable, "task.py"],
+        cwd=tmp_path, stdout=PIPE, stderr=PIPE,
+    )  # fmt: skip
+    logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]
+    wait_for(lambda: all(log.is_file() and "ready" in log.read_text() for log in logs), "tasks up")
+    job.send_signal(number)
+    job.communicate(timeout=60)
+    assert job.returncode == (130 if number == signal.SIGINT else -number)
+    left = [line for line in cluster.processes("login").values() if str(tmp_path) in line]
+    wait_for(lambda: not still_running(tmp_path), f"all processes gone: {left}")
+    assert all("SIGTERM" in log.read_text() for log in logs)
+
+
+def still_running(folder: Path) -> list[str]:
+    """Command lines of processes whose working folder is the test's."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
+                found.append((entry / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def test_a_jobs_variables_count_what_its_script_asks_for() -> None:
+    script = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks=6\n#SBATCH --ntasks-per-node=3\n"
+    environ = job_environment(script, 77, Path("/x"))
+    assert environ["SLURM_NTASKS"] == "6"
+    assert environ["SLURM_TASKS_PER_NODE"] == "3(x2)"
+    assert environ["SLURM_JOB_NODELIST"] == "127.0.0.[1-2]"
+    assert os.environ.get("SLURM_JOB_ID") is None

@@ -1,0 +1,148 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.outcome import Failure, Outcome, first_failure, read_outcomes
+from clusterddp.run_dir import RunDir
+
+
+def outcome(rank: int, **fields: Any) -> Outcome:
+    known: dict[str, Any] = {
+        "local_rank": rank % 2, "node_rank": rank // 2, "host": f"h0{1 + rank // 2}", "pid": 100,
+        "job_id": "17", "restart": 0, "step_id": "0", "started": 10.0,
+    }  # fmt: skip
+    return Outcome(rank=rank, **{**known, **fields})
+
+
+def done(rank: int) -> Outcome:
+    return outcome(rank, ended=50.0, exit_code=0)
+
+
+def raised(rank: int, ended: float, message: str = "boom", peer_lost: bool = False) -> Outcome:
+    error = {"type": "RuntimeError", "message": message, "peer_lost": peer_lost}
+    return outcome(rank, ended=ended, exit_code=1, error=error)
+
+
+def lost(rank: int, ended: float) -> Outcome:
+    return raised(rank, ended, "Connection closed by peer", peer_lost=True)
+
+
+def signalled(rank: int, ended: float, name: str) -> Outcome:
+    return outcome(rank, ended=ended, exit_code={"SIGTERM": 143, "SIGKILL": 137}[name], signal=name)
+
+
+def exited(rank: int, ended: float, code: int) -> Outcome:
+    return outcome(rank, ended=ended, exit_code=code)
+
+
+KILLED_3 = "srun: error: h02: task 3: Killed\nsrun: Terminating StepId=17.0\n"
+CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
+    "all did well": ([done(0), done(1)], "", None),
+    "an exception, and what it led to": (
+        [lost(0, 20.0), raised(1, 21.0), signalled(2, 22.0, "SIGTERM"), lost(3, 19.0)],
+        "",
+        (1, "RuntimeError: boom"),
+    ),
+    "the earlier of two exceptions": (
+        [raised(0, 20.2), raised(1, 20.1)], "", (1, "RuntimeError: boom"),
+    ),
+    "an exit code": (
+        [exited(0, 20.0, 3), signalled(1, 20.5, "SIGTERM")], "", (0, "exit code 3"),
+    ),
+    "a killed task whose parent lives": (
+        [signalled(0, 20.0, "SIGKILL"), lost(1, 19.9)], "", (0, "killed by SIGKILL"),
+    ),
+    "a command's peers say nothing of why": (
+        [signalled(0, 20.0, "SIGKILL"), exited(1, 20.1, 1)], "", (0, "killed by SIGKILL"),
+    ),
+    "a task killed with its parent": (
+        [lost(0, 20.0), lost(1, 20.1), lost(2, 20.1), outcome(3)],
+        "srun: error: h01: tasks 0-1: Exited with exit code 1\n" + KILLED_3,
+        (3, "killed by SIGKILL"),
+    ),
+    "a task killed with its parent, peers ended by srun": (
+        [signalled(0, 20.0, "SIGTERM"), outcome(3)],
+        KILLED_3 + "srun: error: h01: task 0: Terminated\n",
+        (3, "killed by SIGKILL"),
+    ),
+    "out of memory": (
+        [lost(0, 20.0), outcome(1)],
+        "srun: error: h01: task 1: Out Of Memory\n",
+        (1, "out of memory (killed by the kernel)"),
+    ),
+    "an exception before a kill": (
+        [raised(0, 20.0), outcome(3)],
+        "srun: error: h01: task 0: Exited with exit code 1\n" + KILLED_3,
+        (0, "RuntimeError: boom"),
+    ),
+    "a peer that did not end in KillWait is no first failure": (
+        [raised(0, 20.0), outcome(3)],
+        "srun: error: h01: task 0: Exited with exit code 1\n"
+        "slurmstepd: error: *** STEP 17.0 ON h01 CANCELLED AT 2026-01-01T00:00:00 ***\n"
+        "srun: error: h02: task 3: Killed\n",
+        (0, "RuntimeError: boom"),
+    ),
+    "a rank that vanished without a word": (
+        [lost(0, 20.0), outcome(1)], "", (1, "left no record of its end"),
+    ),
+    "only consequences": ([lost(0, 20.0), lost(1, 19.0)], "", (1, "RuntimeError: Connection")),
+    "cancelled": (
+        [signalled(0, 20.0, "SIGTERM"), signalled(1, 20.1, "SIGTERM")],
+        "srun: error: h01: tasks 0-1: Terminated\n",
+        (0, "killed by SIGTERM (cancelled, time limit or preempted)"),
+    ),
+    "no task could start": (
+        [], "srun: error: h01: tasks 0,2: Exited with exit code 2\n", (0, "exit code 2"),
+    ),
+    "still running": ([outcome(0), outcome(1)], "", None),
+    "an agent's line is not about the rank of that number": (
+        [done(0), done(1), outcome(2, host="h02"), lost(3, 20.0)],
+        "srun: error: h01: task 2: Killed\n",
+        (2, "left no record of its end"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rank_that_failed_first_is_named(name: str) -> None:
+    outcomes, job_log, expected = CASES[name]
+    failure = first_failure(outcomes, job_log)
+    if expected is None:
+        assert failure is None
+    else:
+        assert failure is not None
+        assert failure.rank == expected[0]
+        assert failure.reason.startswith(expected[1])
+
+
+def test_the_failing_ranks_own_code_is_kept() -> None:
+    for outcomes, job_log, code in (
+        ([exited(0, 20.0, 3)], "", 3),
+        ([signalled(0, 20.0, "SIGKILL")], "", 137),
+        ([outcome(3)], KILLED_3, 137),
+    ):
+        failure = first_failure(outcomes, job_log)
+        assert failure is not None and failure.exit_code == code
+
+
+def test_a_failure_is_one_line_with_rank_host_reason_and_log() -> None:
+    failure = first_failure([raised(3, 20.0, "boom\nand more")])
+    assert failure == Failure(3, "h02", "RuntimeError: boom", "logs/rank-3.log", 1)
+    assert failure.describe() == (
+        "rank 3 on h02 failed first: RuntimeError: boom (logs/rank-3.log)"
+    )
+
+
+def test_only_the_records_of_the_job_and_its_start_are_read(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.outcomes.mkdir()
+    for rank, job_id, restart in ((0, "17", 0), (1, "17", 1), (2, "18", 0)):
+        record = outcome(rank, job_id=job_id, restart=restart).__dict__
+        run.outcome(rank).write_text(json.dumps(record))
+    run.outcome(7).write_text('{"rank": 7, "torn')
+    assert [o.rank for o in read_outcomes(run)] == [0, 1, 2]
+    assert [o.rank for o in read_outcomes(run, "17")] == [0, 1]
+    assert [o.rank for o in read_outcomes(run, "17", 1)] == [1]
+    assert read_outcomes(RunDir(tmp_path / "nowhere")) == []

@@ -1,0 +1,197 @@
+import importlib.util
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from clusterddp import worker
+from clusterddp.dist_env import DistEnv
+from clusterddp.errors import CheckpointError, DataError, TrainingError
+from clusterddp.run_dir import RunDir, read_json
+from clusterddp.spec import TrainConfig
+from clusterddp.training import device
+from clusterddp.worker import run_task, usable_threads
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    """run_task exports to os.environ and sets torch's threads; both are put back."""
+    environ, threads = dict(os.environ), torch.get_num_threads()
+    yield
+    os.environ.clear()
+    os.environ.update(environ)
+    torch.set_num_threads(threads)
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def config(synthetic_dir: Path) -> TrainConfig:
+    return make_config(synthetic_dir)
+
+
+def make_config(synthetic_dir: Path, **fields: Any) -> TrainConfig:
+    defaults: dict[str, Any] = {"dataset": "synthetic", "threads": 1, "max_steps": 3}
+    return TrainConfig(data_dir=str(synthetic_dir), **{**defaults, **fields})
+
+
+def test_a_single_process_trains_and_reports(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_task(config, tmp_path / "run") == 0
+    run = RunDir(tmp_path / "run")
+    report = read_json(run.report)
+    assert report is not None
+    assert set(report) == {
+        "accuracy", "loss", "train_seconds", "total_seconds", "images_per_second", "world_size",
+        "num_nodes", "hosts", "backend", "device", "threads", "model", "dataset", "parameters",
+        "steps", "epochs", "train_images", "test_images", "versions", "warnings", "weights_sha256",
+        "resumed_from", "job_id", "restart", "finished",
+    }  # fmt: skip
+    assert report["hosts"] == [socket.gethostname()]
+    assert (report["parameters"], report["steps"], report["world_size"]) == (28_938, 3, 1)
+    assert report["total_seconds"] > report["train_seconds"] > 0
+    assert report["resumed_from"] is None
+    out = capsys.readouterr().out
+    host = socket.gethostname()
+    assert f"rank 0 of 1 on {host} (local rank 0): cpu, 1 thread, gloo" in out
+    assert (
+        f"lr {config.lr:g} x 1 (linear) = {config.lr:g}, warm-up 100 steps; batch 64 x 1 = 64"
+        in out
+    )
+    resolved = read_json(run.resolved)
+    assert resolved is not None
+    assert (resolved["backend"], resolved["threads"], resolved["global_batch_size"]) == (
+        "gloo", 1, 64,
+    )  # fmt: skip
+
+
+def test_a_run_goes_on_from_its_own_newest_checkpoint(
+    config: TrainConfig, synthetic_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_task(config, tmp_path)
+    newest = RunDir(tmp_path).checkpoints / "step-00000003.pt"
+    run_task(make_config(synthetic_dir, max_steps=5, threads=0), tmp_path)
+    report = read_json(RunDir(tmp_path).report)
+    assert report is not None
+    assert (report["steps"], report["resumed_from"]) == (5, str(newest))
+    assert report["threads"] == 1, "the decision of the first start"
+    assert f"resuming from {newest}" in capsys.readouterr().out
+
+
+def test_resume_starts_a_new_run_from_another_ones_checkpoint(
+    config: TrainConfig, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    run_task(config, tmp_path / "old")
+    new = make_config(synthetic_dir, max_steps=5, resume=str(tmp_path / "old"))
+    run_task(new, tmp_path / "new")
+    assert (tmp_path / "new" / "checkpoints" / "step-00000005.pt").exists()
+    assert not (tmp_path / "old" / "checkpoints" / "step-00000005.pt").exists()
+
+
+def test_a_checkpoint_of_another_model_or_a_missing_one_is_refused(
+    synthetic_dir: Path, tmp_path: Path
+) -> None:
+    run_task(make_config(synthetic_dir, max_steps=1, optimizer="adam"), tmp_path / "old")
+    with pytest.raises(CheckpointError, match=r"--optimizer adam.*--optimizer sgd"):
+        run_task(make_config(synthetic_dir, resume=str(tmp_path / "old")), tmp_path / "new")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        run_task(make_config(synthetic_dir, resume=str(tmp_path / "no.pt")), tmp_path / "new")
+
+
+def test_the_environment_is_exported_once_and_whole(config: TrainConfig, tmp_path: Path) -> None:
+    run_task(config, tmp_path)
+    expected = DistEnv.from_environ({}).to_environ()
+    assert {name: os.environ[name] for name in expected} == expected
+
+
+def test_a_missing_dataset_names_the_ways_to_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="clusterddp data fetch"):
+        run_task(TrainConfig(data_dir=str(tmp_path / "none")), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_absent_torch_is_named_with_host_and_interpreter(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else find(name)
+    )
+    with pytest.raises(TrainingError) as caught:
+        run_task(config, tmp_path)
+    for word in (sys.executable, socket.gethostname(), "pip install torch"):
+        assert word in str(caught.value)
+
+
+def test_granted_gpus_that_torch_does_not_see_are_in_log_and_report(
+    config: TrainConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path / "no-driver")
+    run_task(config, tmp_path / "run")
+    said = "2 GPUs were granted, but torch sees none: training on the CPU"
+    assert f"warning: {socket.gethostname()}: {said}" in capsys.readouterr().out
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["warnings"] == [f"{socket.gethostname()}: {said}"]
+
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path / "driver")
+    with pytest.raises(TrainingError, match="CPU-only build"):
+        run_task(config, tmp_path / "other")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
+def test_the_process_group_is_gone_after_every_error(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: object) -> None:
+        assert dist.is_initialized()
+        raise error
+
+    monkeypatch.setattr(worker, "_announce", fail)
+    with pytest.raises(type(error)):
+        run_task(config, tmp_path)
+    assert not dist.is_initialized()
+
+
+def test_a_run_directory_that_cannot_be_written_is_one_clear_error(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match="cannot write the run directory"):
+        run_task(config, tmp_path / "file" / "run")
+
+
+def test_without_a_run_directory_one_is_made_below_jobs(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_task(config, None)
+    (made,) = (tmp_path / "jobs").iterdir()
+    assert made.name.startswith("train-") and (made / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks", "threads"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "6"}, 4, 6),
+        ({}, 1, len(os.sched_getaffinity(0))),
+        ({}, 1000, 1),
+        ({"SLURM_CPUS_PER_TASK": ""}, 1000, 1),
+    ],
+)
+def test_threads_are_the_cpus_of_the_task_or_its_share_of_the_hosts(
+    environ: dict[str, str], ranks: int, threads: int
+) -> None:
+    assert usable_threads(environ, ranks) == threads

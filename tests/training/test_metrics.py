@@ -1,0 +1,104 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusterddp.run_dir import RunDir, read_json_lines
+from clusterddp.training.checkpoint import Position
+from clusterddp.training.metrics import Figures, Journal
+
+FIGURES = Figures(loss=0.5, accuracy=0.75, lr=0.01, images_per_second=1234.56)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def test_a_line_in_the_log_and_one_in_the_file(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = Journal(run, 0, Position(), 10)
+    journal.train(Position(step=3, seconds=1.5), FIGURES)
+    journal.evaluation(Position(step=3, seconds=1.5), FIGURES)
+    journal.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch 1 step 3: loss 0.5000, accuracy 75.00%, lr 0.01, 1,235 images/s",
+        "step 3: test accuracy 75.00%, test loss 0.5000",
+    ]
+    kinds = [(line["kind"], line["step"], line["seconds"]) for line in read_json_lines(run.metrics)]
+    assert kinds == [("train", 3, 1.5), ("eval", 3, 1.5)]
+
+
+def test_other_ranks_say_and_write_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(run, 1, Position(), 10)
+    journal.step()
+    journal.train(Position(step=3), FIGURES)
+    journal.evaluation(Position(step=3), FIGURES)
+    journal.close()
+    assert capsys.readouterr().out == ""
+    assert not run.metrics.exists()
+
+
+def test_what_a_lost_attempt_wrote_beyond_its_checkpoint_is_dropped(run: RunDir) -> None:
+    lines = [json.dumps({"kind": "train", "step": step}) for step in (100, 200, 300)]
+    run.metrics.write_text("\n".join(lines) + '\n{"kind": "tr')
+    Journal(run, 0, Position(step=200), 400).train(Position(step=300), FIGURES)
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [100, 200, 300]
+    assert run.metrics.read_text().endswith("}\n")
+    Journal(run, 0, Position(), 400)
+    assert run.metrics.read_text() == ""
+
+
+class _Terminal:
+    """A stderr that is a terminal, and keeps what is written."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_terminal_gets_a_bar_unless_no_color_is_set(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, no_color: bool
+) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    journal = Journal(run, 0, Position(step=2), 10)
+    journal.step()
+    journal.train(Position(step=3), FIGURES)
+    journal.close()
+    assert ("3/10" in terminal.text) is not no_color
+    assert len(list(read_json_lines(run.metrics))) == 1
+
+
+def test_sums_start_anew_after_each_line() -> None:
+    import torch.distributed as dist
+
+    from clusterddp.training.metrics import Tally
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tally = Tally(torch.device("cpu"))
+        scores = torch.eye(10)[:4]
+        tally.add(torch.tensor(2.0), scores, torch.tensor([0, 1, 2, 9]))
+        tally.add(torch.tensor(4.0), scores[:2], torch.tensor([0, 1]))
+        assert tally.steps == 2
+        assert tally.collect() == pytest.approx(((2 * 4 + 4 * 2) / 6, 5 / 6, 6))
+        tally.add(torch.tensor(1.0), scores, torch.tensor([1, 2, 3, 4]))
+        assert tally.collect() == (1.0, 0.0, 4.0)
+    finally:
+        dist.destroy_process_group()

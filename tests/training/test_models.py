@@ -1,0 +1,25 @@
+import pytest
+import torch
+
+from clusterddp.spec import MODELS
+from clusterddp.training import models
+
+
+def test_the_convnet_has_28938_parameters() -> None:
+    model = models.build("convnet")
+    assert sum(parameter.numel() for parameter in model.parameters()) == 28_938
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_of_the_request_scores_ten_classes(name: str) -> None:
+    assert set(models.MODELS) == set(MODELS)
+    assert models.build(name)(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
+
+
+def test_one_seed_gives_one_set_of_weights() -> None:
+    weights = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        weights.append(next(models.build("convnet").parameters()).detach())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
