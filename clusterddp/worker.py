@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp import __version__
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.run_dir import RunDir, read_json, write_atomically
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from clusterddp.training.agreement import Agreement, Hello
-    from clusterddp.training.loop import Training
 
 # How long a rank waits in an exchange for one that does not answer; torch's own default of
 # 30 minutes would keep a whole allocation waiting for a hanging rank.
@@ -96,7 +94,7 @@ def _train(
     import torch
     import torch.distributed as dist
 
-    from clusterddp.training import data, rendezvous
+    from clusterddp.training import data, rendezvous, report
     from clusterddp.training.agreement import Agreement
     from clusterddp.training.images import Images
     from clusterddp.training.loop import Training
@@ -130,7 +128,7 @@ def _train(
     )
     training.run()
     if env.rank == 0:
-        _report(config, agreed, env, training, began)
+        _say(report.write(config, agreed, env, training, began, os.environ))
 
 
 def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> "Hello":
@@ -149,7 +147,8 @@ def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) ->
     )
     gpu = ""
     if choice.kind == "cuda":
-        gpu = str(torch.cuda.get_device_properties(choice.index).uuid)
+        # Absent in old versions of torch: then nobody notices two ranks on one GPU.
+        gpu = str(getattr(torch.cuda.get_device_properties(choice.index), "uuid", ""))
     return Hello(
         rank=env.rank,
         world_size=env.world_size,
@@ -270,64 +269,6 @@ def _announce(config: TrainConfig, agreed: "Agreement", hello: "Hello", env: Dis
     if agreed.resume:
         _say(f"resuming from {agreed.resume}")
     _say(f"run directory: {agreed.run_dir}")
-
-
-def _report(
-    config: TrainConfig, agreed: "Agreement", env: DistEnv, training: "Training", began: float
-) -> None:
-    """Rank 0's report.json. Its seconds are those of rank 0."""
-    import platform
-    from importlib.metadata import version
-
-    import torch
-
-    from clusterddp.training import metrics
-    from clusterddp.training.checkpoint import weights_sha256
-
-    position, finished = training.position, time.time()
-    report = {
-        "accuracy": training.accuracy,
-        "loss": training.loss,
-        # Training steps of all attempts: reading batches, forward, backward, exchange, update.
-        "train_seconds": round(position.seconds, 3),
-        # This attempt from the task's start: imports, meeting, data, training, evaluation, saving.
-        "total_seconds": round(finished - began, 3),
-        # Images of all ranks together over train_seconds.
-        "images_per_second": round(position.images / position.seconds, 1)
-        if position.seconds
-        else 0,
-        "world_size": env.world_size,
-        "num_nodes": env.num_nodes,
-        "hosts": list(agreed.hosts),
-        "backend": agreed.backend,
-        "device": agreed.kind,
-        "threads": agreed.threads,
-        "model": config.model,
-        "dataset": config.dataset,
-        "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
-        "steps": position.step,
-        "epochs": position.epoch,
-        "train_images": len(training.train_set),
-        "test_images": len(training.test_set),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "torchvision": version("torchvision"),
-            "clusterddp": __version__,
-        },
-        "warnings": list(agreed.warnings),
-        "weights_sha256": weights_sha256(training.model),
-        "resumed_from": agreed.resume or None,
-        "job_id": os.environ.get("SLURM_JOB_ID", ""),
-        "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-        "finished": round(finished, 3),
-    }
-    metrics.write_report(RunDir(Path(agreed.run_dir)), report)
-    _say(
-        f"done: test accuracy {training.accuracy:.2%}, test loss {training.loss:.4f}, "
-        f"{position.seconds:.1f} s of training, {report['images_per_second']:,.0f} images/s, "
-        f"{env.world_size} {'rank' if env.world_size == 1 else 'ranks'}"
-    )
 
 
 def _break_off(env: DistEnv) -> None:

@@ -12,7 +12,7 @@ import click
 from clusterddp import forms, launchers
 from clusterddp.cli import request_options, settings
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
-from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, RequestError
+from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, DataError, RequestError
 from clusterddp.run_dir import RunDir
 from clusterddp.site import Site
 from clusterddp.spec import JobSpec, Resources, TrainConfig
@@ -283,12 +283,15 @@ def _check_inputs(spec: JobSpec) -> None:
     if spec.train:
         from clusterddp.training import data
 
-        info = data.ensure(
-            spec.train.dataset,
-            spec.train.data_dir,
-            progress=lambda line: click.echo(line, err=True),
-            may_fetch=True,
-        )
+        try:
+            info = data.ensure(
+                spec.train.dataset,
+                spec.train.data_dir,
+                progress=lambda line: click.echo(line, err=True),
+                may_fetch=True,
+            )
+        except DataError as error:
+            raise RequestError(str(error)) from None  # nothing has run that could have failed
         click.echo(f"dataset: {info.describe()}", err=True)
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 tells: lines in its log or a bar on a terminal, metrics.jsonl, report.json."""
+"""What rank 0 tells: lines in its log or a bar on a terminal, metrics.jsonl."""
 
 import json
 import os
@@ -131,11 +131,6 @@ class Tally:
     def restart(self) -> None:
         """Leave what lay between out of the next lap."""
         self._began = time.perf_counter()
-
-
-def write_report(run: RunDir, report: dict[str, Any]) -> None:
-    """Write report.json whole or not at all."""
-    write_atomically(run.report, (json.dumps(report, indent=2) + "\n").encode())
 
 
 def _on_terminal() -> bool:

@@ -105,10 +105,10 @@ def test_two_hand_started_ranks_train_to_the_weights_that_torchrun_gives(
     assert report_of(run.path)["world_size"] == 2
 
     agent = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1",
-        f"--master-port={free_port()}", "--no-python",
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+        "--master-addr=127.0.0.1", f"--master-port={free_port()}", "--no-python",
     ]  # fmt: skip
-    argv = train_argv(synthetic_dir, tmp_path / "agent", "--max-steps=5", "--redirect-output")
+    argv = train_argv(synthetic_dir, tmp_path / "agent", "--max-steps=5", "--own-log")
     process = start([*agent, *argv], {"OMP_NUM_THREADS": "1"})
     output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, output

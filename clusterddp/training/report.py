@@ -1,0 +1,78 @@
+"""Rank 0's report.json: what a run achieved, where, and with what."""
+
+import json
+import platform
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from clusterddp import __version__
+from clusterddp.dist_env import DistEnv
+from clusterddp.run_dir import RunDir, write_atomically
+from clusterddp.spec import TrainConfig
+from clusterddp.training.agreement import Agreement
+from clusterddp.training.checkpoint import weights_sha256
+from clusterddp.training.loop import Training
+
+
+def write(
+    config: TrainConfig,
+    agreed: Agreement,
+    env: DistEnv,
+    training: Training,
+    began: float,
+    environ: Mapping[str, str],
+) -> str:
+    """Write the report of a training that has ended, whole or not at all; returns it as a line.
+
+    `began` is when this task started, in seconds of the epoch.
+    """
+    position, finished = training.position, time.time()
+    images_per_second = position.images / max(position.seconds, 1e-9)
+    report = {
+        "accuracy": training.accuracy,
+        "loss": training.loss,
+        # Training steps of all attempts: reading batches, forward, backward, exchange, update.
+        "train_seconds": round(position.seconds, 3),
+        # This attempt from the task's start: imports, meeting, data, training, evaluation, saving.
+        "total_seconds": round(finished - began, 3),
+        # Images of all ranks together over train_seconds.
+        "images_per_second": round(position.images / position.seconds, 1)
+        if position.seconds
+        else 0,
+        "world_size": env.world_size,
+        "num_nodes": env.num_nodes,
+        "hosts": list(agreed.hosts),
+        "backend": agreed.backend,
+        "device": agreed.kind,
+        "threads": agreed.threads,
+        "model": config.model,
+        "dataset": config.dataset,
+        "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
+        "steps": position.step,
+        "epochs": position.epoch,
+        "train_images": len(training.train_set),
+        "test_images": len(training.test_set),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "torchvision": version("torchvision"),
+            "clusterddp": __version__,
+        },
+        "warnings": list(agreed.warnings),
+        "weights_sha256": weights_sha256(training.model),
+        "resumed_from": agreed.resume or None,
+        "job_id": environ.get("SLURM_JOB_ID", ""),
+        "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
+        "finished": round(finished, 3),
+    }
+    content = (json.dumps(report, indent=2) + "\n").encode()
+    write_atomically(RunDir(Path(agreed.run_dir)).report, content)
+    return (
+        f"done: test accuracy {training.accuracy:.2%}, test loss {training.loss:.4f}, "
+        f"{position.seconds:.1f} s of training, {images_per_second:,.0f} images/s, "
+        f"{env.world_size} {'rank' if env.world_size == 1 else 'ranks'}"
+    )

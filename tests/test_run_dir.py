@@ -1,0 +1,89 @@
+"""A run's directory is made whole or not at all, and its records survive torn lines."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import RequestError, SlurmError
+from clusterddp.run_dir import RunDir, find_runs, read_json_lines, write_atomically
+from tests.test_spec import spec
+
+
+def test_a_run_is_private_and_holds_its_records(tmp_path: Path) -> None:
+    asked = spec(run_dir=str(tmp_path / "jobs/demo"), environment=(("K", "v"),))
+    with RunDir.create(asked, "#!/bin/bash\n") as run:
+        pass
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert run.script.read_text() == "#!/bin/bash\n"
+    assert run.script.stat().st_mode & 0o777 == 0o600
+    assert run.load_spec() == asked
+    assert [found.name for found in find_runs(tmp_path / "jobs")] == ["demo"]
+
+
+def test_what_a_refused_submission_made_is_taken_away(tmp_path: Path) -> None:
+    asked = spec(run_dir=str(tmp_path / "a/b/demo"))
+    with pytest.raises(RequestError), RunDir.create(asked, ""):
+        raise RequestError("refused")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_root_that_was_there_stays(tmp_path: Path) -> None:
+    with pytest.raises(RequestError), RunDir.create(spec(run_dir=str(tmp_path / "demo")), ""):
+        raise RequestError("refused")
+    assert tmp_path.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_submission_without_an_answer_keeps_its_directory(tmp_path: Path) -> None:
+    with pytest.raises(SlurmError), RunDir.create(spec(run_dir=str(tmp_path / "demo")), ""):
+        raise SlurmError("no answer: the job may be queued")
+    assert (tmp_path / "demo/spec.json").is_file()
+
+
+def test_a_run_that_exists_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo/mine").write_text("mine")
+    with pytest.raises(RequestError, match="exists already"):
+        RunDir.create(spec(run_dir=str(tmp_path / "demo")), "").__enter__()
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == ["mine"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a full disk")
+def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path) -> None:
+    fill = (
+        'mount -t tmpfs -o size=4k,nr_inodes=20 none "$1" && cd "$1" || exit\n'
+        "head -c 4096 /dev/zero >full\n"
+        '"$2" -m clusterddp submit --launcher local -- true; echo "exit $?"; ls -A'
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", fill, "sh", str(tmp_path), sys.executable],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.split() == ["exit", "2", "full"]
+
+
+def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b": \n[1]\n\xff\n{"c": 3}')
+    assert list(read_json_lines(path)) == [{"a": 1}, {"c": 3}]
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_atomically(tmp_path / "x", b"old")
+
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(tmp_path / "x", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_bytes() == b"old"

@@ -1,0 +1,41 @@
+"""What the wheel carries: the package, and the templates inside it."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_wheel_holds_the_templates_where_the_package_looks_for_them(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="builds the wheel without a network")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT, check=True, capture_output=True,
+    )  # fmt: skip
+    [wheel] = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for template in (ROOT / "templates").iterdir():
+        assert f"clusterddp/templates/{template.name}" in names
+    assert "clusterddp/cli/submit.py" in names
+    assert not [name for name in names if name.startswith(("tests/", "jobs/", "benchmarks/"))]
+
+
+def test_templates_are_found_from_an_installed_wheel(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="builds the wheel without a network")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT, check=True, capture_output=True,
+    )  # fmt: skip
+    [wheel] = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = "from clusterddp.render import shipped_folder; print(shipped_folder())"
+    shown = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path,
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    assert shown.strip() == str(tmp_path / "site/clusterddp/templates")
