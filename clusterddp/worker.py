@@ -61,6 +61,7 @@ def run_task(config: TrainConfig, run_dir: Path | None, env: DistEnv | None = No
     try:
         store = rendezvous.open_store(env, os.environ, config.rendezvous_timeout)
         _train(config, run_dir, env, store, began)
+        dist.barrier()
     except ClusterDDPError:
         _break_off(env)
         raise
@@ -72,7 +73,6 @@ def run_task(config: TrainConfig, run_dir: Path | None, env: DistEnv | None = No
                 f"{str(error).splitlines()[0]}. The log of the rank that failed first says why."
             ) from error
         raise
-    dist.barrier()
     dist.destroy_process_group()
     rendezvous.leave(store, env)
     return 0
@@ -99,7 +99,11 @@ def _train(
     from clusterddp.training.images import Images
     from clusterddp.training.loop import Training
 
-    hello = _introduce(config, env, os.environ)
+    try:
+        hello = _introduce(config, env, os.environ)
+    except ClusterDDPError as error:
+        rendezvous.decline(store, env, error)
+        raise
     verdict = rendezvous.agree(
         store,
         env,
@@ -180,7 +184,7 @@ def _decide(config: TrainConfig, run_dir: Path | None, hellos: list[dict[str, An
     """Rank 0's part: settle what is auto, make the run's folders, choose the checkpoint."""
     import dataclasses
 
-    from clusterddp.training import agreement, checkpoint, data, optimizer
+    from clusterddp.training import agreement, checkpoint, checkpoint_file, data, optimizer
 
     run = RunDir((run_dir or Path("jobs", time.strftime("train-%Y%m%d-%H%M%S"))).resolve())
     agreed = agreement.decide(
@@ -190,10 +194,10 @@ def _decide(config: TrainConfig, run_dir: Path | None, hellos: list[dict[str, An
     try:
         run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         run.checkpoints.mkdir(mode=0o700, exist_ok=True)
-        checkpoint.remove_leftovers(run)
-        resume = checkpoint.newest(run, _say)
+        checkpoint_file.remove_leftovers(run)
+        resume = checkpoint_file.newest(run, _say)
         if resume is None and config.resume:
-            resume = checkpoint.find(config.resume, _say)
+            resume = checkpoint_file.find(config.resume, _say)
         if resume is not None:
             checkpoint.check_fits(resume, checkpoint.load(resume), config)
         agreed = dataclasses.replace(

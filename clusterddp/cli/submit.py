@@ -1,7 +1,6 @@
-"""`clusterddp submit`: the only place where flags become a `JobSpec`."""
+"""`clusterddp submit`: render, check, make the run's directory, submit."""
 
 import functools
-import os
 import secrets
 import time
 from pathlib import Path
@@ -9,36 +8,19 @@ from typing import Any
 
 import click
 
-from clusterddp import forms, launchers
+from clusterddp import launchers
 from clusterddp.cli import request_options, settings
-from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
-from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, DataError, RequestError
+from clusterddp.cli.job_spec import job_spec
+from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, train_options
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    CheckpointError,
+    DataError,
+    RequestError,
+)
 from clusterddp.run_dir import RunDir
-from clusterddp.site import Site
-from clusterddp.spec import JobSpec, Resources, TrainConfig
-
-# Directives that an option stands for, and those that would take the logs away from the run.
-_OPTION_OF = {
-    "ntasks": "--tasks-per-node",
-    "ntasks-per-node": "--tasks-per-node",
-    "gpus": "--gpus-per-node",
-    "gpus-per-task": "--gpus-per-node with --gpu-request gpus-per-task",
-    **{
-        name: f"--{name}"
-        for name in (
-            "nodes", "gpus-per-node", "cpus-per-task", "mem", "time", "partition", "account",
-            "qos", "constraint", "reservation", "nodelist", "exclude", "dependency", "exclusive",
-            "mail-type", "mail-user", "job-name", "export",
-        )
-    },
-}  # fmt: skip
-_REFUSED = {
-    **dict.fromkeys(("output", "error", "open-mode", "input"), "the run keeps its logs itself"),
-    **dict.fromkeys(("array", "wrap", "wait", "parsable", "test-only", "het-group"), (
-        "one submission is one run"
-    )),
-}  # fmt: skip
-_NEEDED = ("ntasks", "nodes", "output")
+from clusterddp.spec import JobSpec
 
 
 class SubmitCommand(settings.SettingsCommand):
@@ -94,7 +76,7 @@ def command(
 
     Trains MNIST on every task, or runs COMMAND there with RANK, WORLD_SIZE, MASTER_ADDR … set.
     """
-    spec = _spec(ctx, run_name or _made_up_name(), options)
+    spec = job_spec(ctx, run_name or _made_up_name(), options)
     launcher = launchers.load(spec.launcher)
     script = launcher.prepare(spec, _template_folder(options))
     if dry_run:
@@ -119,144 +101,8 @@ def command(
     return code
 
 
-def _spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobSpec:
-    """Everything that was asked for, checked."""
-    assert isinstance(ctx.obj, Site)
-    task_command = ctx.meta["command"]
-    train = None if task_command else _train_config(options)
-    if task_command:
-        _refuse_training_options(ctx)
-    gpu_type, gpu_count = forms.gpus("--gpus-per-node", options["gpus_per_node"])
-    if options["tasks_per_node"] is not None:
-        forms.positive("--tasks-per-node", options["tasks_per_node"])
-    resources = Resources(
-        nodes=options["nodes"],
-        gpus_per_node=gpu_count,
-        gpu_type=gpu_type,
-        gpu_request=options["gpu_request"],
-        tasks_per_node=options["tasks_per_node"] or 0,
-        cpus_per_task=options["cpus_per_task"],
-        exclusive=options["exclusive"],
-        **{
-            name: options[name] or ""
-            for name in (
-                "mem", "time", "partition", "account", "qos", "constraint", "reservation",
-                "nodelist", "exclude", "dependency", "mail_type", "mail_user",
-            )
-        },
-    )  # fmt: skip
-    environment, passed = _environment(ctx.obj, options["env"])
-    template = options["template"]
-    return JobSpec(
-        run_name=run_name,
-        run_dir=f"{os.path.abspath(options['output_root'])}/{run_name}",
-        resources=resources,
-        python=_python(options["python"]),
-        train=train,
-        command=task_command,
-        job_name=options["job_name"] or "",
-        launcher=options["launcher"],
-        template=Path(template).name if "/" in template else template,
-        sbatch=_directives(options["sbatch"]),
-        omit_directives=_omitted(options["omit_directive"]),
-        srun_args=tuple(
-            w for line in options["srun_args"] for w in forms.words("--srun-args", line)
-        ),
-        environment=environment,
-        pass_environment=passed,
-        export=options["export"],
-        setup=options["setup"],
-        teardown=options["teardown"],
-        modules=options["module"],
-        network_interface=options["network_interface"] or "",
-        launch_prefix=forms.words("--launch-prefix", options["launch_prefix"] or ""),
-    )
-
-
 def _made_up_name() -> str:
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-
-
-def _python(value: str) -> str:
-    """A relative path is meant from here, a bare name from the PATH of the tasks."""
-    return os.path.abspath(value) if "/" in value else value
-
-
-def _train_config(options: dict[str, Any]) -> TrainConfig:
-    config = {name: options[name] for name in TRAIN_OPTION_NAMES}
-    config["data_dir"] = os.path.abspath(config["data_dir"]) if config["data_dir"] else ""
-    if config["resume"]:
-        config["resume"] = _resume_path(config["resume"], options["output_root"])
-    return config_from(config)
-
-
-def _resume_path(value: str, output_root: str) -> str:
-    """A checkpoint file, a run's directory, or the name of a run below the output root."""
-    for path in (Path(value), Path(output_root) / value):
-        if path.exists():
-            return os.path.abspath(path)
-    raise RequestError(
-        f"--resume: {value!r} is neither a file, nor a directory, nor a run below {output_root}."
-    )
-
-
-def _refuse_training_options(ctx: click.Context) -> None:
-    given = [n for n in TRAIN_OPTION_NAMES if settings.source(ctx, n) == "flag"]
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise click.UsageError(
-            f"{names} belongs to the MNIST training, but a COMMAND is given; put the command's own "
-            "options behind '--'.",
-            ctx,
-        )
-
-
-def _environment(
-    site: Site, items: tuple[str, ...]
-) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """--env over the site's [environment]: what the script sets, and what it passes by name."""
-    values: dict[str, str | None] = dict(site.environment)
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not equals and forms.VARIABLE.fullmatch(name) and name not in os.environ:
-            raise RequestError(f"--env {name}: is not set here; set it, or use --env {name}=VALUE.")
-        values.pop(name, None)
-        values[name] = value if equals else None
-    environment = tuple((n, v) for n, v in values.items() if v is not None)
-    return environment, tuple(n for n, v in values.items() if v is None)
-
-
-def _directives(items: tuple[str, ...]) -> tuple[tuple[str, str | None], ...]:
-    found: dict[str, str | None] = dict(settings.sbatch_directives(os.environ))
-    for item in items:
-        key, equals, value = item.partition("=")
-        name = key.removeprefix("--")
-        forms.matching("--sbatch", name, forms.DIRECTIVE_NAME, "signal=USR1@90 or requeue")
-        option = _OPTION_OF.get(name) or next(
-            # sbatch takes shortened names too
-            (
-                o
-                for full, o in _OPTION_OF.items()
-                if full.startswith(name) and len(name) < len(full)
-            ),
-            None,
-        )
-        if name == "gres" and "gpu" in value:
-            option = "--gpus-per-node with --gpu-request gres"
-        if option:
-            raise RequestError(f"--sbatch {item}: there is an option for it, {option}.")
-        if name in _REFUSED:
-            raise RequestError(f"--sbatch {item}: refused, for {_REFUSED[name]}.")
-        found[name] = forms.text(f"--sbatch {name}", value) if equals else None
-    return tuple(found.items())
-
-
-def _omitted(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        forms.matching("--omit-directive", name, forms.DIRECTIVE_NAME, "mem")
-        if name in _NEEDED:
-            raise RequestError(f"--omit-directive {name}: the run cannot do without it.")
-    return names
 
 
 def _template_folder(options: dict[str, Any]) -> Path | None:
@@ -281,16 +127,18 @@ def _check_inputs(spec: JobSpec) -> None:
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
         )
     if spec.train:
-        from clusterddp.training import data
+        from clusterddp.training import checkpoint_file, data
 
         try:
+            if spec.train.resume:
+                checkpoint_file.find(spec.train.resume, lambda line: click.echo(line, err=True))
             info = data.ensure(
                 spec.train.dataset,
                 spec.train.data_dir,
                 progress=lambda line: click.echo(line, err=True),
                 may_fetch=True,
             )
-        except DataError as error:
+        except (CheckpointError, DataError) as error:
             raise RequestError(str(error)) from None  # nothing has run that could have failed
         click.echo(f"dataset: {info.describe()}", err=True)
 

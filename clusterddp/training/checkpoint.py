@@ -1,13 +1,8 @@
-"""Checkpoints: written whole or not at all, read only when their checksum holds.
-
-A file step-00001200.pt holds plain dictionaries and tensors; beside it lies its SHA-256 in the
-form of sha256sum(1), because torch.load accepts a flipped bit without a word.
-"""
+"""What a checkpoint holds: saving a training's state, loading it, and refusing a foreign one."""
 
 import hashlib
 import io
 import pickle
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +15,7 @@ from clusterddp import __version__
 from clusterddp.errors import CheckpointError
 from clusterddp.run_dir import RunDir, write_atomically
 from clusterddp.spec import TrainConfig
+from clusterddp.training import checkpoint_file
 
 FORMAT = 1
 
@@ -80,10 +76,10 @@ def save(
         run.checkpoints.mkdir(mode=0o700, exist_ok=True)
         # Where a file is written again, its old checksum goes first: between the two writes it
         # counts as incomplete, never as torn under a checksum that fits neither.
-        checksum_of(path).unlink(missing_ok=True)
+        checkpoint_file.checksum_of(path).unlink(missing_ok=True)
         write_atomically(path, data)
         line = f"{hashlib.sha256(data).hexdigest()}  {path.name}\n"
-        write_atomically(checksum_of(path), line.encode())
+        write_atomically(checkpoint_file.checksum_of(path), line.encode())
     except OSError as error:
         raise CheckpointError(
             f"cannot write the checkpoint {path}: {error.strerror}. Make room or give the folder "
@@ -97,23 +93,7 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError when it is missing, torn, has no checksum, or is of another format.
     """
-    try:
-        data = path.read_bytes()
-        recorded = checksum_of(path).read_text().split()[:1]
-    except FileNotFoundError as error:
-        if error.filename == str(path):
-            raise CheckpointError(f"the checkpoint {path} does not exist.") from None
-        raise CheckpointError(
-            f"the checkpoint {path} has no {checksum_of(path).name} beside it, so it may be "
-            "incomplete. Copy that file along; if you trust the checkpoint, make it with sha256sum."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be read: {error}.") from None
-    if recorded != [hashlib.sha256(data).hexdigest()]:
-        raise CheckpointError(
-            f"the checkpoint {path} is damaged: its SHA-256 is not the recorded one. "
-            "Resume from an older checkpoint of the run."
-        )
+    data = checkpoint_file.read(path)
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         form = content["format"]
@@ -154,45 +134,6 @@ def restore(path: Path, config: TrainConfig, model: nn.Module, optimizer: Optimi
             f"the checkpoint {path} does not fit the model {config.model}: {error}"
         ) from None
     return Position(**{name: content[name] for name in Position.__dataclass_fields__})
-
-
-def newest(run: RunDir, warn: Callable[[str], None]) -> Path | None:
-    """The latest whole checkpoint of a run; one that is damaged is passed over with a warning."""
-    for path in sorted(run.checkpoints.glob("step-*.pt"), reverse=True):
-        try:
-            load(path)
-        except CheckpointError as error:
-            warn(f"passing over {path.name}: {error}")
-            continue
-        return path
-    return None
-
-
-def find(resume: str, warn: Callable[[str], None]) -> Path:
-    """The checkpoint that `--resume RUN|FILE` names; raises CheckpointError when there is none."""
-    path = Path(resume).expanduser()
-    if not path.is_dir():
-        load(path)
-        return path
-    run = RunDir(path if path.name != "checkpoints" else path.parent)
-    found = newest(run, warn)
-    if found is None:
-        raise CheckpointError(
-            f"--resume {resume}: {run.checkpoints} holds no whole checkpoint. "
-            "Name another run directory, or a checkpoint file."
-        )
-    return found
-
-
-def remove_leftovers(run: RunDir) -> None:
-    """Delete the temporary files that a killed writer has left."""
-    for path in run.checkpoints.glob(".step-*"):
-        path.unlink(missing_ok=True)
-
-
-def checksum_of(path: Path) -> Path:
-    """Where the SHA-256 of a checkpoint is kept."""
-    return path.with_name(path.name + ".sha256")
 
 
 def weights_sha256(model: nn.Module) -> str:

@@ -80,10 +80,10 @@ def agree(
         try:
             verdict = decide(_roll_call(store, env, timeout))
         except ClusterDDPError as error:
-            store.set("verdict", json.dumps({"error": str(error)}))
+            _call_off(store, env, str(error))
             raise
         except BaseException:
-            store.set("verdict", json.dumps({"error": "rank 0 failed; its log says why."}))
+            _call_off(store, env, "its log says why.")
             raise
         store.set("verdict", json.dumps(verdict))
         return verdict
@@ -96,8 +96,17 @@ def agree(
         ) from None
     content: dict[str, Any] = json.loads(store.get("verdict"))
     if "error" in content:
+        store.set(f"heard/{env.rank}", "")
         raise PeerError(f"rank 0 called the start off: {content['error']}")
     return content
+
+
+def decline(store: Store, env: DistEnv, error: BaseException) -> None:
+    """Tell rank 0, which would wait, that this rank cannot take part; rank 0 tells all others."""
+    if env.rank == 0:
+        _call_off(store, env, str(error))
+    else:
+        store.set(f"hello/{env.rank}", json.dumps({"declines": str(error)}))
 
 
 def leave(store: Store, env: DistEnv, timeout: float = 5.0) -> None:
@@ -267,12 +276,26 @@ def _roll_call(store: Store, env: DistEnv, timeout: float) -> list[dict[str, Any
         ) from None
     hellos = [json.loads(store.get(key)) for key in keys]
     for rank, hello in enumerate(hellos):
+        if "declines" in hello:
+            raise PeerError(f"rank {rank} cannot take part: {hello['declines']}")
         if hello["world_size"] != env.world_size:
             raise TrainingError(
                 f"rank {rank} was started with a world size of {hello['world_size']}, rank 0 with "
                 f"{env.world_size}. Give every rank the same WORLD_SIZE."
             )
     return hellos
+
+
+def _call_off(store: Store, env: DistEnv, reason: str) -> None:
+    """Publish an error, and stay until those who have come have heard it."""
+    store.set("verdict", json.dumps({"error": reason}))
+    present = [rank for rank in range(1, env.world_size) if store.check([f"hello/{rank}"])]
+    waiting = [rank for rank in present if b"declines" not in store.get(f"hello/{rank}")]
+    if waiting:
+        try:
+            _wait(store, [f"heard/{rank}" for rank in waiting], 2.0)
+        except (TrainingError, dist.DistStoreError):
+            pass  # they find the store gone, which tells them as much
 
 
 def _listing(ranks: Sequence[int]) -> str:

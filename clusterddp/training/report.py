@@ -40,9 +40,7 @@ def write(
         # This attempt from the task's start: imports, meeting, data, training, evaluation, saving.
         "total_seconds": round(finished - began, 3),
         # Images of all ranks together over train_seconds.
-        "images_per_second": round(position.images / position.seconds, 1)
-        if position.seconds
-        else 0,
+        "images_per_second": round(images_per_second, 1),
         "world_size": env.world_size,
         "num_nodes": env.num_nodes,
         "hosts": list(agreed.hosts),

@@ -205,6 +205,28 @@ def test_a_wrong_request_is_refused_and_leaves_nothing(
     assert list(elsewhere.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("content", "checksum", "words"),
+    [
+        (b"torn", "0" * 64, "damaged"),
+        (b"torn", None, "no step-1.pt.sha256"),
+        (None, None, "holds no"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_it_queues(
+    content: bytes | None, checksum: str | None, words: str, elsewhere: Path
+) -> None:
+    folder = elsewhere / "old" / "checkpoints"
+    folder.mkdir(parents=True)
+    if content:
+        (folder / "step-1.pt").write_bytes(content)
+    if checksum:
+        (folder / "step-1.pt.sha256").write_text(f"{checksum}  step-1.pt\n")
+    resume = "old/checkpoints/step-1.pt" if content else "old"
+    assert words in refusal("--resume", resume, "--dataset", "synthetic")
+    assert [path.name for path in elsewhere.iterdir()] == ["old"]
+
+
 def test_no_sbatch_is_said_and_leaves_nothing(elsewhere: Path) -> None:
     result = run("--", "true", env={"PATH": "/nonexistent"})
     assert isinstance(result.exception, ClusterDDPError)

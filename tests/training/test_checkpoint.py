@@ -9,8 +9,9 @@ import torch
 from clusterddp.errors import CheckpointError
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import TrainConfig
-from clusterddp.training import checkpoint, models, optimizer
-from clusterddp.training.checkpoint import Position, checksum_of
+from clusterddp.training import checkpoint, checkpoint_file, models, optimizer
+from clusterddp.training.checkpoint import Position
+from clusterddp.training.checkpoint_file import checksum_of
 
 CONFIG = TrainConfig()
 
@@ -134,11 +135,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_naming_both_sides(
 
 def test_the_newest_whole_checkpoint_is_found(run: RunDir) -> None:
     warnings: list[str] = []
-    assert checkpoint.newest(run, warnings.append) is None
+    assert checkpoint_file.newest(run, warnings.append) is None
     paths = [save(run, step) for step in (9, 10, 100, 101)]
     paths[3].write_bytes(b"torn")
     checksum_of(paths[2]).unlink()
-    assert checkpoint.newest(run, warnings.append) == paths[1]
+    assert checkpoint_file.newest(run, warnings.append) == paths[1]
     assert [warning.split(":")[0] for warning in warnings] == [
         "passing over step-00000101.pt", "passing over step-00000100.pt",
     ]  # fmt: skip
@@ -147,18 +148,18 @@ def test_the_newest_whole_checkpoint_is_found(run: RunDir) -> None:
 def test_resume_takes_a_run_its_checkpoints_or_a_file(run: RunDir) -> None:
     path = save(run, 3)
     for named in (run.path, run.checkpoints, path):
-        assert checkpoint.find(str(named), print) == path
+        assert checkpoint_file.find(str(named), print) == path
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        checkpoint.find(str(run.path.parent), print)
+        checkpoint_file.find(str(run.path.parent), print)
     with pytest.raises(CheckpointError, match="does not exist"):
-        checkpoint.find(str(run.path / "nothing.pt"), print)
+        checkpoint_file.find(str(run.path / "nothing.pt"), print)
 
 
 def test_leftovers_of_a_killed_writer_are_removed(run: RunDir) -> None:
     path = save(run, 1)
     leftover = run.checkpoints / ".step-00000002.pt.abc"
     leftover.write_bytes(b"half")
-    checkpoint.remove_leftovers(run)
+    checkpoint_file.remove_leftovers(run)
     assert path.exists() and not leftover.exists()
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from clusterddp.errors import TrainingError
 from clusterddp.run_dir import RunDir, read_json_lines
 from clusterddp.spec import TrainConfig
-from clusterddp.training import checkpoint, data, models
+from clusterddp.training import checkpoint, checkpoint_file, data, models
 from clusterddp.training.images import Images
 from clusterddp.training.loop import Training, evaluate
 
@@ -122,7 +122,7 @@ def test_a_run_resumed_in_mid_epoch_ends_with_the_weights_of_one_in_a_piece(
     whole = train_alone(config(synthetic_dir), tmp_path / "whole")  # 32 steps an epoch
     train_alone(config(synthetic_dir, max_steps=45), tmp_path / "cut")
     run = RunDir(tmp_path / "cut")
-    found = checkpoint.newest(run, print)
+    found = checkpoint_file.newest(run, print)
     assert found and found.name == "step-00000045.pt"
     content = checkpoint.load(found)
     assert (content["epoch"], content["step_in_epoch"], content["samples"]) == (1, 13, 13 * 64)
@@ -137,7 +137,7 @@ def test_a_run_goes_on_at_another_world_size_where_it_stood(
 ) -> None:
     whole = train_alone(config(synthetic_dir, max_steps=6), tmp_path / "whole")
     train_alone(config(synthetic_dir, max_steps=3), tmp_path / "cut")
-    found = checkpoint.newest(RunDir(tmp_path / "cut"), print)
+    found = checkpoint_file.newest(RunDir(tmp_path / "cut"), print)
     settings = config(synthetic_dir, max_steps=6, batch_size=32)
     two = run_ranks(2, train_rank, settings, tmp_path / "cut", found)
     assert_equal_within_rounding(two[0], whole)
@@ -148,7 +148,7 @@ def test_a_finished_run_is_only_evaluated_again(
 ) -> None:
     settings = config(synthetic_dir, epochs=1)
     first = train_alone(settings, tmp_path / "run")
-    found = checkpoint.newest(RunDir(tmp_path / "run"), print)
+    found = checkpoint_file.newest(RunDir(tmp_path / "run"), print)
     again = train_alone(settings, tmp_path / "run", found)
     assert (again["sha256"], again["accuracy"]) == (first["sha256"], first["accuracy"])
 

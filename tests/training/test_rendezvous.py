@@ -85,6 +85,37 @@ def test_rank_0s_error_is_everybodys(port: int) -> None:
     assert isinstance(second, PeerError) and "two ranks on one GPU" in str(second)
 
 
+def test_a_rank_that_cannot_take_part_is_not_waited_for(port: int) -> None:
+    ranks = [env(0, 3, port), env(1, 3, port)]
+
+    def refuse() -> None:
+        ours = env(2, 3, port)
+        store = open_store(ours, {}, PATIENCE)
+        rendezvous.decline(store, ours, TrainingError("no GPU here"))
+
+    thread = threading.Thread(target=refuse, daemon=True)
+    thread.start()
+    results = meet(ranks, count)
+    thread.join(PATIENCE)
+    for result in results:
+        assert isinstance(result, PeerError)
+        assert "rank 2 cannot take part: no GPU here" in str(result)
+
+
+def test_a_rank_0_that_cannot_take_part_calls_the_start_off(port: int) -> None:
+    def refuse() -> None:
+        ours = env(0, 2, port)
+        store = open_store(ours, {}, PATIENCE)
+        store.wait(["hello/1"])
+        rendezvous.decline(store, ours, TrainingError("no GPU here"))
+
+    thread = threading.Thread(target=refuse, daemon=True)
+    thread.start()
+    (result,) = meet([env(1, 2, port)], count)
+    thread.join(PATIENCE)
+    assert "rank 0 called the start off: no GPU here" in str(result)
+
+
 def test_a_port_in_use_is_named_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
