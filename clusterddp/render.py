@@ -7,7 +7,6 @@ replace one block. Rendering is pure: the same spec gives the same bytes.
 
 import re
 import shlex
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -193,6 +192,8 @@ def _jinja(template_folder: Path | None) -> Environment:
 
 def _blame(error: Exception, environment: Environment) -> NoReturn:
     """Name the template's file and line: Jinja rewrites tracebacks to point into templates."""
+    import traceback
+
     templates = {"<template>", *(str(path) for path in _files(environment))}
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in templates]
     if not frames and not isinstance(error, TemplateError):

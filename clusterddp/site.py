@@ -8,13 +8,17 @@ Lists (env, setup, module, sbatch …) take one item a line. Values are handed o
 options that they stand in for convert and check them.
 """
 
-import configparser
-import difflib
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clusterddp.errors import RequestError
+
+if TYPE_CHECKING:
+    import configparser
 
 SYSTEM_FILE = Path("/etc/clusterddp/site.cfg")
 CLUSTER = "cluster:"
@@ -62,6 +66,8 @@ def read(path: Path | None, cluster: str | None, known: Collection[str]) -> Site
         if cluster:
             raise RequestError(f"--cluster {cluster}: there is no site.cfg to define it.")
         return Site()
+    import configparser  # not needed where no site.cfg is
+
     parser = configparser.ConfigParser(
         interpolation=None, default_section="\0", delimiters=("=",), empty_lines_in_values=False
     )
@@ -108,5 +114,7 @@ def _check(
 
 
 def _near(word: str, known: Collection[str]) -> str:
+    import difflib
+
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -13,7 +13,6 @@ from typing import Any
 
 from clusterddp import forms
 from clusterddp.errors import RequestError
-from clusterddp.nodelist import expand_nodelist
 
 SPEC_FORMAT = 1
 GPU_REQUESTS = ("gpus-per-node", "gres", "gpus-per-task")
@@ -111,6 +110,10 @@ class Resources:
         self._check_hosts()
 
     def _check_hosts(self) -> None:
+        if not (self.nodelist or self.exclude):
+            return
+        from clusterddp.nodelist import expand_nodelist
+
         wanted = expand_nodelist(self.nodelist) if self.nodelist else []
         unwanted = set(expand_nodelist(self.exclude)) if self.exclude else set()
         if len(set(wanted)) > self.nodes:

@@ -1,14 +1,18 @@
 """The `clusterddp` command: a table of subcommands, each loaded when it is used."""
 
+from __future__ import annotations
+
 import importlib
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
-from click.shell_completion import CompletionItem
 
 from clusterddp import __version__
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 # name -> (module in clusterddp.cli that holds `command`, its line in the overview)
 COMMANDS = {
@@ -45,6 +49,8 @@ class LazyGroup(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The names of the commands, without importing them; options as click gives them."""
+        from click.shell_completion import CompletionItem
+
         if incomplete.startswith("-"):
             return click.Command.shell_complete(self, ctx, incomplete)
         return [

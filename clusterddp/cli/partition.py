@@ -1,7 +1,13 @@
 """The type of `--partition`: a name or several with commas, completed from the live cluster."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import click
-from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 class PartitionName(click.types.StringParamType):
@@ -15,6 +21,8 @@ class PartitionName(click.types.StringParamType):
         param: click.Parameter,
         incomplete: str,
     ) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
         from clusterddp import slurm
 
         before, comma, last = incomplete.rpartition(",")

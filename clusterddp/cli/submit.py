@@ -1,7 +1,7 @@
 """`clusterddp submit`: render, check, make the run's directory, submit."""
 
 import functools
-import secrets
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def command(
 
 
 def _made_up_name() -> str:
-    return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def _template_folder(options: dict[str, Any]) -> Path | None:

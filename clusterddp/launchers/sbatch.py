@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from clusterddp import render, slurm
+from clusterddp import render
 from clusterddp.launchers import Submission
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec
@@ -16,6 +16,8 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
 
 def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
     """Queue the script; its job id is recorded in the run."""
+    from clusterddp import slurm  # not needed for a dry run
+
     comment = dict(spec.sbatch).get("comment") or render.submission_comment(spec.run_name)
     job_id = slurm.sbatch(script, os.environ, comment=comment)
     run.add_event("submitted", job_id=job_id, launcher="sbatch")

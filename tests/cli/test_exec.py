@@ -1,7 +1,6 @@
 """`clusterddp exec`: really becomes the command, so each test looks at another process."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -113,39 +112,23 @@ def test_without_slurm_the_command_is_rank_0_of_1() -> None:
     assert done.stdout.split() == ["0", "1", "0"]
 
 
-STAND_IN = """
-import json
-def supervise(run_dir, env, child):
-    print(json.dumps([str(run_dir), env.rank]), flush=True)
-    return child()
-"""
+def test_under_a_run_directory_the_outcome_is_recorded(tmp_path: Path) -> None:
+    done = run_exec("--run-dir", str(tmp_path), "--", "sh", "-c", "echo out; exit 7")
+    assert (done.returncode, done.stdout) == (7, "out\n")
+    outcome = json.loads((tmp_path / "outcomes/rank-5.json").read_text())
+    assert (outcome["rank"], outcome["exit_code"]) == (5, 7)
 
 
-@pytest.fixture
-def supervised(tmp_path: Path) -> dict[str, str]:
-    """The environment in which a stand-in for clusterddp.supervise runs the child in place."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys, types\n"
-        f"module = types.ModuleType('clusterddp.supervise')\nexec({STAND_IN!r}, module.__dict__)\n"
-        "sys.modules['clusterddp.supervise'] = module\n"
-    )
-    return {**STEP, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-
-
-def test_under_a_run_directory_the_supervisor_gets_place_and_child(
-    supervised: dict[str, str],
-) -> None:
-    done = run_exec("--run-dir", "/some/run", "--", "sh", "-c", "exit 7", environ=supervised)
-    assert json.loads(done.stdout) == ["/some/run", 5]
-    assert done.returncode == 7
-
-
-def test_a_supervised_command_that_is_not_there_gives_127_to_the_supervisor(
-    supervised: dict[str, str],
-) -> None:
-    done = run_exec("--run-dir", "/some/run", "--", "no-such-program", environ=supervised)
+def test_a_recorded_command_that_is_not_there_gives_127(tmp_path: Path) -> None:
+    done = run_exec("--run-dir", str(tmp_path), "--", "no-such-program")
     assert done.returncode == 127
     assert "no-such-program" in done.stderr
+
+
+def test_with_a_log_of_its_own_nothing_is_left_to_the_agents(tmp_path: Path) -> None:
+    done = run_exec("--run-dir", str(tmp_path), "--own-log", "--", "sh", "-c", "echo o; echo e >&2")
+    assert (done.stdout, done.stderr) == ("", "")
+    assert (tmp_path / "logs/rank-5.log").read_text() == "o\ne\n"
 
 
 def test_the_run_directory_is_no_concern_of_people() -> None:
