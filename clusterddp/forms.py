@@ -30,6 +30,12 @@ _MAIL_TYPES = {
     "TIME_LIMIT", "TIME_LIMIT_50", "TIME_LIMIT_80", "TIME_LIMIT_90", "ARRAY_TASKS",
 }  # fmt: skip
 
+# What torchrun gives its workers (torch's local_elastic_agent.py), and NODE_RANK.
+RANK_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*")
 NAMES = re.compile(rf"{NAME.pattern}(?:,{NAME.pattern})*")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -39,7 +45,6 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAIL_USER = re.compile(r"[A-Za-z0-9_.+@-]+")
 NETWORK_INTERFACE = re.compile(r"[=^]{0,2}[A-Za-z0-9_.:,@-]+")
 MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]*")
-MODEL = re.compile(r"[a-z][a-z0-9-]*")
 
 
 def text(option: str, value: str) -> str:

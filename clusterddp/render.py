@@ -24,9 +24,10 @@ from jinja2 import (
 
 from clusterddp import __version__, forms
 from clusterddp.errors import RequestError
-from clusterddp.spec import JobSpec
+from clusterddp.spec import JobSpec, submission_comment
 
-TEMPLATES = ("ddp.sbatch.j2", "torchrun.sbatch.j2")
+SUBMITIT_SETUP = "_submitit.sbatch.j2"
+"""Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
 
 
@@ -43,7 +44,7 @@ def render(spec: JobSpec, template_folder: Path | None = None) -> str:
     try:
         script = environment.get_template(spec.template).render(_context(spec))
     except TemplateNotFound as error:
-        known = ", ".join(sorted(set(environment.list_templates())))
+        known = ", ".join(_known(template_folder))
         raise RequestError(f"template {error.name!r} is not found; there are: {known}.") from None
     except TemplateSyntaxError as error:
         raise RequestError(
@@ -54,7 +55,7 @@ def render(spec: JobSpec, template_folder: Path | None = None) -> str:
     except UnicodeDecodeError:
         raise RequestError(f"template {spec.template} is not UTF-8 text.") from None
     except Exception as error:  # whatever an expression in a person's own template can raise
-        _blame(error, environment)
+        _blame(error, [shipped_folder(), *([template_folder] if template_folder else [])])
     _check(spec, script)
     return script
 
@@ -126,11 +127,6 @@ def shell_word(value: object) -> str:
     return f"'{text}'" if quoted == text and "," in text else quoted
 
 
-def submission_comment(run_name: str) -> str:
-    """The job comment by which a submission whose answer was lost can be found again."""
-    return f"clusterddp:{run_name}"
-
-
 def task_arguments(spec: JobSpec) -> list[str]:
     """What every rank runs, after `python -m clusterddp`."""
     if spec.train:
@@ -168,6 +164,7 @@ def _context(spec: JobSpec) -> dict[str, object]:
         "srun_args": spec.srun_args,
         "network_interface": spec.network_interface,
         "launch_prefix": spec.launch_prefix,
+        "rank_variables": forms.RANK_VARIABLES,
         "task_arguments": task_arguments(spec),
         "spec_json": spec.to_json(),
     }
@@ -190,12 +187,15 @@ def _jinja(template_folder: Path | None) -> Environment:
     return environment
 
 
-def _blame(error: Exception, environment: Environment) -> NoReturn:
+def _blame(error: Exception, folders: list[Path]) -> NoReturn:
     """Name the template's file and line: Jinja rewrites tracebacks to point into templates."""
     import traceback
 
-    templates = {"<template>", *(str(path) for path in _files(environment))}
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in templates]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if any(Path(frame.filename).is_relative_to(folder) for folder in folders)
+    ]
     if not frames and not isinstance(error, TemplateError):
         raise error
     where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "?"
@@ -203,18 +203,10 @@ def _blame(error: Exception, environment: Environment) -> NoReturn:
     raise RequestError(f"template {where}: {kind}{error}") from None
 
 
-def _files(environment: Environment) -> list[str]:
-    loader = environment.loader
-    assert loader is not None
-    found = []
-    for name in environment.list_templates():
-        try:
-            filename = loader.get_source(environment, name)[1]
-        except (OSError, UnicodeDecodeError, TemplateError):
-            continue  # another file in the person's folder, not the one that failed
-        if filename:
-            found.append(filename)
-    return found
+def _known(template_folder: Path | None) -> list[str]:
+    folders = [shipped_folder(), *([template_folder] if template_folder else [])]
+    names = {path.name for folder in folders for path in folder.glob("*.j2")}
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def _check(spec: JobSpec, script: str) -> None:

@@ -16,6 +16,7 @@ A run is one directory below the output root. What is in it:
 
 import json
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.errors import RequestError, SlurmError
+from clusterddp.errors import RequestError
 from clusterddp.spec import JobSpec
 
 
@@ -37,6 +38,13 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def shown(self) -> str:
+        """What names the run in a command that is typed in this folder: its name or its path."""
+        usual = Path(os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or "jobs")
+        path = self.path.absolute()
+        return self.name if path.parent == usual.absolute() else shlex.quote(str(path))
 
     @property
     def spec(self) -> Path:
@@ -86,12 +94,12 @@ class RunDir:
 
     @classmethod
     @contextmanager
-    def create(cls, spec: JobSpec, script: str) -> Iterator["RunDir"]:
-        """Make the directory of a new run with its two records, or nothing at all.
+    def create(cls, spec: JobSpec, script: str | None) -> Iterator["RunDir"]:
+        """Make the directory of a new run with its records, or nothing at all.
 
         Records are laid down in a hidden sibling that is renamed into place when complete. What
-        was made is taken away again when the body raises, so that a refused submission leaves
-        nothing; but not for a SlurmError, after which the job may be queued.
+        was made is taken away again when the body raises a RequestError, so that a refused
+        submission leaves nothing; after anything else the job may be queued, and needs it.
         Raises RequestError when the run exists or the output root cannot be written.
         """
         path = Path(spec.run_dir)
@@ -107,7 +115,8 @@ class RunDir:
             draft = cls(Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)))
             draft.logs.mkdir()
             write_atomically(draft.spec, spec.to_json().encode())
-            write_atomically(draft.script, script.encode())
+            if script is not None:
+                write_atomically(draft.script, script.encode())
             os.rename(draft.path, path)  # noqa: PTH104 -- fails, as wanted, on a non-empty target
         except OSError as error:
             _undo(draft.path if draft else None, missing)
@@ -117,16 +126,24 @@ class RunDir:
             ) from None
         try:
             yield cls(path)
-        except SlurmError:
-            raise  # no answer: the job may be queued, and would miss its directory
-        except BaseException:
+        except RequestError:
             _undo(path, missing)
             raise
+
+    def make(self, *folders: Path) -> None:
+        """Make the directory, private to its owner, and folders in it; they may be there already.
+
+        Raises OSError.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        for folder in folders:
+            folder.mkdir(mode=0o700, exist_ok=True)
 
     def load_spec(self) -> JobSpec:
         """The request as recorded; raises RequestError when there is none or it is damaged."""
         try:
-            return JobSpec.from_json(self.spec.read_text())
+            return JobSpec.from_json(self.spec.read_text(errors="replace"))
         except OSError as error:
             raise RequestError(
                 f"{self.path} is no run: {self.spec.name}: {error.strerror}."

@@ -17,7 +17,7 @@ from typing import Any
 
 from clusterddp.errors import ClusterDDPError
 from clusterddp.nodelist import expand_nodelist
-from clusterddp.outcome import first_failure, read_outcomes
+from clusterddp.outcome import Failure, first_failure, read_outcomes
 from clusterddp.run_dir import RunDir, read_json
 from clusterddp.slurm import JobState, State
 
@@ -186,10 +186,18 @@ def latest_submission(events: Sequence[Mapping[str, Any]]) -> Submission | None:
             found.update(ended=when or 0.0, restart=restart)
             found["exit_code"] = _number(event.get("exit_code"), as_type=int)
             failure = event.get("first_failure")
-            found["first_failure"] = failure if isinstance(failure, str) else ""
+            found["first_failure"] = _described(failure)
         elif kind in ("cancelled", "cancel_failed"):
             found["cancelled"] = kind == "cancelled"
     return Submission(**found)
+
+
+def _described(failure: object) -> str:
+    """The failure that `clusterddp finish` recorded, as a line; empty for another form."""
+    try:
+        return Failure(**failure).describe() if isinstance(failure, dict) else ""
+    except TypeError:
+        return ""  # a record of another version
 
 
 def jobs_to_ask(submissions: Sequence[Submission | None]) -> list[str]:
@@ -388,13 +396,13 @@ def _next_command(run: RunDir, state: str, failure: str) -> str:
     if state == CREATED:
         return f"sbatch {run.script}"
     if state in (QUEUED, RUNNING):
-        return f"clusterddp logs -f {run.name}"
+        return f"clusterddp logs -f {run.shown}"
     rank = re.match(r"rank (\d+) ", failure)
     if rank:
-        return f"clusterddp logs --rank {rank[1]} {run.name}"
+        return f"clusterddp logs --rank {rank[1]} {run.shown}"
     if state in (FAILED, UNKNOWN):
-        return f"clusterddp logs --job {run.name}"
-    return f"clusterddp logs {run.name}"
+        return f"clusterddp logs --job {run.shown}"
+    return f"clusterddp logs {run.shown}"
 
 
 def _tail_records(path: Path) -> Iterator[dict[str, Any]]:

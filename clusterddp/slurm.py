@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import RequestError, SlurmError
+from clusterddp.forms import RANK_VARIABLES
 
 if TYPE_CHECKING:
     import subprocess
@@ -37,10 +38,6 @@ _CONFIGURATION = {
 _JOB_PREFIXES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "TORCHELASTIC_", "OMPI_COMM_WORLD_",
 )  # fmt: skip
-_RANK_VARIABLES = {
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK",
-    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
-}  # fmt: skip
 # Slurm sets them in a job that was given devices; elsewhere they are the person's own choice.
 _DEVICE_VARIABLES = {
     "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK",
@@ -154,7 +151,7 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
         if name in _CONFIGURATION
         or not (
             name.startswith(_JOB_PREFIXES)
-            or name in _RANK_VARIABLES
+            or name in RANK_VARIABLES
             or (in_job and name in _DEVICE_VARIABLES)
         )
     }

@@ -68,7 +68,7 @@ def redirect_output(run_dir: Path, env: DistEnv) -> None:
     """
     run = RunDir(run_dir)
     try:
-        run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        run.make(run.logs)
         log = os.open(run.rank_log(env.rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     except OSError as error:
         raise TrainingError(
@@ -241,7 +241,7 @@ class _Record:
     def _write(self) -> None:
         """A run directory that is gone or full costs the record, never the task."""
         try:
-            self._run.outcomes.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._run.make(self._run.outcomes)
             write_atomically(self._run.outcome(self._rank), json.dumps(self._fields).encode())
         except OSError as error:
             rank, host = self._rank, self._fields["host"]

@@ -192,8 +192,7 @@ def _decide(config: TrainConfig, run_dir: Path | None, hellos: list[dict[str, An
     )
     data.ensure(config.dataset, config.data_dir, progress=_say, may_fetch=False)
     try:
-        run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        run.checkpoints.mkdir(mode=0o700, exist_ok=True)
+        run.make(run.checkpoints)
         checkpoint_file.remove_leftovers(run)
         resume = checkpoint_file.newest(run, _say)
         if resume is None and config.resume:

@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.forms import RANK_VARIABLES
 from clusterddp.training.synthetic import synthesise
 
 _SETTINGS = ("CLUSTERDDP_", "SBATCH_", "SLURM_", "SRUN_", "SALLOC_", "PMI_", "TORCHELASTIC_")
-_RANKS = {
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK",
-    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
-}  # fmt: skip
 _MNIST = "CLUSTERDDP_TEST_MNIST"
 
 
@@ -19,7 +16,7 @@ _MNIST = "CLUSTERDDP_TEST_MNIST"
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell in which nothing was set up, also when the tests run inside a Slurm job."""
     for name in list(os.environ):
-        if name in _RANKS or (
+        if name in RANK_VARIABLES or (
             name.startswith(_SETTINGS) and not name.startswith("CLUSTERDDP_TEST")
         ):
             monkeypatch.delenv(name)

@@ -27,6 +27,7 @@ CARRIED = [
     "ünïcödé ☃",
     "a=b=c",
     "<in >out",
+    "line\u2028separator and next\u0085line",
     "{{ jinja }} {% raw %}",
     "",
 ]

@@ -51,7 +51,7 @@ def test_the_same_request_gives_the_same_bytes(template: str) -> None:
 def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
     line = next(
         part
-        for part in render.render(spec(environment=(("VALUE", value),))).splitlines()
+        for part in render.render(spec(environment=(("VALUE", value),))).split("\n")
         if part.startswith("export VALUE=")
     )
     seen = subprocess.run(

@@ -39,9 +39,11 @@ def test_an_output_root_that_was_there_stays(tmp_path: Path) -> None:
 
 
 def test_a_submission_without_an_answer_keeps_its_directory(tmp_path: Path) -> None:
-    with pytest.raises(SlurmError), RunDir.create(spec(run_dir=str(tmp_path / "demo")), ""):
-        raise SlurmError("no answer: the job may be queued")
-    assert (tmp_path / "demo/spec.json").is_file()
+    for number, error in enumerate((SlurmError("no answer"), KeyboardInterrupt(), OSError())):
+        asked = spec(run_dir=str(tmp_path / f"demo-{number}"))
+        with pytest.raises(type(error)), RunDir.create(asked, ""):
+            raise error
+        assert (tmp_path / f"demo-{number}/spec.json").is_file()
 
 
 def test_a_run_that_exists_is_left_alone(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def said(state: State, reason: str = "") -> JobState:
     return JobState(state, reason, source="squeue")
 
 
+FAILURE = {"rank": 3, "host": "h02", "reason": "KeyError: 'a'", "log": "logs/rank-3.log"}
 BOOM = "rank 3 on h02 failed first: KeyError: 'a' (logs/rank-3.log)"
 FORGOTTEN = JobState(State.UNKNOWN)
 SILENT = JobState(State.UNKNOWN, problem="squeue: Unable to contact slurm controller")
@@ -154,8 +155,9 @@ def test_slurm_is_asked_only_where_it_has_something_to_say() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    path = tmp_path / "mnist-1"
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "jobs/mnist-1"
     spec = JobSpec(
         run_name="mnist-1",
         run_dir=str(path),
@@ -163,7 +165,7 @@ def run(tmp_path: Path) -> RunDir:
         python="python",
         train=TrainConfig(),
     )
-    path.mkdir()
+    path.mkdir(parents=True)
     run = RunDir(path)
     run.spec.write_text(spec.to_json())
     run.logs.mkdir()
@@ -203,7 +205,7 @@ def test_a_done_run_shows_its_report(run: RunDir) -> None:
 
 
 def test_a_failed_run_names_its_first_failure(run: RunDir) -> None:
-    write_events(run, submitted(), started(), ended(1, first_failure=BOOM))
+    write_events(run, submitted(), started(), ended(1, first_failure=FAILURE))
     status = run_status(run, {"7": FORGOTTEN})
     assert (status.state, status.exit_code) == ("failed", 1)
     assert status.first_failure == BOOM
@@ -222,7 +224,7 @@ def test_the_ranks_own_records_tell_when_the_script_came_to_no_verdict(run: RunD
     assert status.first_failure.startswith("rank 1 on h01 failed first: exit code 3")
 
 
-@pytest.mark.parametrize("value", [None, 5, ["x"], {"rank": 1}])
+@pytest.mark.parametrize("value", [None, 5, ["x"], "rank 1", {"rank": 1}])
 def test_a_failure_in_another_form_does_not_hide_the_end(run: RunDir, value: object) -> None:
     write_events(run, submitted(), started(), ended(1, first_failure=value))
     status = run_status(run, {"7": FORGOTTEN})

@@ -98,8 +98,8 @@ def test_resume_starts_a_new_run_from_another_ones_checkpoint(
 def test_a_checkpoint_of_another_model_or_a_missing_one_is_refused(
     synthetic_dir: Path, tmp_path: Path
 ) -> None:
-    run_task(make_config(synthetic_dir, max_steps=1, optimizer="adam"), tmp_path / "old")
-    with pytest.raises(CheckpointError, match=r"--optimizer adam.*--optimizer sgd"):
+    run_task(make_config(synthetic_dir, max_steps=1, optimizer="sgd"), tmp_path / "old")
+    with pytest.raises(CheckpointError, match=r"--optimizer sgd.*--optimizer adam"):
         run_task(make_config(synthetic_dir, resume=str(tmp_path / "old")), tmp_path / "new")
     with pytest.raises(CheckpointError, match="does not exist"):
         run_task(make_config(synthetic_dir, resume=str(tmp_path / "no.pt")), tmp_path / "new")

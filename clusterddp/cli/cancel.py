@@ -91,7 +91,7 @@ def _check_local(run: RunDir, submission: Submission) -> None:
         where = submission.host or "another machine"
         raise RequestError(
             f"{run.name} runs on {where}, not here; cancel it there with "
-            f"'clusterddp cancel {run.name}'."
+            f"'clusterddp cancel {run.shown}'."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError
 from clusterddp.spec import DATASETS
 from clusterddp.training.data import DatasetInfo, check
@@ -50,7 +51,7 @@ def command() -> None:
     """
 
 
-@command.command("fetch")
+@command.command("fetch", cls=SettingsCommand)
 @_with_data_dir
 def fetch_command(data_dir: str) -> None:
     """Download MNIST, verify it, and put it into place.
@@ -63,7 +64,7 @@ def fetch_command(data_dir: str) -> None:
     _show(fetch(data_dir, _progress))
 
 
-@command.command("check")
+@command.command("check", cls=SettingsCommand)
 @_with_data_dir
 @click.option(
     "--dataset",
@@ -87,7 +88,7 @@ def check_command(data_dir: str, dataset: str, as_json: bool) -> None:
         _show(info)
 
 
-@command.command("import")
+@command.command("import", cls=SettingsCommand)
 @click.argument("source", metavar="FILE", type=click.Path(exists=True, path_type=Path))
 @_with_data_dir
 def import_command(source: Path, data_dir: str) -> None:
@@ -102,7 +103,7 @@ def import_command(source: Path, data_dir: str) -> None:
     _show(import_from(source, data_dir, _progress))
 
 
-@command.command("synthesise")
+@command.command("synthesise", cls=SettingsCommand)
 @_with_data_dir
 @click.option(
     "--train-images",

@@ -1,5 +1,6 @@
 """`clusterddp debug`: the training entrypoint on this workstation, in one process or several."""
 
+import dataclasses
 import functools
 import os
 import random
@@ -7,24 +8,28 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import click
 
-from clusterddp import forms
-from clusterddp.cli.train_options import config_from, train_options
+from clusterddp.cli.inputs import make_sure
+from clusterddp.cli.settings import SettingsCommand
+from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
 from clusterddp.dist_env import DistEnv
-from clusterddp.errors import EXIT_FAILED, RequestError, TrainingError
+from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, RequestError, TrainingError
+from clusterddp.outcome import Failure, first_failure, read_outcomes
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import TrainConfig
+from clusterddp.spec import JobSpec, Resources, TrainConfig
 
 # A surrounding job's or agent's variables, which would tell the ranks that they are its tasks.
-_FOREIGN = ("SLURM_", "SRUN_", "TORCHELASTIC_", "PMI", "MASTER_")
+_FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "TORCHELASTIC_", "PMI", "MASTER_")
 
 
-@click.command()
+@click.command(cls=SettingsCommand, groups={"What it trains": list(TRAIN_OPTION_NAMES)})
 @functools.partial(train_options, settings=True)
 @click.option(
     "--procs",
@@ -63,28 +68,65 @@ def command(
     config = config_from(options)
     if run_dir and run_name:
         raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
-    if run_name:
-        forms.matching("--run-name", run_name, forms.RUN_NAME, "debug-1")
     name = run_name or time.strftime("debug-%Y%m%d-%H%M%S")
-    run = RunDir(Path(run_dir).absolute() if run_dir else Path(output_root).absolute() / name)
-    if procs == 1:
+    path = os.path.abspath(run_dir or f"{output_root}/{name}")
+    make_sure(config, may_fetch=False)
+    with _recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):
+        if procs > 1:
+            return record(*_run_processes(config, run, procs))
         from clusterddp.worker import run_task
 
-        return run_task(config, run.path, DistEnv.from_environ({}))
-    return _run_processes(config, run, procs)
+        return record(run_task(config, run.path, DistEnv.from_environ({})))
 
 
-def _run_processes(config: TrainConfig, run: RunDir, procs: int) -> int:
+@contextmanager
+def _recorded(
+    path: str, config: TrainConfig, procs: int, *, may_exist: bool
+) -> Iterator[tuple[RunDir, Callable[..., int]]]:
+    """The run's directory with the records by which `jobs` and `status` know it.
+
+    Gives the directory and a function that records the exit code, which it returns.
+    """
+    spec = JobSpec(
+        run_name=Path(path).name,
+        run_dir=path,
+        resources=Resources(tasks_per_node=procs),
+        python=sys.executable,
+        train=config,
+        launcher="local",
+    )
+    job_id = str(os.getpid())
+
+    def record(code: int, failure: Failure | None = None) -> int:
+        first = dataclasses.asdict(failure) if failure else None
+        run.add_event("ended", job_id=job_id, exit_code=code, first_failure=first)
+        return code
+
+    goes_on = may_exist and Path(path).is_dir()
+    known = nullcontext(RunDir(Path(path))) if goes_on else RunDir.create(spec, None)
+    with known as run:
+        run.add_event(
+            "submitted", job_id=job_id, launcher="local", pid=os.getpid(), host=os.uname().nodename
+        )
+        run.add_event("started", job_id=job_id, nodelist="localhost")
+        try:
+            yield run, record
+        except KeyboardInterrupt:
+            record(EXIT_INTERRUPTED)
+            raise
+        except SystemExit as leaving:  # TERM or HUP, see _leave
+            record(leaving.code if isinstance(leaving.code, int) else EXIT_FAILED)
+            raise
+        except Exception as error:
+            record(getattr(error, "exit_code", EXIT_FAILED))
+            raise
+
+
+def _run_processes(config: TrainConfig, run: RunDir, procs: int) -> tuple[int, Failure | None]:
+    """Returns the exit code and the rank that failed first."""
     from clusterddp.launchers.processes import TaskGroup
-    from clusterddp.outcome import first_failure, read_outcomes
 
-    try:
-        run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainingError(
-            f"cannot write the run directory {run.path}: {error.strerror}. "
-            "Choose another with --output-root."
-        ) from None
+    run.make(run.logs)
     for path in run.outcomes.glob("rank-*.json"):
         path.unlink()  # of an earlier run in this directory, perhaps of more ranks
     argv = [sys.executable, "-m", "clusterddp", "train", *config.to_argv(), f"--run-dir={run.path}"]
@@ -97,15 +139,15 @@ def _run_processes(config: TrainConfig, run: RunDir, procs: int) -> int:
             group.start(argv, _environment(rank, procs, port), run.rank_log(rank), tee=rank == 0)
         statuses = group.wait()
     if not any(statuses):
-        return 0
+        return 0, None
     failure = first_failure(read_outcomes(run))
     if failure is None:
         rank = group.first_failed or 0
         click.echo(f"clusterddp: rank {rank} failed first; see {run.rank_log(rank)}", err=True)
-        return EXIT_FAILED
+        return EXIT_FAILED, None
     click.echo(f"clusterddp: {failure.describe()}", err=True)
     click.echo(f"clusterddp: the logs are in {run.logs}", err=True)
-    return failure.exit_code or EXIT_FAILED
+    return EXIT_FAILED, failure
 
 
 def _environment(rank: int, procs: int, port: int) -> dict[str, str]:

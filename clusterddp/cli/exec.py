@@ -60,11 +60,7 @@ def command(run_dir: Path | None, own_log: bool, argv: tuple[str, ...]) -> int:
         redirect_output(run_dir, env)
 
     def child() -> int:
-        try:
-            become(argv, environ)
-        except ClusterDDPError as error:
-            click.echo(f"clusterddp: {error}", err=True)
-            return error.exit_code
+        become(argv, environ)
 
     return supervise(run_dir, env, child)
 

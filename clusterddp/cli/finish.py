@@ -36,7 +36,7 @@ def command(run_dir: Path, exit_code: int, job_id: str, restart: int) -> int:
         code = EXIT_FAILED
     if failure:
         click.echo(f"clusterddp: {failure.describe()}")
-        click.echo(f"clusterddp: see its log: clusterddp logs {run.name} --rank {failure.rank}")
+        click.echo(f"clusterddp: see its log: clusterddp logs {run.shown} --rank {failure.rank}")
     elif missing:
         click.echo(
             f"clusterddp: srun ended with exit code 0, but the run has no {run.report.name} of "

@@ -116,8 +116,8 @@ def follow(
     except KeyboardInterrupt:
         if goes_on:
             click.echo(
-                f"\nclusterddp: {run.name} goes on; 'clusterddp logs -f {run.name}' follows it "
-                f"again, 'clusterddp cancel {run.name}' ends it",
+                f"\nclusterddp: {run.name} goes on; 'clusterddp logs -f {run.shown}' follows it "
+                f"again, 'clusterddp cancel {run.shown}' ends it",
                 err=True,
             )
         return EXIT_INTERRUPTED

@@ -1,13 +1,14 @@
 """From the values of submit's options to a `JobSpec`: the only place where flags become types."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from clusterddp import forms
-from clusterddp.cli import settings
+from clusterddp.cli import sbatch_variables, settings
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from
 from clusterddp.errors import RequestError
 from clusterddp.site import Site
@@ -35,6 +36,8 @@ _REFUSED = {
     )),
 }  # fmt: skip
 _NEEDED = ("ntasks", "nodes", "output")
+# Other names of sbatch(1): no shortened form of the above, and what --omit-directive can name.
+_KNOWN_DIRECTIVES = {*sbatch_variables.DIRECTIVES.values(), "chdir", "comment", "gres", "nice"}
 
 
 def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobSpec:
@@ -65,6 +68,8 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
     )  # fmt: skip
     environment, passed = _environment(ctx.obj, options["env"])
     template = options["template"]
+    if Path(template).name.startswith("_"):
+        raise RequestError(f"--template {template}: it is part of another one, not for itself.")
     return JobSpec(
         run_name=run_name,
         run_dir=f"{os.path.abspath(options['output_root'])}/{run_name}",
@@ -74,8 +79,8 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         command=task_command,
         job_name=options["job_name"] or "",
         launcher=options["launcher"],
-        template=Path(template).name if "/" in template else template,
-        sbatch=_directives(options["sbatch"]),
+        template=Path(template).name,
+        sbatch=_directives(options["sbatch"], resources),
         omit_directives=_omitted(options["omit_directive"]),
         srun_args=tuple(
             w for line in options["srun_args"] for w in forms.words("--srun-args", line)
@@ -141,29 +146,36 @@ def _environment(
     return environment, tuple(n for n, v in values.items() if v is None)
 
 
-def _directives(items: tuple[str, ...]) -> tuple[tuple[str, str | None], ...]:
-    found: dict[str, str | None] = dict(settings.sbatch_directives(os.environ))
+def _directives(items: tuple[str, ...], resources: Resources) -> tuple[tuple[str, str | None], ...]:
+    """--sbatch over the submitter's SBATCH_*, of which those that an option contradicts are out."""
+    found = sbatch_variables.directives(os.environ)
+    for name, contradicted in (
+        ("mem-per-cpu", resources.mem),
+        ("mem-per-gpu", resources.mem),
+        ("cpus-per-gpu", resources.cpus_per_task),
+    ):
+        if contradicted:
+            found.pop(name, None)
     for item in items:
         key, equals, value = item.partition("=")
         name = key.removeprefix("--")
         forms.matching("--sbatch", name, forms.DIRECTIVE_NAME, "signal=USR1@90 or requeue")
-        option = _OPTION_OF.get(name) or next(
-            # sbatch takes shortened names too
-            (
-                o
-                for full, o in _OPTION_OF.items()
-                if full.startswith(name) and len(name) < len(full)
-            ),
-            None,
-        )
+        option, reason = _meant(name, _OPTION_OF), _meant(name, _REFUSED)
         if name == "gres" and "gpu" in value:
             option = "--gpus-per-node with --gpu-request gres"
         if option:
             raise RequestError(f"--sbatch {item}: there is an option for it, {option}.")
-        if name in _REFUSED:
-            raise RequestError(f"--sbatch {item}: refused, for {_REFUSED[name]}.")
+        if reason:
+            raise RequestError(f"--sbatch {item}: refused, for {reason}.")
         found[name] = forms.text(f"--sbatch {name}", value) if equals else None
     return tuple(found.items())
+
+
+def _meant(name: str, table: Mapping[str, str]) -> str | None:
+    """The entry of a directive, also of a shortened name, which sbatch takes as well."""
+    if name in table or name in _KNOWN_DIRECTIVES:
+        return table.get(name)
+    return next((entry for full, entry in table.items() if full.startswith(name)), None)
 
 
 def _omitted(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -171,4 +183,11 @@ def _omitted(names: tuple[str, ...]) -> tuple[str, ...]:
         forms.matching("--omit-directive", name, forms.DIRECTIVE_NAME, "mem")
         if name in _NEEDED:
             raise RequestError(f"--omit-directive {name}: the run cannot do without it.")
+        known = {*_OPTION_OF, *_KNOWN_DIRECTIVES}
+        if name not in known:
+            import difflib
+
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise RequestError(f"--omit-directive {name}: there is no such directive.{hint}")
     return names

@@ -93,5 +93,5 @@ def _nothing_there(run: RunDir, status: RunStatus, path: Path) -> str:
     have = ", ".join([*others, *ranks[:4], *(["…"] if len(ranks) > 4 else [])]) or "no log"
     return (
         f"{run.name} has no {path.name} (yet): it is {state} and has {have}. Follow it with "
-        f"'clusterddp logs -f {run.name}', or see 'clusterddp status {run.name}'."
+        f"'clusterddp logs -f {run.shown}', or see 'clusterddp status {run.shown}'."
     )

@@ -103,16 +103,6 @@ def statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
     return [run_status(run, states) for run in runs]
 
 
-def to_command(words: str, root: Path) -> str:
-    """A command for the person to type, with the output root where it is not the usual one."""
-    import shlex
-
-    usual = os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or DEFAULT_ROOT
-    if str(root) == usual or not words.startswith("clusterddp "):
-        return words
-    return f"{words} --output-root {shlex.quote(str(root))}"
-
-
 def as_json(value: object) -> str:
     """Indented JSON; a loss that is not a number becomes null, for JSON knows no NaN."""
     import json

@@ -24,9 +24,6 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     Exit codes: 0 whenever it could tell, however the run ended; 2 there is no such run.
     """
     [status] = runs.statuses([runs.find_run(output_root, run)])
-    status = dataclasses.replace(
-        status, next_command=runs.to_command(status.next_command, output_root)
-    )
     if as_json:
         click.echo(runs.as_json(dataclasses.asdict(status)))
     else:

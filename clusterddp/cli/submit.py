@@ -9,18 +9,19 @@ from typing import Any
 import click
 
 from clusterddp import launchers
-from clusterddp.cli import request_options, settings
+from clusterddp.cli import request_options, sbatch_variables, settings
+from clusterddp.cli.inputs import make_sure
 from clusterddp.cli.job_spec import job_spec
+from clusterddp.cli.templates import SHIPPED
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, train_options
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
-    CheckpointError,
-    DataError,
     RequestError,
+    SlurmError,
 )
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec
+from clusterddp.spec import JobSpec, submission_comment
 
 
 class SubmitCommand(settings.SettingsCommand):
@@ -76,6 +77,8 @@ def command(
 
     Trains MNIST on every task, or runs COMMAND there with RANK, WORLD_SIZE, MASTER_ADDR … set.
     """
+    for name in sbatch_variables.left_out(os.environ):
+        click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
     spec = job_spec(ctx, run_name or _made_up_name(), options)
     launcher = launchers.load(spec.launcher)
     script = launcher.prepare(spec, _template_folder(options))
@@ -86,8 +89,21 @@ def command(
         return EXIT_DONE
     _check_inputs(spec)
     with RunDir.create(spec, script) as run:
-        submission = launcher.submit(spec, script, run)
-    _announce(spec, submission, as_json)
+        try:
+            submission = launcher.submit(spec, script, run)
+        except KeyboardInterrupt:
+            click.echo(
+                f"clusterddp: interrupted; the job may be queued. Look for it by its comment, "
+                f"{submission_comment(spec.run_name)}; its directory {run.path} is kept.",
+                err=True,
+            )
+            return EXIT_INTERRUPTED
+        except OSError as error:
+            raise SlurmError(
+                f"the run's records cannot be written: {error}. The job may be queued; look for it "
+                f"by its comment, {submission_comment(spec.run_name)}."
+            ) from None
+    _announce(spec, run, submission, as_json)
     if not (wait or submission.stop):
         return EXIT_DONE
     from clusterddp.cli.follow import follow
@@ -107,10 +123,10 @@ def _made_up_name() -> str:
 
 def _template_folder(options: dict[str, Any]) -> Path | None:
     """The folder of a person's own templates; it must be there when it was named."""
-    if "/" in options["template"]:
-        path = Path(options["template"])
-        if not path.is_file():
-            raise RequestError(f"--template: {options['template']!r} is no file.")
+    path = Path(options["template"])
+    if "/" in options["template"] and not path.is_file():
+        raise RequestError(f"--template: {options['template']!r} is no file.")
+    if "/" in options["template"] or (path.is_file() and path.name not in SHIPPED):
         return path.parent
     if options["template_dir"] is None:
         return None
@@ -127,23 +143,10 @@ def _check_inputs(spec: JobSpec) -> None:
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
         )
     if spec.train:
-        from clusterddp.training import checkpoint_file, data
-
-        try:
-            if spec.train.resume:
-                checkpoint_file.find(spec.train.resume, lambda line: click.echo(line, err=True))
-            info = data.ensure(
-                spec.train.dataset,
-                spec.train.data_dir,
-                progress=lambda line: click.echo(line, err=True),
-                may_fetch=True,
-            )
-        except (CheckpointError, DataError) as error:
-            raise RequestError(str(error)) from None  # nothing has run that could have failed
-        click.echo(f"dataset: {info.describe()}", err=True)
+        make_sure(spec.train, may_fetch=True)
 
 
-def _announce(spec: JobSpec, submission: launchers.Submission, as_json: bool) -> None:
+def _announce(spec: JobSpec, run: RunDir, submission: launchers.Submission, as_json: bool) -> None:
     if as_json:
         import json
 
@@ -154,7 +157,7 @@ def _announce(spec: JobSpec, submission: launchers.Submission, as_json: bool) ->
         f"submitted {spec.run_name} as job {submission.job_id}: {spec.resources.nodes} nodes x "
         f"{spec.resources.tasks_per_node} tasks = {spec.world_size} ranks\n"
         f"  files   {spec.run_dir}\n"
-        f"  status  clusterddp status {spec.run_name}\n"
-        f"  logs    clusterddp logs -f {spec.run_name}\n"
-        f"  cancel  clusterddp cancel {spec.run_name}"
+        f"  status  clusterddp status {run.shown}\n"
+        f"  logs    clusterddp logs -f {run.shown}\n"
+        f"  cancel  clusterddp cancel {run.shown}"
     )

@@ -21,7 +21,12 @@ from pathlib import Path
 from clusterddp import slurm
 from clusterddp.errors import RequestError
 from clusterddp.launchers import Submission, sbatch
-from clusterddp.launchers.srun import KILL_WAIT_SECONDS, STEPS_VARIABLE, signal_session
+from clusterddp.launchers.srun import (
+    CANCELLED,
+    KILL_WAIT_SECONDS,
+    STEPS_VARIABLE,
+    signal_session,
+)
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec
 from clusterddp.supervise import die_with_parent
@@ -113,8 +118,11 @@ def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
     if "cpus-per-task" in asked:
         environ["SLURM_CPUS_PER_TASK"] = str(cpus)
     per_task = int(asked.get("gpus-per-task", "0").rpartition(":")[2])
-    per_node = per_task * tasks_per_node or int(
-        (asked.get("gpus-per-node") or asked.get("gres", "0")).rpartition(":")[2]
+    gres = re.findall(r"(?:^|,)gpu(?::[^:,]*)?:(\d+)", asked.get("gres", ""))
+    per_node = (
+        per_task * tasks_per_node
+        or int(asked.get("gpus-per-node", "0").rpartition(":")[2])
+        or sum(map(int, gres))
     )
     if per_node:
         environ["SLURM_GPUS_ON_NODE"] = str(per_node)
@@ -166,18 +174,13 @@ class _Job:
         self._cancelled = True
 
     def _signal(self, script: int, steps: Path, *numbers: int) -> None:
-        """As scancel: the tasks and the batch shell, but not srun."""
+        """As scancel: the tasks, the batch shell and what it has started, but not srun."""
+        (steps / CANCELLED).touch()
         tasks = [int(pid) for note in steps.glob("[0-9]*") for pid in _read(note).split()]
         for number in numbers:
             for pid in tasks:
                 signal_session(pid, number)
-            if number == signal.SIGKILL:
-                signal_session(script, number)
-            else:
-                try:
-                    os.kill(script, number)
-                except ProcessLookupError:
-                    pass  # it has ended
+            signal_session(script, number)
 
 
 def _read(note: Path) -> str:

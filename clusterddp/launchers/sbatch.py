@@ -6,7 +6,7 @@ from pathlib import Path
 from clusterddp import render
 from clusterddp.launchers import Submission
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec
+from clusterddp.spec import JobSpec, submission_comment
 
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:
@@ -18,7 +18,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
     """Queue the script; its job id is recorded in the run."""
     from clusterddp import slurm  # not needed for a dry run
 
-    comment = dict(spec.sbatch).get("comment") or render.submission_comment(spec.run_name)
+    comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
     job_id = slurm.sbatch(script, os.environ, comment=comment)
     run.add_event("submitted", job_id=job_id, launcher="sbatch")
     return Submission(job_id)

@@ -19,12 +19,18 @@ KILL_WAIT_SECONDS = 30
 """Between TERM and KILL, as Slurm's default KillWait."""
 STEPS_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
 """Names the folder in which each step notes the process ids of its tasks, for the controller."""
+CANCELLED = "cancelled"
+"""The file in that folder which says that no further step may start."""
 
 
 def main() -> None:
     """Start the tasks, wait for them, and exit as srun does."""
+    os.setsid()  # a signal to the batch script and its children is not for srun
     options = parse(sys.argv[1:])
     steps = Path(os.environ[STEPS_VARIABLE])
+    if (steps / CANCELLED).exists():
+        _say("srun: error: Unable to create step: the job is being cancelled")
+        sys.exit(1)
     step_id = _next_step(steps)
     tasks = [task_environment(os.environ, options, rank, step_id) for rank in range(options.ntasks)]
     sys.exit(run_step(options, tasks, steps / str(step_id)))
@@ -66,7 +72,7 @@ def task_environment(
     local_rank = rank - sum(counts[:node])
     ranks = range(sum(counts[:node]), sum(counts[: node + 1]))
     layout = _compressed(counts)
-    nodelist = job["SLURM_JOB_NODELIST"]
+    nodelist = hosts[0] if len(hosts) == 1 else f"127.0.0.[1-{len(hosts)}]"
     environ = {
         **{name: value for name, value in job.items() if name != STEPS_VARIABLE},
         "SLURMD_NODENAME": hosts[node],

@@ -96,9 +96,12 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
         "time": None,  # otherwise submitit asks for five minutes
         "wckey": None,
         "job_name": _escaped(wanted.pop("job-name", None)),
-        "setup": render.render(replace(spec, template="submitit.sbatch.j2")).splitlines(),
+        "setup": render.render(replace(spec, template=render.SUBMITIT_SETUP)).split("\n"),
         "additional_parameters": {
-            name: True if value is None else _escaped(value) for name, value in wanted.items()
+            # submitit always asks Slurm for a signal ahead of the time limit, which would end the
+            # tasks: unless one was asked for, let it be one that does nothing.
+            "signal": "CONT@1",
+            **{n: True if value is None else _escaped(value) for n, value in wanted.items()},
         },
         "srun_args": [*srun_args, *spec.srun_args],
     }

@@ -73,7 +73,7 @@ def save(
     data = buffer.getvalue()
     path = run.checkpoints / f"step-{position.step:08d}.pt"
     try:
-        run.checkpoints.mkdir(mode=0o700, exist_ok=True)
+        run.make(run.checkpoints)
         # Where a file is written again, its old checksum goes first: between the two writes it
         # counts as incomplete, never as torn under a checksum that fits neither.
         checkpoint_file.checksum_of(path).unlink(missing_ok=True)

@@ -4,12 +4,15 @@ Every set is made whole in a draft folder beside its place, checked there, and r
 so that an interrupted or concurrent writer never leaves half a set.
 """
 
+import contextlib
 import gzip
 import http.client
+import io
 import lzma
 import os
 import shutil
 import socket
+import sys
 import tarfile
 import tempfile
 import zlib
@@ -78,7 +81,10 @@ def _download(draft: Path, data_dir: str) -> None:
     patience = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_NETWORK_TIMEOUT_SECONDS)
     try:
-        datasets.MNIST(root=str(draft), download=True)
+        with (
+            contextlib.nullcontext() if _wants_bars() else contextlib.redirect_stderr(io.StringIO())
+        ):
+            datasets.MNIST(root=str(draft), download=True)
     except (RuntimeError, OSError, http.client.HTTPException) as error:
         reason = "\n".join(f"  {line}" for line in str(error).splitlines() if line.strip())
         raise DataError(
@@ -88,6 +94,11 @@ def _download(draft: Path, data_dir: str) -> None:
         ) from None
     finally:
         socket.setdefaulttimeout(patience)
+
+
+def _wants_bars() -> bool:
+    """torchvision draws its progress bars wherever stderr leads to."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
 
 
 def import_from(source: Path, data_dir: str, progress: Progress) -> DatasetInfo:

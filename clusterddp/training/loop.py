@@ -46,6 +46,8 @@ class Training:
 
         torch.manual_seed(config.seed)  # the same weights on every rank
         self.model = models.build(config.model).to(device)
+        if device.type == "cpu":  # convolutions on the CPU are a third faster in this layout
+            self.model = self.model.to(memory_format=torch.channels_last)
         self.optimizer = optimizer.build(config, self.model)
         self.position = Position()
         if resume:

@@ -1,5 +1,6 @@
 """Run directories made by hand, commands run in this process, stand-ins for Slurm's commands."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from clusterddp.cli.main import main
+from clusterddp.outcome import Failure
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec, Resources, TrainConfig
 
@@ -89,6 +91,8 @@ def workplace(
     return Workplace(tmp_path, monkeypatch, capfd)
 
 
+# A failure as `clusterddp finish` records it, and as it is told.
+FAILURE = dataclasses.asdict(Failure(3, "h02", "ValueError: boom", "logs/rank-3.log", 1))
 BOOM = "rank 3 on h02 failed first: ValueError: boom (logs/rank-3.log)"
 """What an `ended` record holds of the rank that failed first."""
 

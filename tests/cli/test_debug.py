@@ -142,7 +142,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(debug: Any, tmp_path: Pat
     wait_until_training(process)
     os.kill(rank_pids(RunDir(tmp_path / "run"))[1], signal.SIGKILL)
     _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 137
+    assert process.returncode == 1
     named = f"rank 1 on {socket.gethostname()} failed first: killed by SIGKILL (logs/rank-1.log)"
     assert named in err
 

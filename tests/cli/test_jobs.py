@@ -2,7 +2,7 @@
 
 import json
 
-from tests.cli.made_runs import BOOM, Workplace, ended, started, submitted, workplace
+from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]
 
@@ -40,7 +40,7 @@ def test_slurm_is_asked_once_for_all_runs(workplace: Workplace) -> None:
 
 
 def test_runs_are_listed_without_any_slurm(workplace: Workplace) -> None:
-    workplace.run("over", submitted("1"), started("1"), ended("1", 1, first_failure=BOOM))
+    workplace.run("over", submitted("1"), started("1"), ended("1", 1, first_failure=FAILURE))
     workplace.run("lost", submitted("2"))
     got = workplace.invoke("jobs")
     assert got.code == 0

@@ -14,7 +14,7 @@ import pytest
 from clusterddp.cli import follow as following
 from clusterddp.cli.follow import LogTail, follow
 from clusterddp.run_dir import RunDir
-from tests.cli.made_runs import BOOM, Workplace, ended, started, submitted, workplace
+from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]
 
@@ -168,7 +168,7 @@ def test_follow_of_a_failed_run_names_the_failure(
 ) -> None:
     run = workplace.run("one", submitted("7"), started("7"))
     write_logs(run, job="Traceback: boom\n")
-    end = record("ended", exit_code=1, first_failure=BOOM)
+    end = record("ended", exit_code=1, first_failure=FAILURE)
     story(workplace, run, f"{end}; {say('COMPLETING')}", say("FAILED", "NonZeroExitCode"))
     assert follow(run) == 1
     out, err = capfd.readouterr()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.cli.made_runs import BOOM, Workplace, ended, started, submitted, workplace
+from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]
 
@@ -32,7 +32,7 @@ def test_status_tells_all_that_is_known(workplace: Workplace) -> None:
 
 
 def test_a_failed_run_is_told_with_exit_code_0(workplace: Workplace) -> None:
-    end = ended("1", 1, first_failure=BOOM)
+    end = ended("1", 1, first_failure=FAILURE)
     workplace.run("bad", submitted("1"), started("1"), end)
     got = workplace.invoke("status")
     assert got.code == 0
@@ -41,7 +41,7 @@ def test_a_failed_run_is_told_with_exit_code_0(workplace: Workplace) -> None:
 
 
 def test_json_holds_the_same(workplace: Workplace) -> None:
-    workplace.run("bad", submitted("1"), started("1"), ended("1", 3, first_failure=BOOM))
+    workplace.run("bad", submitted("1"), started("1"), ended("1", 3, first_failure=FAILURE))
     status = json.loads(workplace.invoke("status", "--json").out)
     assert (status["state"], status["exit_code"], status["first_failure"]) == (
         "failed",
@@ -109,7 +109,9 @@ def test_another_output_root_stands_in_the_next_command(workplace: Workplace) ->
     workplace.run("one", submitted("1"), started("1"), ended("1", 0))
     workplace.root.rename(workplace.folder / "my runs")
     got = workplace.invoke("status", "--output-root", "my runs")
-    assert "next      clusterddp logs one --output-root 'my runs'" in got.out
+    path = workplace.folder / "my runs/one"
+    assert f"next      clusterddp logs '{path}'" in got.out
+    assert workplace.invoke("status", str(path)).code == 0
     workplace.monkeypatch.setenv("CLUSTERDDP_OUTPUT_ROOT", "my runs")
     assert "next      clusterddp logs one\n" in workplace.invoke("status").out
 

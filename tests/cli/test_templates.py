@@ -13,7 +13,7 @@ from clusterddp.render import shipped_folder
 
 def test_the_listed_templates_are_those_shipped_for_a_person() -> None:
     listed = CliRunner().invoke(cli, ["templates", "list"]).output
-    shipped = {path.name for path in shipped_folder().glob("*.j2")} - {"submitit.sbatch.j2"}
+    shipped = {path.name for path in shipped_folder().glob("*.j2")} - {"_submitit.sbatch.j2"}
     assert set(SHIPPED) == shipped
     for name in shipped:
         assert name in listed

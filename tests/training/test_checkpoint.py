@@ -120,7 +120,7 @@ def test_code_in_a_file_is_not_run(run: RunDir, capsys: pytest.CaptureFixture[st
         ({"format": 99}, "format 99.*reads format 1"),
         ({"config": {**dataclasses.asdict(CONFIG), "model": "resnet"}}, "--model resnet.*convnet"),
         ({"config": {**dataclasses.asdict(CONFIG), "dataset": "synthetic"}}, "synthetic.*mnist"),
-        ({"config": {**dataclasses.asdict(CONFIG), "optimizer": "adam"}}, "adam.*sgd"),
+        ({"config": {**dataclasses.asdict(CONFIG), "optimizer": "sgd"}}, "sgd.*adam"),
         ({"model": {"other": torch.zeros(1)}}, "does not fit"),
     ],
 )

@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
 
 
 def test_training_learns(synthetic_dir: Path, tmp_path: Path, alone: None) -> None:
-    result = train_alone(config(synthetic_dir, lr=0.05, warmup_steps=10), tmp_path / "run")
+    result = train_alone(config(synthetic_dir, warmup_steps=10), tmp_path / "run")
     assert result["accuracy"] > 0.5
 
 
