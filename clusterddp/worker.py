@@ -1,6 +1,6 @@
 """What every task runs: find out who it is, meet the others, agree, train, tidy up.
 
-The only writer of os.environ. The training itself knows nothing of Slurm.
+The only writer of os.environ in a task.
 """
 
 import importlib.util

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec
 
-# launcher -> module; a new launcher is one file and one line here.
+# launcher -> module; a new launcher is one file, one line here and its name in spec.LAUNCHERS.
 MODULES = {
     "sbatch": "clusterddp.launchers.sbatch",
     "submitit": "clusterddp.launchers.submitit",

@@ -1,4 +1,4 @@
-"""The models by name; a new one is one function and one line in the table."""
+"""The models by name; a new one is a function, a line in the table and its name in spec.MODELS."""
 
 from collections.abc import Callable
 

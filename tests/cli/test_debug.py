@@ -160,3 +160,24 @@ def test_a_free_port_lies_below_the_ephemeral_range() -> None:
         port = free_port()
         assert 12000 <= port < 32000
         probe.bind(("127.0.0.1", port))
+
+
+def test_a_debug_run_is_known_to_the_other_commands(synthetic_dir: Path, tmp_path: Path) -> None:
+    def clusterddp(*argv: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "clusterddp", *argv],
+            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+
+    train = ["debug", "--dataset=synthetic", f"--data-dir={synthetic_dir}", "--max-steps=1"]
+    first = clusterddp(*train, "--run-name=one")
+    assert first.returncode == 0, first.stderr
+    status = json.loads(clusterddp("status", "one", "--json").stdout)
+    assert (status["state"], status["world_size"], status["step"]) == ("done", 1, 1)
+    assert (tmp_path / "jobs/one").stat().st_mode & 0o777 == 0o700
+    again = clusterddp(*train, "--run-name=one")
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
+    broken = clusterddp("debug", "--dataset=mnist", "--data-dir=none", "--run-name=two")
+    assert broken.returncode == 2
+    assert not (tmp_path / "jobs/two").exists()

@@ -1,0 +1,209 @@
+"""The rehearsal on this workstation: the whole path of a run without a Slurm."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.launchers import srun
+from clusterddp.launchers.local import job_environment
+
+CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
+
+
+def submit(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", *args],
+        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def status(folder: Path) -> dict[str, Any]:
+    shown = subprocess.run(
+        [*CLUSTERDDP, "status", "a", "--json"],
+        cwd=folder, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(shown.stdout)
+    return found
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"not within a minute: {what}"
+        time.sleep(0.02)
+
+
+def test_a_command_runs_on_every_rank_of_every_host(tmp_path: Path) -> None:
+    show = "echo $RANK of $WORLD_SIZE on $SLURMD_NODENAME"
+    done = submit(tmp_path, "--nodes", "2", "--tasks-per-node", "2", "--", "sh", "-c", show)
+    assert done.returncode == 0, done.stderr
+    logs = [(tmp_path / f"jobs/a/logs/rank-{rank}.log").read_text() for rank in range(4)]
+    hosts = ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2"]
+    assert logs == [f"{rank} of 4 on {host}\n" for rank, host in enumerate(hosts)]
+    assert status(tmp_path)["state"] == "done"
+
+
+@pytest.mark.parametrize("template", ["ddp.sbatch.j2", "torchrun.sbatch.j2"])
+def test_the_rank_that_failed_first_is_named_everywhere(tmp_path: Path, template: str) -> None:
+    fail = 'if [ "$RANK" = 1 ]; then exit 7; fi; sleep 60'
+    done = submit(
+        tmp_path, "--nodes", "2", "--template", template, "--", "sh", "-c", fail
+    )  # fmt: skip
+    named = "rank 1 on 127.0.0.2 failed first: exit code 7 (logs/rank-1.log)"
+    assert done.returncode == 1
+    assert named in done.stderr
+    assert named in (tmp_path / "jobs/a/logs/job.log").read_text()
+    found = status(tmp_path)
+    assert (found["state"], found["first_failure"]) == ("failed", named)
+    assert found["next_command"] == "clusterddp logs --rank 1 a"
+
+
+def test_a_task_killed_with_its_parent_is_still_named(tmp_path: Path) -> None:
+    kill = 'if [ "$RANK" = 1 ]; then kill -9 $PPID $$; fi; sleep 60'
+    done = submit(tmp_path, "--nodes", "2", "--", "sh", "-c", kill)
+    assert done.returncode == 1
+    assert "rank 1 on 127.0.0.2 failed first: killed by SIGKILL" in done.stderr
+    assert "rank 1 on 127.0.0.2 failed first" in status(tmp_path)["first_failure"]
+
+
+def test_cancelling_during_the_set_up_starts_no_task(tmp_path: Path) -> None:
+    job = subprocess.Popen(
+        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a",
+         "--setup", "touch setting-up", "--setup", "sleep 60", "--", "touch", "ran"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for((tmp_path / "setting-up").exists, "the set-up begins")
+    cancelled = subprocess.run([*CLUSTERDDP, "cancel", "a"], cwd=tmp_path, check=False)
+    assert cancelled.returncode == 0
+    job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert not (tmp_path / "ran").exists()
+    assert status(tmp_path)["state"] == "cancelled"
+
+
+def test_a_cancelled_job_starts_no_further_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / srun.CANCELLED).touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterddp.launchers.srun", "--ntasks=1", "--", "true"],
+        env={**os.environ, srun.STEPS_VARIABLE: str(tmp_path), **JOB},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Unable to create step" in done.stderr
+
+
+def test_a_step_of_fewer_hosts_knows_only_those(tmp_path: Path) -> None:
+    own = f"srun -N1 -n1 {sys.executable} -m clusterddp env --json >env.json"
+    done = submit(tmp_path, "--nodes", "2", "--setup", own, "--", "true")
+    assert done.returncode == 0, done.stderr
+    derived = json.loads((tmp_path / "env.json").read_text())
+    assert (derived["world_size"], derived["hostnames"]) == (1, ["127.0.0.1"])
+
+
+def test_tear_down_runs_after_a_failure_and_cannot_hide_it(tmp_path: Path) -> None:
+    done = submit(tmp_path, "--teardown", "touch torn", "--teardown", "exit 0", "--", "false")
+    assert done.returncode == 1
+    assert (tmp_path / "torn").exists()
+    assert status(tmp_path)["exit_code"] == 1
+
+
+def test_a_python_that_only_a_container_has_still_ends_well(tmp_path: Path) -> None:
+    (tmp_path / "wrap").write_text(f'#!/bin/sh\nshift\nexec {sys.executable} "$@"\n')
+    (tmp_path / "wrap").chmod(0o700)
+    done = submit(
+        tmp_path, "--python", "no-such-python", "--launch-prefix", str(tmp_path / "wrap"),
+        "--", "true",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert status(tmp_path)["state"] == "done"
+
+
+def test_ctrl_c_cancels_the_run_and_leaves_no_process(tmp_path: Path) -> None:
+    wait = "trap 'echo told; exit 1' TERM; echo up; while :; do sleep 0.1; done"
+    job = subprocess.Popen(
+        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--nodes", "2",
+         "--", "bash", "-c", wait],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]
+    wait_for(lambda: all(log.exists() and "up" in log.read_text() for log in logs), "tasks up")
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=60)
+    assert job.returncode == 130
+    wait_for(lambda: not processes_in(tmp_path), "no process left")
+    assert all("told" in log.read_text() for log in logs)
+    assert status(tmp_path)["state"] == "cancelled"
+
+
+def processes_in(folder: Path) -> list[str]:
+    """The processes whose working folder it is."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
+                found.append((entry / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def test_more_hosts_than_loopback_has_are_refused(tmp_path: Path) -> None:
+    done = submit(tmp_path, "--nodes", "251", "--", "true")
+    assert done.returncode == 2
+    assert "at most 250" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+JOB = job_environment(
+    "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n", 77, Path("/")
+)
+
+
+@pytest.mark.parametrize(
+    ("directives", "gpus"),
+    [
+        (["--gpus-per-node=2"], "0,1"),
+        (["--gpus-per-node=a100:2"], "0,1"),
+        (["--gres=gpu:a100:2"], "0,1"),
+        (["--gres=nvme:100G,gpu:2"], "0,1"),
+        (["--ntasks-per-node=2", "--gpus-per-task=1"], "0,1"),
+        (["--gres=nvme:100G"], None),
+        (["--gres=shard:2"], None),
+        ([], None),
+    ],
+)
+def test_a_jobs_gpus_are_those_its_directives_ask_for(
+    directives: list[str], gpus: str | None
+) -> None:
+    script = "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in directives)
+    assert job_environment(script, 77, Path("/")).get("SLURM_JOB_GPUS") == gpus
+
+
+def test_hosts_of_a_rehearsal_share_out_the_workstations_gpus() -> None:
+    job = job_environment(
+        "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=2\n#SBATCH --ntasks-per-node=2\n",
+        77, Path("/"),
+    )  # fmt: skip
+    options = srun.parse(["--nodes=2", "--ntasks=4", "--", "true"])
+    seen = [srun.task_environment(job, options, rank, 0) for rank in range(4)]
+    assert [task["CUDA_VISIBLE_DEVICES"] for task in seen] == ["0,1", "0,1", "2,3", "2,3"]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "layout"), [(4, 2, "2(x2)"), (5, 2, "3,2"), (1, 1, "1")]
+)
+def test_tasks_are_dealt_out_in_blocks(tasks: int, nodes: int, layout: str) -> None:
+    options = srun.parse([f"--nodes={nodes}", f"--ntasks={tasks}", "true"])
+    last = srun.task_environment(JOB, options, tasks - 1, 0)
+    assert last["SLURM_STEP_TASKS_PER_NODE"] == layout
+    assert last["SLURM_NODEID"] == str(nodes - 1)
