@@ -53,7 +53,7 @@ def text(option: str, value: str) -> str:
     if found:
         raise RequestError(
             f"{option}: {value!r} holds the control character {found.group()!r}; "
-            "a script line cannot carry it faithfully. Remove it."
+            "a script line cannot carry it faithfully. Remove it, or put the text into a file."
         )
     try:
         value.encode()

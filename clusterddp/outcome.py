@@ -45,7 +45,7 @@ class Outcome:
         if self.error:
             message = str(self.error.get("message", "")).strip()
             first_line = message.splitlines()[0] if message else ""
-            return f"{self.error.get('type', 'error')}: {first_line}".rstrip(": ")
+            return f"{self.error.get('type', 'error')}: {first_line}".strip(": ")
         if self.signal:
             return f"killed by {self.signal}"
         if self.exit_code is None:

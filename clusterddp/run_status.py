@@ -43,6 +43,18 @@ _WHY_FAILED = {
     State.DEADLINE: "the job's deadline passed",
     State.BOOT_FAIL: "a node of the job did not boot",
 }
+# Slurm's reasons for which a job as it was asked for cannot start: the others pass by waiting.
+_WHY_PENDING = {
+    "PartitionNodeLimit": "PartitionNodeLimit: it asks for more nodes than the partition has",
+    "PartitionTimeLimit": "PartitionTimeLimit: it asks for more time than the partition gives",
+    "PartitionConfig": "PartitionConfig: the partition cannot give what it asks for",
+    "PartitionDown": "PartitionDown: the partition is down",
+    "BadConstraints": "BadConstraints: no node has what it asks for",
+    "DependencyNeverSatisfied": "DependencyNeverSatisfied: what it waits for has failed",
+    "JobHeldUser": "JobHeldUser: held; 'scontrol release' lets it go",
+    "JobHeldAdmin": "JobHeldAdmin: held by an administrator",
+    "ReqNodeNotAvail": "ReqNodeNotAvail: a node it asks for is not available",
+}
 _SIGNALS = {9: "KILL", 15: "TERM", 11: "SEGV", 6: "ABRT", 2: "INT", 7: "BUS"}
 
 
@@ -88,6 +100,8 @@ class RunStatus:
     nodes: int | None = None
     tasks_per_node: int | None = None
     world_size: int | None = None
+    layout: str = ""
+    """`2 nodes x 4 tasks = 8 ranks`."""
     hosts: list[str] = field(default_factory=list)
     restarts: int = 0
     step: int | None = None
@@ -236,7 +250,7 @@ def judge(
     if job.state is State.UNKNOWN:
         return _judge_forgotten(submission, report, job)
     if job.state is State.PENDING:
-        return QUEUED, job.reason
+        return QUEUED, _WHY_PENDING.get(job.reason, job.reason)
     if not job.state.is_final:
         return RUNNING, "" if job.state is State.RUNNING else job.state.value
     if job.state is State.DONE:
@@ -342,6 +356,7 @@ def _request(run: RunDir) -> dict[str, Any]:
         "nodes": spec.resources.nodes,
         "tasks_per_node": spec.resources.tasks_per_node,
         "world_size": spec.world_size,
+        "layout": spec.layout,
     }
 
 
@@ -395,6 +410,8 @@ def _first_failure(run: RunDir, submission: Submission) -> str:
 def _next_command(run: RunDir, state: str, failure: str) -> str:
     if state == CREATED:
         return f"sbatch {run.script}"
+    if state == CANCELLED and not run.rank_log(0).exists() and not run.job_log.exists():
+        return ""  # it never started: there is nothing to read
     if state in (QUEUED, RUNNING):
         return f"clusterddp logs -f {run.shown}"
     rank = re.match(r"rank (\d+) ", failure)

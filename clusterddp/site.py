@@ -74,6 +74,11 @@ def read(path: Path | None, cluster: str | None, known: Collection[str]) -> Site
     parser.optionxform = str  # type: ignore[assignment,method-assign] # variables' names keep their case
     try:
         parser.read_string(path.read_text(encoding="utf-8"), source=str(path))
+    except configparser.MissingSectionHeaderError as error:
+        raise RequestError(
+            f"{path}, line {error.lineno}: {error.line.strip()!r} stands in no section; begin the "
+            "file with [defaults]."
+        ) from None
     except configparser.Error as error:
         raise RequestError(f"{path}: {' '.join(str(error).split())}") from None
     except OSError as error:

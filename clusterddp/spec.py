@@ -282,7 +282,11 @@ class JobSpec:
     launch_prefix: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        forms.matching("--run-name", self.run_name, forms.RUN_NAME, "mnist-2x4")
+        if not forms.RUN_NAME.fullmatch(self.run_name):
+            raise RequestError(
+                f"--run-name: {self.run_name!r} is no name of a run: up to 100 letters, digits, "
+                "'.', '_' and '-', a letter or digit first."
+            )
         if bool(self.command) == bool(self.train):
             raise AssertionError("a run either trains MNIST or runs a command")
         if self.launcher not in LAUNCHERS:
@@ -348,11 +352,22 @@ class JobSpec:
     def world_size(self) -> int:
         return self.resources.num_tasks
 
+    @property
+    def layout(self) -> str:
+        """`2 nodes x 4 tasks = 8 ranks`."""
+        counts = (
+            (self.resources.nodes, "node"),
+            (self.resources.tasks_per_node, "task"),
+            (self.world_size, "rank"),
+        )
+        nodes, tasks, ranks = (f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts)
+        return f"{nodes} x {tasks} = {ranks}"
+
     def to_json(self) -> str:
         """The record that a run keeps of its request; holds no value passed by name."""
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
-        return "{\n" + ",\n".join(lines) + "\n}"
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @classmethod
     def from_json(cls, content: str) -> "JobSpec":

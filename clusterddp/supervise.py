@@ -156,7 +156,9 @@ def _run(child: Callable[[], int], report_writer: int, mask: set[int]) -> int:
 def _report(report_writer: int, error: BaseException) -> None:
     message = str(error)[:_LONGEST_MESSAGE]
     peer_lost = bool(getattr(error, "peer_lost", False))
-    content = {"type": type(error).__name__, "message": message, "peer_lost": peer_lost}
+    # Our own errors speak for themselves; of others the type is half of what they say.
+    kind = "" if isinstance(error, ClusterDDPError) else type(error).__name__
+    content = {"type": kind, "message": message, "peer_lost": peer_lost}
     os.write(report_writer, json.dumps(content).encode())
 
 

@@ -157,7 +157,7 @@ def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) ->
         rank=env.rank,
         world_size=env.world_size,
         local_rank=env.local_rank,
-        host=socket.gethostname(),
+        host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         pid=os.getpid(),
         kind=choice.kind,
         device=choice.name,

@@ -46,7 +46,7 @@ def test_values_are_taken_as_they_are(tmp_path: Path) -> None:
         ("[defaults]\npartitoin = x\n", ["[defaults]", "partitoin", "did you mean 'partition'"]),
         ("[default]\n", ["[default]", "did you mean 'defaults'"]),
         ("[cluster:a]\nnode = 1\n", ["[cluster:a]", "did you mean 'nodes'"]),
-        ("nodes = 1\n", ["no section headers"]),
+        ("nodes = 1\n", ["line 1", "[defaults]"]),
         ("[defaults]\nnodes\n", ["site.cfg"]),
         ("[defaults]\nnodes = 1\nnodes = 2\n", ["nodes", "already exists"]),
         ("[defaults]\n[defaults]\n", ["already exists"]),

@@ -103,7 +103,7 @@ def test_an_expected_error_is_printed_as_one_message(task: Any) -> None:
     )
     assert started.end() == 1
     assert started.outcome()["error"] == {
-        "type": "Lost", "message": "rank 1 has gone", "peer_lost": True,
+        "type": "", "message": "rank 1 has gone", "peer_lost": True,
     }  # fmt: skip
     assert started.stderr == "clusterddp: rank 1 has gone\n"
 

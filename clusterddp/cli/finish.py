@@ -15,6 +15,7 @@ from clusterddp.outcome import Failure, first_failure, read_outcomes
 from clusterddp.run_dir import RunDir, read_json
 
 # srun's lines stand at the log's end; a set-up can have written a great deal before them.
+_LAST_LINES = 10
 _LOG_TAIL_BYTES = 1 << 20
 
 
@@ -34,7 +35,11 @@ def command(run_dir: Path, exit_code: int, job_id: str, restart: int) -> int:
     missing = code == 0 and _trains(run) and not _fresh_report(run, job_id, restart)
     if missing:
         code = EXIT_FAILED
-    if failure:
+    if _was_cancelled(run, job_id):
+        click.echo("clusterddp: cancelled")
+        failure = None
+    elif failure:
+        _show_last_words(run, failure)
         click.echo(f"clusterddp: {failure.describe()}")
         click.echo(f"clusterddp: see its log: clusterddp logs {run.shown} --rank {failure.rank}")
     elif missing:
@@ -49,6 +54,24 @@ def command(run_dir: Path, exit_code: int, job_id: str, restart: int) -> int:
         click.echo(f"clusterddp: {_achieved(run)}")
     _record(run, job_id=job_id, restart=restart, exit_code=code, failure=failure)
     return code
+
+
+def _was_cancelled(run: RunDir, job_id: str) -> bool:
+    """Whether `clusterddp cancel` asked for this end: then no rank is to blame for it."""
+    said = [e for e in run.read_events() if str(e.get("job_id", "")) == job_id]
+    kinds = [e["event"] for e in said if e.get("event") in ("cancelled", "cancel_failed")]
+    return kinds[-1:] == ["cancelled"]
+
+
+def _show_last_words(run: RunDir, failure: Failure) -> None:
+    """The end of the failing rank's log, so that its own words stand beside the verdict."""
+    try:
+        lines = (run.path / failure.log).read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    if lines:
+        click.echo(f"--- the end of {failure.log}")
+        click.echo("\n".join(lines[-_LAST_LINES:]))
 
 
 def _job_code(srun_code: int, failure: Failure | None) -> int:

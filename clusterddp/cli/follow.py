@@ -19,6 +19,7 @@ from clusterddp.run_dir import RunDir
 from clusterddp.run_status import (
     CREATED,
     DONE,
+    FAILED,
     QUEUED,
     RUNNING,
     UNKNOWN,
@@ -38,7 +39,7 @@ SETTLE_SECONDS = 30.0
 FORGOTTEN_ANSWERS = 3
 """That many answers in a row that Slurm knows no such job end the following."""
 
-_LAST_LINES = 10
+_LAST_LINES = 20
 _BLOCK = 65536
 
 
@@ -101,16 +102,20 @@ def follow(
     lines: int | None = None,
     *,
     goes_on: bool = True,
+    to_stderr: bool = False,
 ) -> int:
     """Print the run's logs as they grow until it ends; says on stderr what state it is in.
 
     paths: the logs to print, rank 0's when none are given; they need not exist yet.
     lines: how many lines of what is there already; all when None.
+    to_stderr: print the logs there too, where stdout is for a script to read.
     goes_on: whether the run outlives a Ctrl-C here, which is then said.
 
     Returns the exit code for the command: 0 done, 1 failed, cancelled or lost, 130 interrupted.
     """
-    printer = LogPrinter(paths or [run.rank_log(0)], lines, sys.stdout.buffer)
+    printer = LogPrinter(
+        paths or [run.rank_log(0)], lines, (sys.stderr if to_stderr else sys.stdout).buffer
+    )
     try:
         status = _follow(run, printer)
     except KeyboardInterrupt:
@@ -121,8 +126,8 @@ def follow(
                 err=True,
             )
         return EXIT_INTERRUPTED
-    if status.state != DONE and not printer.printed:
-        _show_job_log(run)
+    if status.state == FAILED and not status.first_failure.startswith("rank 0 "):
+        _show_job_log(run)  # it ends with the last words of the rank that failed
     say(run, how_it_ended(status))
     return EXIT_DONE if status.state == DONE else EXIT_FAILED
 

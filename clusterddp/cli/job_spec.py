@@ -9,6 +9,7 @@ import click
 
 from clusterddp import forms
 from clusterddp.cli import sbatch_variables, settings
+from clusterddp.cli.templates import full_name
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from
 from clusterddp.errors import RequestError
 from clusterddp.site import Site
@@ -47,6 +48,10 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
     train = None if task_command else _train_config(options)
     if task_command:
         _refuse_training_options(ctx)
+    for name, value in options.items():
+        if value == "" and settings.source(ctx, name) == "flag":
+            flag = f"--{name.replace('_', '-')}"
+            raise RequestError(f"{flag} is empty; give a value, or leave it out.")
     gpu_type, gpu_count = forms.gpus("--gpus-per-node", options["gpus_per_node"])
     if options["tasks_per_node"] is not None:
         forms.positive("--tasks-per-node", options["tasks_per_node"])
@@ -79,7 +84,7 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         command=task_command,
         job_name=options["job_name"] or "",
         launcher=options["launcher"],
-        template=Path(template).name,
+        template=Path(template).name if "/" in template else full_name(template),
         sbatch=_directives(options["sbatch"], resources),
         omit_directives=_omitted(options["omit_directive"]),
         srun_args=tuple(

@@ -111,4 +111,8 @@ def main() -> NoReturn:
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
+    except Exception as error:
+        if type(error).__name__ == "BdbQuit":  # `q` at a breakpoint
+            sys.exit(EXIT_INTERRUPTED)
+        raise
     sys.exit(code if isinstance(code, int) else 0)

@@ -6,7 +6,8 @@ module fills that map and lets every message and `clusterddp site` say the sourc
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,20 @@ def setting_names() -> set[str]:
 
     never = {"site", "cluster", "dry-run", "wait", "as-json", "run-name", "help", "command"}
     return {(p.name or "").replace("_", "-") for p in submit.command.params} - never
+
+
+@contextlib.contextmanager
+def naming_sources(ctx: click.Context) -> Iterator[None]:
+    """Add to a message about an option where its value came from, if nobody has typed it."""
+    try:
+        yield
+    except RequestError as error:
+        found = re.match(r"--([a-z-]+)", str(error))
+        name = found[1].replace("-", "_") if found else ""
+        where = source(ctx, name) if name in ctx.params else "flag"
+        if where in ("flag", "default"):
+            raise
+        raise RequestError(f"{error} (from {where})") from None
 
 
 def source(ctx: click.Context, name: str) -> str:

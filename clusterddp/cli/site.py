@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from clusterddp.cli import settings, submit
+from clusterddp.errors import RequestError
 from clusterddp.site import Site
 
 
@@ -20,7 +21,10 @@ def command(site: str | None, cluster: str | None, as_json: bool) -> None:
     (~/.config/clusterddp/site.cfg) and /etc/clusterddp/site.cfg; the first that is there is used.
     """
     args = [f"--{k}={v}" for k, v in (("site", site), ("cluster", cluster)) if v]
-    ctx = submit.command.make_context("submit", args)
+    try:
+        ctx = submit.command.make_context("submit", args)
+    except click.UsageError as error:
+        raise RequestError(error.format_message()) from None
     assert isinstance(ctx.obj, Site)
     names = sorted(settings.setting_names())
     rows = {name: _row(ctx, name.replace("-", "_")) for name in names}

@@ -41,13 +41,8 @@ def describe(status: RunStatus) -> str:
     if status.job_id:
         times = f", restarted {status.restarts} times" if status.restarts else ""
         lines.append(("job", f"{status.job_id} ({status.launcher}{times})"))
-    if status.nodes:
-        lines.append(
-            (
-                "asked",
-                f"{status.nodes} nodes x {status.tasks_per_node} tasks = {status.world_size} ranks",
-            )
-        )
+    if status.layout:
+        lines.append(("asked", status.layout))
     if status.hosts:
         more = f" and {len(status.hosts) - 8} more" if len(status.hosts) > 8 else ""
         lines.append(("hosts", " ".join(status.hosts[:8]) + more))
@@ -76,5 +71,7 @@ def describe(status: RunStatus) -> str:
     if progress:
         lines.append(("progress", ", ".join(progress)))
     lines += [("warning", text) for text in status.warnings]
-    lines += [("files", status.directory), ("next", status.next_command)]
+    lines.append(("files", status.directory))
+    if status.next_command:
+        lines.append(("next", status.next_command))
     return "\n".join(f"{label:<10}{value}" for label, value in lines)

@@ -37,7 +37,7 @@ class SubmitCommand(settings.SettingsCommand):
         except click.UsageError as error:
             if type(error) is click.UsageError and "unexpected extra argument" in error.message:
                 message = (
-                    f"{error.message} A COMMAND stands behind '--': submit [OPTIONS] -- COMMAND…"
+                    f"{error.message}. A COMMAND stands behind '--': submit [OPTIONS] -- COMMAND…"
                 )
                 raise click.UsageError(message, ctx) from None
             raise
@@ -79,13 +79,21 @@ def command(
     """
     for name in sbatch_variables.left_out(os.environ):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
-    spec = job_spec(ctx, run_name or _made_up_name(), options)
+    if run_name == "":
+        raise RequestError("--run-name is empty; leave it out to have one made up.")
+    if dry_run and wait:
+        raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
+    with settings.naming_sources(ctx):
+        spec = job_spec(ctx, run_name or _made_up_name(), options)
     launcher = launchers.load(spec.launcher)
     script = launcher.prepare(spec, _template_folder(options))
     if dry_run:
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
-        click.echo(script, nl=False)
+        if as_json:
+            _print_json(spec, script=script)
+        else:
+            click.echo(script, nl=False)
         return EXIT_DONE
     _check_inputs(spec)
     with RunDir.create(spec, script) as run:
@@ -103,17 +111,24 @@ def command(
                 f"the run's records cannot be written: {error}. The job may be queued; look for it "
                 f"by its comment, {submission_comment(spec.run_name)}."
             ) from None
-    _announce(spec, run, submission, as_json)
-    if not (wait or submission.stop):
+    following = wait or submission.stop is not None
+    if not as_json:
+        _announce(spec, run, submission)
+    elif not following:
+        _print_json(spec, job_id=submission.job_id)
+    if not following:
         return EXIT_DONE
     from clusterddp.cli.follow import follow
 
-    code = follow(run, goes_on=not submission.stop)
+    code = follow(run, goes_on=not submission.stop, to_stderr=as_json)
     if submission.stop:
         if code == EXIT_INTERRUPTED:
-            run.add_event("cancelled", job_id=submission.job_id)
             click.echo(f"clusterddp: {run.name}: cancelling", err=True)
+            submission.stop()
+            click.echo(f"clusterddp: {run.name}: cancelled", err=True)
         submission.stop()
+    if as_json:
+        _print_json(spec, job_id=submission.job_id, exit_code=code)
     return code
 
 
@@ -146,18 +161,17 @@ def _check_inputs(spec: JobSpec) -> None:
         make_sure(spec.train, may_fetch=True)
 
 
-def _announce(spec: JobSpec, run: RunDir, submission: launchers.Submission, as_json: bool) -> None:
-    if as_json:
-        import json
-
-        fields = {"run": spec.run_name, "job_id": submission.job_id, "run_dir": spec.run_dir}
-        click.echo(json.dumps(fields))
-        return
+def _announce(spec: JobSpec, run: RunDir, submission: launchers.Submission) -> None:
     click.echo(
-        f"submitted {spec.run_name} as job {submission.job_id}: {spec.resources.nodes} nodes x "
-        f"{spec.resources.tasks_per_node} tasks = {spec.world_size} ranks\n"
+        f"submitted {spec.run_name} as job {submission.job_id}: {spec.layout}\n"
         f"  files   {spec.run_dir}\n"
         f"  status  clusterddp status {run.shown}\n"
         f"  logs    clusterddp logs -f {run.shown}\n"
         f"  cancel  clusterddp cancel {run.shown}"
     )
+
+
+def _print_json(spec: JobSpec, **fields: Any) -> None:
+    import json
+
+    click.echo(json.dumps({"run": spec.run_name, "run_dir": spec.run_dir, **fields}))

@@ -10,6 +10,13 @@ SHIPPED = {
     "ddp.sbatch.j2": "one srun task per rank (the default)",
     "torchrun.sbatch.j2": "one torchrun agent per node, which starts that node's ranks",
 }
+
+
+def full_name(template: str) -> str:
+    """`torchrun` for `torchrun.sbatch.j2`; any other name as it is."""
+    return next((name for name in SHIPPED if name.split(".")[0] == template), template)
+
+
 NAME = click.Choice(list(SHIPPED))
 
 

@@ -68,7 +68,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
 def main() -> None:
     """Run the script of a run directory to its end; exits as the script does."""
     run = RunDir(Path(sys.argv[1]))
-    job = _Job()
+    job = _Job(run)
     with tempfile.TemporaryDirectory(prefix="clusterddp-local-") as folder:
         environ = {
             **os.environ,
@@ -138,7 +138,8 @@ def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
 class _Job:
     """The batch script and the tasks of its steps; a TERM to this process cancels them all."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
         self._cancelled = False
 
     def run(self, argv: list[str], environ: Mapping[str, str], steps: Path) -> int:
@@ -164,6 +165,7 @@ class _Job:
                 pass
             if self._cancelled and deadline is None:
                 deadline = time.monotonic() + KILL_WAIT_SECONDS
+                self._run.add_event("cancelled", job_id=str(os.getpid()))
                 self._signal(process.pid, steps, signal.SIGCONT, signal.SIGTERM)
             elif deadline and time.monotonic() > deadline:
                 self._signal(process.pid, steps, signal.SIGKILL)

@@ -36,6 +36,11 @@ class Position:
     images: int = 0
     """Images that all ranks have seen together since the start of the run."""
 
+    @property
+    def epoch_shown(self) -> int:
+        """The epoch of the last step, as people count: from 1."""
+        return self.epoch + 1 if self.step_in_epoch else max(self.epoch, 1)
+
     def advance(self, images: int) -> None:
         """One step over so many images of all ranks is done."""
         self.step += 1

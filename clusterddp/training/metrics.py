@@ -43,7 +43,7 @@ class Journal:
             self._bar.set_postfix(loss=f"{figures.loss:.4f}", refresh=False)
         else:
             self.say(
-                f"epoch {position.epoch + 1} step {position.step}: loss {figures.loss:.4f}, "
+                f"epoch {position.epoch_shown} step {position.step}: loss {figures.loss:.4f}, "
                 f"accuracy {figures.accuracy:.2%}, lr {figures.lr:.4g}, "
                 f"{figures.images_per_second:,.0f} images/s"
             )
@@ -81,7 +81,7 @@ class Journal:
         line = {
             "kind": kind,
             "step": position.step,
-            "epoch": position.epoch,
+            "epoch": position.epoch_shown,
             **asdict(figures),
             "seconds": round(position.seconds, 3),
             "time": round(time.time(), 3),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def build(name: str) -> nn.Module:
@@ -10,18 +10,24 @@ def build(name: str) -> nn.Module:
     return MODELS[name]()
 
 
-def convnet() -> nn.Module:
-    """Two convolutions and one linear layer for (N, 1, 28, 28) images: 28,938 parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, kernel_size=5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, kernel_size=5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(7 * 7 * 32, 10),
-    )
+class ConvNet(nn.Module):
+    """Two convolutions and one linear layer: 28,938 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer1 = nn.Sequential(
+            nn.Conv2d(1, 16, kernel_size=5, padding=2), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.layer2 = nn.Sequential(
+            nn.Conv2d(16, 32, kernel_size=5, padding=2), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.fc = nn.Linear(7 * 7 * 32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 1, 28, 28) images to (N, 10) scores."""
+        features = self.layer2(self.layer1(images))
+        scores: Tensor = self.fc(features.flatten(1))
+        return scores
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"convnet": convnet}
+MODELS: dict[str, Callable[[], nn.Module]] = {"convnet": ConvNet}

@@ -143,6 +143,9 @@ def test_a_hostile_value_is_carried_or_refused_by_every_option(value: str, elsew
     ):
         for launcher in ("sbatch", "local"):
             result = run("--dry-run", *FIXED, "--launcher", launcher, f"{option}={given}")
+            if value == "" and given == "":
+                assert f"{option} is empty" in str(result.exception)
+                continue
             assert result.exit_code == 0, option
             assert expected in result.stdout, option
     for option in (
@@ -398,3 +401,30 @@ def test_the_shipped_site_cfg_is_valid_with_every_line_uncommented(elsewhere: Pa
     uncommented = re.sub(r"^# (?=[\w-]+ =|\[|    )", "", shipped, flags=re.MULTILINE)
     (elsewhere / "site.cfg").write_text(uncommented)
     assert "#SBATCH --qos=long" in dry_run("--cluster", "big")
+
+
+def test_json_stands_alone_on_stdout(tmp_path: Path, elsewhere: Path) -> None:
+    shown = json.loads(run("--dry-run", "--json", "--run-name", "a", "--", "true").stdout)
+    assert shown["script"] == run("--dry-run", "--run-name", "a", "--", "true").stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterddp", "submit", "--launcher", "local", "--json", "--",
+         "sh", "-c", "echo from the task; exit 3"],
+        cwd=elsewhere, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["exit_code"] == done.returncode == 1
+    assert "from the task" in done.stderr
+
+
+def test_a_value_that_nobody_typed_is_blamed_on_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERDDP_NODES", "-1")
+    assert "(from CLUSTERDDP_NODES)" in refusal("--dry-run")
+    monkeypatch.delenv("CLUSTERDDP_NODES")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "4h")
+    assert "(from SBATCH_TIMELIMIT)" in refusal("--dry-run")
+
+
+def test_a_template_is_found_by_its_short_name_or_as_a_file_here(elsewhere: Path) -> None:
+    full = dry_run("--template", "torchrun.sbatch.j2")
+    assert dry_run("--template", "torchrun") == full
+    (elsewhere / "mine.j2").write_text("#!/bin/bash\necho mine\n")
+    assert dry_run("--template", "mine.j2") == "#!/bin/bash\necho mine\n"

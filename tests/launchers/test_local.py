@@ -53,13 +53,14 @@ def test_a_command_runs_on_every_rank_of_every_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("template", ["ddp.sbatch.j2", "torchrun.sbatch.j2"])
 def test_the_rank_that_failed_first_is_named_everywhere(tmp_path: Path, template: str) -> None:
-    fail = 'if [ "$RANK" = 1 ]; then exit 7; fi; sleep 60'
+    fail = 'if [ "$RANK" = 1 ]; then echo its own words; exit 7; fi; sleep 60'
     done = submit(
         tmp_path, "--nodes", "2", "--template", template, "--", "sh", "-c", fail
     )  # fmt: skip
     named = "rank 1 on 127.0.0.2 failed first: exit code 7 (logs/rank-1.log)"
     assert done.returncode == 1
     assert named in done.stderr
+    assert "its own words" in done.stderr
     assert named in (tmp_path / "jobs/a/logs/job.log").read_text()
     found = status(tmp_path)
     assert (found["state"], found["first_failure"]) == ("failed", named)

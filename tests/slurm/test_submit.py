@@ -139,7 +139,7 @@ def test_slurm_reads_a_directive_as_it_was_typed(
     )
     assert job.returncode == 0, job.stderr
     shown = cluster.run(["scontrol", "show", "job", json.loads(job.stdout)["job_id"]]).stdout
-    lines = [line.strip() for line in shown.splitlines() if line.strip().startswith("Comment=")]
+    lines = [line.strip() for line in shown.split("\n") if line.strip().startswith("Comment=")]
     assert lines == [f"Comment={value}".strip()]
 
 
