@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -99,12 +100,13 @@ def test_every_value_reaches_the_task_as_it_was_typed(
     cluster: SlurmCluster, tmp_path: Path, options: list[str]
 ) -> None:
     environment = {f"HOSTILE_{i}": value for i, value in enumerate(CARRIED)}
+    prefix = ["env", *(f"PREFIX_{key}={value}" for key, value in environment.items())]
     name = 'it\'s "a" \\ job, #1 $(touch pwned) `touch pwned`'
     done = submit(
         cluster, tmp_path, *options, "--nodes", "2", "--run-name", "a", "--wait",
         "--job-name", name, "--setup", "export FROM_SETUP=$((1 + 1))",
         *(word for k, v in environment.items() for word in ("--env", f"{k}={v}")),
-        "--launch-prefix", "env 'PREFIX=a b' 'SECOND=$x'",
+        "--launch-prefix", shlex.join(prefix),
         "--", sys.executable, "-c", WHO, *CARRIED,
     )  # fmt: skip
     run = tmp_path / "jobs/a"
@@ -115,32 +117,29 @@ def test_every_value_reaches_the_task_as_it_was_typed(
         assert {key: seen["env"][key] for key in environment} == environment
         assert seen["env"]["RANK"] == str(rank)
         assert seen["env"]["FROM_SETUP"] == "2"
-        assert seen["env"]["PREFIX"] == "a b"
-        assert seen["env"]["SECOND"] == "$x"
+        prefixed = {key: seen["env"][f"PREFIX_{key}"] for key in environment}
+        assert prefixed == environment
         if "local" not in options:
             assert seen["env"]["SLURM_JOB_NAME"] == name
     assert not list(tmp_path.rglob("pwned"))
 
 
+@pytest.mark.parametrize("launcher", ["sbatch", "submitit"])
 @pytest.mark.parametrize("value", CARRIED)
 def test_slurm_reads_a_directive_as_it_was_typed(
-    cluster: SlurmCluster, tmp_path: Path, value: str
+    cluster: SlurmCluster, tmp_path: Path, value: str, launcher: str
 ) -> None:
     job = submit(
-        cluster,
-        tmp_path,
-        "--sbatch",
-        "hold",
-        "--sbatch",
-        f"comment={value}",
-        "--json",
-        "--",
-        "true",
-    )
+        cluster, tmp_path, "--launcher", launcher, "--sbatch", "hold", f"--job-name={value or 'x'}",
+        "--sbatch", f"comment={value}", "--json", "--", "true",
+    )  # fmt: skip
     assert job.returncode == 0, job.stderr
     shown = cluster.run(["scontrol", "show", "job", json.loads(job.stdout)["job_id"]]).stdout
-    lines = [line.strip() for line in shown.split("\n") if line.strip().startswith("Comment=")]
-    assert lines == [f"Comment={value}".strip()]
+    lines = shown.split("\n")
+    assert [line.strip() for line in lines if line.strip().startswith("Comment=")] == [
+        f"Comment={value}".strip()
+    ]
+    assert lines[0].partition("JobName=")[2] == (value or "x")
 
 
 def test_a_hostile_output_root_is_carried(cluster: SlurmCluster, tmp_path: Path) -> None:
