@@ -15,7 +15,8 @@ from pathlib import Path
 
 from benchmarks.pairs import Row, Sample, alternate, timed
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec, Resources, TrainConfig
+from clusterddp.spec import JobSpec, Resources
+from clusterddp.train_config import TrainConfig
 
 _PAIRS = 40
 _BASELINE_NAME = "import click, jinja2"

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.pairs import Row, alternate
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 from clusterddp.training import data, models, optimizer
 from clusterddp.training.images import Images
 from clusterddp.training.loop import Training

@@ -7,19 +7,17 @@ starts nothing. Exporting the result is left to the caller.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, NoReturn
 
-from clusterddp.errors import DistEnvError, RequestError
-from clusterddp.nodelist import expand_nodelist, expand_tasks_per_node
+from clusterddp import slurm_step, variables
+from clusterddp.errors import DistEnvError
 
 Origin = Literal["torch", "slurm", "single"]
 
 # torch's env:// needs these four (torch/distributed/rendezvous.py).
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Step ids from here on are Slurm's own: batch, extern, interactive, pending (slurm/slurm.h).
-FIRST_RESERVED_STEP_ID = 0xFFFFFFF0
 
 _LOWEST_PORT = 12000
 _PORTS = 20000
@@ -60,7 +58,7 @@ class DistEnv:
         """
         if _uses_torch(environ):
             return _from_torch(environ)
-        if _step_id(environ) is not None:
+        if slurm_step.step_id_of(environ) is not None:
             return _from_step(environ)
         return _single(environ)
 
@@ -103,7 +101,7 @@ class DistEnv:
         lowest_port = 0 if self.world_size == 1 else 1
         if not lowest_port <= self.master_port <= 65535:
             self._refuse(f"a port from {lowest_port} to 65535", "master_port")
-        if not _PRINTABLE.fullmatch(self.master_addr):
+        if not variables.PRINTABLE.fullmatch(self.master_addr):
             self._refuse("a host name or an address", "master_addr")
 
     def _require_below(self, index: str, count: str) -> None:
@@ -112,10 +110,10 @@ class DistEnv:
             self._refuse(f"{index} from 0 to {highest}", index, count)
 
     def _refuse(self, expected: str, *fields: str) -> NoReturn:
-        _contradiction([self._seen(name) for name in fields], expected)
+        variables.contradiction([self._seen(name) for name in fields], expected)
 
     def _seen(self, name: str) -> str:
-        value, source = _shown_value(str(getattr(self, name))), self.sources.get(name, "")
+        value, source = variables.shown_value(str(getattr(self, name))), self.sources.get(name, "")
         if _VARIABLE.fullmatch(source):
             return f"{source}={value}"
         return f"{name}={value} ({source})" if source else f"{name}={value}"
@@ -142,7 +140,7 @@ def _uses_torch(environ: Mapping[str, str]) -> bool:
     if missing:
         names = (*TORCH_VARIABLES, "LOCAL_RANK")
         raise DistEnvError(
-            f"{_shown(environ, names)}, but {', '.join(missing)} "
+            f"{variables.shown(environ, names)}, but {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set: torch's variables come all four "
             f"({', '.join(TORCH_VARIABLES)}) or not at all. Set the missing, or unset the others "
             "(unset RANK WORLD_SIZE LOCAL_RANK) to derive them from Slurm."
@@ -151,14 +149,17 @@ def _uses_torch(environ: Mapping[str, str]) -> bool:
 
 
 def _from_torch(environ: Mapping[str, str]) -> DistEnv:
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    rank, world_size = variables.integer(environ, "RANK"), variables.integer(environ, "WORLD_SIZE")
     step_is_ours = _step_agrees(environ, rank, world_size)
     place = _torch_place(environ, rank, world_size, step_is_ours)
-    master_addr = _text(environ, "MASTER_ADDR")
+    master_addr = variables.text(environ, "MASTER_ADDR")
     hostnames: tuple[str, ...] = ()
     hostnames_source = "unknown: torch's variables name the first host only"
     if step_is_ours and "SLURM_STEP_NODELIST" in environ:
-        hostnames, hostnames_source = _hosts(environ, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST"
+        hostnames, hostnames_source = (
+            slurm_step.hosts_of(environ, "SLURM_STEP_NODELIST"),
+            "SLURM_STEP_NODELIST",
+        )
     elif place.num_nodes.value == 1:
         hostnames, hostnames_source = (master_addr,), "MASTER_ADDR"
     return DistEnv(
@@ -169,7 +170,7 @@ def _from_torch(environ: Mapping[str, str]) -> DistEnv:
         local_world_size=place.local_world_size.value,
         num_nodes=place.num_nodes.value,
         master_addr=master_addr,
-        master_port=_integer(environ, "MASTER_PORT"),
+        master_port=variables.integer(environ, "MASTER_PORT"),
         hostnames=hostnames,
         origin="torch",
         sources={
@@ -187,10 +188,10 @@ def _from_torch(environ: Mapping[str, str]) -> DistEnv:
 
 
 def _from_step(environ: Mapping[str, str]) -> DistEnv:
-    step = _read_step(environ)
+    step = slurm_step.read_step(environ)
     addr, addr_source = step.hosts[0], f"{step.hosts_source} (first host)"
     if "MASTER_ADDR" in environ:
-        addr, addr_source = _text(environ, "MASTER_ADDR"), "MASTER_ADDR"
+        addr, addr_source = variables.text(environ, "MASTER_ADDR"), "MASTER_ADDR"
     if "MASTER_PORT" in environ:
         port, port_source = _preset_port(environ), "MASTER_PORT"
     else:
@@ -221,7 +222,7 @@ def _from_step(environ: Mapping[str, str]) -> DistEnv:
 
 
 def _single(environ: Mapping[str, str]) -> DistEnv:
-    _refuse_heterogeneous(environ)
+    slurm_step.refuse_heterogeneous(environ)
     default = "default: single process"
     for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
         if name in environ:
@@ -229,7 +230,7 @@ def _single(environ: Mapping[str, str]) -> DistEnv:
             break
     addr, addr_source = "127.0.0.1", default
     if "MASTER_ADDR" in environ:
-        addr, addr_source = _text(environ, "MASTER_ADDR"), "MASTER_ADDR"
+        addr, addr_source = variables.text(environ, "MASTER_ADDR"), "MASTER_ADDR"
     port, port_source = 0, f"{default}: any free port"
     if "MASTER_PORT" in environ:
         port, port_source = _preset_port(environ), "MASTER_PORT"
@@ -282,7 +283,7 @@ def _torch_place(
     num_nodes = _optional(environ, "GROUP_WORLD_SIZE")
     if None in (local_rank, local_world_size, node_rank, num_nodes) and step_is_ours:
         # A wrapper that copied Slurm's variables under torch's names, but not all of them.
-        step = _read_step(environ)
+        step = slurm_step.read_step(environ)
         local_rank = local_rank or _Number(step.local_rank, "SLURM_LOCALID")
         local_world_size = local_world_size or _Number(
             step.tasks_per_node[step.node_rank], step.local_world_size_source
@@ -298,7 +299,9 @@ def _torch_place(
     local_world_size = local_world_size or _even_share(environ, world_size, num_nodes)
     blocks = f"RANK and {local_world_size.source}: consecutive ranks share a node"
     if local_world_size.value < 1:
-        _contradiction(_list_shown(environ, _PLACE_VARIABLES), "LOCAL_WORLD_SIZE of at least 1")
+        variables.contradiction(
+            variables.list_shown(environ, _PLACE_VARIABLES), "LOCAL_WORLD_SIZE of at least 1"
+        )
     local_rank = local_rank or _Number(rank % local_world_size.value, blocks)
     num_nodes = num_nodes or _even_nodes(environ, world_size, local_world_size)
     node_rank = node_rank or (
@@ -319,8 +322,8 @@ def _group_rank(environ: Mapping[str, str]) -> _Number | None:
     """GROUP_RANK is torchrun's name for it; NODE_RANK what other launchers and people use."""
     group, node = _optional(environ, "GROUP_RANK"), _optional(environ, "NODE_RANK")
     if group and node and group.value != node.value:
-        _contradiction(
-            _list_shown(environ, ("GROUP_RANK", "NODE_RANK")), "the same node rank in both"
+        variables.contradiction(
+            variables.list_shown(environ, ("GROUP_RANK", "NODE_RANK")), "the same node rank in both"
         )
     return group or node
 
@@ -329,8 +332,8 @@ def _even_share(environ: Mapping[str, str], world_size: int, num_nodes: _Number 
     if world_size == 1:
         return _Number(1, "WORLD_SIZE")
     if num_nodes is None or num_nodes.value < 1 or world_size % num_nodes.value:
-        _contradiction(
-            _list_shown(environ, _PLACE_VARIABLES),
+        variables.contradiction(
+            variables.list_shown(environ, _PLACE_VARIABLES),
             "LOCAL_WORLD_SIZE, to know how many ranks share this node",
         )
     return _Number(
@@ -340,8 +343,8 @@ def _even_share(environ: Mapping[str, str], world_size: int, num_nodes: _Number 
 
 def _even_nodes(environ: Mapping[str, str], world_size: int, local_world_size: _Number) -> _Number:
     if world_size % local_world_size.value:
-        _contradiction(
-            _list_shown(environ, _PLACE_VARIABLES),
+        variables.contradiction(
+            variables.list_shown(environ, _PLACE_VARIABLES),
             "GROUP_WORLD_SIZE, as WORLD_SIZE is no multiple of LOCAL_WORLD_SIZE",
         )
     return _Number(
@@ -358,203 +361,48 @@ def _step_agrees(environ: Mapping[str, str], rank: int, world_size: int) -> bool
     """
     if "TORCHELASTIC_RUN_ID" in environ or "SLURM_PROCID" not in environ:
         return False
-    if _step_id(environ) is None or _is_heterogeneous(environ):
+    if slurm_step.step_id_of(environ) is None or slurm_step.is_heterogeneous(environ):
         return False
-    name = _first_set(environ, _NUM_TASKS)
-    if name is None or _integer(environ, name) != world_size:
+    name = variables.first_set(environ, slurm_step.NUM_TASKS)
+    if name is None or variables.integer(environ, name) != world_size:
         return False
-    if _integer(environ, "SLURM_PROCID") == rank:
+    if variables.integer(environ, "SLURM_PROCID") == rank:
         return True
     if world_size > 1:
         raise DistEnvError(
-            f"{_shown(environ, ('RANK', 'WORLD_SIZE', 'SLURM_PROCID', name))}: expected RANK to "
-            "equal SLURM_PROCID in a step of WORLD_SIZE tasks; torch's variables seem to be those "
-            "of a surrounding job. Unset RANK, WORLD_SIZE and LOCAL_RANK before srun."
+            f"{variables.shown(environ, ('RANK', 'WORLD_SIZE', 'SLURM_PROCID', name))}: expected "
+            "RANK to equal SLURM_PROCID in a step of WORLD_SIZE tasks; torch's variables seem to "
+            "be those of a surrounding job. Unset RANK, WORLD_SIZE and LOCAL_RANK before srun."
         )
     return False
 
 
-# Of each list the first that is set counts: the step's own before the job's, which a batch script
-# hands down unchanged to steps of another shape (srun(1), sbatch(1), OUTPUT ENVIRONMENT VARIABLES).
-_STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
-_NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-_NODELIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-_JOB_ID = ("SLURM_JOB_ID", "SLURM_JOBID")
-
-
-class _Step(NamedTuple):
-    rank: int
-    local_rank: int
-    node_rank: int
-    world_size: int
-    tasks_per_node: list[int]
-    hosts: tuple[str, ...]
-    world_size_source: str
-    local_world_size_source: str
-    num_nodes_source: str
-    hosts_source: str
-
-
-def _read_step(environ: Mapping[str, str]) -> _Step:
-    """Read a step's variables and hold its lists against its counts."""
-    _refuse_heterogeneous(environ)
-    rank = _integer(environ, _required(environ, ("SLURM_PROCID",)))
-    local_rank = _integer(environ, _required(environ, ("SLURM_LOCALID",)))
-    node_rank = _integer(environ, _required(environ, ("SLURM_NODEID",)))
-    tasks_name = _required(environ, _NUM_TASKS)
-    layout_name = _required(environ, _TASKS_PER_NODE)
-    hosts_name = _required(environ, _NODELIST)
-    world_size = _integer(environ, tasks_name)
-    try:
-        tasks_per_node = expand_tasks_per_node(_text(environ, layout_name))
-    except RequestError as error:
-        raise DistEnvError(f"{layout_name}: {error}") from error
-    hosts = _hosts(environ, hosts_name)
-    if sum(tasks_per_node) != world_size:
-        _contradiction(
-            _list_shown(environ, (layout_name, tasks_name)),
-            f"the tasks of all nodes, {sum(tasks_per_node)}, to add up to {world_size}",
-        )
-    if len(hosts) != len(tasks_per_node):
-        _contradiction(
-            _list_shown(environ, (hosts_name, layout_name)),
-            f"as many hosts as entries, not {len(hosts)} and {len(tasks_per_node)}",
-        )
-    num_nodes_source = f"{hosts_name} (number of hosts)"
-    if "SLURM_STEP_NUM_NODES" in environ:
-        num_nodes_source = "SLURM_STEP_NUM_NODES"
-        if _integer(environ, num_nodes_source) != len(hosts):
-            _contradiction(
-                _list_shown(environ, (num_nodes_source, hosts_name)),
-                f"the number of hosts in the list, {len(hosts)}",
-            )
-    if node_rank >= len(hosts):
-        _contradiction(
-            _list_shown(environ, ("SLURM_NODEID", hosts_name)),
-            f"a node id from 0 to {len(hosts) - 1}",
-        )
-    return _Step(
-        rank,
-        local_rank,
-        node_rank,
-        world_size,
-        tasks_per_node,
-        hosts,
-        tasks_name,
-        f"{layout_name} (entry {node_rank})",
-        num_nodes_source,
-        hosts_name,
-    )
-
-
-def _hosts(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
-    try:
-        return tuple(expand_nodelist(_text(environ, name)))
-    except RequestError as error:
-        raise DistEnvError(f"{name}: {error}") from error
-
-
-def _step_id(environ: Mapping[str, str]) -> int | None:
-    """Return the id of the step that this process is a task of, None where it is of none."""
-    name = _first_set(environ, _STEP_ID)
-    if name is None:
-        return None
-    step_id = _integer(environ, name)
-    return step_id if step_id < FIRST_RESERVED_STEP_ID else None
-
-
 def _step_port(environ: Mapping[str, str]) -> tuple[int, str]:
-    job_name, step_name = _required(environ, _JOB_ID), _required(environ, _STEP_ID)
+    job_name, step_name = (
+        slurm_step.required(environ, slurm_step.JOB_ID),
+        slurm_step.required(environ, slurm_step.STEP_ID),
+    )
     restart_count, names = 0, f"{job_name}, {step_name}"
     if "SLURM_RESTART_COUNT" in environ:  # unset on the first start
-        restart_count = _integer(environ, "SLURM_RESTART_COUNT")
+        restart_count = variables.integer(environ, "SLURM_RESTART_COUNT")
         names += ", SLURM_RESTART_COUNT"
-    port = master_port(_integer(environ, job_name), _integer(environ, step_name), restart_count)
+    port = master_port(
+        variables.integer(environ, job_name), variables.integer(environ, step_name), restart_count
+    )
     return port, f"computed from {names}"
 
 
-def _refuse_heterogeneous(environ: Mapping[str, str]) -> None:
-    if _is_heterogeneous(environ):
-        names = [name for name in sorted(environ) if _HETEROGENEOUS.match(name)]
-        raise DistEnvError(
-            f"{_shown(environ, names[:3])}: this is a heterogeneous Slurm job, whose components "
-            "number their tasks and nodes apart; expected a job of one component. Submit without "
-            "'hetjob' and ':', or export RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, "
-            "LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE yourself."
-        )
-
-
-def _is_heterogeneous(environ: Mapping[str, str]) -> bool:
-    return any(_HETEROGENEOUS.match(name) for name in environ)
-
-
-# PACK is what HET was called before Slurm 20.02. Slurm 22.05 still sets
-# SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in the steps of every job (seen), so it tells nothing.
-_HETEROGENEOUS = re.compile(r"SLURM_(?:(?:HET|PACK)_SIZE$|.*_HET_GROUP_|.*_PACK_GROUP_[1-9])")
-_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
-_PRINTABLE = re.compile(r"[!-~]+")
-_INTEGER = re.compile(r"[0-9]{1,19}")
-
-
 def _preset_port(environ: Mapping[str, str]) -> int:
-    port = _integer(environ, "MASTER_PORT")
+    port = variables.integer(environ, "MASTER_PORT")
     if not 1 <= port <= 65535:
-        _contradiction(_list_shown(environ, ("MASTER_PORT",)), "a port from 1 to 65535")
+        variables.contradiction(
+            variables.list_shown(environ, ("MASTER_PORT",)), "a port from 1 to 65535"
+        )
     return port
 
 
 def _optional(environ: Mapping[str, str], name: str) -> _Number | None:
-    return _Number(_integer(environ, name), name) if name in environ else None
+    return _Number(variables.integer(environ, name), name) if name in environ else None
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    text = _text(environ, name)
-    if not _INTEGER.fullmatch(text):
-        _contradiction(_list_shown(environ, (name,)), "a whole number of 0 or more")
-    return int(text)
-
-
-def _text(environ: Mapping[str, str], name: str) -> str:
-    if not environ[name]:
-        raise DistEnvError(
-            f"{name} is set but empty: expected a value. Set it, or remove it with 'unset {name}'."
-        )
-    return environ[name]
-
-
-def _required(environ: Mapping[str, str], names: Sequence[str]) -> str:
-    name = _first_set(environ, names)
-    if name is None:
-        raise DistEnvError(
-            f"{_shown(environ, _STEP_ID)}, but {' and '.join(names)} "
-            f"{'is' if len(names) == 1 else 'are'} not set: expected every variable that srun "
-            "gives to a task. Start it with srun, and do not drop SLURM_* variables on the way."
-        )
-    return name
-
-
-def _first_set(environ: Mapping[str, str], names: Sequence[str]) -> str | None:
-    return next((name for name in names if name in environ), None)
-
-
-def _contradiction(seen: Sequence[str], expected: str) -> NoReturn:
-    raise DistEnvError(
-        f"{', '.join(seen)}: expected {expected}. Variables of a surrounding job may have leaked "
-        "in: unset them, or start the task with srun or torchrun from a clean shell."
-    )
-
-
-def _shown(environ: Mapping[str, str], names: Sequence[str]) -> str:
-    return ", ".join(_list_shown(environ, names))
-
-
-def _list_shown(environ: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Return NAME=value of those that are set."""
-    return [f"{name}={_shown_value(environ[name])}" for name in names if name in environ]
-
-
-def _shown_value(value: str) -> str:
-    """Return a value for a message: escaped where it is not plain, shortened where it is long."""
-    shown = value[:80] if _PRINTABLE.fullmatch(value) else ascii(value[:80])
-    return f"{shown}..." if len(value) > 80 else shown
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")

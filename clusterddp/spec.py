@@ -1,28 +1,22 @@
-"""What is asked for: `Resources` of Slurm, `TrainConfig` of the training, `JobSpec` of the run.
+"""What is asked for: `Resources` of Slurm, `JobSpec` of the run.
 
-All three are checked when they are built, so that the code after them can trust them. Request
-fields carry Slurm's names and forms, training fields torch's. `JobSpec` goes to and from JSON.
+Both are checked when they are built, so that the code after them can trust them. Fields
+carry Slurm's names and forms. `JobSpec` goes to and from JSON.
 """
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterddp import forms
 from clusterddp.errors import RequestError
+from clusterddp.train_config import TrainConfig
 
 SPEC_FORMAT = 1
 GPU_REQUESTS = ("gpus-per-node", "gres", "gpus-per-task")
 LAUNCHERS = ("sbatch", "submitit", "local")
-MODELS = ("convnet",)
-DATASETS = ("mnist", "synthetic")
-OPTIMIZERS = ("sgd", "adam", "adamw")
-LR_SCALINGS = ("linear", "sqrt", "none")
-BACKENDS = ("auto", "nccl", "gloo")
-DEVICES = ("auto", "cuda", "cpu")
 
 # Written into the script by bash itself, or derived per task: an exported value would not arrive.
 _BASH_OWNS = {
@@ -128,122 +122,6 @@ class Resources:
     def num_tasks(self) -> int:
         """The number of ranks of the whole job (torch's world size)."""
         return self.nodes * self.tasks_per_node
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """What every task trains; each field is a flag of `clusterddp train` of the same name."""
-
-    model: str = "convnet"
-    dataset: str = "mnist"
-    data_dir: str = "data"
-    """The folder that holds MNIST/raw, torchvision's layout."""
-    epochs: int = 2
-    batch_size: int = 64
-    """Images per rank and step."""
-    lr: float = 0.001
-    """Learning rate of one rank; see lr_scaling."""
-    lr_scaling: str = "linear"
-    """Factor on lr for the world size N: linear N, sqrt N**0.5, none 1."""
-    warmup_steps: int = 100
-    """Steps over which the rate rises linearly to its full value."""
-    optimizer: str = "adam"
-    """Of the three, adam keeps its accuracy best when the global batch grows with the ranks."""
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    seed: int = 0
-    backend: str = "auto"
-    device: str = "auto"
-    threads: int = 0
-    """Compute threads per rank; 0 takes the CPUs that the rank was given."""
-    bucket_cap_mb: float = 25.0
-    """Size of DDP's gradient buckets, megabytes (torch's own default is 25)."""
-    save_every: str = "1epoch"
-    eval_every: str = "1epoch"
-    log_every: int = 100
-    """Steps between two lines of metrics."""
-    max_steps: int = 0
-    """Stop after that many steps of the run; 0 is no limit."""
-    resume: str = ""
-    """A run directory or a checkpoint file to start from."""
-    rendezvous_timeout: int = 300
-    """Seconds that a rank waits for the others."""
-
-    def __post_init__(self) -> None:
-        for option, value, known in (
-            ("--model", self.model, MODELS),
-            ("--dataset", self.dataset, DATASETS),
-            ("--optimizer", self.optimizer, OPTIMIZERS),
-            ("--lr-scaling", self.lr_scaling, LR_SCALINGS),
-            ("--backend", self.backend, BACKENDS),
-            ("--device", self.device, DEVICES),
-        ):
-            if value not in known:
-                raise RequestError(f"{option}: {value!r} is none of {', '.join(known)}.")
-        for option, count in (
-            ("--epochs", self.epochs),
-            ("--batch-size", self.batch_size),
-            ("--log-every", self.log_every),
-            ("--rendezvous-timeout", self.rendezvous_timeout),
-        ):
-            forms.positive(option, count)
-        for option, number, positive in (
-            ("--lr", self.lr, True),
-            ("--bucket-cap-mb", self.bucket_cap_mb, True),
-            ("--momentum", self.momentum, False),
-            ("--weight-decay", self.weight_decay, False),
-            ("--warmup-steps", self.warmup_steps, False),
-            ("--max-steps", self.max_steps, False),
-            ("--threads", self.threads, False),
-        ):
-            if not math.isfinite(number) or number < 0 or (positive and number == 0):
-                bound = "above 0" if positive else "of at least 0"
-                raise RequestError(f"{option}: {number} is not a finite number {bound}.")
-        if not 0 <= self.seed < 2**32:
-            raise RequestError(f"--seed: {self.seed} is not within 0 and {2**32 - 1}.")
-        if self.backend == "nccl" and self.device == "cpu":
-            raise RequestError("--backend nccl exchanges between GPUs, but --device is cpu.")
-        Interval.parse("--save-every", self.save_every)
-        Interval.parse("--eval-every", self.eval_every)
-        forms.text("--data-dir", self.data_dir)
-        forms.text("--resume", self.resume)
-        if not self.data_dir:
-            raise RequestError("--data-dir is empty; name the folder that holds MNIST/raw.")
-
-    def to_argv(self) -> list[str]:
-        """Every field as a flag, so that a command line carries the whole configuration."""
-        argv = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name != "resume" or value:
-                argv.append(f"--{field.name.replace('_', '-')}={value}")
-        return argv
-
-
-@dataclass(frozen=True)
-class Interval:
-    """How often something happens: every `count` epochs or steps."""
-
-    count: int
-    unit: str
-    """`epoch` or `step`."""
-
-    @classmethod
-    def parse(cls, option: str, value: str) -> "Interval":
-        """`2`, `2epochs` or `500steps`; raises RequestError for anything else."""
-        digits = value[: len(value) - len(value.lstrip("0123456789"))]
-        unit = value[len(digits) :].removesuffix("s") or "epoch"
-        if not digits or int(digits) < 1 or value.endswith(f"{digits}s"):
-            unit = ""
-        if unit not in ("epoch", "step"):
-            raise RequestError(
-                f"{option}: {value!r} is no interval; valid ones are 1epoch, 2epochs or 500steps."
-            )
-        return cls(int(digits), unit)
-
-    def due(self, unit: str, count: int) -> bool:
-        """Whether it is time after so many epochs or steps of the run."""
-        return unit == self.unit and count % self.count == 0
 
 
 @dataclass(frozen=True)

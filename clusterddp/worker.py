@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.run_dir import RunDir, read_json, write_atomically
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,8 @@ from clusterddp.run_status import (
     run_status,
 )
 from clusterddp.slurm import JobState, State
-from clusterddp.spec import JobSpec, Resources, TrainConfig
+from clusterddp.spec import JobSpec, Resources
+from clusterddp.train_config import TrainConfig
 
 Event = dict[str, Any]
 

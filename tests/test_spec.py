@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import RequestError
-from clusterddp.spec import Interval, JobSpec, Resources, TrainConfig
+from clusterddp.spec import JobSpec, Resources
+from clusterddp.train_config import Interval, TrainConfig
 from tests.hostile import CARRIED, REFUSED
 
 

@@ -15,7 +15,7 @@ from clusterddp import worker
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import CheckpointError, DataError, TrainingError
 from clusterddp.run_dir import RunDir, read_json
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 from clusterddp.training import device
 from clusterddp.worker import run_task, usable_threads
 

@@ -10,7 +10,7 @@ import click
 
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError
-from clusterddp.spec import DATASETS
+from clusterddp.train_config import DATASETS
 from clusterddp.training.data import DatasetInfo, check
 from clusterddp.training.idx import RAW
 

@@ -23,7 +23,8 @@ from clusterddp.dist_env import DistEnv
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, RequestError, TrainingError
 from clusterddp.outcome import Failure, first_failure, read_outcomes
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec, Resources, TrainConfig
+from clusterddp.spec import JobSpec, Resources
+from clusterddp.train_config import TrainConfig
 
 # A surrounding job's or agent's variables, which would tell the ranks that they are its tasks.
 _FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "TORCHELASTIC_", "PMI", "MASTER_")

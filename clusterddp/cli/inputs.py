@@ -3,7 +3,7 @@
 import click
 
 from clusterddp.errors import CheckpointError, DataError, RequestError
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 
 
 def make_sure(config: TrainConfig, *, may_fetch: bool) -> None:

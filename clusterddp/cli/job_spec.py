@@ -13,7 +13,8 @@ from clusterddp.cli.templates import full_name
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from
 from clusterddp.errors import RequestError
 from clusterddp.site import Site
-from clusterddp.spec import JobSpec, Resources, TrainConfig
+from clusterddp.spec import JobSpec, Resources
+from clusterddp.train_config import TrainConfig
 
 # Directives that an option stands for, and those that would take the logs away from the run.
 _OPTION_OF = {

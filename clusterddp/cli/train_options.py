@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
-from clusterddp.spec import (
+from clusterddp.train_config import (
     BACKENDS,
     DATASETS,
     DEVICES,

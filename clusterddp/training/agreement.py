@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from clusterddp.errors import TrainingError
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

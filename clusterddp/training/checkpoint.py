@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from clusterddp import __version__
 from clusterddp.errors import CheckpointError
 from clusterddp.run_dir import RunDir, write_atomically
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 from clusterddp.training import checkpoint_file
 
 FORMAT = 1

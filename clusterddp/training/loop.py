@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from clusterddp.errors import TrainingError
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import Interval, TrainConfig
+from clusterddp.train_config import Interval, TrainConfig
 from clusterddp.training import checkpoint, models, optimizer
 from clusterddp.training.checkpoint import Position
 from clusterddp.training.images import Images, evaluation_batches, training_batches

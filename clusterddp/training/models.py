@@ -1,4 +1,4 @@
-"""The models by name; a new one is a function, a line in the table and its name in spec.MODELS."""
+"""The models by name; a new one is a class, a line in the table and in `train_config.MODELS`."""
 
 from collections.abc import Callable
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn, optim
 
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 from clusterddp.training.checkpoint import Position
 
 

@@ -12,7 +12,7 @@ import torch
 from clusterddp import __version__
 from clusterddp.dist_env import DistEnv
 from clusterddp.run_dir import RunDir, write_atomically
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.checkpoint import weights_sha256
 from clusterddp.training.loop import Training

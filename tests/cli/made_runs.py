@@ -14,7 +14,8 @@ import pytest
 from clusterddp.cli.main import main
 from clusterddp.outcome import Failure
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec, Resources, TrainConfig
+from clusterddp.spec import JobSpec, Resources
+from clusterddp.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

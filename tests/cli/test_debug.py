@@ -13,6 +13,7 @@ import pytest
 
 from clusterddp.cli.debug import free_port
 from clusterddp.run_dir import RunDir
+from tests.processes import has_gone
 
 PATIENCE = 90
 # A model whose construction stops as a breakpoint does: it asks the person who typed the command.
@@ -74,18 +75,6 @@ def wait_until_training(process: "subprocess.Popen[str]") -> None:
 
 def rank_pids(run: RunDir) -> list[int]:
     return [json.loads(run.outcome(rank).read_text())["pid"] for rank in (0, 1)]
-
-
-def has_gone(pid: int) -> bool:
-    """Whether a process has gone, or goes within the time that a test waits."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], PATIENCE)[0])
-    finally:
-        os.close(handle)
 
 
 def test_one_process_is_this_very_process_with_its_input(debug: Any) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from clusterddp.cli.finish import command
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec, Resources, TrainConfig
+from clusterddp.spec import JobSpec, Resources
+from clusterddp.train_config import TrainConfig
 
 REPORT = {
     "accuracy": 0.9876, "loss": 0.04, "train_seconds": 12.0, "total_seconds": 20.0,

@@ -16,7 +16,7 @@ from clusterddp.cli.debug import free_port
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
 from clusterddp.outcome import first_failure, read_outcomes
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 
 PATIENCE = 90
 # Fails on rank 1 at its second batch, before an exchange that rank 0 then waits in.

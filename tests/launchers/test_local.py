@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 
 from clusterddp.launchers import srun
 from clusterddp.launchers.local import job_environment
+from tests.processes import processes_in, wait_for
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
 
@@ -32,13 +31,6 @@ def status(folder: Path) -> dict[str, Any]:
     )  # fmt: skip
     found: dict[str, Any] = json.loads(shown.stdout)
     return found
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"not within a minute: {what}"
-        time.sleep(0.02)
 
 
 def test_a_command_runs_on_every_rank_of_every_host(tmp_path: Path) -> None:
@@ -144,18 +136,6 @@ def test_ctrl_c_cancels_the_run_and_leaves_no_process(tmp_path: Path) -> None:
     wait_for(lambda: not processes_in(tmp_path), "no process left")
     assert all("told" in log.read_text() for log in logs)
     assert status(tmp_path)["state"] == "cancelled"
-
-
-def processes_in(folder: Path) -> list[str]:
-    """The processes whose working folder it is."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
-                found.append((entry / "cmdline").read_text())
-        except OSError:
-            continue
-    return found
 
 
 def test_more_hosts_than_loopback_has_are_refused(tmp_path: Path) -> None:

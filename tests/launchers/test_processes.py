@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launchers.processes import TaskGroup
+from tests.processes import has_gone
 
 PATIENCE = 20
 FOREVER = "import signal; signal.pause()"
@@ -18,18 +19,6 @@ READY = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
-
-
-def ended(pid: int) -> bool:
-    """Whether a process has gone, or goes within the time that a test waits."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], PATIENCE)[0])
-    finally:
-        os.close(handle)
 
 
 def first_line(path: Path) -> str:
@@ -74,7 +63,7 @@ def test_leaving_the_group_leaves_no_process(tmp_path: Path) -> None:
         group.start(python(READY), os.environ, tmp_path / "log")
         pid = int(first_line(tmp_path / "log"))
         raise KeyboardInterrupt
-    assert ended(pid)
+    assert has_gone(pid)
 
 
 def test_what_a_task_leaves_running_is_killed(tmp_path: Path) -> None:
@@ -83,7 +72,7 @@ def test_what_a_task_leaves_running_is_killed(tmp_path: Path) -> None:
         group.start(python(parent), os.environ, tmp_path / "log", tee=True)
         assert group.wait() == [0]
     log = (tmp_path / "log").read_text()
-    assert not log or ended(int(log.split()[0]))
+    assert not log or has_gone(int(log.split()[0]))
 
 
 def test_a_signal_reaches_every_process_of_a_task(tmp_path: Path) -> None:
@@ -93,7 +82,7 @@ def test_a_signal_reaches_every_process_of_a_task(tmp_path: Path) -> None:
         pid = int(first_line(tmp_path / "log"))
         group.signal_all(signal.SIGUSR1)
         assert group.wait() == [-signal.SIGUSR1]
-        assert ended(pid)
+        assert has_gone(pid)
 
 
 def test_tasks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
@@ -108,7 +97,7 @@ def test_tasks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     pid = int(first_line(tmp_path / "log"))
     starter.kill()
     starter.wait()
-    assert ended(pid)
+    assert has_gone(pid)
 
 
 def test_output_goes_to_the_log_and_with_tee_here_too(

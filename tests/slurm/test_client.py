@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec, Resources, TrainConfig
+from clusterddp.spec import JobSpec, Resources
+from clusterddp.train_config import TrainConfig
 from tests.slurm.cluster import SlurmCluster
 
 

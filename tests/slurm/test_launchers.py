@@ -5,15 +5,14 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
 
 import pytest
 
 from clusterddp.launchers.local import job_environment
 from clusterddp.run_dir import read_json
+from tests.processes import processes_in, wait_for
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.test_submit import CLUSTERDDP, submit
 
@@ -176,13 +175,6 @@ while True:
 """
 
 
-def wait_for(condition: Any, what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("launcher", ["sbatch", "local"])
 def test_signals_to_srun_reach_the_tasks_alike(
     cluster: SlurmCluster, tmp_path: Path, launcher: str
@@ -236,20 +228,8 @@ def test_ctrl_c_cancels_a_rehearsal_and_leaves_no_process(
     job.communicate(timeout=60)
     assert job.returncode == (130 if number == signal.SIGINT else -number)
     left = [line for line in cluster.processes("login").values() if str(tmp_path) in line]
-    wait_for(lambda: not still_running(tmp_path), f"all processes gone: {left}")
+    wait_for(lambda: not processes_in(tmp_path), f"all processes gone: {left}")
     assert all("SIGTERM" in log.read_text() for log in logs)
-
-
-def still_running(folder: Path) -> list[str]:
-    """Command lines of processes whose working folder is the test's."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
-                found.append((entry / "cmdline").read_text())
-        except OSError:
-            continue
-    return found
 
 
 def test_a_jobs_variables_count_what_its_script_asks_for() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import TrainingError
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 from clusterddp.training.agreement import Agreement, Hello, decide
 
 

@@ -8,7 +8,7 @@ import torch
 
 from clusterddp.errors import CheckpointError
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 from clusterddp.training import checkpoint, checkpoint_file, models, optimizer
 from clusterddp.training.checkpoint import Position
 from clusterddp.training.checkpoint_file import checksum_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from clusterddp.errors import TrainingError
 from clusterddp.run_dir import RunDir, read_json_lines
-from clusterddp.spec import TrainConfig
+from clusterddp.train_config import TrainConfig
 from clusterddp.training import checkpoint, checkpoint_file, data, models
 from clusterddp.training.images import Images
 from clusterddp.training.loop import Training, evaluate

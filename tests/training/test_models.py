@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from clusterddp.spec import MODELS
+from clusterddp.train_config import MODELS
 from clusterddp.training import models
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from clusterddp.spec import OPTIMIZERS, TrainConfig
+from clusterddp.train_config import OPTIMIZERS, TrainConfig
 from clusterddp.training import models, optimizer
 from clusterddp.training.checkpoint import Position
 from clusterddp.training.optimizer import Schedule, peak_lr
