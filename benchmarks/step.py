@@ -102,6 +102,7 @@ def _steps(config: TrainConfig, batches: list[tuple[Tensor, Tensor]], under_ddp:
     """Forward, backward and update over batches that are ready; seconds."""
     torch.manual_seed(config.seed)
     model: nn.Module = models.build(config.model)
+    model = model.to(memory_format=torch.channels_last)  # as the loop does on the CPU
     update = optimizer.build(config, model)
     if under_ddp:
         model = DistributedDataParallel(
