@@ -117,6 +117,13 @@ def test_the_rank_that_failed_first_is_named(name: str) -> None:
         assert failure.reason.startswith(expected[1])
 
 
+def test_hosts_clocks_apart_do_not_blame_a_rank_that_was_told_to_end() -> None:
+    told, culprit = signalled(0, 19.0, "SIGTERM"), exited(2, 20.0, 3)  # h01 is a second behind
+    failure = first_failure([told, culprit])
+    assert failure is not None
+    assert failure.rank == 2
+
+
 def test_the_failing_ranks_own_code_is_kept() -> None:
     for outcomes, job_log, code in (
         ([exited(0, 20.0, 3)], "", 3),

@@ -100,6 +100,30 @@ def test_two_ranks_step_as_one_process_does_on_the_joined_batch(
     assert_equal_within_rounding(two[0], one)
 
 
+def test_every_epoch_has_an_order_of_its_own_and_a_resumed_run_the_same_ones(
+    synthetic_dir: Path, tmp_path: Path, alone: None
+) -> None:
+    def orders(run: Path, resume: Path | None = None, **fields: Any) -> list[list[int]]:
+        ours = training(0, 1, config(synthetic_dir, batch_size=500, **fields), run, resume)
+        taken: list[int] = []
+        batch = ours.train_set.batch
+
+        def recorded(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            taken.extend(indices.tolist())
+            return batch(indices)
+
+        ours.train_set.batch = recorded  # type: ignore[method-assign]
+        ours.run()
+        return [taken[start : start + 2000] for start in range(0, len(taken), 2000)]
+
+    first, second = orders(tmp_path / "whole", epochs=2)
+    assert sorted(first) == sorted(second) == list(range(2000))
+    assert first != second
+    assert orders(tmp_path / "cut", epochs=2, max_steps=4) == [first]
+    resume = checkpoint_file.newest(RunDir(tmp_path / "cut"), print)
+    assert orders(tmp_path / "rest", resume, epochs=2) == [second]
+
+
 def evaluate_rank(rank: int, world_size: int, data_dir: Path) -> tuple[float, float]:
     torch.manual_seed(1)
     test_set = Images(data.load("synthetic", str(data_dir), train=False), CPU)
