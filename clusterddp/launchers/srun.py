@@ -14,6 +14,7 @@ from pathlib import Path
 
 from clusterddp.launchers.processes import TaskGroup
 from clusterddp.nodelist import expand_nodelist
+from clusterddp.supervise import die_with_parent
 
 KILL_WAIT_SECONDS = 30
 """Between TERM and KILL, as Slurm's default KillWait."""
@@ -26,6 +27,7 @@ CANCELLED = "cancelled"
 def main() -> None:
     """Start the tasks, wait for them, and exit as srun does."""
     os.setsid()  # a signal to the batch script and its children is not for srun
+    die_with_parent(os.getppid(), signal.SIGTERM)  # but its end is: TERM ends the tasks
     options = parse(sys.argv[1:])
     steps = Path(os.environ[STEPS_VARIABLE])
     if (steps / CANCELLED).exists():

@@ -138,6 +138,22 @@ def test_ctrl_c_cancels_the_run_and_leaves_no_process(tmp_path: Path) -> None:
     assert status(tmp_path)["state"] == "cancelled"
 
 
+@pytest.mark.parametrize("victim", ["submit", "controller"])
+def test_a_rehearsal_ends_with_whoever_controls_it(tmp_path: Path, victim: str) -> None:
+    job = subprocess.Popen(
+        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--nodes", "2",
+         "--", "bash", "-c", "echo up; while :; do sleep 0.1; done"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]
+    wait_for(lambda: all(log.exists() and "up" in log.read_text() for log in logs), "tasks up")
+    submitted = json.loads((tmp_path / "jobs/a/events.jsonl").read_text().splitlines()[0])
+    os.kill(job.pid if victim == "submit" else submitted["pid"], signal.SIGKILL)
+    wait_for(lambda: not [p for p in processes_in(tmp_path) if "submit" not in p], "tasks gone")
+    job.communicate(timeout=60)
+    assert job.returncode == (-signal.SIGKILL if victim == "submit" else 1)
+
+
 def test_more_hosts_than_loopback_has_are_refused(tmp_path: Path) -> None:
     done = submit(tmp_path, "--nodes", "251", "--", "true")
     assert done.returncode == 2
