@@ -81,15 +81,10 @@ class State(str, Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the job is over, as far as this word can tell (see `may_return`)."""
+        """Whether the job is over, as far as this word can tell: a requeue may follow."""
         return self not in (
             State.PENDING, State.RUNNING, State.SUSPENDED, State.COMPLETING, State.UNKNOWN,
         )  # fmt: skip
-
-    @property
-    def may_return(self) -> bool:
-        """Whether a job with --requeue shows this for a moment before it is pending again."""
-        return self in (State.PREEMPTED, State.NODE_FAIL, State.BOOT_FAIL)
 
 
 # squeue(1), sacct(1), scontrol(1): JOB STATE CODES.

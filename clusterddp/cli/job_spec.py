@@ -149,7 +149,18 @@ def _environment(
         values.pop(name, None)
         values[name] = value if equals else None
     environment = tuple((n, v) for n, v in values.items() if v is not None)
-    return environment, tuple(n for n, v in values.items() if v is None)
+    passed = tuple(n for n, v in values.items() if v is None)
+    if passed:
+        from clusterddp.slurm import submission_environment
+
+        arriving = submission_environment(os.environ)
+        for name in passed:
+            if name in os.environ and name not in arriving:
+                raise RequestError(
+                    f"--env {name}: a surrounding job's {name} is kept out of submissions, so it "
+                    f"cannot be passed by name. Use --env {name}=VALUE."
+                )
+    return environment, passed
 
 
 def _directives(items: tuple[str, ...], resources: Resources) -> tuple[tuple[str, str | None], ...]:

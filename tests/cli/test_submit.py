@@ -270,6 +270,14 @@ def test_sbatchs_own_words_are_shown_and_nothing_is_left(tmp_path: Path, elsewhe
     assert not (elsewhere / "jobs").exists()
 
 
+@pytest.mark.parametrize("name", ["MASTER_PORT", "SBATCH_WCKEY", "SRUN_DEBUG"])
+def test_a_variable_that_would_not_arrive_cannot_be_passed_by_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert f"--env {name}=VALUE" in refusal("--dry-run", "--env", name)
+
+
 def test_sbatch_gets_the_dry_runs_bytes(tmp_path: Path, elsewhere: Path) -> None:
     env = fake_sbatch(tmp_path, f"cat >{tmp_path}/sent; echo 42")
     expected = run("--dry-run", "--run-name", "a", "--", "true").stdout

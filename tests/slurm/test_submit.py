@@ -142,6 +142,21 @@ def test_slurm_reads_a_directive_as_it_was_typed(
     assert lines[0].partition("JobName=")[2] == (value or "x")
 
 
+@pytest.mark.parametrize("launcher", ["sbatch", "submitit"])
+def test_without_the_shells_variables_only_those_named_arrive(
+    cluster: SlurmCluster, tmp_path: Path, launcher: str
+) -> None:
+    done = submit(
+        cluster, tmp_path, "--launcher", launcher, "--export", "NONE", "--env", "NAMED",
+        "--env", "SET=a b", "--run-name", "a", "--wait", "--", sys.executable, "-c", WHO,
+        env={"NAMED": "it's, here", "OTHER": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = told(tmp_path / "jobs/a", 0)["env"]
+    assert (seen["NAMED"], seen["SET"], "OTHER" in seen) == ("it's, here", "a b", False)
+    assert "it's, here" not in (tmp_path / "jobs/a/script.sbatch").read_text()
+
+
 def test_a_hostile_output_root_is_carried(cluster: SlurmCluster, tmp_path: Path) -> None:
     root = tmp_path / 'it\'s a $(touch pwned) "root"; #x'
     done = submit(
