@@ -126,11 +126,29 @@ def test_the_stand_in_gives_the_variables_of_a_real_step(
         assert stand_in == real, name
 
 
+GONE = """
+import os, signal, sys, time
+from pathlib import Path
+def note(rank):
+    path = Path(f"{os.environ['SLURM_JOB_ID']}-{rank}")
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+def gone(rank):
+    path = Path(f"{os.environ['SLURM_JOB_ID']}-{rank}")
+    while not path.exists():
+        time.sleep(0.02)
+    stat = Path(f"/proc/{path.read_text()}/stat")
+    while stat.exists() and ") Z " not in stat.read_text():
+        time.sleep(0.02)
+"""
+
+
 @pytest.mark.parametrize(
     ("program", "code"),
     [
         ("sys.exit(0)", 0),
-        ("sys.exit(3 if rank == 1 else 0)", 3),
+        # Rank 1 fails once rank 0 has gone, or the step's end would reach rank 0 first.
+        ("rank == 1 and (gone(0), sys.exit(3))", 3),
         ("rank == 1 and sys.exit(3); signal.pause()", 143),
         ("rank == 1 and os.kill(os.getpid(), 9); signal.pause()", 143),
     ],
@@ -140,7 +158,7 @@ def test_the_stand_in_ends_with_the_code_of_the_real_srun(
 ) -> None:
     """The srun line alone, without the small parent that records outcomes."""
     (tmp_path / "task.py").write_text(
-        f"import os, signal, sys\nrank = int(os.environ['SLURM_PROCID'])\n{program}\n"
+        f"{GONE}\nrank = int(os.environ['SLURM_PROCID'])\nnote(rank)\n{program}\n"
     )
     own = '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}\n'
     (tmp_path / "own.sbatch.j2").write_text(
