@@ -36,6 +36,9 @@ RANK_VARIABLES = (
     "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 
+NONCE_VARIABLE = "CLUSTERDDP_NONCE"
+"""By it the ranks of one attempt know each other (`training.rendezvous`)."""
+
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*")
 NAMES = re.compile(rf"{NAME.pattern}(?:,{NAME.pattern})*")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -77,6 +80,34 @@ def time_limit(option: str, value: str) -> str:
         raise RequestError(
             f"{option}: {value!r} is no time limit; valid ones are 90 (minutes), 45:00, "
             "02:30:00, 1-12 (days-hours), 1-02:30:00 or UNLIMITED."
+        )
+    return value
+
+
+def limit_seconds(value: str) -> int | None:
+    """A time limit that `time_limit` let pass, in seconds; None for none."""
+    if not value or not value[0].isdigit():
+        return None
+    days, dash, rest = value.partition("-") if "-" in value else ("0", "", value)
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # D-HH[:MM[:SS]]
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:  # MM[:SS]
+        hours, (minutes, seconds) = 0, [*parts, 0][:2]
+    return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+_SIGNAL = re.compile(r"(?:(B):)?(USR1|USR2|TERM)@(\d{1,5})", re.ASCII)
+
+
+def signal(option: str, value: str) -> str:
+    """`[B:]SIGNAL@SECONDS` with a signal that the tasks take for a request to stop."""
+    if not _SIGNAL.fullmatch(text(option, value)):
+        raise RequestError(
+            f"{option}: {value!r} is no signal ahead of the time limit; valid ones are B:USR1@120 "
+            "(to the script, seconds before the end), USR1@60 (to the tasks), or none."
         )
     return value
 

@@ -7,9 +7,11 @@ its parent. Errors that only follow from another rank's end are told apart from 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from clusterddp.run_dir import RunDir, read_json
+from clusterddp.errors import EXIT_PAUSED
+from clusterddp.run_dir import read_json
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,12 @@ class Outcome:
     @property
     def failed(self) -> bool:
         """It has ended, and not well."""
-        return self.exit_code is not None and self.exit_code != 0
+        return self.exit_code is not None and self.exit_code not in (0, EXIT_PAUSED)
+
+    @property
+    def paused(self) -> bool:
+        """It has saved and left because it was asked to."""
+        return self.exit_code == EXIT_PAUSED
 
     @property
     def peer_lost(self) -> bool:
@@ -70,22 +77,16 @@ class Failure:
         return f"rank {self.rank}{host} failed first: {self.reason} ({self.log})"
 
 
-def read_outcomes(
-    run: RunDir, job_id: str | None = None, restart: int | None = None
-) -> list[Outcome]:
-    """The ranks' records, by rank; of one Slurm job and one of its starts where these are given."""
+def read_outcomes(folder: Path) -> list[Outcome]:
+    """The records of the ranks of one start, by rank."""
     outcomes = []
-    for path in run.outcomes.glob("rank-*.json"):
+    for path in folder.glob("rank-*.json"):
         content = read_json(path) or {}
         known = {name: content[name] for name in Outcome.__dataclass_fields__ if name in content}
         try:
             outcome = Outcome(**known)
         except TypeError:
             continue  # a record of another version
-        if job_id is not None and outcome.job_id != job_id:
-            continue
-        if restart is not None and outcome.restart != restart:
-            continue
         outcomes.append(outcome)
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 

@@ -93,6 +93,10 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
             wanted[name.replace("_", "-")] = value
     if resources.exclusive:
         wanted["exclusive"] = None
+    if spec.requeue is not None:  # an explicit one overrides the site's own default
+        wanted["requeue" if spec.requeue else "no-requeue"] = None
+    if spec.signal:
+        wanted["signal"] = spec.signal
     if spec.export == "NONE":
         wanted["export"] = ",".join(spec.pass_environment) or "NONE"
     wanted.update(spec.sbatch)
@@ -130,7 +134,8 @@ def shell_word(value: object) -> str:
 def task_arguments(spec: JobSpec) -> list[str]:
     """What every rank runs, after `python -m clusterddp`."""
     if spec.train:
-        return ["train", f"--run-dir={spec.run_dir}", *spec.train.to_argv()]
+        lead = [f"--signal-lead={spec.signal_lead}"] if spec.signal_lead else []
+        return ["train", f"--run-dir={spec.run_dir}", *lead, *spec.train.to_argv()]
     return ["exec", f"--run-dir={spec.run_dir}", "--", *spec.command]
 
 

@@ -4,13 +4,20 @@ A run is one directory below the output root. What is in it:
 
     spec.json            the request (a record: the script does not read it)
     script.sbatch        the exact bytes that were submitted
-    events.jsonl         submitted, started, ended: Slurm job ids, times, exit codes
+    events.jsonl         submitted, started, ended, requeued: Slurm job ids, times, exit codes
     resolved.json        what the ranks agreed on where the request said auto
+    code/                the person's own tree as it was when the run was submitted
     logs/job.log         what the batch script and Slurm said
     logs/rank-R.log      what rank R printed (logs/node-N.log: a torchrun agent)
-    outcomes/rank-R.json how rank R ended
-    metrics.jsonl        loss, accuracy, images/s, learning rate over the steps
-    checkpoints/         step-00001200.pt and its .sha256
+    attempts/0001/       one start of the run, which alone writes there (see `attempt`):
+        attempt.json     who trains, and from which checkpoint
+        checkpoints/     step-00001200.pt and its .sha256, those of earlier attempts included
+        metrics.jsonl    loss, accuracy, images/s, learning rate since the run's first step
+        outcomes/        rank-R.json: how rank R ended
+    current              leads to the attempt that trains, or that trained last
+    checkpoints          leads to current/checkpoints
+    metrics.jsonl        leads to current/metrics.jsonl
+    outcomes/            of ranks that were started by hand, each by itself
     report.json          what the run achieved
 """
 
@@ -79,6 +86,18 @@ class RunDir:
 
     def outcome(self, rank: int) -> Path:
         return self.outcomes / f"rank-{rank}.json"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def current(self) -> Path:
+        return self.path / "current"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
 
     @property
     def metrics(self) -> Path:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clusterddp.attempt import latest
 from clusterddp.errors import ClusterDDPError
 from clusterddp.nodelist import expand_nodelist
 from clusterddp.outcome import Failure, first_failure, read_outcomes
@@ -141,7 +142,7 @@ def run_status(
     failure = ""
     # Of a cancelled run the ranks were told to end: whichever did so first is no culprit.
     if state == FAILED and submission:
-        failure = submission.first_failure or _first_failure(run, submission)
+        failure = submission.first_failure or _first_failure(run)
     return RunStatus(
         name=run.name,
         state=state,
@@ -401,9 +402,10 @@ def _exit_code(state: str, submission: Submission | None, job: JobState | None) 
     return job.exit_code if job else None
 
 
-def _first_failure(run: RunDir, submission: Submission) -> str:
+def _first_failure(run: RunDir) -> str:
     """As the ranks' own outcomes tell it, where the script came to no verdict."""
-    failure = first_failure(read_outcomes(run, submission.job_id, submission.restart))
+    attempt = latest(run)
+    failure = first_failure(read_outcomes(attempt.outcomes if attempt else run.outcomes))
     return failure.describe() if failure else ""
 
 

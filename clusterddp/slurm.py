@@ -16,7 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.forms import RANK_VARIABLES
+from clusterddp.forms import NONCE_VARIABLE, RANK_VARIABLES
 
 if TYPE_CHECKING:
     import subprocess
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SBATCH_SECONDS = 60.0
 """Bound on sbatch; its own MessageTimeout is 10 s, and some sites set it to 60."""
 QUERY_SECONDS = 15.0
+REHEARSAL_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
+"""Set in the tasks of the local launcher: the folder in which its steps note their tasks."""
 COMPLETION_SECONDS = 3.0
 LOOKUP_PAUSES_SECONDS = (0.0, 2.0, 5.0)
 """Waits before each look for a job whose sbatch gave no answer: it can be queued a little later."""
@@ -133,6 +135,23 @@ class JobState:
     """Why Slurm could not be asked. Unknown without a problem: Slurm knows no such job."""
 
 
+class Ending(str, Enum):
+    """Why a job whose script is still there is coming to its end, as the controller sees it."""
+
+    NONE = "none"
+    """It is not: it runs."""
+    TIME_LIMIT = "time limit"
+    PREEMPTED = "preempted"
+    REQUEUED = "requeued"
+    """It is in the queue again already."""
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+
+class RequeueRefused(SlurmError):
+    """This cluster, or this job, allows no requeue; carries scontrol's words."""
+
+
 def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment in which sbatch runs: what a login shell would hand to it.
 
@@ -148,6 +167,7 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
             name.startswith(_JOB_PREFIXES)
             or name in RANK_VARIABLES
             or (in_job and name in _DEVICE_VARIABLES)
+            or name == NONCE_VARIABLE
         )
     }
 
@@ -233,6 +253,66 @@ def cancel(job_id: str, environ: Mapping[str, str] | None = None) -> None:
     if answer.returncode:
         words = answer.stderr.strip() or f"exit code {answer.returncode}"
         raise SlurmError(f"scancel {job_id}: {words}")
+
+
+def is_rehearsal(environ: Mapping[str, str]) -> bool:
+    """Whether the local launcher plays the part of Slurm, so that no controller can be asked."""
+    return REHEARSAL_VARIABLE in environ
+
+
+def ending(job_id: str, restart: int, environ: Mapping[str, str] | None = None) -> Ending:
+    """Why the job is ending; asked from inside, it shows COMPLETING for every reason.
+
+    restart: the SLURM_RESTART_COUNT of the start that asks. Seen on 22.05: a requeue has raised
+    Restarts by then, preemption with a grace leaves the job RUNNING with a PreemptTime, and the
+    time limit and scancel differ only in how long the job ran.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        answer = _ask(["scontrol", "show", "job", "-o", job_id], environ, QUERY_SECONDS)
+    except SlurmError:
+        return Ending.UNKNOWN
+    # The last of each name: a job's name and comment, which can hold anything, stand before them.
+    fields = dict(re.findall(r" ([A-Za-z]+)=(\S*)", answer.stdout.partition(" Command=")[0]))
+    if answer.returncode or "JobState" not in fields:
+        return Ending.UNKNOWN
+    if int(fields.get("Restarts") or 0) > restart or parse_state(fields["JobState"]) is (
+        State.PENDING
+    ):
+        return Ending.REQUEUED
+    if fields.get("PreemptTime", "None") not in ("None", ""):
+        return Ending.PREEMPTED
+    state = parse_state(fields["JobState"])
+    if state is State.RUNNING:
+        return Ending.NONE
+    if state is State.TIMEOUT:
+        return Ending.TIME_LIMIT
+    ran, limit = _seconds(fields.get("RunTime", "")), _seconds(fields.get("TimeLimit", ""))
+    if ran is not None and limit is not None and ran >= limit:
+        return Ending.TIME_LIMIT
+    return Ending.CANCELLED
+
+
+def seconds_left(job_id: str, environ: Mapping[str, str] | None = None) -> float | None:
+    """Seconds until the job's time limit; None where it has none or nobody can say."""
+    environ = os.environ if environ is None else environ
+    try:
+        answer = _ask(["squeue", "-h", "-j", job_id, "-o", "%L"], environ, QUERY_SECONDS)
+    except SlurmError:
+        return None
+    return _seconds(answer.stdout.strip())
+
+
+def requeue(job_id: str, environ: Mapping[str, str] | None = None) -> None:
+    """Put a job back into the queue; one that is there already stays.
+
+    Raises RequeueRefused where that is not allowed, SlurmError where Slurm does not answer.
+    """
+    environ = os.environ if environ is None else environ
+    answer = _ask(["scontrol", "requeue", job_id], environ, QUERY_SECONDS)
+    words = f"{answer.stdout} {answer.stderr}".strip()
+    if answer.returncode and "pending execution" not in words:
+        raise RequeueRefused(words or f"scontrol requeue: exit code {answer.returncode}")
 
 
 def partitions(environ: Mapping[str, str] | None = None) -> list[str]:
@@ -339,6 +419,15 @@ def _lost(seen: str, environ: Mapping[str, str], comment: str, started: float) -
         "job was queued. Before you submit again, look with: "
         "squeue --me -t all -o '%i %T %V %k'"
     )
+
+
+def _seconds(text: str) -> float | None:
+    """Slurm's [D-]HH:MM:SS or MM:SS in seconds; None for UNLIMITED and the like."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _reason(text: str) -> str:

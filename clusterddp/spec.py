@@ -16,6 +16,7 @@ from clusterddp.train_config import TrainConfig
 
 SPEC_FORMAT = 1
 GPU_REQUESTS = ("gpus-per-node", "gres", "gpus-per-task")
+MOST_LEAD_SECONDS = 120
 LAUNCHERS = ("sbatch", "submitit", "local")
 
 # Written into the script by bash itself, or derived per task: an exported value would not arrive.
@@ -158,6 +159,16 @@ class JobSpec:
     modules: tuple[str, ...] = ()
     network_interface: str = ""
     launch_prefix: tuple[str, ...] = ()
+    requeue: bool | None = None
+    """Whether the run goes on after the time limit, preemption, a lost node; None resolves to yes
+    for a training, and leaves a command to the site's own default."""
+    max_requeues: int = 20
+    """Starts after the first, whoever causes them."""
+    restart_on_failure: int = 0
+    """How many of these may follow a crash of the training."""
+    signal: str | None = None
+    """Slurm's signal ahead of the time limit, `B:USR1@120`; empty for none, None for the default:
+    one that leaves a training time to save, none for a command."""
 
     def __post_init__(self) -> None:
         if not forms.RUN_NAME.fullmatch(self.run_name):
@@ -167,6 +178,18 @@ class JobSpec:
             )
         if bool(self.command) == bool(self.train):
             raise AssertionError("a run either trains MNIST or runs a command")
+        if self.requeue is None and self.train:
+            object.__setattr__(self, "requeue", True)
+        if self.signal is None:
+            object.__setattr__(self, "signal", self._default_signal() if self.train else "")
+        if self.signal:
+            forms.signal("--signal", self.signal)
+        for option, count in (
+            ("--max-requeues", self.max_requeues),
+            ("--restart-on-failure", self.restart_on_failure),
+        ):
+            if count < 0:
+                raise RequestError(f"{option}: {count} is negative.")
         if self.launcher not in LAUNCHERS:
             raise RequestError(f"--launcher: {self.launcher!r} is none of {', '.join(LAUNCHERS)}.")
         if self.export not in ("ALL", "NONE"):
@@ -183,6 +206,12 @@ class JobSpec:
             )
         self._check_lines()
         self._check_environment()
+
+    def _default_signal(self) -> str:
+        """Two minutes ahead, or a fifth of a short limit: Slurm looks at limits twice a minute."""
+        limit = forms.limit_seconds(self.resources.time)
+        lead = MOST_LEAD_SECONDS if limit is None else min(MOST_LEAD_SECONDS, limit // 5)
+        return f"B:USR1@{max(lead, 1)}"
 
     def _check_lines(self) -> None:
         if not self.python:
@@ -229,6 +258,16 @@ class JobSpec:
     @property
     def world_size(self) -> int:
         return self.resources.num_tasks
+
+    @property
+    def requeues(self) -> bool:
+        """Whether the script puts the job back into the queue by itself."""
+        return bool(self.requeue)
+
+    @property
+    def signal_lead(self) -> int:
+        """Seconds between Slurm's signal and the time limit; 0 without a signal."""
+        return int((self.signal or "").rpartition("@")[2] or 0)
 
     @property
     def layout(self) -> str:

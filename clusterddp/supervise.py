@@ -17,8 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
-from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError, TrainingError
+from clusterddp.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PAUSED,
+    ClusterDDPError,
+    TrainingError,
+)
 from clusterddp.run_dir import RunDir, write_atomically
 
 # What Slurm, an agent or a person sends to a task and what must not end its parent.
@@ -29,13 +36,24 @@ _PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 4000
 
 
-def supervise(run_dir: Path, env: DistEnv, child: Callable[[], int]) -> int:
+def supervise(
+    run_dir: Path,
+    env: DistEnv,
+    child: Callable[[], int],
+    *,
+    attempt: int | None = None,
+    listen: Callable[[], object] | None = None,
+) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
-    Returns the child's exit code, or 128 + N when signal N ended it. `child` may exec. Call it
-    before anything that starts threads is imported: it forks.
+    attempt: the start of the run to which this task belongs, where the starting side made one.
+    listen: installs the child's signal handlers, before any signal can reach it.
+
+    Returns the child's exit code, or 128 + N when signal N ended it; 0 for EXIT_PAUSED where Slurm
+    or an agent started the task, as either would end the other ranks for it. `child` may exec.
+    Call it before anything that starts threads is imported: it forks.
     """
-    record = _Record(RunDir(run_dir), env)
+    record = _Record(RunDir(run_dir), env, attempt)
     # Blocked from before the fork until both sides have their handlers, so that no signal ends
     # the parent and none is lost to the child.
     previous_mask: set[int] = set(signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS))
@@ -48,16 +66,18 @@ def supervise(run_dir: Path, env: DistEnv, child: Callable[[], int]) -> int:
     if pid == 0:
         os.close(report_reader)
         os.close(go_writer)
-        _become_task(parent, go_reader, report_writer, previous_mask, child)
+        _become_task(parent, go_reader, report_writer, previous_mask, child, listen)
     os.close(report_writer)
     os.close(go_reader)
     with _outliving(pid, previous_mask, os.environ):
         os.write(go_writer, b".")
         os.close(go_writer)
         record.started(pid)
-        _, status = os.waitpid(pid, 0)
+        status = _await_end(pid, env)
         record.ended(status, _read_report(report_reader))
     code = os.waitstatus_to_exitcode(status)
+    if code == EXIT_PAUSED and not forwards_signals(os.environ):
+        return 0
     return code if code >= 0 else 128 - code
 
 
@@ -103,12 +123,30 @@ def forwards_signals(environ: Mapping[str, str]) -> bool:
     return "SLURM_STEP_ID" not in environ and "TORCHELASTIC_RUN_ID" not in environ
 
 
+def _await_end(pid: int, env: DistEnv) -> int:
+    """The child's status; a child that somebody stopped is told of, for it cannot tell."""
+    while True:
+        _, status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)
+        if not (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
+            return status
+        seen = (
+            "is stopped (SIGSTOP); kill -CONT lets it go on"
+            if os.WIFSTOPPED(status)
+            else ("goes on after a stop")
+        )
+        host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+        print(  # noqa: T201 -- the task's own log
+            f"clusterddp: process {pid}, rank {env.rank} on {host}, {seen}", file=sys.stderr
+        )
+
+
 def _become_task(
     parent: int,
     go_reader: int,
     report_writer: int,
     mask: set[int],
     child: Callable[[], int],
+    listen: Callable[[], object] | None,
 ) -> NoReturn:
     """The child's side of the fork: default signals, run, report, leave without clean-up."""
     code = EXIT_FAILED
@@ -119,6 +157,8 @@ def _become_task(
                 signal.signal(number, signal.default_int_handler)
             elif number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
+        if listen:
+            listen()
         die_with_parent(parent)
         os.read(go_reader, 1)
         os.close(go_reader)
@@ -210,10 +250,11 @@ def _in_foreground() -> bool:
 
 
 class _Record:
-    """outcomes/rank-R.json: written when the task starts and again when it has ended."""
+    """rank-R.json: written when the task starts and again when it has ended."""
 
-    def __init__(self, run: RunDir, env: DistEnv) -> None:
+    def __init__(self, run: RunDir, env: DistEnv, attempt: int | None) -> None:
         self._run = run
+        self._folder = Attempt(run, attempt).outcomes if attempt else run.outcomes
         self._rank = env.rank
         self._fields: dict[str, Any] = {
             "rank": env.rank,
@@ -243,13 +284,15 @@ class _Record:
     def _write(self) -> None:
         """A run directory that is gone or full costs the record, never the task."""
         try:
-            self._run.make(self._run.outcomes)
-            write_atomically(self._run.outcome(self._rank), json.dumps(self._fields).encode())
+            if self._folder == self._run.outcomes:
+                self._run.make(self._folder)  # an attempt's is there, or the attempt is gone
+            path = self._folder / f"rank-{self._rank}.json"
+            write_atomically(path, json.dumps(self._fields).encode())
         except OSError as error:
             rank, host = self._rank, self._fields["host"]
             print(  # noqa: T201 -- the task's own log
                 f"clusterddp: rank {rank} on {host} cannot record its outcome in "
-                f"{self._run.outcomes}: {error.strerror}.",
+                f"{self._folder}: {error.strerror}.",
                 file=sys.stderr,
             )
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from clusterddp import forms
 from clusterddp.errors import RequestError
@@ -44,6 +46,8 @@ class TrainConfig:
     bucket_cap_mb: float = 25.0
     """Size of DDP's gradient buckets, megabytes (torch's own default is 25)."""
     save_every: str = "1epoch"
+    keep_last: int = 3
+    """Checkpoints that are kept, beside the best one."""
     eval_every: str = "1epoch"
     log_every: int = 100
     """Steps between two lines of metrics."""
@@ -51,8 +55,15 @@ class TrainConfig:
     """Stop after that many steps of the run; 0 is no limit."""
     resume: str = ""
     """A run directory or a checkpoint file to start from."""
+    allow_changed: bool = False
+    """Go on from a checkpoint of another configuration."""
     rendezvous_timeout: int = 300
-    """Seconds that a rank waits for the others."""
+    """Seconds that a rank waits for the others at the start."""
+    process_group_timeout: int = 600
+    """Seconds that a rank waits in an exchange; torch's own default of 30 minutes would keep a
+    whole allocation waiting for a hanging rank."""
+    watchdog: int = 60
+    """Seconds without progress after which the hanging rank is named; 0 switches that off."""
 
     def __post_init__(self) -> None:
         for option, value, known in (
@@ -70,6 +81,8 @@ class TrainConfig:
             ("--batch-size", self.batch_size),
             ("--log-every", self.log_every),
             ("--rendezvous-timeout", self.rendezvous_timeout),
+            ("--process-group-timeout", self.process_group_timeout),
+            ("--keep-last", self.keep_last),
         ):
             forms.positive(option, count)
         for option, number, positive in (
@@ -80,6 +93,7 @@ class TrainConfig:
             ("--warmup-steps", self.warmup_steps, False),
             ("--max-steps", self.max_steps, False),
             ("--threads", self.threads, False),
+            ("--watchdog", self.watchdog, False),
         ):
             if not math.isfinite(number) or number < 0 or (positive and number == 0):
                 bound = "above 0" if positive else "of at least 0"
@@ -88,7 +102,7 @@ class TrainConfig:
             raise RequestError(f"--seed: {self.seed} is not within 0 and {2**32 - 1}.")
         if self.backend == "nccl" and self.device == "cpu":
             raise RequestError("--backend nccl exchanges between GPUs, but --device is cpu.")
-        Interval.parse("--save-every", self.save_every)
+        Interval.parse("--save-every", self.save_every, minutes=True)
         Interval.parse("--eval-every", self.eval_every)
         forms.text("--data-dir", self.data_dir)
         forms.text("--resume", self.resume)
@@ -100,32 +114,63 @@ class TrainConfig:
         argv = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "resume" or value:
+            if isinstance(value, bool):
+                if value:
+                    argv.append(f"--{field.name.replace('_', '-')}")
+            elif field.name != "resume" or value:
                 argv.append(f"--{field.name.replace('_', '-')}={value}")
         return argv
 
 
+# What decides the weights that a training ends with; the rest may change between two starts.
+_DECISIVE = (
+    "model", "dataset", "epochs", "batch_size", "lr", "lr_scaling", "warmup_steps", "optimizer",
+    "momentum", "weight_decay", "seed", "bucket_cap_mb",
+)  # fmt: skip
+
+
+def changes(before: Mapping[str, Any], after: TrainConfig) -> list[str]:
+    """What of a configuration is not as it was, as lines `--lr 0.001, now 0.01`.
+
+    before: the fields of a TrainConfig as a record holds them; one that is absent is passed over.
+    """
+    return [
+        f"--{name.replace('_', '-')} {before[name]}, now {getattr(after, name)}"
+        for name in _DECISIVE
+        if name in before and before[name] != getattr(after, name)
+    ]
+
+
 @dataclass(frozen=True)
 class Interval:
-    """How often something happens: every `count` epochs or steps."""
+    """How often something happens: every `count` epochs, steps or minutes."""
 
     count: int
     unit: str
-    """`epoch` or `step`."""
+    """`epoch`, `step` or `minute`."""
 
     @classmethod
-    def parse(cls, option: str, value: str) -> "Interval":
-        """`2`, `2epochs` or `500steps`; raises RequestError for anything else."""
+    def parse(cls, option: str, value: str, *, minutes: bool = False) -> "Interval":
+        """`2`, `2epochs`, `500steps`, with `minutes` also `10minutes`.
+
+        Raises RequestError for anything else.
+        """
         digits = value[: len(value) - len(value.lstrip("0123456789"))]
         unit = value[len(digits) :].removesuffix("s") or "epoch"
         if not digits or int(digits) < 1 or value.endswith(f"{digits}s"):
             unit = ""
-        if unit not in ("epoch", "step"):
+        if unit not in ("epoch", "step", *(["minute"] if minutes else [])):
+            more = ", 500steps or 10minutes" if minutes else " or 500steps"
             raise RequestError(
-                f"{option}: {value!r} is no interval; valid ones are 1epoch, 2epochs or 500steps."
+                f"{option}: {value!r} is no interval; valid ones are 1epoch, 2epochs{more}."
             )
         return cls(int(digits), unit)
 
     def due(self, unit: str, count: int) -> bool:
         """Whether it is time after so many epochs or steps of the run."""
         return unit == self.unit and count % self.count == 0
+
+    @property
+    def seconds(self) -> float:
+        """The interval in seconds; infinite where it is none of time."""
+        return self.count * 60.0 if self.unit == "minute" else math.inf

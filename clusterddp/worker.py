@@ -8,25 +8,36 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clusterddp import slurm, stop
+from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
-from clusterddp.errors import ClusterDDPError, TrainingError
-from clusterddp.run_dir import RunDir, read_json, write_atomically
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PAUSED,
+    ClusterDDPError,
+    TrainingError,
+)
+from clusterddp.run_dir import RunDir, write_atomically
+from clusterddp.slurm import is_rehearsal
 from clusterddp.train_config import TrainConfig
+from clusterddp.training.deadline import Deadline
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
     from clusterddp.training.agreement import Agreement, Hello
+    from clusterddp.training.watchdog import Progress
 
-# How long a rank waits in an exchange for one that does not answer; torch's own default of
-# 30 minutes would keep a whole allocation waiting for a hanging rank.
-_EXCHANGE_TIMEOUT_SECONDS = 600
 # What torch says when the other end of an exchange has gone: gloo finds
 # its sockets reset or closed, NCCL aborts or times out.
 _PEER_LOST = (
@@ -41,14 +52,26 @@ _PEER_LOST = (
 )
 
 
-def run_task(config: TrainConfig, run_dir: Path | None, env: DistEnv | None = None) -> int:
-    """Train as one rank; returns 0 and raises what went wrong.
+def run_task(
+    config: TrainConfig,
+    run_dir: Path | None,
+    env: DistEnv | None = None,
+    *,
+    attempt: int | None = None,
+    signal_lead: int = 0,
+) -> int:
+    """Train as one rank; returns 0, EXIT_PAUSED or EXIT_INTERRUPTED, and raises what went wrong.
 
-    `env` is derived from os.environ when not given. Without `run_dir` rank 0 chooses one, named
-    by the time. Raises ClusterDDPError (a TrainingError with `peer_lost` where another rank is to
-    blame) and KeyboardInterrupt; the process group is gone in every case.
+    env: derived from os.environ when not given.
+    run_dir: without it rank 0 chooses one, named by the time.
+    attempt: the start of the run that the starting side has made; without it rank 0 makes one.
+    signal_lead: seconds ahead of the time limit at which Slurm was asked for a signal.
+
+    Raises ClusterDDPError (a TrainingError with `peer_lost` where another rank is to blame) and
+    KeyboardInterrupt; the process group is gone in every case.
     """
     began = time.time()
+    give_back = stop.requested.listen()
     _require_torch()
     env = env or DistEnv.from_environ(os.environ)
     os.environ.update(env.to_environ())
@@ -56,26 +79,56 @@ def run_task(config: TrainConfig, run_dir: Path | None, env: DistEnv | None = No
     import torch.distributed as dist
 
     from clusterddp.training import rendezvous
+    from clusterddp.training.watchdog import Progress, Watchdog, connect
 
-    store = None
+    store = dog = None
+    progress = Progress()
     try:
         store = rendezvous.open_store(env, os.environ, config.rendezvous_timeout)
-        _train(config, run_dir, env, store, began)
+        start = _meet(config, run_dir, attempt, env, store)
+        if config.watchdog:
+            dog = Watchdog(
+                connect(env, os.environ, 10.0), env, progress,
+                silent_seconds=config.watchdog, say=_say, host=start.hello.host,
+            )  # fmt: skip
+            dog.start()
+        reason = _train(config, start, env, progress, Deadline(signal_lead), began)
         dist.barrier()
     except ClusterDDPError:
         _break_off(env)
         raise
     except BaseException as error:
+        suspect = dog.latest_suspect() if dog else ""
         _break_off(env)
         if _blames_a_peer(error):
+            seen = f" ({suspect})" if suspect else ""
             raise rendezvous.PeerError(
-                f"rank {env.rank} on {socket.gethostname()} lost another rank: "
+                f"rank {env.rank} on {socket.gethostname()} lost another rank{seen}: "
                 f"{str(error).splitlines()[0]}. The log of the rank that failed first says why."
             ) from error
         raise
+    finally:
+        if dog:
+            dog.stop()
+        give_back()
     dist.destroy_process_group()
     rendezvous.leave(store, env)
-    return 0
+    if not reason:
+        return EXIT_DONE
+    return EXIT_INTERRUPTED if reason == "interrupt" else EXIT_PAUSED
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a rank knows once all have met."""
+
+    hello: "Hello"
+    agreed: "Agreement"
+    device: "torch.device"
+
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt(RunDir(Path(self.agreed.run_dir)), self.agreed.attempt)
 
 
 def _require_torch() -> None:
@@ -88,16 +141,14 @@ def _require_torch() -> None:
             )
 
 
-def _train(
-    config: TrainConfig, run_dir: Path | None, env: DistEnv, store: "Store", began: float
-) -> None:
+def _meet(
+    config: TrainConfig, run_dir: Path | None, attempt: int | None, env: DistEnv, store: "Store"
+) -> _Start:
+    """Introduce this rank, learn what was agreed on, and join the process group."""
     import torch
-    import torch.distributed as dist
 
-    from clusterddp.training import data, rendezvous, report
+    from clusterddp.training import rendezvous, start
     from clusterddp.training.agreement import Agreement
-    from clusterddp.training.images import Images
-    from clusterddp.training.loop import Training
 
     try:
         hello = _introduce(config, env, os.environ)
@@ -108,7 +159,9 @@ def _train(
         store,
         env,
         hello.__dict__,
-        lambda hellos: _decide(config, run_dir, hellos).to_dict(),
+        lambda hellos: start.decide(
+            config, run_dir, attempt, hellos, _identity(os.environ), _say
+        ).to_dict(),
         config.rendezvous_timeout,
     )
     agreed = Agreement.from_dict(verdict)
@@ -116,23 +169,73 @@ def _train(
     _settle(agreed, device)
     _start_group(config, agreed, env, store, device)
     _announce(config, agreed, hello, env)
+    return _Start(hello, agreed, device)
 
-    if env.rank and env.local_rank == 0:
-        data.ensure(config.dataset, config.data_dir, progress=_say, may_fetch=False)
-    dist.barrier()
-    training = Training(
-        config,
-        rank=env.rank,
-        world_size=env.world_size,
-        device=device,
-        train_set=Images(data.load(config.dataset, config.data_dir, train=True), device),
-        test_set=Images(data.load(config.dataset, config.data_dir, train=False), device),
-        run=RunDir(Path(agreed.run_dir)),
-        resume=Path(agreed.resume) if agreed.resume else None,
-    )
-    training.run()
-    if env.rank == 0:
-        _say(report.write(config, agreed, env, training, began, os.environ))
+
+def _identity(environ: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "job_id": environ.get("SLURM_JOB_ID", ""),
+        "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+
+
+def _train(
+    config: TrainConfig,
+    start: _Start,
+    env: DistEnv,
+    progress: "Progress",
+    deadline: "Deadline",
+    began: float,
+) -> str:
+    """Train; returns the reason where the ranks have stopped early, for rank 0 to have noted."""
+    import torch.distributed as dist
+
+    from clusterddp.training import data, report
+    from clusterddp.training.images import Images
+    from clusterddp.training.loop import Training
+    from clusterddp.training.presence import Presence
+
+    attempt = start.attempt
+    presence = Presence(attempt, stop.requested) if env.rank == 0 else nullcontext()
+    with presence:
+        if env.rank == 0:
+            _learn_time_limit(deadline)
+        elif env.local_rank == 0:
+            data.ensure(config.dataset, config.data_dir, progress=_say, may_fetch=False)
+        dist.barrier()
+        training = Training(
+            config,
+            start.agreed,
+            rank=env.rank,
+            device=start.device,
+            train_set=Images(data.load(config.dataset, config.data_dir, train=True), start.device),
+            test_set=Images(data.load(config.dataset, config.data_dir, train=False), start.device),
+            attempt=attempt,
+            request=stop.requested,
+            progress=progress,
+            deadline=deadline,
+        )
+        reason = training.run()
+        if env.rank == 0:
+            step = training.position.step
+            if not reason:
+                _say(report.write(config, start.agreed, env, training, began, os.environ))
+            else:
+                _say(f"stopped at step {step} ({reason}); start the run again to go on from there")
+            end = {"cause": "stopped" if reason else "done", "reason": reason, "step": step}
+            write_atomically(attempt.end, json.dumps(end).encode())
+    return reason
+
+
+def _learn_time_limit(deadline: "Deadline") -> None:
+    """Ask Slurm in a thread: a controller that is away takes its time to answer."""
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    if job_id and not is_rehearsal(os.environ):
+        threading.Thread(
+            target=lambda: deadline.set(slurm.seconds_left(job_id)), daemon=True
+        ).start()
 
 
 def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> "Hello":
@@ -180,42 +283,6 @@ def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
     return max(usable // local_world_size, 1)
 
 
-def _decide(config: TrainConfig, run_dir: Path | None, hellos: list[dict[str, Any]]) -> "Agreement":
-    """Rank 0's part: settle what is auto, make the run's folders, choose the checkpoint."""
-    import dataclasses
-
-    from clusterddp.training import agreement, checkpoint, checkpoint_file, data, optimizer
-
-    run = RunDir((run_dir or Path("jobs", time.strftime("train-%Y%m%d-%H%M%S"))).resolve())
-    agreed = agreement.decide(
-        config, [agreement.Hello(**hello) for hello in hellos], read_json(run.resolved)
-    )
-    data.ensure(config.dataset, config.data_dir, progress=_say, may_fetch=False)
-    try:
-        run.make(run.checkpoints)
-        checkpoint_file.remove_leftovers(run)
-        resume = checkpoint_file.newest(run, _say)
-        if resume is None and config.resume:
-            resume = checkpoint_file.find(config.resume, _say)
-        if resume is not None:
-            checkpoint.check_fits(resume, checkpoint.load(resume), config)
-        agreed = dataclasses.replace(
-            agreed, run_dir=str(run.path), resume=str(resume.resolve()) if resume else ""
-        )
-        record = {
-            **agreed.to_dict(),
-            "lr": optimizer.peak_lr(config, agreed.world_size),
-            "global_batch_size": config.batch_size * agreed.world_size,
-        }
-        write_atomically(run.resolved, (json.dumps(record, indent=2) + "\n").encode())
-    except OSError as error:
-        raise TrainingError(
-            f"rank 0 on {socket.gethostname()} cannot write the run directory {run.path}: "
-            f"{error.strerror}. Choose a folder that this host can write."
-        ) from None
-    return agreed
-
-
 def _settle(agreed: "Agreement", device: "torch.device") -> None:
     import torch
 
@@ -243,7 +310,7 @@ def _start_group(
         store=PrefixStore("group", store),
         rank=env.rank,
         world_size=env.world_size,
-        timeout=timedelta(seconds=max(_EXCHANGE_TIMEOUT_SECONDS, config.rendezvous_timeout)),
+        timeout=timedelta(seconds=config.process_group_timeout),
         device_id=device if device.type == "cuda" and agreed.backend == "nccl" else None,
     )
 
@@ -263,12 +330,13 @@ def _announce(config: TrainConfig, agreed: "Agreement", hello: "Hello", env: Dis
             _say(line)
     for warning in agreed.warnings:
         _say(f"warning: {warning}")
-    world, peak = env.world_size, optimizer.peak_lr(config, env.world_size)
+    peak = optimizer.peak_lr(config, agreed.reference_world_size)
     _say(
         f"lr {config.lr:g} x {peak / config.lr:g} ({config.lr_scaling}) = {peak:g}, warm-up "
-        f"{config.warmup_steps} steps; batch {config.batch_size} x {world} = "
-        f"{config.batch_size * world}"
+        f"{config.warmup_steps} steps; batch {agreed.batch_size} x {env.world_size} = "
+        f"{agreed.global_batch_size}"
     )
+    _say(f"attempt {agreed.attempt} of the run")
     if agreed.resume:
         _say(f"resuming from {agreed.resume}")
     _say(f"run directory: {agreed.run_dir}")

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
+from clusterddp.attempt import await_silence, begin
 from clusterddp.cli.inputs import make_sure
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
@@ -128,9 +129,12 @@ def _run_processes(config: TrainConfig, run: RunDir, procs: int) -> tuple[int, F
     from clusterddp.launchers.processes import TaskGroup
 
     run.make(run.logs)
-    for path in run.outcomes.glob("rank-*.json"):
-        path.unlink()  # of an earlier run in this directory, perhaps of more ranks
-    argv = [sys.executable, "-m", "clusterddp", "train", *config.to_argv(), f"--run-dir={run.path}"]
+    await_silence(run, "", config.rendezvous_timeout, lambda line: click.echo(line, err=True))
+    attempt = begin(run)
+    argv = [
+        sys.executable, "-m", "clusterddp", "train", *config.to_argv(), f"--run-dir={run.path}",
+        f"--attempt={attempt.number}",
+    ]  # fmt: skip
     port = free_port()
     # The end of this command is the end of its tasks, whoever asks for it.
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -141,7 +145,7 @@ def _run_processes(config: TrainConfig, run: RunDir, procs: int) -> tuple[int, F
         statuses = group.wait()
     if not any(statuses):
         return 0, None
-    failure = first_failure(read_outcomes(run))
+    failure = first_failure(read_outcomes(attempt.outcomes))
     if failure is None:
         rank = group.first_failed or 0
         click.echo(f"clusterddp: rank {rank} failed first; see {run.rank_log(rank)}", err=True)

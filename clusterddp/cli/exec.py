@@ -31,10 +31,11 @@ class CommandNotExecutable(ClusterDDPError):
 @click.command(name="exec", context_settings={"allow_interspersed_args": False})
 @click.option("--run-dir", type=click.Path(path_type=Path), hidden=True)
 @click.option("--own-log", is_flag=True, hidden=True)
+@click.option("--attempt", type=int, hidden=True)
 @click.argument(
     "argv", metavar="-- COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED
 )
-def command(run_dir: Path | None, own_log: bool, argv: tuple[str, ...]) -> int:
+def command(run_dir: Path | None, own_log: bool, attempt: int | None, argv: tuple[str, ...]) -> int:
     """Derive the distributed environment, export it and become COMMAND.
 
     \b
@@ -62,7 +63,7 @@ def command(run_dir: Path | None, own_log: bool, argv: tuple[str, ...]) -> int:
     def child() -> int:
         become(argv, environ)
 
-    return supervise(run_dir, env, child)
+    return supervise(run_dir, env, child, attempt=attempt)
 
 
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

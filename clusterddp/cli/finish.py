@@ -5,14 +5,22 @@ exit code: srun's own code hides the first failure behind the ranks that it ende
 """
 
 import dataclasses
+import os
+import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from clusterddp.errors import EXIT_FAILED, RequestError
+from clusterddp import requeue, slurm
+from clusterddp.attempt import Attempt
+from clusterddp.cli import next_start
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
 from clusterddp.outcome import Failure, first_failure, read_outcomes
+from clusterddp.requeue import Policy, Start, decide, gained, starts_since_submission
 from clusterddp.run_dir import RunDir, read_json
+from clusterddp.slurm import Ending, is_rehearsal
 
 # srun's lines stand at the log's end; a set-up can have written a great deal before them.
 _LAST_LINES = 10
@@ -24,43 +32,134 @@ _LOG_TAIL_BYTES = 1 << 20
 @click.option("--exit-code", type=int, required=True, help="srun's exit code.")
 @click.option("--job-id", default="", help="Slurm's job id.")
 @click.option("--restart", type=int, default=0, help="SLURM_RESTART_COUNT.")
-def command(run_dir: Path, exit_code: int, job_id: str, restart: int) -> int:
-    """Print and record how a job of a run ended, and exit with the job's code."""
+@click.option("--attempt", "number", type=int, required=True, help="What 'begin' printed.")
+@click.option("--requeue/--no-requeue", "requeues", default=False, help="Whether it may go on.")
+@click.option("--max-requeues", type=int, default=0, help="Starts after the first.")
+@click.option("--restart-on-failure", type=int, default=0, help="Of these, after a crash.")
+def command(
+    run_dir: Path,
+    exit_code: int,
+    job_id: str,
+    restart: int,
+    number: int,
+    requeues: bool,
+    max_requeues: int,
+    restart_on_failure: int,
+) -> int:
+    """Print and record how an attempt ended, start the next where one is due; the job's code."""
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)  # what ends the job must not take its last word
     run = RunDir(run_dir)
-    outcomes = read_outcomes(run, job_id, restart)
+    attempt = Attempt(run, number)
+    end = judge(attempt, exit_code, job_id, restart)
+    if end.failure:
+        _show_last_words(run, end.failure)
+    for line in end.lines:
+        click.echo(f"clusterddp: {line}")
+    policy = Policy(requeues, max_requeues, restart_on_failure)
+    own = Start(number, end.cause, gained(attempt))
+    earlier = [start for start in starts_since_submission(run) if start.attempt != number]
+    decision = decide(policy, end.cause, [*earlier, own])
+    _record(
+        run,
+        "ended",
+        job_id=job_id,
+        restart=restart,
+        attempt=number,
+        exit_code=end.exit_code,
+        cause=end.cause,
+        step=end.step,
+        first_failure=dataclasses.asdict(end.failure) if end.failure else None,
+        why="" if decision.go_on or end.cause == requeue.DONE else decision.why,
+    )
+    if decision.go_on:
+        return next_start.start(run, attempt, job_id, decision.why) and end.exit_code
+    if end.cause == requeue.REQUEUED:
+        click.echo(f"clusterddp: {decision.why}")
+        return 0
+    if end.cause not in (requeue.DONE, requeue.CANCELLED):
+        click.echo(f"clusterddp: the run does not go on by itself: {decision.why}")
+        if end.cause != requeue.FAILED or gained(attempt) is not None:
+            click.echo(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
+    return end.exit_code
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended."""
+
+    cause: str
+    """One of the words in `requeue`."""
+    exit_code: int
+    failure: Failure | None = None
+    step: int | None = None
+    lines: tuple[str, ...] = ()
+    """What is to be said of it."""
+
+
+def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int) -> End:
+    """What ended an attempt: its ranks' records first, then Slurm's word; srun's code least."""
+    run = attempt.run
+    outcomes = read_outcomes(attempt.outcomes)
     failure = first_failure(outcomes, _log_of(run, job_id))
     if exit_code == 0 and not any(outcome.failed for outcome in outcomes):
         failure = None  # srun's lines may be of another step, run by the set-up
+    paused = any(outcome.paused for outcome in outcomes) and not any(o.failed for o in outcomes)
+    left = read_json(attempt.end) or {}
+    step = left.get("step")
     code = _job_code(exit_code, failure)
-    missing = code == 0 and _trains(run) and not _fresh_report(run, job_id, restart)
-    if missing:
-        code = EXIT_FAILED
-    if _was_cancelled(run, job_id):
-        click.echo("clusterddp: cancelled")
-        failure = None
-    elif failure:
-        _show_last_words(run, failure)
-        click.echo(f"clusterddp: {failure.describe()}")
-        click.echo(f"clusterddp: see its log: clusterddp logs {run.shown} --rank {failure.rank}")
-    elif missing:
-        click.echo(
-            f"clusterddp: srun ended with exit code 0, but the run has no {run.report.name} of "
-            f"this job: it did not finish. See {run.logs}."
+    if left.get("cause") == requeue.DONE and failure:
+        code = exit_code = 0  # a rank that was lost after the last word takes nothing from the run
+    if code == 0 and not paused and (not _trains(run) or left.get("cause") == requeue.DONE):
+        return End(requeue.DONE, 0, step=step, lines=(_achieved(run),))
+    slurms = _slurms_word(run, job_id, restart)
+    at = f" at step {step}" if step is not None else ""
+    saved = f"the ranks have saved and left{at}" if paused or left else "no rank saved at the end"
+    if slurms is Ending.CANCELLED:
+        return End(
+            requeue.CANCELLED, code or EXIT_PAUSED, step=step, lines=(f"cancelled; {saved}",)
         )
-    elif code:
-        where = run.job_log if outcomes else f"{run.job_log}, as no task has started"
-        click.echo(f"clusterddp: ended with exit code {code}; no rank says why. See {where}.")
-    else:
-        click.echo(f"clusterddp: {_achieved(run)}")
-    _record(run, job_id=job_id, restart=restart, exit_code=code, failure=failure)
-    return code
+    if (paused or left) and left.get("reason") == "stop":
+        return End(requeue.STOPPED, EXIT_PAUSED, step=step, lines=(f"stopped; {saved}",))
+    for word, cause in (
+        (Ending.REQUEUED, requeue.REQUEUED),
+        (Ending.PREEMPTED, requeue.PREEMPTED),
+        (Ending.TIME_LIMIT, requeue.TIME_LIMIT),
+    ):
+        if slurms is word:
+            return End(cause, code or EXIT_PAUSED, step=step, lines=(f"{cause}; {saved}",))
+    if paused or left:
+        reason = left.get("reason") or "a request to stop"
+        return End(requeue.SIGNAL, EXIT_PAUSED, step=step, lines=(f"{reason}: {saved}",))
+    if failure and failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
+        line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
+        return End(requeue.SIGNAL, EXIT_PAUSED, lines=(line,))
+    if failure:
+        log = f"see its log: clusterddp logs {run.shown} --rank {failure.rank}"
+        return End(requeue.FAILED, code, failure, step, (failure.describe(), log))
+    if code == 0:
+        line = (
+            f"srun ended with exit code 0, but the run has no {run.report.name} of this attempt: "
+            f"it did not finish. See {run.logs}."
+        )
+        return End(requeue.FAILED, EXIT_FAILED, lines=(line,))
+    where = f"{run.job_log}" if outcomes else f"{run.job_log}, as no task has started"
+    return End(
+        requeue.FAILED, code,
+        lines=(f"ended with exit code {code}; no rank says why. See {where}.",),
+    )  # fmt: skip
 
 
-def _was_cancelled(run: RunDir, job_id: str) -> bool:
-    """Whether `clusterddp cancel` asked for this end: then no rank is to blame for it."""
+def _slurms_word(run: RunDir, job_id: str, restart: int) -> Ending:
     said = [e for e in run.read_events() if str(e.get("job_id", "")) == job_id]
     kinds = [e["event"] for e in said if e.get("event") in ("cancelled", "cancel_failed")]
-    return kinds[-1:] == ["cancelled"]
+    if kinds[-1:] == ["cancelled"]:
+        return Ending.CANCELLED  # `clusterddp cancel` asked for it
+    if any(e.get("event") == "time_limit" for e in said):
+        return Ending.TIME_LIMIT  # the controller of a rehearsal says so
+    if is_rehearsal(os.environ):
+        return Ending.NONE
+    return slurm.ending(job_id, restart)
 
 
 def _show_last_words(run: RunDir, failure: Failure) -> None:
@@ -100,22 +199,6 @@ def _trains(run: RunDir) -> bool:
         return run.metrics.exists()
 
 
-def _fresh_report(run: RunDir, job_id: str, restart: int) -> bool:
-    """Whether report.json was written by this start of the job, not by an earlier one."""
-    report = read_json(run.report)
-    if report is None:
-        return False
-    starts = [
-        event["time"]
-        for event in run.read_events()
-        if event.get("event") == "started"
-        and str(event.get("job_id", "")) == job_id
-        and event.get("restart", 0) == restart
-    ]
-    # The script notes its start in whole seconds.
-    return not starts or float(report.get("finished", 0)) >= starts[-1] - 1
-
-
 def _achieved(run: RunDir) -> str:
     """One line of the report; a person's own command leaves none."""
     report: dict[str, Any] | None = read_json(run.report)
@@ -134,14 +217,9 @@ def _achieved(run: RunDir) -> str:
         return f"done; see {run.report}"
 
 
-def _record(
-    run: RunDir, job_id: str, restart: int, exit_code: int, failure: Failure | None
-) -> None:
-    first = dataclasses.asdict(failure) if failure else None
+def _record(run: RunDir, event: str, **fields: Any) -> None:
     try:
-        run.add_event(
-            "ended", job_id=job_id, restart=restart, exit_code=exit_code, first_failure=first
-        )
+        run.add_event(event, **fields)
     except OSError as error:
         click.echo(
             f"clusterddp: cannot record the end in {run.events}: {error.strerror}.", err=True

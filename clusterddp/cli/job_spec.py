@@ -22,12 +22,13 @@ _OPTION_OF = {
     "ntasks-per-node": "--tasks-per-node",
     "gpus": "--gpus-per-node",
     "gpus-per-task": "--gpus-per-node with --gpu-request gpus-per-task",
+    "no-requeue": "--no-requeue",
     **{
         name: f"--{name}"
         for name in (
             "nodes", "gpus-per-node", "cpus-per-task", "mem", "time", "partition", "account",
             "qos", "constraint", "reservation", "nodelist", "exclude", "dependency", "exclusive",
-            "mail-type", "mail-user", "job-name", "export",
+            "mail-type", "mail-user", "job-name", "export", "requeue", "signal",
         )
     },
 }  # fmt: skip
@@ -99,6 +100,10 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         modules=options["module"],
         network_interface=options["network_interface"] or "",
         launch_prefix=forms.words("--launch-prefix", options["launch_prefix"] or ""),
+        requeue=options["requeue"],
+        max_requeues=options["max_requeues"],
+        restart_on_failure=options["restart_on_failure"],
+        signal="" if options["signal"] == "none" else options["signal"],
     )
 
 

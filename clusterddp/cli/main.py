@@ -24,14 +24,16 @@ COMMANDS = {
     "jobs": ("jobs", "List the runs."),
     "status": ("status", "Show how a run is doing."),
     "logs": ("logs", "Show or follow the logs of a run."),
+    "checkpoints": ("checkpoints", "List and verify the checkpoints of a run."),
     "cancel": ("cancel", "Cancel a run."),
     "data": ("data", "Fetch, check, import or synthesise the dataset."),
     "templates": ("templates", "List, show or copy the sbatch templates."),
     "site": ("site", "Show each setting in force and where it came from."),
     "completion": ("completion", "Print the completion script of a shell."),
+    "begin": ("begin", ""),
     "finish": ("finish", ""),
 }
-HIDDEN = {"finish"}
+HIDDEN = {"begin", "finish"}
 
 
 class LazyGroup(click.Group):

@@ -107,6 +107,24 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
             "metavar": "WORDS", "help": "Put before each task: 'apptainer exec --nv IMG'.",
         },
     },
+    "When it is interrupted": {
+        "requeue": {
+            "flag": "requeue/--no-requeue", "default": None,
+            "show_default": "on for the training, the site's for a COMMAND",
+            "help": "Go on after the time limit, preemption or a lost node.",
+        },
+        "max-requeues": {
+            "type": int, "default": 20, "help": "Most starts after the first, whatever the cause.",
+        },
+        "restart-on-failure": {
+            "type": int, "default": 0, "help": "Most starts that may follow a crash.",
+        },
+        "signal": {
+            "metavar": "SIGNAL@SECONDS", "show_default": "B:USR1@120, or less for a short --time",
+            "help": "Slurm's signal ahead of the time limit, on which the ranks save and leave, "
+            "or none. B: is to the batch script, which asks the ranks to stop.",
+        },
+    },
     "Where it is kept": {
         "job-name": {
             "metavar": "NAME", "show_default": "the run's name", "help": "Slurm's job name.",
@@ -123,9 +141,10 @@ def request_options(function: F) -> F:
     for options in reversed(REQUEST.values()):
         for name, settings in reversed(options.items()):
             add = click.option(
-                f"--{name}",
+                f"--{settings.get('flag', name)}",
+                name.replace("-", "_"),
                 envvar=f"CLUSTERDDP_{name.replace('-', '_').upper()}",
-                **{"show_default": True, **settings},
+                **{"show_default": True, **{k: v for k, v in settings.items() if k != "flag"}},
             )
             function = add(function)
     return function

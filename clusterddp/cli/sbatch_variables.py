@@ -20,7 +20,9 @@ SETTINGS = {
     "SBATCH_MEM_PER_NODE": "mem",
     "SBATCH_PARTITION": "partition",
     "SBATCH_QOS": "qos",
+    "SBATCH_REQUEUE": "requeue",
     "SBATCH_RESERVATION": "reservation",
+    "SBATCH_SIGNAL": "signal",
     "SBATCH_TIMELIMIT": "time",
 }
 # Those that become a directive of their own.
@@ -44,13 +46,10 @@ DIRECTIVES = {
     "SBATCH_MEM_PER_GPU": "mem-per-gpu",
     "SBATCH_NETWORK": "network",
     "SBATCH_NO_KILL": "no-kill",
-    "SBATCH_NO_REQUEUE": "no-requeue",
     "SBATCH_OVERCOMMIT": "overcommit",
     "SBATCH_POWER": "power",
     "SBATCH_PROFILE": "profile",
     "SBATCH_REQ_SWITCH": "switches",
-    "SBATCH_REQUEUE": "requeue",
-    "SBATCH_SIGNAL": "signal",
     "SBATCH_SPREAD_JOB": "spread-job",
     "SBATCH_THREAD_SPEC": "thread-spec",
     "SBATCH_THREADS_PER_CORE": "threads-per-core",
@@ -58,7 +57,7 @@ DIRECTIVES = {
     "SBATCH_WAIT_ALL_NODES": "wait-all-nodes",
     "SBATCH_WCKEY": "wckey",
 }
-_BARE = {"no-kill", "no-requeue", "overcommit", "requeue", "spread-job", "use-min-nodes"}
+_BARE = {"no-kill", "overcommit", "spread-job", "use-min-nodes"}
 _GPU_GRES = re.compile(r"(?:gres[:/])?gpu(?::(?P<type>[^:,=]+))??(?:[:=](?P<count>\d+))?")
 
 
@@ -72,6 +71,11 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
                 "unset it, or use --exclusive."
             )
         found["exclusive"] = "yes"  # sbatch takes the variable's being there as a yes
+    # sbatch takes these two by their being there as well; the second of them wins.
+    if "requeue" in found:
+        found["requeue"] = "yes"
+    if "SBATCH_NO_REQUEUE" in environ:
+        found["requeue"] = "no"
     gpus = _GPU_GRES.fullmatch(environ.get("SBATCH_GRES", ""))
     if gpus:
         kind = f"{gpus['type']}:" if gpus["type"] else ""
@@ -85,6 +89,8 @@ def variable_of(key: str, environ: Mapping[str, str]) -> str | None:
     for name, setting in SETTINGS.items():
         if setting == key and name in environ:
             return name
+    if key == "requeue" and "SBATCH_NO_REQUEUE" in environ:
+        return "SBATCH_NO_REQUEUE"
     return "SBATCH_GRES" if key in settings(environ) else None
 
 
@@ -111,5 +117,5 @@ def left_out(environ: Mapping[str, str]) -> list[str]:
     return sorted(
         name
         for name in environ
-        if name.startswith("SBATCH_") and name not in SETTINGS and name not in DIRECTIVES
+        if name.startswith("SBATCH_") and name not in {*SETTINGS, *DIRECTIVES, "SBATCH_NO_REQUEUE"}
     )

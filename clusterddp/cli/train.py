@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from clusterddp import stop
 from clusterddp.cli.train_options import config_from, train_options
 from clusterddp.dist_env import DistEnv
 
@@ -21,7 +22,11 @@ from clusterddp.dist_env import DistEnv
     help="Where metrics, checkpoints, the report and each rank's outcome go.",
 )
 @click.option("--own-log", is_flag=True, hidden=True)
-def command(run_dir: Path | None, own_log: bool, **options: Any) -> int:
+@click.option("--attempt", type=int, hidden=True)
+@click.option("--signal-lead", type=int, default=0, hidden=True)
+def command(
+    run_dir: Path | None, own_log: bool, attempt: int | None, signal_lead: int, **options: Any
+) -> int:
     """Train as one rank, which this process learns from its environment.
 
     \b
@@ -37,7 +42,7 @@ def command(run_dir: Path | None, own_log: bool, **options: Any) -> int:
     def child() -> int:
         from clusterddp.worker import run_task
 
-        return run_task(config, run_dir, env)
+        return run_task(config, run_dir, env, attempt=attempt, signal_lead=signal_lead)
 
     if run_dir is None:
         return child()
@@ -47,4 +52,4 @@ def command(run_dir: Path | None, own_log: bool, **options: Any) -> int:
 
     if own_log:
         redirect_output(run_dir, env)
-    return supervise(run_dir, env, child)
+    return supervise(run_dir, env, child, attempt=attempt, listen=stop.requested.listen)

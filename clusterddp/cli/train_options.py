@@ -50,8 +50,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "bucket_cap_mb": {"help": "Size of DDP's gradient buckets, megabytes."},
     "save_every": {
         "metavar": "INTERVAL",
-        "help": "Interval of checkpoints, such as 1epoch or 500steps; one at the end in any case.",
+        "help": "Interval of checkpoints, such as 1epoch, 500steps or 10minutes; one at the end in "
+        "any case.",
     },
+    "keep_last": {"help": "Checkpoints to keep, beside the best one."},
     "eval_every": {
         "metavar": "INTERVAL",
         "help": "Interval of evaluation, such as 1epoch or 500steps; once at the end in any case.",
@@ -63,7 +65,16 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "show_default": "none",
         "help": "Run directory or checkpoint to start from; a run's own checkpoints come first.",
     },
+    "allow_changed": {
+        "is_flag": True,
+        "show_default": False,
+        "help": "Go on from a checkpoint of another configuration.",
+    },
     "rendezvous_timeout": {"help": "Seconds that a rank waits for the others at the start."},
+    "process_group_timeout": {"help": "Seconds that a rank waits for the others in an exchange."},
+    "watchdog": {
+        "help": "Seconds without progress after which the rank that hangs is named; 0 for never."
+    },
 }
 TRAIN_OPTION_NAMES = tuple(field.name for field in dataclasses.fields(TrainConfig))
 """The parameter names of the options, which are the fields of TrainConfig."""

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from clusterddp.launchers.processes import TaskGroup
 from clusterddp.nodelist import expand_nodelist
+from clusterddp.slurm import REHEARSAL_VARIABLE
 from clusterddp.supervise import die_with_parent
 
 KILL_WAIT_SECONDS = 30
 """Between TERM and KILL, as Slurm's default KillWait."""
-STEPS_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
+STEPS_VARIABLE = REHEARSAL_VARIABLE
 """Names the folder in which each step notes the process ids of its tasks, for the controller."""
 CANCELLED = "cancelled"
 """The file in that folder which says that no further step may start."""
@@ -76,7 +77,7 @@ def task_environment(
     layout = _compressed(counts)
     nodelist = hosts[0] if len(hosts) == 1 else f"127.0.0.[1-{len(hosts)}]"
     environ = {
-        **{name: value for name, value in job.items() if name != STEPS_VARIABLE},
+        **job,
         "SLURMD_NODENAME": hosts[node],
         "SLURM_DISTRIBUTION": "block",
         "SLURM_GTIDS": ",".join(map(str, ranks)),

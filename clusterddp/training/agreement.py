@@ -55,8 +55,21 @@ class Agreement:
     """One line a host: which ranks compute on what."""
     warnings: tuple[str, ...] = ()
     run_dir: str = ""
+    attempt: int = 0
+    """Which start of the run this is."""
     resume: str = ""
     """The checkpoint from which all ranks go on, or nothing."""
+    global_batch_size: int = 0
+    """Images of a step over all ranks: what it was at the first start, whatever the world size."""
+    reference_world_size: int = 0
+    """That of the first start, after which the learning rate goes."""
+    data_sha256: str = ""
+    """Of the dataset's files, by which a changed one is known."""
+
+    @property
+    def batch_size(self) -> int:
+        """Images of a rank in a step."""
+        return self.global_batch_size // self.world_size
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Agreement":

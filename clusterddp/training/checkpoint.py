@@ -1,23 +1,42 @@
-"""What a checkpoint holds: saving a training's state, loading it, and refusing a foreign one."""
+"""What a checkpoint holds: all of a training's state, copied, loaded, and refused where foreign.
+
+Plain torch.save of plain values: `torch.load(FILE, weights_only=True)["model"]` is the bare
+module's state dict, and needs nothing of clusterddp. The files are `checkpoint_file`'s and
+`saver`'s.
+"""
 
 import hashlib
 import io
 import pickle
+import platform
+import random
+import struct
+from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clusterddp import __version__
 from clusterddp.errors import CheckpointError
-from clusterddp.run_dir import RunDir, write_atomically
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import checkpoint_file
+from clusterddp.training.checkpoint_file import Best
 
-FORMAT = 1
+FORMAT = 2
+
+# Random states in bytes: the layout's number and the lengths of torch's two; then Python's
+# `random` (its 625 integers, whether half of a Gaussian pair waits, and it), then numpy's
+# (624 integers, place, the same two; nothing but zeros where its generator is another).
+_LAYOUT = 1
+_HEADER = struct.Struct("<3I")
+_PYTHON = struct.Struct("<625IId")
+_NUMPY = struct.Struct("<624IIId")
 
 
 @dataclass
@@ -54,43 +73,64 @@ class Position:
         self.step_in_epoch = self.samples = 0
 
 
-def save(
-    run: RunDir,
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held besides weights and optimizer state."""
+
+    position: Position
+    best: Best | None
+    random_states: Tensor | None
+    """As `gather_random_states` gave them; one row a rank of the world that saved."""
+    world_size: int
+    global_batch_size: int
+    config: dict[str, Any]
+    """The TrainConfig that was trained, as a dict."""
+    data_sha256: str
+
+
+def collect(
     *,
     config: TrainConfig,
     model: nn.Module,
     optimizer: Optimizer,
     position: Position,
     world_size: int,
-) -> Path:
-    """Write step-NNNNNNNN.pt with its checksum; raises CheckpointError when that fails."""
-    content = {
+    global_batch_size: int,
+    data_sha256: str,
+    best: Best | None,
+    random_states: Tensor | None,
+) -> dict[str, Any]:
+    """The content of a checkpoint, every tensor a copy on the CPU: training may go on at once.
+
+    model: the bare module, not its DDP wrapper.
+    data_sha256: of the training set, or empty where it is not known.
+    """
+    content: dict[str, Any] = _copied({
         "format": FORMAT,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         **asdict(position),
-        "config": asdict(config),
+        "best": asdict(best) if best else None,
+        "random_states": random_states,
         "world_size": world_size,
-        "versions": {"clusterddp": __version__, "torch": torch.__version__.split("+")[0]},
-    }
+        "global_batch_size": global_batch_size,
+        "data_sha256": data_sha256,
+        "config": asdict(config),
+        "versions": {
+            "clusterddp": __version__,
+            "torch": torch.__version__.split("+")[0],
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    })  # fmt: skip
+    return content
+
+
+def to_bytes(content: dict[str, Any]) -> bytes:
+    """A content as the bytes of a file."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    data = buffer.getvalue()
-    path = run.checkpoints / f"step-{position.step:08d}.pt"
-    try:
-        run.make(run.checkpoints)
-        # Where a file is written again, its old checksum goes first: between the two writes it
-        # counts as incomplete, never as torn under a checksum that fits neither.
-        checkpoint_file.checksum_of(path).unlink(missing_ok=True)
-        write_atomically(path, data)
-        line = f"{hashlib.sha256(data).hexdigest()}  {path.name}\n"
-        write_atomically(checkpoint_file.checksum_of(path), line.encode())
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write the checkpoint {path}: {error.strerror}. Make room or give the folder "
-            "back its write permission; the run goes on from its last checkpoint."
-        ) from None
-    return path
+    return buffer.getvalue()
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -102,7 +142,9 @@ def load(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         form = content["format"]
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
+    except (
+        RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         raise CheckpointError(f"{path} is no checkpoint of clusterddp: {error}") from None
     if form != FORMAT:
         raise CheckpointError(
@@ -112,8 +154,13 @@ def load(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def check_fits(path: Path, content: dict[str, Any], config: TrainConfig) -> None:
-    """Raise CheckpointError when a checkpoint is of another model, dataset or optimizer."""
+def check_fits(
+    path: Path, content: dict[str, Any], config: TrainConfig, *, data_sha256: str = ""
+) -> None:
+    """Raise CheckpointError when a checkpoint is of another model, dataset or optimizer.
+
+    data_sha256: of this run's training set; empty where it is not known.
+    """
     for name in ("model", "dataset", "optimizer"):
         theirs, ours = content["config"].get(name), getattr(config, name)
         if theirs != ours:
@@ -121,24 +168,108 @@ def check_fits(path: Path, content: dict[str, Any], config: TrainConfig) -> None
                 f"the checkpoint {path} was trained with --{name} {theirs}, this run has --{name} "
                 f"{ours}. Use --{name} {theirs}, or start without --resume."
             )
+    theirs = content["data_sha256"]
+    if theirs and data_sha256 and theirs != data_sha256:
+        raise CheckpointError(
+            f"the dataset has changed since the checkpoint {path}: it was trained on images with "
+            f"SHA-256 {theirs[:16]}..., those in {config.data_dir} have {data_sha256[:16]}... "
+            "Name the folder with the former ones (--data-dir), or start a new run."
+        )
 
 
-def restore(path: Path, config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> Position:
-    """Load weights and optimizer state from a checkpoint and return where it stands.
+def restore(path: Path, config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> Restored:
+    """Load weights and optimizer state from a checkpoint, and return what else it holds.
 
     `model` is the bare module, not its DDP wrapper. Raises CheckpointError as `load` does, and
     when the checkpoint does not fit.
     """
     content = load(path)
-    check_fits(path, content, config)
     try:
+        check_fits(path, content, config)
         model.load_state_dict(content["model"])
         optimizer.load_state_dict(content["optimizer"])
-    except (RuntimeError, ValueError) as error:
+        return Restored(
+            position=Position(**{name: content[name] for name in Position.__dataclass_fields__}),
+            best=Best(**content["best"]) if content["best"] else None,
+            random_states=content["random_states"],
+            world_size=content["world_size"],
+            global_batch_size=content["global_batch_size"],
+            config=content["config"],
+            data_sha256=content["data_sha256"],
+        )
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the checkpoint {path} does not fit the model {config.model}: {error}"
         ) from None
-    return Position(**{name: content[name] for name in Position.__dataclass_fields__})
+
+
+def random_state(device: torch.device) -> Tensor:
+    """All random generators of this rank as bytes, of one length on all ranks of a kind.
+
+    torch's own, Python's `random` and numpy's global one; on a GPU that of the device too.
+    """
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
+    _, integers, waiting = random.getstate()
+    data = bytearray(_HEADER.pack(_LAYOUT, len(cpu), len(cuda)))
+    data += _PYTHON.pack(*integers, waiting is not None, waiting or 0.0)
+    kind = np.random.get_state(legacy=False)
+    if isinstance(kind, dict) and kind["bit_generator"] == "MT19937":
+        twister = kind["state"]
+        data += _NUMPY.pack(
+            *twister["key"].tolist(), twister["pos"], kind["has_gauss"], kind["gauss"]
+        )
+    else:
+        data += bytes(_NUMPY.size)
+    for state in (cpu, cuda):
+        data += state.to(torch.uint8).numpy().tobytes()
+    return torch.frombuffer(data, dtype=torch.uint8).clone()
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Give this rank's generators back what `random_state` returned.
+
+    On another kind of device its own generator is left as it is. Raises CheckpointError when the
+    bytes are none of ours, or of a torch whose generator is another.
+    """
+    data = state.detach().cpu().contiguous().numpy().tobytes()
+    try:
+        layout, cpu_bytes, cuda_bytes = _HEADER.unpack_from(data)
+        if layout != _LAYOUT:
+            raise ValueError(f"layout {layout}")
+        place = _HEADER.size
+        *integers, waits, waiting = _PYTHON.unpack_from(data, place)
+        place += _PYTHON.size
+        *key, position, has_gauss, gauss = _NUMPY.unpack_from(data, place)
+        place += _NUMPY.size
+        if len(data) != place + cpu_bytes + cuda_bytes:
+            raise ValueError(f"{len(data)} bytes")
+        torch.set_rng_state(_tensor(data[place : place + cpu_bytes]))
+        if cuda_bytes and device.type == "cuda":
+            torch.cuda.set_rng_state(_tensor(data[place + cpu_bytes :]), device)
+        random.setstate((3, tuple(integers), waiting if waits else None))
+        if any(key):
+            words = np.array(key, dtype=np.uint32)
+            np.random.set_state(("MT19937", words, position, has_gauss, gauss))
+    except (struct.error, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the random states of the checkpoint cannot be taken up again: {error}. "
+            "Resume with the versions that wrote it."
+        ) from None
+
+
+def gather_random_states(device: torch.device) -> Tensor | None:
+    """The random states of all ranks on rank 0, shape (world size, bytes); None on the others.
+
+    Collective over the default process group: every rank calls it.
+    """
+    own = random_state(device)
+    if dist.get_backend() == "nccl":
+        own = own.to(device)
+    first = dist.get_rank() == 0
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())] if first else None
+    dist.gather(own, rows, dst=0)
+    return torch.stack(rows).cpu() if rows else None
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -149,3 +280,22 @@ def weights_sha256(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _copied(value: Any) -> Any:
+    """The same value with every tensor in it copied to the CPU, strides kept."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        copied = {name: _copied(item) for name, item in value.items()}
+        if hasattr(value, "_metadata"):  # a module's state dict: the versions of its layouts
+            copied = OrderedDict(copied)
+            copied._metadata = value._metadata  # type: ignore[attr-defined]
+        return copied
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -126,6 +126,21 @@ def ensure(dataset: str, data_dir: str, *, progress: Progress, may_fetch: bool) 
     return check(dataset, data_dir, checksums=False)
 
 
+def fingerprint(dataset: str, data_dir: str) -> str:
+    """One SHA-256 over the set's four files: by it a run knows a set that was changed meanwhile.
+
+    Raises DataError when a file cannot be read.
+    """
+    import hashlib
+
+    raw = folder(dataset, data_dir) / idx.RAW
+    try:
+        digests = [idx.digest(raw / name) for name in idx.FILES]
+    except OSError as error:
+        raise _unreadable(raw, error) from None
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
 def load(dataset: str, data_dir: str, train: bool) -> Any:
     """Torchvision's MNIST dataset over the set in place: normalised (1, 28, 28) tensors, labels.
 

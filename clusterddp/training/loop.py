@@ -8,21 +8,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from clusterddp.errors import TrainingError
-from clusterddp.run_dir import RunDir
+from clusterddp.attempt import Attempt
+from clusterddp.errors import CheckpointError, TrainingError
+from clusterddp.stop import REASONS, StopRequest
 from clusterddp.train_config import Interval, TrainConfig
 from clusterddp.training import checkpoint, models, optimizer
+from clusterddp.training.agreement import Agreement
 from clusterddp.training.checkpoint import Position
+from clusterddp.training.checkpoint_file import Best
+from clusterddp.training.deadline import Deadline
 from clusterddp.training.images import Images, evaluation_batches, training_batches
 from clusterddp.training.metrics import Figures, Journal, Tally
+from clusterddp.training.poll import Poll
+from clusterddp.training.saver import Saver
+from clusterddp.training.watchdog import Phase, Progress
 
 # Images a rank evaluates at once; it changes the speed and the memory, not the result.
 _EVALUATION_BATCH = 1000
+# Until then a run has saved once, so that it knows what that costs.
+_FIRST_SAVE_SECONDS = 40.0
 
 
 class Training:
@@ -31,18 +40,24 @@ class Training:
     def __init__(
         self,
         config: TrainConfig,
+        agreed: Agreement,
         *,
         rank: int,
-        world_size: int,
         device: torch.device,
         train_set: Images,
         test_set: Images,
-        run: RunDir,
-        resume: Path | None = None,
+        attempt: Attempt,
+        request: StopRequest,
+        progress: Progress | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
-        self.config, self.rank, self.world_size = config, rank, world_size
-        self.train_set, self.test_set, self.run_dir = train_set, test_set, run
-        self.device = device
+        """`request` is this rank's; any rank's stops all of them. `deadline` is rank 0's."""
+        self.config, self.agreed, self.rank = config, agreed, rank
+        self.world_size, self.device = agreed.world_size, device
+        self.train_set, self.test_set = train_set, test_set
+        self.request = request
+        self.progress = progress or Progress()
+        self.deadline = deadline or Deadline()
 
         torch.manual_seed(config.seed)  # the same weights on every rank
         self.model = models.build(config.model).to(device)
@@ -50,65 +65,141 @@ class Training:
             self.model = self.model.to(memory_format=torch.channels_last)
         self.optimizer = optimizer.build(config, self.model)
         self.position = Position()
-        if resume:
-            self.position = checkpoint.restore(resume, config, self.model, self.optimizer)
+        self.best: Best | None = None
+        torch.manual_seed(config.seed + rank)  # from here on each rank draws its own numbers
+        if agreed.resume:
+            self._restore(Path(agreed.resume))
         self.ddp = DistributedDataParallel(
             self.model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
         )
-        torch.manual_seed(config.seed + rank)  # from here on each rank draws its own numbers
 
         self.sampler: DistributedSampler[Any] = DistributedSampler(
             train_set,  # type: ignore[arg-type] # only its length is asked for
-            world_size,
+            self.world_size,
             rank,
             seed=config.seed,
         )
-        self.schedule = optimizer.Schedule(config, world_size, len(train_set))
-        self.saving = Interval.parse("--save-every", config.save_every)
+        self.schedule = optimizer.Schedule(config, agreed.reference_world_size, len(train_set))
+        self.saving = Interval.parse("--save-every", config.save_every, minutes=True)
         self.evaluating = Interval.parse("--eval-every", config.eval_every)
         self.last_step = config.max_steps or sys.maxsize
         self.tally = Tally(device)
-        self.journal = Journal(run, rank, self.position, self._planned_steps())
+        self.journal = Journal(attempt, rank, self.position, self._planned_steps())
+        self.saver = (
+            Saver(
+                attempt.checkpoints,
+                keep_last=config.keep_last,
+                say=self.journal.say,
+                may_write=lambda: not attempt.is_superseded,
+            )
+            if rank == 0
+            else None
+        )
+        self.poll = Poll(device)
+        self.start_step = self.position.step
         self.accuracy = self.loss = math.nan
         """Over the whole test set, when it was last evaluated."""
-        self._saved = self._evaluated = -1  # the step at which it was last done
+        self._saved = self.position.step if agreed.resume else -1
+        self._evaluated = -1  # the step at which it was last done
+        self._saved_at = self._began = time.monotonic()
 
-    def run(self) -> None:
-        """Train until the last epoch or `max_steps`; then evaluate and save, in any case.
+    def run(self) -> str:
+        """Train until the last epoch or `max_steps`, then evaluate; save in any case.
 
-        Raises TrainingError when the loss is not finite.
+        Returns the reason for which the ranks have stopped before that, empty when they have not.
+        Raises TrainingError when the loss is not finite, CheckpointError when the end of a
+        training cannot be written.
         """
-        config, position = self.config, self.position
+        position = self.position
+        self.progress.mark(position.step, Phase.START)
+        self._settle_buckets()
         self.tally.restart()
-        while position.epoch < config.epochs and position.step < self.last_step:
-            self.sampler.set_epoch(position.epoch)
-            for indices in training_batches(
-                self.sampler, config.batch_size, position.samples, self.world_size
-            ):
-                images, labels = self.train_set.batch(indices)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = self.schedule.lr(position)
-                self.optimizer.zero_grad()
-                scores = self.ddp(images)
-                loss = cross_entropy(scores, labels)
-                loss.backward()  # type: ignore[no-untyped-call] # torch declares no types for it
-                self.optimizer.step()
-
-                self.tally.add(loss.detach(), scores.detach(), labels)
-                position.advance(len(labels) * self.world_size)
-                self.journal.step()
-                if position.step % config.log_every == 0:
-                    self._log()
-                self._pause("step", position.step)
-                if position.step >= self.last_step:
-                    break
-            if position.samples >= len(self.train_set):
+        reason = self._ask()  # a request may have come during the imports
+        while not reason and position.epoch < self.config.epochs and position.step < self.last_step:
+            reason = self._epoch()
+            if not reason and position.samples >= len(self.train_set):
                 position.next_epoch()
                 self._pause("epoch", position.epoch)
         self._log()
-        self._evaluate()
+        if not reason:
+            self._evaluate()
         self._save()
+        self._finish_saving(must=not reason)
+        self.progress.mark(position.step, Phase.DONE)
         self.journal.close()
+        return reason
+
+    def _epoch(self) -> str:
+        """Train what is left of the epoch; returns the reason when the ranks stop before."""
+        position, progress = self.position, self.progress
+        self.sampler.set_epoch(position.epoch)
+        progress.mark(position.step + 1, Phase.DATA)
+        for indices in training_batches(
+            self.sampler, self.agreed.batch_size, position.samples, self.world_size
+        ):
+            images, labels = self.train_set.batch(indices)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.schedule.lr(position)
+            self.optimizer.zero_grad()
+            progress.mark(position.step + 1, Phase.FORWARD)
+            scores = self.ddp(images)
+            loss = cross_entropy(scores, labels)
+            progress.mark(position.step + 1, Phase.BACKWARD)
+            loss.backward()  # type: ignore[no-untyped-call] # torch declares no types for it
+            progress.mark(position.step + 1, Phase.UPDATE)
+            self.optimizer.step()
+
+            self.tally.add(loss.detach(), scores.detach(), labels)
+            position.advance(len(labels) * self.world_size)
+            self.journal.step()
+            if position.step % self.config.log_every == 0:
+                self._log()
+            self._pause("step", position.step)
+            if position.step >= self.last_step:
+                break
+            if self.poll.due(position.step):
+                reason = self._ask()
+                if reason:
+                    return reason
+            progress.mark(position.step + 1, Phase.DATA)
+        return ""
+
+    def _settle_buckets(self) -> None:
+        """Have DDP arrange its buckets before the first step rather than after it.
+
+        It does so once, in the order in which the first backward pass yields gradients; sums over
+        four ranks and more can depend on the arrangement. So a run that goes on from a checkpoint
+        would do its first step with other sums than a run in one piece. (torch's Reducer,
+        `rebuild_buckets`; in evaluation mode no statistics and no random numbers are touched.)
+        """
+        self.model.eval()
+        images, labels = self.train_set.batch(torch.zeros(1, dtype=torch.int64))
+        cross_entropy(self.ddp(images), labels).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad()
+        self.model.train()
+
+    def _ask(self) -> str:
+        """All ranks together: the reason to stop here, if any has one; saves where it is time."""
+        self.request.looked_at = True
+        if self.deadline.is_near(self._lead_seconds()):
+            self.request.note("time limit")
+        now = time.monotonic()
+        waited = now - self._saved_at
+        first = self._saved < 0 and now - self._began > _FIRST_SAVE_SECONDS
+        wish = self.rank == 0 and (waited >= self.saving.seconds or first)
+        code, save = self.poll.ask(
+            self.position.step, [REASONS.index(self.request.reason), int(wish)]
+        )
+        if save and not code:
+            self._save()
+            if self.saver:
+                self.deadline.check_lead(self._lead_seconds(), self.journal.say)
+        return REASONS[code]
+
+    def _lead_seconds(self) -> float:
+        """What it takes from a request to stop to the last byte on the disk, on this evidence."""
+        one = self.saver.costs.seconds_of_one() if self.saver else 0.0
+        return 2 * self.poll.step_seconds + 1.0 + 2 * one
 
     def _pause(self, unit: str, count: int) -> None:
         """Evaluate and save where an interval says so; the time it takes is no training time."""
@@ -122,6 +213,7 @@ class Training:
     def _log(self) -> None:
         if not self.tally.steps:
             return
+        self.progress.mark(self.position.step, Phase.LOG)
         loss, accuracy, count = self.tally.collect()
         if not math.isfinite(loss):
             raise TrainingError(
@@ -137,56 +229,90 @@ class Training:
         if self._evaluated == self.position.step:
             return
         began = time.perf_counter()
-        self.accuracy, self.loss = evaluate(
-            self.model, self.test_set, self.rank, self.world_size, self.device
-        )
+        self.accuracy, self.loss = self._test()
         speed = len(self.test_set) / (time.perf_counter() - began)
         rate = self.schedule.lr(self.position)
         self.journal.evaluation(self.position, Figures(self.loss, self.accuracy, rate, speed))
         self._evaluated = self.position.step
+        if self.best is None or self.accuracy > self.best.accuracy:
+            self.best = Best(self.accuracy, self.position.step)
         self.tally.restart()
 
+    def _test(self) -> tuple[float, float]:
+        """Accuracy and mean loss over the whole test set, every image counted once.
+
+        Takes the bare module: shares may differ in length, and DDP's forward would wait for ranks
+        that have no batch left.
+        """
+        step = self.position.step
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self.model.eval()
+        with torch.no_grad():
+            for indices in evaluation_batches(
+                len(self.test_set), self.rank, self.world_size, _EVALUATION_BATCH
+            ):
+                self.progress.mark(step, Phase.EVALUATE)
+                images, labels = self.test_set.batch(indices)
+                scores = self.model(images)
+                totals[0] += cross_entropy(scores, labels, reduction="sum")
+                totals[1] += (scores.argmax(1) == labels).sum()
+                totals[2] += len(labels)
+        self.model.train()
+        self.progress.mark(step, Phase.COUNT)
+        dist.all_reduce(totals)
+        loss_sum, correct, count = totals.tolist()
+        assert count == len(self.test_set), f"{count} of {len(self.test_set)} images were counted"
+        return correct / count, loss_sum / count
+
     def _save(self) -> None:
+        """Rank 0 copies the state and has it written behind the training's back."""
         if self._saved == self.position.step:
             return
-        if self.rank == 0:
-            checkpoint.save(
-                self.run_dir,
-                config=self.config,
-                model=self.model,
-                optimizer=self.optimizer,
-                position=self.position,
-                world_size=self.world_size,
-            )
-        self._saved = self.position.step
+        self.progress.mark(self.position.step, Phase.SAVE)
+        began = time.perf_counter()
+        states = checkpoint.gather_random_states(self.device)
+        if self.saver:
+            content = self._content(states)
+            self.saver.save(content, time.perf_counter() - began)
+        self._saved, self._saved_at = self.position.step, time.monotonic()
         self.tally.restart()
+
+    def _content(self, random_states: Tensor | None) -> dict[str, Any]:
+        return checkpoint.collect(
+            config=self.config,
+            model=self.model,
+            optimizer=self.optimizer,
+            position=self.position,
+            world_size=self.world_size,
+            global_batch_size=self.agreed.global_batch_size,
+            data_sha256=self.agreed.data_sha256,
+            best=self.best,
+            random_states=random_states,
+        )
+
+    def _finish_saving(self, *, must: bool) -> None:
+        """Rank 0 waits until the last checkpoint is on the disk, and tries once more where it
+        could not be written; at the end of a training it `must` be.
+        """
+        if self.saver is None or self.saver.wait() or self._saved == self.start_step:
+            return
+        self.saver.save(self._content(None), 0.0)
+        if not self.saver.wait() and must:
+            raise CheckpointError(
+                f"the training is done, but its last checkpoint, step {self.position.step}, could "
+                f"not be written; the last whole one is of step {self.saver.last_step}. Make room "
+                "and start the run again: it goes on from there."
+            )
+
+    def _restore(self, path: Path) -> None:
+        restored = checkpoint.restore(path, self.config, self.model, self.optimizer)
+        self.position, self.best = restored.position, restored.best
+        states = restored.random_states
+        if states is not None and len(states) == self.world_size:
+            checkpoint.set_random_state(states[self.rank], self.device)
 
     def _planned_steps(self) -> int:
         """For the progress bar: what is done and what is left at this world size."""
-        per_epoch = math.ceil(len(self.sampler) / self.config.batch_size)
+        per_epoch = math.ceil(len(self.sampler) / self.agreed.batch_size)
         left = (self.config.epochs - self.position.epoch) * per_epoch - self.position.step_in_epoch
         return min(self.last_step, self.position.step + max(left, 0))
-
-
-def evaluate(
-    model: nn.Module, test_set: Images, rank: int, world_size: int, device: torch.device
-) -> tuple[float, float]:
-    """Accuracy and mean loss over the whole test set, every image counted once.
-
-    Takes the bare module: shares may differ in length, and DDP's forward would wait for ranks
-    that have no batch left.
-    """
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
-    model.eval()
-    with torch.no_grad():
-        for indices in evaluation_batches(len(test_set), rank, world_size, _EVALUATION_BATCH):
-            images, labels = test_set.batch(indices)
-            scores = model(images)
-            totals[0] += cross_entropy(scores, labels, reduction="sum")
-            totals[1] += (scores.argmax(1) == labels).sum()
-            totals[2] += len(labels)
-    model.train()
-    dist.all_reduce(totals)
-    loss_sum, correct, count = totals.tolist()
-    assert count == len(test_set), f"{count} of {len(test_set)} test images were counted"
-    return correct / count, loss_sum / count

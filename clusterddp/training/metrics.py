@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clusterddp.run_dir import RunDir, read_json_lines, write_atomically
+from clusterddp.attempt import Attempt
+from clusterddp.run_dir import read_json_lines, write_atomically
 from clusterddp.training.checkpoint import Position
 
 
@@ -31,11 +32,10 @@ class Figures:
 class Journal:
     """The running account of a training. On every rank but 0 it says and writes nothing."""
 
-    def __init__(self, run: RunDir, rank: int, start: Position, total_steps: int) -> None:
-        self._path = run.metrics if rank == 0 else None
+    def __init__(self, attempt: Attempt, rank: int, start: Position, total_steps: int) -> None:
+        self._path = attempt.metrics if rank == 0 else None
         self._bar = _bar(start.step, total_steps) if rank == 0 and _on_terminal() else None
-        if self._path:
-            _cut_off_after(self._path, start.step)
+        self._failed = False
 
     def train(self, position: Position, figures: Figures) -> None:
         """Loss and accuracy are means over the images of all ranks since the last such line."""
@@ -86,8 +86,18 @@ class Journal:
             "seconds": round(position.seconds, 3),
             "time": round(time.time(), 3),
         }
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk costs the line, never the training
+            if not self._failed:
+                self.say(
+                    f"warning: cannot write {self._path}: {error.strerror}; training goes on, its "
+                    "metrics are in this log alone while that lasts"
+                )
+            self._failed = True
+        else:
+            self._failed = False
 
 
 class Tally:
@@ -143,10 +153,7 @@ def _bar(done: int, total: int) -> Any:
     return tqdm(initial=done, total=total, unit="step", dynamic_ncols=True)
 
 
-def _cut_off_after(path: Path, step: int) -> None:
-    """Drop what an earlier attempt wrote beyond the checkpoint from which this one goes on."""
-    lines = list(read_json_lines(path))
-    kept = [line for line in lines if line.get("step", 0) <= step and step > 0]
-    content = "".join(json.dumps(line) + "\n" for line in kept)
-    if lines or not path.exists():
-        write_atomically(path, content.encode())
+def copy_history(source: Path, target: Path, step: int) -> None:
+    """Begin an attempt's metrics with what earlier ones wrote up to the step it starts from."""
+    kept = [line for line in read_json_lines(source) if line.get("step", 0) <= step and step > 0]
+    write_atomically(target, "".join(json.dumps(line) + "\n" for line in kept).encode())

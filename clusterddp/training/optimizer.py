@@ -19,7 +19,7 @@ def build(config: TrainConfig, model: nn.Module) -> optim.Optimizer:
 
 
 def peak_lr(config: TrainConfig, world_size: int) -> float:
-    """The full learning rate at this world size."""
+    """The full learning rate at this world size, that of the run's first start."""
     factor = {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}[config.lr_scaling]
     return float(config.lr * factor)
 

@@ -1,94 +1,168 @@
 import dataclasses
-import hashlib
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
+from clusterddp import __version__
 from clusterddp.errors import CheckpointError
-from clusterddp.run_dir import RunDir
 from clusterddp.train_config import TrainConfig
-from clusterddp.training import checkpoint, checkpoint_file, models, optimizer
+from clusterddp.training import checkpoint, models, optimizer
 from clusterddp.training.checkpoint import Position
-from clusterddp.training.checkpoint_file import checksum_of
+from clusterddp.training.checkpoint_file import Best, checksum_of, name_of
+from tests.training.made_checkpoints import rehash
+from tests.training.ranks import run_ranks
 
 CONFIG = TrainConfig()
+CPU = torch.device("cpu")
+POSITION = Position(step=1200, epoch=1, step_in_epoch=2, samples=128, seconds=1.5, images=640)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path)
+def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after a step, so that the optimizer has a state."""
+    torch.manual_seed(seed)
+    model = models.build(CONFIG.model).to(memory_format=torch.channels_last)
+    chosen = optimizer.build(CONFIG, model)
+    step(model, chosen)
+    return model, chosen
 
 
-def save(run: RunDir, step: int, config: TrainConfig = CONFIG) -> Path:
-    torch.manual_seed(step)
-    model = models.build(config.model)
-    return checkpoint.save(
-        run,
-        config=config,
-        model=model,
-        optimizer=optimizer.build(config, model),
-        position=Position(
-            step=step, epoch=1, step_in_epoch=2, samples=128, seconds=1.5, images=640
-        ),
-        world_size=2,
+def step(model: nn.Module, chosen: torch.optim.Optimizer) -> None:
+    chosen.zero_grad()
+    model(torch.randn(4, 1, 28, 28)).square().sum().backward()
+    chosen.step()
+
+
+def collected(seed: int = 1, **fields: Any) -> dict[str, Any]:
+    model, chosen = trained(seed)
+    return checkpoint.collect(
+        **{
+            "config": CONFIG,
+            "model": model,
+            "optimizer": chosen,
+            "position": POSITION,
+            "world_size": 2,
+            "global_batch_size": 128,
+            "data_sha256": "d" * 64,
+            "best": Best(0.97, 1100),
+            "random_states": torch.arange(20, dtype=torch.uint8).reshape(2, 10),
+            **fields,
+        }
     )
 
 
-def tampered(path: Path, **fields: Any) -> Path:
-    """Change a checkpoint's content, and its checksum with it."""
-    content = torch.load(path, weights_only=True)
-    torch.save({**content, **fields}, path)
+def written(folder: Path, content: dict[str, Any]) -> Path:
+    path = folder / name_of(content["step"])
+    path.write_bytes(checkpoint.to_bytes(content))
     rehash(path)
     return path
 
 
-def rehash(path: Path) -> None:
-    checksum_of(path).write_text(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n")
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return (
+        [tensor for item in items for tensor in tensors(item)]
+        if isinstance(value, (dict, list, tuple))
+        else []
+    )
 
 
-def test_what_was_saved_is_restored_into_the_bare_model(run: RunDir) -> None:
-    path = save(run, 1200)
-    assert path.name == "step-00001200.pt"
-    torch.manual_seed(7)
-    model = models.build("convnet")
-    position = checkpoint.restore(path, CONFIG, model, optimizer.build(CONFIG, model))
-    assert position == Position(1200, 1, 2, 128, 1.5, 640)
-    torch.manual_seed(1200)
-    assert checkpoint.weights_sha256(model) == checkpoint.weights_sha256(models.build("convnet"))
-    content = checkpoint.load(path)
-    assert content["world_size"] == 2
-    assert content["config"] == dataclasses.asdict(CONFIG)
+def test_all_that_was_collected_is_restored(tmp_path: Path) -> None:
+    path = written(tmp_path, collected(1))
+    model, chosen = trained(7)
+    got = checkpoint.restore(path, CONFIG, model, chosen)
+    assert got.position == POSITION
+    assert got.best == Best(0.97, 1100)
+    assert (got.world_size, got.global_batch_size) == (2, 128)
+    assert got.config == dataclasses.asdict(CONFIG)
+    assert got.data_sha256 == "d" * 64
+    assert got.random_states is not None
+    assert got.random_states.tolist() == torch.arange(20).reshape(2, 10).tolist()
+    other, its = trained(1)
+    assert checkpoint.weights_sha256(model) == checkpoint.weights_sha256(other)
+    # The optimizer's state too, and in the same layout: the next step gives the same bits.
+    for seed_model, seed_optimizer in ((model, chosen), (other, its)):
+        torch.manual_seed(5)
+        step(seed_model, seed_optimizer)
+    assert checkpoint.weights_sha256(model) == checkpoint.weights_sha256(other)
 
 
-def test_the_checksum_is_in_the_form_of_sha256sum(run: RunDir) -> None:
-    path = save(run, 1)
-    digest, name = checksum_of(path).read_text().split()
-    assert (digest, name) == (hashlib.sha256(path.read_bytes()).hexdigest(), path.name)
+def test_what_is_not_known_may_be_absent(tmp_path: Path) -> None:
+    path = written(tmp_path, collected(best=None, random_states=None, data_sha256=""))
+    got = checkpoint.restore(path, CONFIG, *trained(1))
+    assert (got.best, got.random_states, got.data_sha256) == (None, None, "")
 
 
-def test_nothing_but_the_two_files_is_left(run: RunDir) -> None:
-    save(run, 1)
-    save(run, 1)
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
-        "step-00000001.pt", "step-00000001.pt.sha256",
-    ]  # fmt: skip
+def test_versions_are_in_it(tmp_path: Path) -> None:
+    versions = checkpoint.load(written(tmp_path, collected()))["versions"]
+    assert versions["clusterddp"] == __version__
+    assert set(versions) == {"clusterddp", "torch", "numpy", "python"}
 
 
-def test_a_flipped_bit_is_noticed(run: RunDir) -> None:
-    path = save(run, 1)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="damaged"):
-        checkpoint.load(path)
+def test_training_may_go_on_at_once_for_every_tensor_is_a_copy() -> None:
+    model, chosen = trained(1)
+    content = collected(model=model, optimizer=chosen)
+    before = checkpoint.to_bytes(content)
+    live = {tensor.untyped_storage().data_ptr() for tensor in tensors(chosen.state_dict())}
+    live |= {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    copies = tensors(content)
+    assert len(copies) > len(live) > 10
+    for tensor in copies:
+        assert tensor.untyped_storage().data_ptr() not in live
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a view of something larger"
+        assert tensor.device.type == "cpu" and not tensor.requires_grad
+    step(model, chosen)
+    assert checkpoint.to_bytes(content) == before
 
 
-def test_a_checkpoint_that_is_cut_off_or_incomplete_is_refused(run: RunDir) -> None:
-    path = save(run, 1)
+def test_a_module_is_loaded_without_this_package(tmp_path: Path) -> None:
+    """By a program that has torch and the file, and nothing else of ours."""
+    model, chosen = trained(1)
+    path = written(tmp_path, collected(model=model, optimizer=chosen))
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
+    torch.save(nn.Sequential(nn.Linear(1, 1)).state_dict(), tmp_path / "small.pt")
+    program = f"""
+import sys, torch
+class Blocked:
+    def find_spec(self, name, *_):
+        assert name.split(".")[0] != "clusterddp"
+sys.meta_path.insert(0, Blocked())
+content = torch.load({str(path)!r}, weights_only=True)
+plain = torch.load({str(tmp_path / "plain.pt")!r}, weights_only=True)
+assert list(content["model"]) == list(plain)
+assert all(torch.equal(content["model"][name], plain[name]) for name in plain)
+assert type(content["model"]) is type(plain) and content["model"]._metadata == plain._metadata
+model = torch.nn.Module()
+for name, value in plain.items():
+    *parts, last = name.split(".")
+    at = model
+    for part in parts:
+        if not hasattr(at, part):
+            at.add_module(part, torch.nn.Module())
+        at = getattr(at, part)
+    at.register_parameter(last, torch.nn.Parameter(torch.zeros_like(value)))
+model.load_state_dict(content["model"])
+torch.optim.Adam(model.parameters()).load_state_dict(content["optimizer"])
+print("loaded", content["step"])
+"""
+    got = subprocess.run(
+        [sys.executable, "-I", "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert got.stdout == "loaded 1200\n", got.stderr
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, collected())
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match="damaged: it is cut off"):
         checkpoint.load(path)
     rehash(path)
     with pytest.raises(CheckpointError, match="no checkpoint of clusterddp"):
@@ -96,20 +170,18 @@ def test_a_checkpoint_that_is_cut_off_or_incomplete_is_refused(run: RunDir) -> N
     checksum_of(path).unlink()
     with pytest.raises(CheckpointError, match="may be incomplete"):
         checkpoint.load(path)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        checkpoint.load(run.checkpoints / "step-2.pt")
 
 
 class _Trap:
     def __reduce__(self) -> Any:
-        return (print, ("code of the file was run",))
+        return (print, ("code of the file was run by clusterddp",))
 
 
-def test_code_in_a_file_is_not_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save(run, 1)
-    torch.save({"format": 1, "trap": _Trap()}, path)
+def test_code_in_a_file_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name_of(1)
+    torch.save({"format": 2, "trap": _Trap()}, path)
     rehash(path)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="no checkpoint of clusterddp: Weights only"):
         checkpoint.load(path)
     assert capsys.readouterr().out == ""
 
@@ -117,53 +189,129 @@ def test_code_in_a_file_is_not_run(run: RunDir, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": 99}, "format 99.*reads format 1"),
+        ({"format": 1}, "format 1.*reads format 2.*clusterddp"),
         ({"config": {**dataclasses.asdict(CONFIG), "model": "resnet"}}, "--model resnet.*convnet"),
         ({"config": {**dataclasses.asdict(CONFIG), "dataset": "synthetic"}}, "synthetic.*mnist"),
         ({"config": {**dataclasses.asdict(CONFIG), "optimizer": "sgd"}}, "sgd.*adam"),
         ({"model": {"other": torch.zeros(1)}}, "does not fit"),
+        ({"optimizer": {"state": {}, "param_groups": []}}, "does not fit"),
+        ({"best": {"other": 1}}, "does not fit"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_naming_both_sides(
-    run: RunDir, fields: dict[str, Any], message: str
+    tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
-    path = tampered(save(run, 1), **fields)
-    model = models.build("convnet")
+    path = written(tmp_path, {**collected(), **fields})
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.restore(path, CONFIG, model, optimizer.build(CONFIG, model))
+        checkpoint.restore(path, CONFIG, *trained(1))
 
 
-def test_the_newest_whole_checkpoint_is_found(run: RunDir) -> None:
-    warnings: list[str] = []
-    assert checkpoint_file.newest(run, warnings.append) is None
-    paths = [save(run, step) for step in (9, 10, 100, 101)]
-    paths[3].write_bytes(b"torn")
-    checksum_of(paths[2]).unlink()
-    assert checkpoint_file.newest(run, warnings.append) == paths[1]
-    assert [warning.split(":")[0] for warning in warnings] == [
-        "passing over step-00000101.pt", "passing over step-00000100.pt",
-    ]  # fmt: skip
+def test_another_dataset_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, collected())
+    content = checkpoint.load(path)
+    with pytest.raises(CheckpointError, match=r"has changed since.*d{16}\.\.\..*e{16}\.\.\."):
+        checkpoint.check_fits(path, content, CONFIG, data_sha256="e" * 64)
+    checkpoint.check_fits(path, content, CONFIG, data_sha256="d" * 64)
+    checkpoint.check_fits(path, content, CONFIG)
+    checkpoint.check_fits(path, {**content, "data_sha256": ""}, CONFIG, data_sha256="e" * 64)
 
 
-def test_resume_takes_a_run_its_checkpoints_or_a_file(run: RunDir) -> None:
-    path = save(run, 3)
-    for named in (run.path, run.checkpoints, path):
-        assert checkpoint_file.find(str(named), print) == path
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        checkpoint_file.find(str(run.path.parent), print)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        checkpoint_file.find(str(run.path / "nothing.pt"), print)
+def drawn() -> tuple[Any, ...]:
+    """Some numbers of every generator; an odd count of Gaussians leaves half a pair waiting."""
+    return (
+        torch.rand(3).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(3).tolist(),
+        np.random.standard_normal(),
+    )
 
 
-def test_leftovers_of_a_killed_writer_are_removed(run: RunDir) -> None:
-    path = save(run, 1)
-    leftover = run.checkpoints / ".step-00000002.pt.abc"
-    leftover.write_bytes(b"half")
-    checkpoint_file.remove_leftovers(run)
-    assert path.exists() and not leftover.exists()
+def seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
-def test_a_full_or_closed_folder_is_one_clear_error(run: RunDir) -> None:
-    run.checkpoints.write_text("not a folder")
-    with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
-        save(run, 1)
+@pytest.mark.parametrize("draws", [0, 1, 2, 700])
+def test_random_states_are_taken_up_again(draws: int) -> None:
+    seeded(3)
+    for _ in range(draws):
+        drawn()
+    state = checkpoint.random_state(CPU)
+    assert state.dtype == torch.uint8 and state.dim() == 1
+    expected = [drawn() for _ in range(5)]
+    seeded(4)
+    drawn()
+    assert [drawn() for _ in range(5)] != expected
+    checkpoint.set_random_state(state, CPU)
+    assert torch.equal(checkpoint.random_state(CPU), state)
+    assert [drawn() for _ in range(5)] == expected
+
+
+def test_random_states_have_one_length() -> None:
+    lengths = set()
+    for draws in range(4):
+        seeded(draws)
+        for _ in range(draws):
+            drawn()
+        lengths.add(len(checkpoint.random_state(CPU)))
+    assert len(lengths) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_the_random_state_of_a_gpu_is_taken_up_again() -> None:
+    device = torch.device("cuda", 0)
+    state = checkpoint.random_state(device)
+    expected = torch.rand(3, device=device).tolist()
+    checkpoint.set_random_state(state, device)
+    assert torch.rand(3, device=device).tolist() == expected
+    checkpoint.set_random_state(state, CPU)
+
+
+def test_the_generator_of_a_gpu_is_passed_over_on_a_cpu() -> None:
+    """A state as a GPU's rank makes it: 16 bytes more, and their number in the header."""
+    seeded(1)
+    data = bytearray(checkpoint.random_state(CPU).tolist())
+    data[8:12] = (16).to_bytes(4, sys.byteorder)
+    expected = drawn()
+    checkpoint.set_random_state(torch.tensor([*data, *range(16)], dtype=torch.uint8), CPU)
+    assert drawn() == expected
+
+
+@pytest.mark.parametrize("cut", [0, 3, 100, 6000, 10_000])
+def test_bytes_that_are_no_random_state_are_refused(cut: int) -> None:
+    state = checkpoint.random_state(CPU)
+    before = drawn_after(state)
+    with pytest.raises(CheckpointError, match="cannot be taken up again"):
+        checkpoint.set_random_state(state[:cut], CPU)
+    assert drawn_after(state) == before
+    with pytest.raises(CheckpointError, match="layout"):
+        checkpoint.set_random_state(torch.ones(20_000, dtype=torch.uint8), CPU)
+
+
+def drawn_after(state: Tensor) -> tuple[Any, ...]:
+    checkpoint.set_random_state(state, CPU)
+    return drawn()
+
+
+def _gather(rank: int, world_size: int) -> tuple[Any, Any, Any]:
+    seeded(rank)
+    drawn()
+    rows = checkpoint.gather_random_states(CPU)
+    return (
+        None if rows is None else [bytes(row.tolist()) for row in rows],
+        bytes(checkpoint.random_state(CPU).tolist()),
+        drawn(),
+    )
+
+
+def test_rank_0_has_the_random_states_of_all_ranks() -> None:
+    results = run_ranks(3, _gather)
+    rows = results[0][0]
+    assert [result[0] for result in results[1:]] == [None, None]
+    assert rows == [result[1] for result in results]
+    assert len(set(rows)) == 3
+    for row, (_, _, expected) in zip(rows, results, strict=True):
+        checkpoint.set_random_state(torch.tensor(list(row), dtype=torch.uint8), CPU)
+        assert drawn() == expected

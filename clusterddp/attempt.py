@@ -1,0 +1,218 @@
+"""One start of a run: its own numbered directory, who trains in it, and what supersedes it.
+
+A requeued job, the next job of a run and a person's second start each make an attempt. Only that
+start writes below its directory, so that a lost node's orphan cannot touch what its successor
+reads: a checkpoint that it still writes lies where nobody looks any more. Made by mkdir, which is
+atomic on network file systems too; no lock outlives a node.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import ClusterDDPError
+from clusterddp.run_dir import RunDir, read_json, write_atomically
+
+FORMAT = 1
+ALIVE_SECONDS = 2.0
+"""Between two signs of life of an attempt's rank 0."""
+SILENT_SECONDS = 15.0
+"""Without a sign of life for so long, an attempt of another job is taken for dead."""
+
+
+class NotStarted(ClusterDDPError):
+    """This start of a run is one too many, or another one is still at work."""
+
+
+class Superseded(ClusterDDPError):
+    """A later attempt of the run has begun, so this one may publish nothing more."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The directory of one start."""
+
+    run: RunDir
+    number: int
+    """From 1."""
+
+    @property
+    def path(self) -> Path:
+        return self.run.attempts / f"{self.number:04d}"
+
+    @property
+    def record(self) -> Path:
+        """Who trains, and from which checkpoint."""
+        return self.path / "attempt.json"
+
+    @property
+    def outcomes(self) -> Path:
+        return self.path / "outcomes"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def stop(self) -> Path:
+        """There once this attempt was asked to stop: `{"reason": …}`."""
+        return self.path / "stop"
+
+    @property
+    def alive(self) -> Path:
+        """Rank 0's sign of life: its time of change."""
+        return self.path / "alive"
+
+    @property
+    def end(self) -> Path:
+        """How the ranks left together: `{"reason": …, "step": …}`."""
+        return self.path / "end.json"
+
+    def read_record(self) -> dict[str, Any]:
+        """attempt.json, or nothing while the ranks have not met."""
+        return read_json(self.record) or {}
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a later attempt of the run has begun."""
+        return Attempt(self.run, self.number + 1).path.exists()
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask this attempt's ranks to save and leave. Raises OSError."""
+        write_atomically(self.stop, json.dumps({"reason": reason}).encode())
+
+    def asked_to_stop(self) -> str | None:
+        """The reason for which it was asked to stop, if it was."""
+        if not self.stop.exists():
+            return None
+        # The batch script leaves an empty file: its one reason is Slurm's signal ahead of the end.
+        return str((read_json(self.stop) or {}).get("reason") or "signal")
+
+    def show_life(self) -> None:
+        """Renew the sign of life. Raises OSError.
+
+        By a rename, after which a network file system looks at this folder anew, and so at `stop`.
+        """
+        write_mark(self.alive)
+
+    def is_alive(self) -> bool:
+        """Whether rank 0 has given a sign of life lately, by the file system's own clock."""
+        try:
+            last = self.alive.stat().st_mtime
+        except OSError:
+            return False
+        with tempfile.NamedTemporaryFile(dir=self.run.attempts, prefix=".now-") as probe:
+            return os.fstat(probe.fileno()).st_mtime - last < SILENT_SECONDS
+
+
+def write_mark(path: Path) -> None:
+    """Make an empty file, or make it new; nobody waits for the disk."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.touch(mode=0o600)
+    fresh.replace(path)
+
+
+def attempts(run: RunDir) -> list[Attempt]:
+    """The attempts of a run, the latest last."""
+    try:
+        names = [entry.name for entry in os.scandir(run.attempts)]
+    except OSError:
+        return []
+    return [Attempt(run, number) for number in sorted(int(n) for n in names if n.isdigit())]
+
+
+def latest(run: RunDir) -> Attempt | None:
+    """The attempt that began last, or None before the first."""
+    return attempts(run)[-1] if attempts(run) else None
+
+
+def begin(run: RunDir) -> Attempt:
+    """Make the directory of the next attempt: this one's alone, whoever else tries.
+
+    Raises OSError.
+    """
+    run.make(run.attempts)
+    previous = latest(run)
+    number = previous.number + 1 if previous else 1
+    while True:
+        made = Attempt(run, number)
+        try:
+            made.path.mkdir(mode=0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            made.outcomes.mkdir(mode=0o700)
+            return made
+
+
+def await_silence(run: RunDir, job_id: str, patience: float, say: Callable[[str], None]) -> None:
+    """Wait until no other job trains this run. Raises NotStarted after `patience` seconds.
+
+    An earlier start of this very job is over, whatever its orphans still do: it is superseded.
+    """
+    deadline = time.monotonic() + patience
+    previous = latest(run)
+    said = False
+    while previous and _is_at_work(previous, job_id):
+        record = previous.read_record()
+        who = (
+            f"attempt {previous.number} of {run.name} is still trained by job "
+            f"{record.get('job_id') or '(none)'} on {record.get('host')}"
+        )
+        if time.monotonic() > deadline:
+            raise NotStarted(
+                f"{who}: rank 0 has shown its life for all of {patience:g} s. Two jobs cannot "
+                f"write one run: cancel one of them, or give this one a --run-name of its own."
+            )
+        if not said:
+            say(f"clusterddp: {who}; waiting up to {patience:g} s for it to end")
+            said = True
+        time.sleep(0.5)  # a file's time is all that a lost node's process leaves to look at
+
+
+def _is_at_work(attempt: Attempt, job_id: str) -> bool:
+    record = attempt.read_record()
+    if not record or (job_id and record.get("job_id") == job_id) or attempt.end.exists():
+        return False
+    if record.get("host") == os.uname().nodename and not Path(f"/proc/{record['pid']}").exists():
+        return False
+    ended = any(
+        event.get("event") == "ended" and event.get("attempt") == attempt.number
+        for event in attempt.run.read_events()
+    )
+    return not ended and attempt.is_alive()
+
+
+def publish(attempt: Attempt, record: dict[str, Any]) -> None:
+    """Write attempt.json and let the run's own names lead to this attempt.
+
+    Raises OSError, and Superseded when a later attempt has begun meanwhile.
+    """
+    if attempt.is_superseded:
+        raise Superseded(
+            f"attempt {attempt.number} of {attempt.run.name} is superseded: attempt "
+            f"{attempt.number + 1} of the run has begun. It trains on; this one ends."
+        )
+    content = {"format": FORMAT, "number": attempt.number, "began": round(time.time(), 3), **record}
+    write_atomically(attempt.record, (json.dumps(content, indent=2) + "\n").encode())
+    _link(attempt.run.current, f"{attempt.run.attempts.name}/{attempt.path.name}")
+    for path in (attempt.run.checkpoints, attempt.run.metrics):
+        if not path.is_symlink():
+            _link(path, f"{attempt.run.current.name}/{path.name}")
+
+
+def _link(path: Path, target: str) -> None:
+    """A symbolic link, new or in place of an older one."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.link")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    fresh.replace(path)

@@ -1,0 +1,40 @@
+"""`clusterddp begin`: the batch script's first word: one more attempt of the run, or none.
+
+Prints the attempt's number on stdout, for the script; everything else goes to stderr.
+"""
+
+from pathlib import Path
+
+import click
+
+from clusterddp import attempt as attempts
+from clusterddp import requeue
+from clusterddp.attempt import NotStarted
+from clusterddp.run_dir import RunDir
+
+
+@click.command(hidden=True)
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--job-id", default="", help="Slurm's job id.")
+@click.option("--restart", type=int, default=0, help="SLURM_RESTART_COUNT.")
+@click.option("--nodelist", default="", help="SLURM_JOB_NODELIST.")
+@click.option("--max-requeues", type=int, default=0, help="Starts after the first.")
+@click.option("--patience", type=float, default=300.0, help="Seconds to wait for another attempt.")
+def command(
+    run_dir: Path, job_id: str, restart: int, nodelist: str, max_requeues: int, patience: float
+) -> None:
+    """Make the directory of the run's next attempt and print its number."""
+    run = RunDir(run_dir)
+    run.load_spec()  # refused where a newer version has written it
+    who = {"job_id": job_id, "restart": restart}
+    try:
+        if len(requeue.starts_since_submission(run)) > max_requeues:
+            raise NotStarted(f"not started again: {requeue.capped(max_requeues)}")
+        attempts.await_silence(run, job_id, patience, lambda line: click.echo(line, err=True))
+    except NotStarted as error:
+        run.add_event("started", **who, nodelist=nodelist)
+        run.add_event("ended", **who, exit_code=1, cause=requeue.FAILED, why=str(error))
+        raise
+    made = attempts.begin(run)
+    run.add_event("started", **who, nodelist=nodelist, attempt=made.number)
+    click.echo(made.number)

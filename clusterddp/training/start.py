@@ -1,0 +1,160 @@
+"""How an attempt starts: rank 0 settles what is auto, makes the folders, chooses the checkpoint."""
+
+import dataclasses
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clusterddp import attempt as attempts
+from clusterddp.attempt import Attempt
+from clusterddp.errors import CheckpointError, DataError, TrainingError
+from clusterddp.run_dir import RunDir, read_json, write_atomically
+from clusterddp.train_config import TrainConfig, changes
+from clusterddp.training import agreement, checkpoint, checkpoint_file, data, metrics, optimizer
+from clusterddp.training.agreement import Agreement, Hello
+
+
+def decide(
+    config: TrainConfig,
+    run_dir: Path | None,
+    number: int | None,
+    hellos: Sequence[Mapping[str, Any]],
+    identity: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> Agreement:
+    """What holds for all ranks of this attempt.
+
+    number: the attempt that the starting side has made; without it one is made here.
+    identity: job_id, restart, host and pid, for attempt.json.
+
+    Raises TrainingError, DataError, CheckpointError, NotStarted or Superseded.
+    """
+    run = RunDir((run_dir or Path("jobs", time.strftime("train-%Y%m%d-%H%M%S"))).resolve())
+    recorded = read_json(run.resolved)
+    agreed = agreement.decide(config, [Hello(**hello) for hello in hellos], recorded)
+    data.ensure(config.dataset, config.data_dir, progress=say, may_fetch=False)
+    agreed = dataclasses.replace(
+        agreed, run_dir=str(run.path), data_sha256=data.fingerprint(config.dataset, config.data_dir)
+    )
+    _check_data(config, recorded, agreed)
+    try:
+        run.make(run.attempts)
+        attempt = _attempt(run, number, identity, config, say)
+        agreed = _go_on(config, agreed, attempt, recorded, identity, say)
+        record = {
+            **agreed.to_dict(),
+            "lr": optimizer.peak_lr(config, agreed.reference_world_size),
+        }
+        write_atomically(run.resolved, (json.dumps(record, indent=2) + "\n").encode())
+    except OSError as error:
+        raise TrainingError(
+            f"rank 0 on {socket.gethostname()} cannot write the run directory {run.path}: "
+            f"{error.strerror}. Choose a folder that this host can write."
+        ) from None
+    return agreed
+
+
+def _attempt(
+    run: RunDir,
+    number: int | None,
+    identity: Mapping[str, Any],
+    config: TrainConfig,
+    say: Callable[[str], None],
+) -> Attempt:
+    if number is None:
+        attempts.await_silence(run, str(identity["job_id"]), config.rendezvous_timeout, say)
+        return attempts.begin(run)
+    attempt = Attempt(run, number)
+    if not attempt.path.is_dir():
+        raise TrainingError(
+            f"{attempt.path} is gone: the run directory was removed or replaced while the job "
+            "was starting. Submit the run again."
+        )
+    return attempt
+
+
+def _go_on(
+    config: TrainConfig,
+    agreed: Agreement,
+    attempt: Attempt,
+    recorded: Mapping[str, Any] | None,
+    identity: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> Agreement:
+    """Choose the checkpoint, check that it fits, and lay the attempt's folders out."""
+    run = attempt.run
+    own = checkpoint_file.newest(run, say, before=attempt)
+    if own is None and checkpoint_file.listing(run):
+        raise CheckpointError(
+            f"no checkpoint of {run.name} is whole, so it cannot go on: see 'clusterddp "
+            f"checkpoints {run.shown}'. To train from the start, submit it under another name."
+        )
+    source = own or (checkpoint_file.find(config.resume, say) if config.resume else None)
+    step, reference = 0, int((recorded or {}).get("reference_world_size") or agreed.world_size)
+    if source is not None:
+        content = checkpoint.load(source)
+        checkpoint.check_fits(source, content, config, data_sha256=agreed.data_sha256)
+        _check_configuration(source, content["config"], config)
+        step, before = int(content["step"]), content["config"]["batch_size"]
+        # Where the batch size was changed on purpose, it counts for the ranks that there are now.
+        reference = agreed.world_size
+        if before == config.batch_size:
+            reference = content["global_batch_size"] // before
+    agreed = dataclasses.replace(
+        agreed,
+        attempt=attempt.number,
+        resume=str(source.resolve()) if source else "",
+        reference_world_size=reference,
+        global_batch_size=config.batch_size * reference,
+    )
+    if agreed.global_batch_size % agreed.world_size:
+        raise TrainingError(
+            f"the run's batch of {agreed.global_batch_size} images over all ranks (--batch-size "
+            f"{config.batch_size} x {reference} ranks at its start) cannot be shared by "
+            f"{agreed.world_size} ranks evenly. Start it on a number of ranks that divides "
+            f"{agreed.global_batch_size}."
+        )
+    checkpoint_file.adopt(attempt, own, config.keep_last)
+    previous = run.metrics
+    metrics.copy_history(previous, attempt.metrics, step if own else 0)
+    attempts.publish(
+        attempt,
+        {
+            **identity,
+            "step": step,
+            "resumed_from": _shown(run, source),
+            "world_size": agreed.world_size,
+            "hosts": list(agreed.hosts),
+        },
+    )
+    return agreed
+
+
+def _shown(run: RunDir, source: Path | None) -> str | None:
+    if source is None:
+        return None
+    path = source.resolve()
+    return str(path.relative_to(run.path)) if path.is_relative_to(run.path) else str(path)
+
+
+def _check_data(config: TrainConfig, recorded: Mapping[str, Any] | None, agreed: Agreement) -> None:
+    known = (recorded or {}).get("data_sha256")
+    if known and known != agreed.data_sha256:
+        where = data.folder(config.dataset, config.data_dir)
+        raise DataError(
+            f"the {config.dataset} dataset at {where} has changed since this run first started "
+            f"(SHA-256 {known[:12]}…, now {agreed.data_sha256[:12]}…): it would not train to the "
+            "same weights. Put the files back, or submit a new run."
+        )
+
+
+def _check_configuration(source: Path, before: Mapping[str, Any], config: TrainConfig) -> None:
+    changed = changes(before, config)
+    if changed and not config.allow_changed:
+        raise CheckpointError(
+            f"the checkpoint {source} was trained with another configuration: "
+            f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
+        )

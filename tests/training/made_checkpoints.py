@@ -1,0 +1,72 @@
+"""Checkpoints made by hand: quickly, without torch, and in the ways in which files get damaged."""
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from clusterddp.attempt import Attempt
+from clusterddp.run_dir import RunDir
+from clusterddp.training.checkpoint_file import Best, checksum_of, name_of, write_best
+
+
+def make(folder: Path, step: int) -> Path:
+    """A file that passes for a whole checkpoint, with its checksum."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", f"clusterddp step {step}" + " " * 2000)
+    path = folder / name_of(step)
+    path.write_bytes(buffer.getvalue())
+    rehash(path)
+    return path
+
+
+def rehash(path: Path) -> None:
+    checksum_of(path).write_text(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n")
+
+
+def attempt(
+    run: RunDir, number: int, *steps: int, start: int | None = 0, best: int | None = None
+) -> Attempt:
+    """An attempt that went on from step `start` (None: it has no record yet) and holds `steps`."""
+    made = Attempt(run, number)
+    made.checkpoints.mkdir(parents=True)
+    if start is not None:
+        made.record.write_text(json.dumps({"number": number, "step": start}))
+    for step in steps:
+        make(made.checkpoints, step)
+    if best is not None:
+        write_best(made.checkpoints, Best(0.9, best))
+    return made
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _replace(path: Path) -> None:
+    path.write_bytes(b"#!/bin/sh\necho this is something else\n")
+    rehash(path)
+
+
+def _replace_archive(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", "another program's")
+    rehash(path)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped": (_flip, "SHA-256 differs"),
+    "torn": (lambda path: path.write_bytes(path.read_bytes()[:1000]), "cut off"),
+    "empty": (lambda path: path.write_bytes(b""), "empty"),
+    "foreign": (_replace, "foreign"),
+    "foreign archive": (_replace_archive, "foreign"),
+    "no checksum": (lambda path: checksum_of(path).unlink(), "no checksum"),
+    "empty checksum": (lambda path: checksum_of(path).write_text(""), "SHA-256 differs"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be read"),
+}
+"""Name to what does the damage, and how the reason begins."""
