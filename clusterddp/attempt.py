@@ -69,7 +69,7 @@ class Attempt:
 
     @property
     def alive(self) -> Path:
-        """Rank 0's sign of life: its time of change."""
+        """Rank 0's sign of life: its time of change, and the step in it."""
         return self.path / "alive"
 
     @property
@@ -97,12 +97,14 @@ class Attempt:
         # The batch script leaves an empty file: its one reason is Slurm's signal ahead of the end.
         return str((read_json(self.stop) or {}).get("reason") or "signal")
 
-    def show_life(self) -> None:
-        """Renew the sign of life. Raises OSError.
+    def show_life(self, step: int) -> None:
+        """Renew the sign of life, and say how far the training is. Raises OSError.
 
         By a rename, after which a network file system looks at this folder anew, and so at `stop`.
         """
-        write_mark(self.alive)
+        fresh = self.alive.with_name(f".{self.alive.name}.{os.getpid()}")
+        fresh.write_text(json.dumps({"step": step}))  # nobody waits for the disk
+        fresh.replace(self.alive)
 
     def is_alive(self) -> bool:
         """Whether rank 0 has given a sign of life lately, by the file system's own clock."""
@@ -112,13 +114,6 @@ class Attempt:
             return False
         with tempfile.NamedTemporaryFile(dir=self.run.attempts, prefix=".now-") as probe:
             return os.fstat(probe.fileno()).st_mtime - last < SILENT_SECONDS
-
-
-def write_mark(path: Path) -> None:
-    """Make an empty file, or make it new; nobody waits for the disk."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.touch(mode=0o600)
-    fresh.replace(path)
 
 
 def attempts(run: RunDir) -> list[Attempt]:

@@ -6,7 +6,7 @@ A run is one directory below the output root. What is in it:
     script.sbatch        the exact bytes that were submitted
     events.jsonl         submitted, started, ended, requeued: Slurm job ids, times, exit codes
     resolved.json        what the ranks agreed on where the request said auto
-    code/                the person's own tree as it was when the run was submitted
+    code/ code.json      the person's own tree when a command was submitted, and its digests
     logs/job.log         what the batch script and Slurm said
     logs/rank-R.log      what rank R printed (logs/node-N.log: a torchrun agent)
     attempts/0001/       one start of the run, which alone writes there (see `attempt`):
@@ -98,6 +98,11 @@ class RunDir:
     @property
     def code(self) -> Path:
         return self.path / "code"
+
+    @property
+    def code_record(self) -> Path:
+        """The digests of the person's tree at submission."""
+        return self.path / "code.json"
 
     @property
     def metrics(self) -> Path:

@@ -166,6 +166,9 @@ class JobSpec:
     """Starts after the first, whoever causes them."""
     restart_on_failure: int = 0
     """How many of these may follow a crash of the training."""
+    snapshot: bool | None = None
+    """Whether the tree from which it is submitted is copied into the run, for every start to use;
+    None copies a command's tree, a person's own code, if it is not too large."""
     signal: str | None = None
     """Slurm's signal ahead of the time limit, `B:USR1@120`; empty for none, None for the default:
     one that leaves a training time to save, none for a command."""

@@ -198,8 +198,8 @@ def _train(
     from clusterddp.training.presence import Presence
 
     attempt = start.attempt
-    presence = Presence(attempt, stop.requested) if env.rank == 0 else nullcontext()
-    with presence:
+    presence = Presence(attempt, stop.requested)
+    with presence if env.rank == 0 else nullcontext():
         if env.rank == 0:
             _learn_time_limit(deadline)
         elif env.local_rank == 0:
@@ -217,6 +217,7 @@ def _train(
             progress=progress,
             deadline=deadline,
         )
+        presence.step = lambda: training.position.step
         reason = training.run()
         if env.rank == 0:
             step = training.position.step

@@ -3,14 +3,18 @@
 Prints the attempt's number on stdout, for the script; everything else goes to stderr.
 """
 
+import os
 from pathlib import Path
 
 import click
 
 from clusterddp import attempt as attempts
 from clusterddp import requeue
-from clusterddp.attempt import NotStarted
+from clusterddp.attempt import Attempt, NotStarted
+from clusterddp.cli.runs import run_folders
 from clusterddp.run_dir import RunDir
+
+_MOST_CHANGES = 20
 
 
 @click.command(hidden=True)
@@ -37,4 +41,25 @@ def command(
         raise
     made = attempts.begin(run)
     run.add_event("started", **who, nodelist=nodelist, attempt=made.number)
+    _note_changed_code(run, made)
     click.echo(made.number)
+
+
+def _note_changed_code(run: RunDir, attempt: Attempt) -> None:
+    """Record in what the code differs from what was submitted, where no copy of it is used."""
+    if run.code.is_dir() or not run.code_record.exists():
+        return
+    from clusterddp import snapshot
+
+    before = snapshot.Snapshot.from_json(run.code_record.read_text())
+    after = snapshot.fingerprint(
+        Path(os.environ.get("SLURM_SUBMIT_DIR") or "."), leave_out=run_folders(run)
+    )
+    changed = snapshot.difference(before, after) if after else []
+    if changed:
+        run.add_event("code_changed", attempt=attempt.number, changes=changed[:_MOST_CHANGES])
+        click.echo(
+            f"clusterddp: the code has changed since the run was submitted: "
+            f"{', '.join(changed[:_MOST_CHANGES])}; this start uses it as it is now",
+            err=True,
+        )

@@ -101,6 +101,7 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         network_interface=options["network_interface"] or "",
         launch_prefix=forms.words("--launch-prefix", options["launch_prefix"] or ""),
         requeue=options["requeue"],
+        snapshot=options["snapshot"],
         max_requeues=options["max_requeues"],
         restart_on_failure=options["restart_on_failure"],
         signal="" if options["signal"] == "none" else options["signal"],

@@ -125,6 +125,18 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
             "or none. B: is to the batch script, which asks the ranks to stop.",
         },
     },
+    "What runs": {
+        "snapshot": {
+            "flag": "snapshot/--no-snapshot", "default": None,
+            "show_default": "on for a COMMAND, if it is not too large",
+            "help": "Copy this folder's files, but those that git ignores, into the run: every "
+            "start uses the copy, whatever is edited meanwhile.",
+        },
+        "snapshot-limit": {
+            "type": float, "default": 50.0, "metavar": "MB",
+            "help": "Most megabytes that such a copy may have.",
+        },
+    },
     "Where it is kept": {
         "job-name": {
             "metavar": "NAME", "show_default": "the run's name", "help": "Slurm's job name.",

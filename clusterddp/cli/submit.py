@@ -12,6 +12,7 @@ from clusterddp import launchers
 from clusterddp.cli import request_options, sbatch_variables, settings
 from clusterddp.cli.inputs import make_sure
 from clusterddp.cli.job_spec import job_spec
+from clusterddp.cli.runs import run_folders
 from clusterddp.cli.templates import SHIPPED
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, train_options
 from clusterddp.errors import (
@@ -20,7 +21,7 @@ from clusterddp.errors import (
     RequestError,
     SlurmError,
 )
-from clusterddp.run_dir import RunDir
+from clusterddp.run_dir import RunDir, write_atomically
 from clusterddp.spec import JobSpec, submission_comment
 
 
@@ -98,6 +99,7 @@ def command(
     _check_inputs(spec)
     with RunDir.create(spec, script) as run:
         try:
+            keep_code(spec, run, options["snapshot_limit"])
             submission = launcher.submit(spec, script, run)
         except KeyboardInterrupt:
             click.echo(
@@ -159,6 +161,30 @@ def _check_inputs(spec: JobSpec) -> None:
         )
     if spec.train:
         make_sure(spec.train, may_fetch=True)
+
+
+def keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
+    """Copy a command's tree into the run, or note what it is like where it is not to be copied.
+
+    Raises RequestError when it is too large or cannot be read.
+    """
+    if not spec.command:
+        return
+    from clusterddp import snapshot
+
+    tree, taken = Path.cwd(), None
+    leave_out = run_folders(run)
+    if spec.snapshot is not False:
+        try:
+            taken = snapshot.take(tree, run.code, limit_mb=limit_mb, leave_out=leave_out)
+        except RequestError as error:
+            if spec.snapshot:  # it was asked for
+                raise
+            click.echo(f"clusterddp: warning: your code is not copied: {error}", err=True)
+    if taken is None:
+        taken = snapshot.fingerprint(tree, leave_out=leave_out)
+    if taken:
+        write_atomically(run.code_record, taken.to_json().encode())
 
 
 def _announce(spec: JobSpec, run: RunDir, submission: launchers.Submission) -> None:

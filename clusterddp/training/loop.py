@@ -55,7 +55,7 @@ class Training:
         self.config, self.agreed, self.rank = config, agreed, rank
         self.world_size, self.device = agreed.world_size, device
         self.train_set, self.test_set = train_set, test_set
-        self.request = request
+        self.request, self.attempt = request, attempt
         self.progress = progress or Progress()
         self.deadline = deadline or Deadline()
 

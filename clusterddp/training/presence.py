@@ -21,6 +21,8 @@ class Presence:
         self, attempt: Attempt, request: StopRequest, superseded: Callable[[], None] | None = None
     ) -> None:
         """`superseded` is called when a later attempt has begun; by default the process ends."""
+        self.step: Callable[[], int] = lambda: 0
+        """How far the training is."""
         self._attempt = attempt
         self._request = request
         self._superseded = superseded or self._leave
@@ -49,7 +51,7 @@ class Presence:
 
     def _look(self) -> None:
         try:
-            self._attempt.show_life()
+            self._attempt.show_life(self.step())
             reason = self._attempt.asked_to_stop()
         except OSError as error:
             self._say(f"cannot show its life in {self._attempt.path}: {error.strerror}")

@@ -4,13 +4,16 @@ import json
 import platform
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from clusterddp import __version__
 from clusterddp.dist_env import DistEnv
+from clusterddp.history import chapters
 from clusterddp.run_dir import RunDir, write_atomically
 from clusterddp.train_config import TrainConfig
 from clusterddp.training.agreement import Agreement
@@ -63,6 +66,9 @@ def write(
         "warnings": list(agreed.warnings),
         "weights_sha256": weights_sha256(training.model),
         "resumed_from": agreed.resume or None,
+        "attempt": agreed.attempt,
+        **_interruptions(training.attempt.run),
+        "saving": _saving(training),
         "job_id": environ.get("SLURM_JOB_ID", ""),
         "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
         "finished": round(finished, 3),
@@ -74,3 +80,29 @@ def write(
         f"{position.seconds:.1f} s of training, {images_per_second:,.0f} images/s, "
         f"{env.world_size} {'rank' if env.world_size == 1 else 'ranks'}"
     )
+
+
+def _interruptions(run: RunDir) -> dict[str, Any]:
+    """What the run has been through, if it was started more than once."""
+    told = chapters(run)
+    return {
+        "starts": len(told),
+        "steps_done_twice": sum(one.steps_done_twice for one in told),
+        # From each last checkpoint until training went on: work done again, queue, start.
+        "seconds_lost": round(sum(one.seconds_lost for one in told), 3),
+        "attempts": [asdict(one) for one in told],
+    }
+
+
+def _saving(training: Training) -> dict[str, Any]:
+    """What checkpoints have cost this attempt: only copying and waiting stop the training."""
+    assert training.saver is not None, "rank 0 writes the report"
+    costs = training.saver.costs
+    return {
+        "saves": costs.saves,
+        "failed": costs.failed,
+        "copy_seconds": round(costs.copy_seconds, 4),
+        "blocked_seconds": round(costs.blocked_seconds, 4),
+        "write_seconds": round(costs.write_seconds, 4),
+        "bytes": costs.bytes,
+    }

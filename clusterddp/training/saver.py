@@ -257,8 +257,8 @@ def _stored_sha256(path: Path) -> str:
 
 def _signature(path: Path) -> tuple[int, ...]:
     """What changes when a checkpoint or its checksum does. Raises OSError."""
-    files = path.stat(), checksum_of(path).stat()
-    return tuple(part for file in files for part in (file.st_ino, file.st_size, file.st_mtime_ns))
+    both = path.stat(), checksum_of(path).stat()
+    return tuple(part for file in both for part in (file.st_ino, file.st_size, file.st_mtime_ns))
 
 
 def _take_away(path: Path) -> None:

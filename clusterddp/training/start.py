@@ -125,6 +125,7 @@ def _go_on(
         {
             **identity,
             "step": step,
+            "saved": source.stat().st_mtime if source else None,
             "resumed_from": _shown(run, source),
             "world_size": agreed.world_size,
             "hosts": list(agreed.hosts),
