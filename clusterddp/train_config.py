@@ -39,6 +39,8 @@ class TrainConfig:
     momentum: float = 0.9
     weight_decay: float = 0.0
     seed: int = 0
+    deterministic: bool = False
+    """Only algorithms that give the same result each time; the CPU's do so anyway."""
     backend: str = "auto"
     device: str = "auto"
     threads: int = 0

@@ -166,7 +166,7 @@ def _meet(
     )
     agreed = Agreement.from_dict(verdict)
     device = torch.device(hello.device)
-    _settle(agreed, device)
+    _settle(agreed, device, deterministic=config.deterministic)
     _start_group(config, agreed, env, store, device)
     _announce(config, agreed, hello, env)
     return _Start(hello, agreed, device)
@@ -284,10 +284,14 @@ def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
     return max(usable // local_world_size, 1)
 
 
-def _settle(agreed: "Agreement", device: "torch.device") -> None:
+def _settle(agreed: "Agreement", device: "torch.device", *, deterministic: bool) -> None:
     import torch
 
     torch.set_num_threads(agreed.threads)
+    if deterministic:
+        # cuBLAS repeats itself only with a fixed workspace (torch.use_deterministic_algorithms).
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Otherwise cuDNN may choose algorithms whose sums differ from run to run.

@@ -38,6 +38,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {"help": "Momentum of sgd, first beta of adam and adamw."},
     "weight_decay": {"help": "Weight decay."},
     "seed": {"help": "Seed of the weights and of the order of the images."},
+    "deterministic": {
+        "is_flag": True,
+        "show_default": False,
+        "help": "On GPUs use only algorithms that repeat bit for bit; an operation that has none "
+        "is an error.",
+    },
     "backend": {
         "type": click.Choice(BACKENDS),
         "help": "How ranks exchange; auto is nccl between GPUs and gloo between CPUs.",
