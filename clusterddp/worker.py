@@ -220,14 +220,25 @@ def _train(
         presence.step = lambda: training.position.step
         reason = training.run()
         if env.rank == 0:
-            step = training.position.step
-            if not reason:
-                _say(report.write(config, start.agreed, env, training, began, os.environ))
-            else:
-                _say(f"stopped at step {step} ({reason}); start the run again to go on from there")
-            end = {"cause": "stopped" if reason else "done", "reason": reason, "step": step}
-            write_atomically(attempt.end, json.dumps(end).encode())
+            try:
+                if not reason:
+                    _say(report.write(config, start.agreed, env, training, began, os.environ))
+                _note_end(attempt, reason, training.position.step)
+            except OSError as error:
+                raise TrainingError(
+                    f"rank 0 on {socket.gethostname()} cannot write how the training ended to "
+                    f"{attempt.run.path}: {error.strerror}. Its last checkpoint is that of step "
+                    f"{training.saver.last_step if training.saver else None}."
+                ) from None
     return reason
+
+
+def _note_end(attempt: Attempt, reason: str, step: int) -> None:
+    """By this the batch script knows how the ranks left; srun's exit code could not tell."""
+    if reason:
+        _say(f"stopped at step {step} ({reason}); start the run again to go on from there")
+    end = {"cause": "stopped" if reason else "done", "reason": reason, "step": step}
+    write_atomically(attempt.end, json.dumps(end).encode())
 
 
 def _learn_time_limit(deadline: "Deadline") -> None:

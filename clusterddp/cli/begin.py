@@ -11,6 +11,7 @@ import click
 from clusterddp import attempt as attempts
 from clusterddp import requeue
 from clusterddp.attempt import Attempt, NotStarted
+from clusterddp.cli import next_start
 from clusterddp.cli.runs import run_folders
 from clusterddp.run_dir import RunDir
 
@@ -36,11 +37,17 @@ def command(
             raise NotStarted(f"not started again: {requeue.capped(max_requeues)}")
         attempts.await_silence(run, job_id, patience, lambda line: click.echo(line, err=True))
     except NotStarted as error:
-        run.add_event("started", **who, nodelist=nodelist)
-        run.add_event("ended", **who, exit_code=1, cause=requeue.FAILED, why=str(error))
+        next_start.record(run, "started", **who, nodelist=nodelist)
+        next_start.record(run, "ended", **who, exit_code=1, cause=requeue.FAILED, why=str(error))
         raise
-    made = attempts.begin(run)
-    run.add_event("started", **who, nodelist=nodelist, attempt=made.number)
+    try:
+        made = attempts.begin(run)
+    except OSError as error:
+        raise NotStarted(
+            f"cannot make an attempt below {run.attempts}: {error.strerror}. Make room, or give "
+            "the folder back its write permission."
+        ) from None
+    next_start.record(run, "started", **who, nodelist=nodelist, attempt=made.number)
     _note_changed_code(run, made)
     click.echo(made.number)
 
@@ -57,7 +64,9 @@ def _note_changed_code(run: RunDir, attempt: Attempt) -> None:
     )
     changed = snapshot.difference(before, after) if after else []
     if changed:
-        run.add_event("code_changed", attempt=attempt.number, changes=changed[:_MOST_CHANGES])
+        next_start.record(
+            run, "code_changed", attempt=attempt.number, changes=changed[:_MOST_CHANGES]
+        )
         click.echo(
             f"clusterddp: the code has changed since the run was submitted: "
             f"{', '.join(changed[:_MOST_CHANGES])}; this start uses it as it is now",

@@ -60,7 +60,7 @@ def command(
     own = Start(number, end.cause, gained(attempt))
     earlier = [start for start in starts_since_submission(run) if start.attempt != number]
     decision = decide(policy, end.cause, [*earlier, own])
-    _record(
+    next_start.record(
         run,
         "ended",
         job_id=job_id,
@@ -215,12 +215,3 @@ def _achieved(run: RunDir) -> str:
         )
     except (KeyError, TypeError, ValueError):
         return f"done; see {run.report}"
-
-
-def _record(run: RunDir, event: str, **fields: Any) -> None:
-    try:
-        run.add_event(event, **fields)
-    except OSError as error:
-        click.echo(
-            f"clusterddp: cannot record the end in {run.events}: {error.strerror}.", err=True
-        )

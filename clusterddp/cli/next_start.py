@@ -35,7 +35,7 @@ def start(run: RunDir, attempt: Attempt, job_id: str, why: str) -> int:
         return _in_place_of(run, job_id, who)
     except SlurmError as error:
         return _give_up(run, job_id, who, error)
-    run.add_event("requeued", job_id=job_id, **who)
+    record(run, "requeued", job_id=job_id, **who)
     click.echo(f"clusterddp: {why}: job {job_id} is back in the queue")
     return 0
 
@@ -60,21 +60,32 @@ def _in_place_of(run: RunDir, job_id: str, who: dict[str, Any]) -> int:
         spec = run.load_spec()
         if spec.launcher == "submitit":
             raise SlurmError("submitit's pickled task belongs to the job that it was made for")
+        element = os.environ.get("SLURM_ARRAY_TASK_ID")
+        if element:
+            raise SlurmError(f"an array's element goes on by itself: sbatch --array={element} FILE")
         os.chdir(os.environ.get("SLURM_SUBMIT_DIR") or ".")
         comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
         successor = slurm.sbatch(run.script.read_text(), os.environ, comment=comment)
     except (ClusterDDPError, OSError) as error:
         return _give_up(run, job_id, who, error)
-    run.add_event("submitted", job_id=successor, launcher="sbatch", in_place_of=job_id, **who)
+    record(run, "submitted", job_id=successor, launcher="sbatch", in_place_of=job_id, **who)
     click.echo(f"clusterddp: job {successor} goes on in place of job {job_id}")
     return 0
 
 
 def _give_up(run: RunDir, job_id: str, who: dict[str, Any], error: Exception) -> int:
     words = str(error) if isinstance(error, RequestError | SlurmError) else f"{error}"
-    run.add_event("requeue_failed", job_id=job_id, **who, error=words)
+    record(run, "requeue_failed", job_id=job_id, **who, error=words)
     click.echo(
         f"clusterddp: this node cannot start the run again: {words}\n"
         f"clusterddp: go on with: clusterddp resubmit {run.shown}"
     )
     return EXIT_FAILED
+
+
+def record(run: RunDir, event: str, **fields: Any) -> None:
+    """Add an event; a run directory that is gone or full costs the record, not the run."""
+    try:
+        run.add_event(event, **fields)
+    except OSError as error:
+        click.echo(f"clusterddp: cannot record it in {run.events}: {error.strerror}.", err=True)
