@@ -19,9 +19,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.pairs import Row, alternate
+from clusterddp.attempt import begin
 from clusterddp.run_dir import RunDir
+from clusterddp.stop import StopRequest
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import data, models, optimizer
+from clusterddp.training.agreement import Agreement
 from clusterddp.training.images import Images
 from clusterddp.training.loop import Training
 from clusterddp.training.synthetic import synthesise
@@ -83,16 +86,25 @@ def _alone() -> Iterator[None]:
 def _loop(config: TrainConfig, train_set: Images, test_set: Images, folder: Path) -> float:
     """Train one epoch from the start, in a run of its own; the seconds that the run reports."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        run = RunDir(Path(name))
-        run.checkpoints.mkdir()
+        attempt = begin(RunDir(Path(name)))
+        attempt.checkpoints.mkdir()
+        agreed = Agreement(
+            backend="gloo",
+            kind="cpu",
+            threads=1,
+            world_size=1,
+            global_batch_size=config.batch_size,
+            reference_world_size=1,
+        )
         training = Training(
             config,
+            agreed,
             rank=0,
-            world_size=1,
             device=_CPU,
             train_set=train_set,
             test_set=test_set,
-            run=run,
+            attempt=attempt,
+            request=StopRequest(),
         )
         training.run()
     return training.position.seconds

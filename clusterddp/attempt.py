@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterddp import __version__
 from clusterddp.errors import ClusterDDPError
 from clusterddp.run_dir import RunDir, read_json, write_atomically
 
@@ -117,10 +118,10 @@ class Attempt:
 
 
 def attempts(run: RunDir) -> list[Attempt]:
-    """The attempts of a run, the latest last."""
+    """The attempts of a run, the latest last. Raises OSError where they cannot be seen."""
     try:
         names = [entry.name for entry in os.scandir(run.attempts)]
-    except OSError:
+    except FileNotFoundError:
         return []
     return [Attempt(run, number) for number in sorted(int(n) for n in names if n.isdigit())]
 
@@ -137,6 +138,11 @@ def begin(run: RunDir) -> Attempt:
     """
     run.make(run.attempts)
     previous = latest(run)
+    if previous and int(previous.read_record().get("format") or 0) > FORMAT:
+        raise NotStarted(
+            f"{previous.record} was written by a newer clusterddp than this one, "
+            f"{__version__}: update it to go on with {run.name}."
+        )
     number = previous.number + 1 if previous else 1
     while True:
         made = Attempt(run, number)
@@ -198,6 +204,7 @@ def publish(attempt: Attempt, record: dict[str, Any]) -> None:
             f"{attempt.number + 1} of the run has begun. It trains on; this one ends."
         )
     content = {"format": FORMAT, "number": attempt.number, "began": round(time.time(), 3), **record}
+    attempt.show_life(int(record.get("step") or 0))
     write_atomically(attempt.record, (json.dumps(content, indent=2) + "\n").encode())
     _link(attempt.run.current, f"{attempt.run.attempts.name}/{attempt.path.name}")
     for path in (attempt.run.checkpoints, attempt.run.metrics):

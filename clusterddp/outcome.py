@@ -57,6 +57,8 @@ class Outcome:
             return f"killed by {self.signal}"
         if self.exit_code is None:
             return "left no record of its end"
+        if self.exit_code == 0:
+            return "exit code 0 before the others were done"
         return f"exit code {self.exit_code}"
 
 
@@ -119,12 +121,20 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
         own,
         [o for o in by_time if not o.error and o.signal != "SIGTERM"],
         [o for o in outcomes if o.ended is None and by_time],
+        _left_early(outcomes),
         [o for o in by_time if o.peer_lost],
         by_time,
     ):
         if group:
             return _from_outcome(group[0])
     return _from_srun(unrecorded[0]) if unrecorded else None
+
+
+def _left_early(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Ranks that ended with exit code 0 while others still counted on them."""
+    lost = [outcome for outcome in outcomes if outcome.peer_lost]
+    left = [o for o in outcomes if o.exit_code == 0 and o.ended is not None]
+    return sorted(left, key=lambda o: o.ended or 0.0) if lost else []
 
 
 @dataclass(frozen=True)
@@ -190,6 +200,8 @@ _SIGNAL_WORDS = {
     "Bus error": ("killed by SIGBUS", 135),
     "Illegal instruction": ("killed by SIGILL", 132),
     "Floating point exception": ("killed by SIGFPE", 136),
+    "User defined signal 1": ("killed by SIGUSR1", 138),
+    "User defined signal 2": ("killed by SIGUSR2", 140),
     "Out Of Memory": ("out of memory (killed by the kernel)", 137),
 }
 

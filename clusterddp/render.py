@@ -223,6 +223,11 @@ def _check(spec: JobSpec, script: str) -> None:
             f"template {spec.template} has CRLF line ends or NULs, which sbatch refuses; "
             "save it with plain line ends."
         )
+    if spec.restart_in_job and "--max-restarts=" not in script:
+        raise RequestError(
+            f"--restart-in-job {spec.restart_in_job}: template {spec.template} starts the ranks "
+            "without an agent that could start them again. Use --template torchrun.sbatch.j2."
+        )
     body = False
     for number, line in enumerate(script.split("\n"), 1):
         if line.startswith("#SBATCH") and body:

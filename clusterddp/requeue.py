@@ -22,9 +22,15 @@ TIME_LIMIT = "time limit"
 PREEMPTED = "preempted"
 REQUEUED = "requeued"
 """Slurm has put the job back by itself: preemption, a lost node, `scontrol requeue`."""
+NODE_LOST = "node lost"
+SUPERSEDED = "superseded"
+"""A later attempt has begun, as beside a lost node's orphan."""
 
-_GOES_ON = (SIGNAL, TIME_LIMIT, PREEMPTED)
-_NOT_COUNTED = (PREEMPTED, REQUEUED)
+STOP_ASKED = "'clusterddp stop' asked for it"
+NO_RESTART = "a failed run starts again only with --restart-on-failure"
+
+_GOES_ON = (SIGNAL, TIME_LIMIT, PREEMPTED, NODE_LOST)
+_NOT_COUNTED = (PREEMPTED, REQUEUED, NODE_LOST, SUPERSEDED)
 _FRUITLESS_STARTS = 2
 
 
@@ -59,21 +65,26 @@ class Start:
     command, whose steps nobody counts."""
 
 
-def decide(policy: Policy, cause: str, starts: Sequence[Start]) -> Decision:
+def decide(
+    policy: Policy, cause: str, starts: Sequence[Start], *, stop_asked: bool = False
+) -> Decision:
     """Whether another start follows.
 
     starts: those since a person last submitted the run, the one that has just ended last.
+    stop_asked: whether a person has asked the run to stop.
     """
-    if cause in (DONE, CANCELLED, STOPPED):
+    if cause in (DONE, CANCELLED, STOPPED, SUPERSEDED):
         return Decision(False, cause)
+    if stop_asked:
+        return Decision(False, STOP_ASKED)
     if cause == REQUEUED:
         return Decision(False, "Slurm has put the job back into the queue")
-    if cause in _GOES_ON and not policy.requeue:
+    if not policy.requeue and (cause in _GOES_ON or policy.restart_on_failure):
         return Decision(False, f"{cause}, and requeue is off")
     if cause == FAILED:
         crashes = sum(start.cause == FAILED for start in starts)
         if not policy.restart_on_failure:
-            return Decision(False, "a failed run starts again only with --restart-on-failure")
+            return Decision(False, NO_RESTART)
         if crashes > policy.restart_on_failure:
             return Decision(
                 False, f"it has failed {crashes} times (--restart-on-failure "
@@ -90,7 +101,8 @@ def decide(policy: Policy, cause: str, starts: Sequence[Start]) -> Decision:
 
 def capped(max_requeues: int) -> str:
     """Why a run is not started once more."""
-    return f"it has been started {max_requeues + 1} times (--max-requeues {max_requeues})"
+    times = f"{max_requeues + 1} times" if max_requeues else "once"
+    return f"it has been started {times} (--max-requeues {max_requeues})"
 
 
 def starts_since_submission(run: RunDir) -> list[Start]:
@@ -100,16 +112,64 @@ def starts_since_submission(run: RunDir) -> list[Start]:
 
 def starts_of(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[Start]:
     """As `starts_since_submission`, from the run's events."""
+    return [
+        Start(number, cause, gained(Attempt(run, number)))
+        for number, cause in causes_of(events).items()
+    ]
+
+
+def causes_of(events: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Each attempt since a person last submitted the run, with how it ended (see `Start.cause`)."""
     causes: dict[int, str] = {}
+    jobs: dict[int, str] = {}
     for event in events:
-        number = event.get("attempt")
-        if event.get("event") == "submitted" and not event.get("in_place_of"):
-            causes = {}
+        number, job_id = event.get("attempt"), _job_id(event)
+        if _is_a_persons(event):
+            # A job can start before the submitting side has written its own line.
+            causes = {n: cause for n, cause in causes.items() if job_id and jobs[n] == job_id}
         elif event.get("event") == "started" and isinstance(number, int):
-            causes[number] = ""
+            causes[number], jobs[number] = "", job_id
         elif event.get("event") == "ended" and number in causes:
             causes[number] = str(event.get("cause") or "")
-    return [Start(number, cause, gained(Attempt(run, number))) for number, cause in causes.items()]
+    return causes
+
+
+def withdrawn(events: Sequence[Mapping[str, Any]], job_id: str) -> str:
+    """CANCELLED or STOPPED where a person has asked that this job start nothing more, else empty.
+
+    A stop that was asked for since the run last started counts for the jobs that the run knows
+    of, as it can come while one of them waits to start again; a job that a person has submitted
+    since, or gives to sbatch by hand, is another matter.
+    """
+    found, known = "", False
+    for event in events:
+        kind, own = event.get("event"), _job_id(event) == job_id
+        known = known or own
+        if _is_a_persons(event) or (kind == "started" and found == STOPPED):
+            found = ""
+        elif kind == "stop_asked":
+            found = found or STOPPED
+        elif kind == "stop_failed" and found == STOPPED:
+            found = ""
+        elif kind == "cancelled" and own:
+            found = CANCELLED
+        elif kind == "cancel_failed" and own and found == CANCELLED:
+            found = ""
+    return found if known else ""
+
+
+def _is_a_persons(event: Mapping[str, Any]) -> bool:
+    """Whether it is a submission of a person, with which the counting of starts begins anew.
+
+    `resubmit` stands before the submission proper, which the job's start can overtake.
+    """
+    return event.get("event") == "resubmit" or (
+        event.get("event") == "submitted" and not event.get("in_place_of")
+    )
+
+
+def _job_id(event: Mapping[str, Any]) -> str:
+    return str(event.get("job_id") or "")
 
 
 def gained(attempt: Attempt) -> int | None:
@@ -122,7 +182,10 @@ def gained(attempt: Attempt) -> int | None:
     record = attempt.read_record()
     if not record:
         return None if not attempt.run.resolved.exists() and _runs_a_command(attempt.run) else 0
-    return max(max(steps, default=0) - int(record.get("step") or 0), 0)
+    # The next attempt takes the files over, and says from which of them it started.
+    after = Attempt(attempt.run, attempt.number + 1).read_record().get("step") or 0
+    reached = max(max(steps, default=0), int(after))
+    return max(reached - int(record.get("step") or 0), 0)
 
 
 def _runs_a_command(run: RunDir) -> bool:

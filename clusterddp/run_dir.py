@@ -199,6 +199,11 @@ def find_runs(output_root: Path) -> list[RunDir]:
     return sorted(found, key=lambda run: (run.spec.stat().st_mtime, run.name))
 
 
+def run_folders(run: RunDir) -> list[Path]:
+    """What lies in a person's tree and is no code: runs, or the folder that holds nothing else."""
+    return [run.path.parent, *(one.path for one in find_runs(run.path.parent))]
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file; a torn line, as a killed writer leaves, is passed over."""
     if not path.is_file():

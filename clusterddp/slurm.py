@@ -50,6 +50,8 @@ _JOB_ID = re.compile(r"\d+(_\d+)?")
 _PARSABLE = re.compile(r"(\d+)(?:;\S+)?")
 _UNREACHABLE = re.compile(
     r"Socket timed out|Unable to contact|connect failure|connection (?:refused|timed out)"
+    # What scontrol says of a job when its controller refuses the connection (22.05).
+    r"|Unexpected message received"
     r"|Communication connection failure|Zero Bytes were transmitted|Slurm backup controller",
     re.IGNORECASE,
 )
@@ -133,6 +135,8 @@ class JobState:
     """Which command said so: squeue, scontrol or sacct; empty for an unknown job."""
     problem: str = ""
     """Why Slurm could not be asked. Unknown without a problem: Slurm knows no such job."""
+    comment: str = ""
+    """The job's comment, by which a run knows a job of its own."""
 
 
 class Ending(str, Enum):
@@ -255,6 +259,25 @@ def cancel(job_id: str, environ: Mapping[str, str] | None = None) -> None:
         raise SlurmError(f"scancel {job_id}: {words}")
 
 
+def signal_script(job_id: str, environ: Mapping[str, str] | None = None) -> None:
+    """Send USR1 to a job's batch script alone. Raises SlurmError with scancel's own words."""
+    environ = os.environ if environ is None else environ
+    answer = _ask(["scancel", "--batch", "--signal=USR1", job_id], environ, QUERY_SECONDS)
+    # For a job that does not run, scancel complains and may yet exit with 0.
+    if answer.returncode or "error" in answer.stderr.lower():
+        words = answer.stderr.strip() or f"exit code {answer.returncode}"
+        raise SlurmError(f"scancel --batch --signal=USR1 {job_id}: {words}")
+
+
+def own_name(environ: Mapping[str, str], job_id: str) -> str:
+    """By what Slurm's commands know the job that this process is in.
+
+    The SLURM_JOB_ID of an array's last element is that of the array, and means all of it.
+    """
+    array, element = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{element}" if array and element else job_id
+
+
 def is_rehearsal(environ: Mapping[str, str]) -> bool:
     """Whether the local launcher plays the part of Slurm, so that no controller can be asked."""
     return REHEARSAL_VARIABLE in environ
@@ -348,19 +371,22 @@ def parse_exit_code(text: str, source: str = "scontrol") -> int | None:
 
 def _squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState]:
     """The jobs that the controller remembers, ended ones included; SlurmError when it is silent."""
-    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i|%T|%r"]
+    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%k"]
     answer = _ask(argv, environ, QUERY_SECONDS)
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
         raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
     found: dict[str, JobState] = {}
     for line in answer.stdout.splitlines():
         job_id, bar, rest = line.partition("|")
-        state, second_bar, reason = rest.partition("|")
+        state, second_bar, rest = rest.partition("|")
+        reason, _, comment = rest.partition("|")
         if not (bar and second_bar):
             continue  # `CLUSTER: name` of a multi-cluster squeue, or a site's remark
         if job_id not in job_ids:
             job_id = job_id.partition("_")[0]  # an element of an array: the job is the array
-        seen = JobState(parse_state(state), _reason(reason), source="squeue")
+        seen = JobState(
+            parse_state(state), _reason(reason), source="squeue", comment=_reason(comment)
+        )
         if job_id in job_ids and (job_id not in found or found[job_id].state.is_final):
             found[job_id] = seen
     return found

@@ -131,13 +131,14 @@ def fingerprint(
 
 
 def difference(before: Snapshot, after: Snapshot) -> list[str]:
-    """What happened to the files between the two, a line each, for a person to read."""
+    """What became of the files of `before`, a line each, for a person to read.
+
+    New ones are passed over: a run leaves its own results in the tree.
+    """
     lines = []
-    for name in before.digests.keys() | after.digests.keys():
+    for name in before.digests:
         if name not in after.digests:
             lines.append(f"removed {_shown(name)}")
-        elif name not in before.digests:
-            lines.append(f"added {_shown(name)}")
         elif before.digests[name] != after.digests[name]:
             lines.append(f"changed {_shown(name)}")
     return sorted(lines)

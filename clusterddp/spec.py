@@ -166,6 +166,8 @@ class JobSpec:
     """Starts after the first, whoever causes them."""
     restart_on_failure: int = 0
     """How many of these may follow a crash of the training."""
+    restart_in_job: int = 0
+    """How often an agent starts its ranks again after one has failed, without the queue."""
     snapshot: bool | None = None
     """Whether the tree from which it is submitted is copied into the run, for every start to use;
     None copies a command's tree, a person's own code, if it is not too large."""
@@ -181,7 +183,12 @@ class JobSpec:
             )
         if bool(self.command) == bool(self.train):
             raise AssertionError("a run either trains MNIST or runs a command")
-        if self.requeue is None and self.train:
+        if self.requeue is False and self.restart_on_failure:
+            raise RequestError(
+                f"--no-requeue against --restart-on-failure {self.restart_on_failure}: the first "
+                "forbids what the second asks for. Leave one of them out."
+            )
+        if self.requeue is None and (self.train or self.restart_on_failure):
             object.__setattr__(self, "requeue", True)
         if self.signal is None:
             object.__setattr__(self, "signal", self._default_signal() if self.train else "")
@@ -190,6 +197,7 @@ class JobSpec:
         for option, count in (
             ("--max-requeues", self.max_requeues),
             ("--restart-on-failure", self.restart_on_failure),
+            ("--restart-in-job", self.restart_in_job),
         ):
             if count < 0:
                 raise RequestError(f"{option}: {count} is negative.")

@@ -135,9 +135,7 @@ def _await_end(pid: int, env: DistEnv) -> int:
             else ("goes on after a stop")
         )
         host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        print(  # noqa: T201 -- the task's own log
-            f"clusterddp: process {pid}, rank {env.rank} on {host}, {seen}", file=sys.stderr
-        )
+        _say(f"process {pid}, rank {env.rank} on {host}, {seen}")
 
 
 def _become_task(
@@ -290,11 +288,15 @@ class _Record:
             write_atomically(path, json.dumps(self._fields).encode())
         except OSError as error:
             rank, host = self._rank, self._fields["host"]
-            print(  # noqa: T201 -- the task's own log
-                f"clusterddp: rank {rank} on {host} cannot record its outcome in "
-                f"{self._folder}: {error.strerror}.",
-                file=sys.stderr,
+            _say(
+                f"rank {rank} on {host} cannot record its outcome in {self._folder}: "
+                f"{error.strerror}."
             )
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+        print(f"clusterddp: {line}", file=sys.stderr)  # noqa: T201 -- the task's own log
 
 
 def _signal_name(number: int) -> str:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,13 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from clusterddp.training.agreement import Agreement, Hello
+    from clusterddp.training.loop import Training
     from clusterddp.training.watchdog import Progress
 
+# For a checkpoint under way when a rank has failed: Slurm kills KillWait (30 s) after its TERM.
+_SAVE_SECONDS = 20.0
+# Between two questions after the time limit, which an administrator can move.
+_LIMIT_SECONDS = 600.0
 # What torch says when the other end of an exchange has gone: gloo finds
 # its sockets reset or closed, NCCL aborts or times out.
 _PEER_LOST = (
@@ -111,6 +116,7 @@ def run_task(
         if dog:
             dog.stop()
         give_back()
+        stop.requested.forget()
     dist.destroy_process_group()
     rendezvous.leave(store, env)
     if not reason:
@@ -218,12 +224,16 @@ def _train(
             deadline=deadline,
         )
         presence.step = lambda: training.position.step
-        reason = training.run()
+        try:
+            reason = training.run()
+        except BaseException:
+            _let_save_end(training)
+            raise
         if env.rank == 0:
             try:
                 if not reason:
                     _say(report.write(config, start.agreed, env, training, began, os.environ))
-                _note_end(attempt, reason, training.position.step)
+                _note_end(attempt, reason, training)
             except OSError as error:
                 raise TrainingError(
                     f"rank 0 on {socket.gethostname()} cannot write how the training ended to "
@@ -233,21 +243,45 @@ def _train(
     return reason
 
 
-def _note_end(attempt: Attempt, reason: str, step: int) -> None:
+def _let_save_end(training: "Training") -> None:
+    """A checkpoint that is being written when another rank fails is worth a few seconds."""
+    from clusterddp.training import rendezvous
+
+    if training.saver:
+        with suppress(Exception):  # the training's own failure is what is told
+            rendezvous.bounded(training.saver.wait, _SAVE_SECONDS)
+
+
+def _note_end(attempt: Attempt, reason: str, training: "Training") -> None:
     """By this the batch script knows how the ranks left; srun's exit code could not tell."""
+    step, saver = training.position.step, training.saver
     if reason:
         _say(f"stopped at step {step} ({reason}); start the run again to go on from there")
-    end = {"cause": "stopped" if reason else "done", "reason": reason, "step": step}
+    saved = saver.last_step if saver else None
+    end = {
+        "cause": "stopped" if reason else "done", "reason": reason, "step": step, "saved": saved,
+    }  # fmt: skip
     write_atomically(attempt.end, json.dumps(end).encode())
 
 
 def _learn_time_limit(deadline: "Deadline") -> None:
     """Ask Slurm in a thread: a controller that is away takes its time to answer."""
     job_id = os.environ.get("SLURM_JOB_ID", "")
-    if job_id and not is_rehearsal(os.environ):
-        threading.Thread(
-            target=lambda: deadline.set(slurm.seconds_left(job_id)), daemon=True
-        ).start()
+    if job_id:
+        threading.Thread(target=lambda: _keep_learning(deadline, job_id), daemon=True).start()
+
+
+def _keep_learning(deadline: "Deadline", job_id: str) -> None:
+    while True:
+        deadline.set(_seconds_left(job_id, os.environ))
+        time.sleep(_LIMIT_SECONDS)
+
+
+def _seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
+    """By the controller's clock; by this host's own where squeue does not answer from here."""
+    left = None if is_rehearsal(environ) else slurm.seconds_left(slurm.own_name(environ, job_id))
+    end = environ.get("SLURM_JOB_END_TIME", "")  # set by newer versions
+    return int(end) - time.time() if left is None and end.isdigit() else left
 
 
 def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> "Hello":
@@ -385,4 +419,5 @@ def _blames_a_peer(error: BaseException) -> bool:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201 -- the task's own log
+    with suppress(OSError):  # a log on a full disk costs its lines, never the training
+        print(line, flush=True)  # noqa: T201 -- the task's own log

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from clusterddp.outcome import Failure, Outcome, first_failure, read_outcomes
-from clusterddp.run_dir import RunDir
 
 
 def outcome(rank: int, **fields: Any) -> Outcome:
@@ -142,14 +141,19 @@ def test_a_failure_is_one_line_with_rank_host_reason_and_log() -> None:
     )
 
 
-def test_only_the_records_of_the_job_and_its_start_are_read(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.outcomes.mkdir()
-    for rank, job_id, restart in ((0, "17", 0), (1, "17", 1), (2, "18", 0)):
-        record = outcome(rank, job_id=job_id, restart=restart).__dict__
-        run.outcome(rank).write_text(json.dumps(record))
-    run.outcome(7).write_text('{"rank": 7, "torn')
-    assert [o.rank for o in read_outcomes(run)] == [0, 1, 2]
-    assert [o.rank for o in read_outcomes(run, "17")] == [0, 1]
-    assert [o.rank for o in read_outcomes(run, "17", 1)] == [1]
-    assert read_outcomes(RunDir(tmp_path / "nowhere")) == []
+def test_the_records_of_one_start_are_read_by_rank(tmp_path: Path) -> None:
+    for rank in (10, 0, 2):
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(outcome(rank).__dict__))
+    (tmp_path / "rank-7.json").write_text('{"rank": 7, "torn')
+    (tmp_path / "rank-8.json").write_text('{"rank": 8}')
+    (tmp_path / ".rank-9.json.draft").write_text("{}")
+    assert [o.rank for o in read_outcomes(tmp_path)] == [0, 2, 10]
+    assert read_outcomes(tmp_path / "nowhere") == []
+
+
+def test_a_rank_that_saved_and_left_has_not_failed() -> None:
+    paused = exited(0, 20.0, 75)
+    assert (paused.paused, paused.failed) == (True, False)
+    assert first_failure([paused, exited(1, 20.0, 75)]) is None
+    failure = first_failure([paused, exited(1, 21.0, 3)])
+    assert failure is not None and failure.rank == 1

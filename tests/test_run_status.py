@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp import requeue
+from clusterddp.attempt import Attempt
 from clusterddp.run_dir import RunDir
 from clusterddp.run_status import (
     Submission,
@@ -52,6 +55,33 @@ def local(**fields: Any) -> Event:
 
 def said(state: State, reason: str = "") -> JobState:
     return JobState(state, reason, source="squeue")
+
+
+def begun(number: int, job_id: str = "7", restart: int = 0, **fields: Any) -> Event:
+    """A start as the scripts of now record it."""
+    return started(job_id, restart, attempt=number, **fields)
+
+
+def left(
+    number: int, cause: str, why: str = "", job_id: str = "7", restart: int = 0, **fields: Any
+) -> Event:
+    """The end of an attempt as `finish` records it."""
+    code = {"done": 0, "failed": 1}.get(cause, 75)
+    fields = {"attempt": number, "cause": cause, "why": why, "step": 40, **fields}
+    return ended(code, job_id, restart, **fields)
+
+
+def requeued(number: int, why: str, **fields: Any) -> Event:
+    return {"event": "requeued", "time": 175.0, "job_id": "7", "attempt": number, "why": why,
+            **fields}  # fmt: skip
+
+
+def in_place(job_id: str, number: int, why: str, of: str = "7") -> Event:
+    return submitted(job_id, time=176.0, in_place_of=of, attempt=number, why=why)
+
+
+def noted(event: str, job_id: str = "7", **fields: Any) -> Event:
+    return {"event": event, "time": 172.0, "job_id": job_id, **fields}
 
 
 FAILURE = {"rank": 3, "host": "h02", "reason": "KeyError: 'a'", "log": "logs/rank-3.log"}
@@ -107,6 +137,79 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
     ([submitted(), cancelled()], {}, SILENT, None, "unknown", "Unable to contact"),
     ([submitted(), cancelled(), {"event": "cancel_failed", "job_id": "7"}], {}, FORGOTTEN, None,
      "unknown", ""),
+    # what the script decided at the end of an attempt
+    ([submitted(), begun(1), left(1, "done")], {}, None, None, "done", ""),
+    ([submitted(), begun(1), left(1, "stopped", "stopped")], {}, FORGOTTEN, None, "stopped",
+     "by 'clusterddp stop' at step 40"),
+    ([submitted(), begun(1), left(1, "time limit", "time limit, and requeue is off")], {},
+     FORGOTTEN, None, "stopped", "time limit, and requeue is off at step 40"),
+    ([submitted(), begun(1), left(1, "signal", "it has been started 3 times")], {}, SILENT, None,
+     "stopped", "signal at step 40; it has been started 3 times"),
+    ([submitted(), begun(1), left(1, "preempted", "preempted, and requeue is off")], {},
+     said(State.FAILED), None, "stopped", "preempted"),
+    ([submitted(), begun(1), left(1, "cancelled", "cancelled")], {}, said(State.CANCELLED), None,
+     "cancelled", "scancel"),
+    ([submitted(), begun(1), left(1, "failed", requeue.NO_RESTART)], {}, FORGOTTEN, None, "failed",
+     "exit code 1"),
+    ([submitted(), begun(1), left(1, "failed", "it has failed 3 times")], {}, FORGOTTEN, None,
+     "failed", "exit code 1; it has failed 3 times"),
+    ([submitted(), begun(1), ended(75)], {}, FORGOTTEN, None, "stopped", "asked to stop"),
+    ([submitted(), begun(1), noted("stop_asked")], {}, said(State.RUNNING), None, "running",
+     "asked to save and leave"),
+    ([submitted(), begun(1), noted("stop_asked"), noted("stop_failed")], {}, said(State.RUNNING),
+     None, "running", ""),
+    # it goes on: what Slurm shows meanwhile passes
+    *[([submitted(), begun(1), left(1, "time limit"), requeued(1, "time limit")], {}, said(state),
+       None, "queued", "goes on after the time limit")
+      for state in (State.PENDING, State.COMPLETING, State.DONE, State.FAILED, State.PREEMPTED)],
+    ([submitted(), begun(1), left(1, "requeued", "Slurm has put it back")], {}, said(State.PENDING),
+     None, "queued", "goes on after a requeue by Slurm"),
+    ([submitted(), begun(1), left(1, "requeued", "Slurm has put it back")], {},
+     said(State.NODE_FAIL), None, "queued", "goes on after a requeue by Slurm"),
+    ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], {}, said(State.RUNNING),
+     None, "running", "starting"),
+    ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], {}, SILENT, None,
+     "unknown", "goes on after a signal, and Slurm could not be asked"),
+    ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], {}, FORGOTTEN, None,
+     "unknown", "no longer knows job 7"),
+    ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], {}, said(State.CANCELLED),
+     None, "cancelled", "before it started again"),
+    ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal"), cancelled()], {}, None,
+     None, "cancelled", "before it started again"),
+    ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal", time=1.0)], {},
+     said(State.FAILED), None, "failed", "recorded no start since: the job failed"),
+    ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal"), begun(2, restart=1)], {},
+     said(State.RUNNING), None, "running", ""),
+    ([submitted(), begun(1), begun(2, restart=1), left(1, "signal"), requeued(1, "signal")], {},
+     said(State.COMPLETING), None, "running", "completing"),  # late words of the one before
+    ([submitted(), begun(1), begun(2, restart=1)], {}, said(State.RUNNING), None, "running", ""),
+    ([submitted(), begun(1)], {}, said(State.PENDING, "BeginTime"), None, "queued",
+     "put back into the queue by Slurm: BeginTime"),
+    # about to go on, when looked at in between
+    ([submitted(), begun(1), left(1, "time limit")], {}, said(State.RUNNING), None, "running",
+     "about to go on after the time limit"),
+    ([submitted(), begun(1), left(1, "failed")], {}, said(State.COMPLETING), None, "running",
+     "about to go on after a failure"),
+    ([submitted(), begun(1), left(1, "time limit")], {}, FORGOTTEN, None, "stopped",
+     "time limit at step 40; its script ended before"),
+    ([submitted(), begun(1), left(1, "failed")], {}, said(State.FAILED), None, "failed",
+     "its script ended before"),
+    ([submitted(), begun(1), left(1, "time limit")], {}, SILENT, None, "unknown", "could not be"),
+    ([submitted(), begun(1), left(1, "time limit"),
+      noted("requeue_failed", attempt=1, error="no sbatch")], {}, said(State.FAILED), None,
+     "stopped", "time limit at step 40; it could not be started again: no sbatch"),
+    # another job in its place
+    ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal")], {},
+     said(State.PENDING, "Priority"), None, "queued", "goes on after a signal: Priority"),
+    ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal"), begun(2, "8")], {},
+     said(State.RUNNING), None, "running", ""),
+    ([submitted(), begun(1), left(1, "signal"), begun(2, "8"), in_place("8", 1, "signal")], {},
+     said(State.RUNNING), None, "running", ""),
+    ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal"), begun(2, "8"),
+      left(2, "done", job_id="8")], {}, None, None, "done", ""),
+    # resubmitted by a person
+    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resubmit", ""),
+      submitted("8")], {}, said(State.PENDING), None, "queued", ""),
     # several submissions: the latest counts
     ([submitted(), started(), ended(1), submitted("8")], {}, said(State.PENDING), None, "queued",
      ""),
@@ -120,6 +223,12 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
     ([local(), started("4242"), ended(1, "4242")], {}, None, False, "failed", "exit code 1"),
     ([local(), started("4242")], {}, None, False, "failed", "process 4242 is gone"),
     ([local(), started("4242"), cancelled("4242")], {}, None, False, "cancelled", ""),
+    ([local(), begun(1, "4242"), left(1, "signal", job_id="4242")], {}, None, True, "running",
+     "its script is ending"),
+    ([local(), begun(1, "4242"), left(1, "signal", job_id="4242")], {}, None, False, "stopped",
+     "signal at step 40; a rehearsal is not put back"),
+    ([local(), begun(1, "4242"), noted("stop_asked", "4242")], {}, None, True, "running",
+     "asked to save"),
     ([local(host="elsewhere")], {}, None, None, "unknown", "on elsewhere"),
     # damage
     ([{"event": 5}, {"job_id": None}, submitted(time="x"), {**started(), "restart": "y"}], {},
@@ -139,7 +248,7 @@ def test_state_from_events_and_slurm(
     state: str,
     detail: str,
 ) -> None:
-    seen, why = judge(latest_submission(events), report, job, alive)
+    seen, why = judge(latest_submission(events), report, job, alive, now=200.0)
     assert (seen, detail in why) == (state, True), why
 
 
@@ -214,13 +323,14 @@ def test_a_failed_run_names_its_first_failure(run: RunDir) -> None:
 
 
 def test_the_ranks_own_records_tell_when_the_script_came_to_no_verdict(run: RunDir) -> None:
-    write_events(run, submitted(), started())
-    run.outcomes.mkdir()
+    write_events(run, submitted(), begun(1), begun(2, restart=1))
     record = {"local_rank": 0, "node_rank": 0, "host": "h01", "pid": 5, "step_id": "0"}
-    for rank, job_id in ((0, "6"), (1, "7")):  # the first is of an earlier job of the run
+    for rank in (0, 1):  # rank 0 has failed in the attempt before
+        folder = Attempt(run, rank + 1).outcomes
+        folder.mkdir(parents=True)
         times = {"started": 111.0, "ended": 120.0 + rank, "exit_code": 3}
-        whole = {"rank": rank, "job_id": job_id, "restart": 0, **record, **times}
-        run.outcome(rank).write_text(json.dumps(whole))
+        whole = {"rank": rank, "job_id": "7", "restart": rank, **record, **times}
+        (folder / f"rank-{rank}.json").write_text(json.dumps(whole))
     status = run_status(run, {"7": said(State.NODE_FAIL)})
     assert status.first_failure.startswith("rank 1 on h01 failed first: exit code 3")
 
@@ -264,6 +374,159 @@ def test_only_the_end_of_long_metrics_is_read(run: RunDir) -> None:
     with run.metrics.open("w") as file:
         file.writelines(json.dumps({"step": n, "loss": 1 / (n + 1)}) + "\n" for n in range(50_000))
     assert latest_metrics(run.metrics)["step"] == 49_999
+
+
+# -- starts, and what it would go on from ------------------------------------------------------
+
+
+STARTS: list[tuple[list[Event], str, int | None, int, list[str], str]] = [
+    # events -> job, attempt, restarts, their reasons, why it waits to start again
+    ([submitted()], "7", None, 0, [], ""),
+    ([submitted(), begun(1)], "7", 1, 0, [], ""),
+    ([submitted(), begun(1), left(1, "time limit"), requeued(1, "time limit")], "7", 1, 0, [],
+     "time limit"),
+    ([submitted(), begun(1), left(1, "time limit"), requeued(1, "time limit"), begun(2, restart=1),
+      begun(3, restart=2)], "7", 3, 2, ["time limit", "node lost or killed"], ""),
+    ([submitted(), begun(1), left(1, "requeued")], "7", 1, 0, [], "requeued by Slurm"),
+    ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal")], "8", 1, 0, [],
+     "signal"),
+    ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal"), begun(2, "8")], "8", 2,
+     1, ["signal"], ""),
+    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resubmit", ""), submitted("8"),
+      begun(2, "8")], "8", 2, 0, [], ""),
+    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resubmit", ""), begun(2, "8"),
+      submitted("8")], "8", 2, 0, [], ""),  # the start was quicker than the record
+    ([submitted(), begun(1), started(restart=1), ended(1, restart=1, cause="failed", why="no")],
+     "7", 1, 0, [], ""),  # `begin` refused the second one
+    ([submitted(), started(), started(restart=1)], "7", None, 1, [], ""),  # scripts of before
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "job", "attempt", "restarts", "reasons", "goes_on"), STARTS)
+def test_starts_are_counted_since_a_person_submitted(
+    *,
+    run: RunDir,
+    events: list[Event],
+    job: str,
+    attempt: int | None,
+    restarts: int,
+    reasons: list[str],
+    goes_on: str,
+) -> None:
+    write_events(run, *events)
+    status = run_status(run, {job: said(State.RUNNING)}, now=200)
+    assert (status.job_id, status.attempt, status.restarts) == (job, attempt, restarts)
+    assert (status.restart_reasons, status.goes_on_after) == (reasons, goes_on)
+
+
+def test_the_age_of_a_run_counts_from_the_persons_submission(run: RunDir) -> None:
+    write_events(run, submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal"))
+    assert run_status(run, {"8": said(State.PENDING)}).submitted_time == 100
+
+
+def make_checkpoints(run: RunDir, *steps: int) -> None:
+    folder = Attempt(run, 1).checkpoints
+    folder.mkdir(parents=True)
+    for step in steps:
+        path = folder / f"step-{step:08d}.pt"
+        path.touch()
+        os.utime(path, (1000 + step, 1000 + step))
+    run.current.symlink_to("attempts/0001")
+    run.checkpoints.symlink_to("current/checkpoints")
+
+
+def test_the_newest_checkpoint_is_told_by_its_name(run: RunDir) -> None:
+    write_events(run, submitted(), begun(1))
+    make_checkpoints(run, 100, 1200, 900)
+    for name in ("step-00009999.pt.sha256", ".step-00009999.pt", "step-x.pt", "best.json"):
+        (run.checkpoints / name).touch()
+    status = run_status(run, {"7": said(State.RUNNING)})
+    assert (status.checkpoint_step, status.checkpoint_time) == (1200, 2200)
+
+
+@pytest.mark.parametrize("leads", ["nowhere", "to nothing", "to a file"])
+def test_a_run_without_checkpoints_has_none(run: RunDir, leads: str) -> None:
+    write_events(run, submitted(), begun(1))
+    if leads == "to nothing":
+        make_checkpoints(run)
+    elif leads == "to a file":
+        run.checkpoints.touch()
+    status = run_status(run, {"7": said(State.RUNNING)})
+    assert (status.checkpoint_step, status.checkpoint_time) == (None, None)
+
+
+NEXT: list[tuple[list[Event], State, bool, str]] = [
+    # events, Slurm's word, whether there is a checkpoint -> the command to type
+    ([submitted(), begun(1), left(1, "stopped", "stopped")], State.UNKNOWN, False, "resubmit"),
+    ([submitted(), begun(1), left(1, "signal", "capped")], State.UNKNOWN, True, "resubmit"),
+    ([submitted(), begun(1), left(1, "signal"), noted("requeue_failed", attempt=1)], State.FAILED,
+     True, "resubmit"),
+    ([submitted(), begun(1)], State.NODE_FAIL, True, "resubmit"),
+    ([submitted(), begun(1)], State.TIMEOUT, True, "resubmit"),
+    ([submitted(), begun(1)], State.UNKNOWN, True, "resubmit"),
+    ([submitted(), begun(1)], State.NODE_FAIL, False, "logs --job"),
+    ([submitted(), begun(1), ended(143)], State.FAILED, True, "resubmit"),
+    ([submitted(), begun(1), cancelled()], State.CANCELLED, True, "resubmit"),
+    ([submitted(), begun(1), left(1, "failed", requeue.NO_RESTART)], State.FAILED, True,
+     "logs --job"),
+    ([submitted(), begun(1), left(1, "failed", requeue.NO_RESTART, first_failure=FAILURE)],
+     State.FAILED, True, "logs --rank 3"),
+    ([submitted(), begun(1), left(1, "failed", "capped", first_failure=FAILURE)], State.FAILED,
+     True, "resubmit"),
+    ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], State.PENDING, True,
+     "logs -f"),
+    ([submitted(), begun(1), left(1, "done")], State.UNKNOWN, True, "logs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "state", "has_checkpoint", "command"), NEXT)
+def test_the_next_command_is_what_helps(
+    *, run: RunDir, events: list[Event], state: State, has_checkpoint: bool, command: str
+) -> None:
+    write_events(run, *events)
+    if has_checkpoint:
+        make_checkpoints(run, 40)
+    status = run_status(run, {"7": said(state)}, now=200)
+    assert status.next_command == f"clusterddp {command} mnist-1"
+
+
+def test_a_report_of_an_earlier_attempt_does_not_hide_what_is_trained_now(run: RunDir) -> None:
+    events = [submitted(), begun(1), left(1, "done"), noted("resubmit", ""), submitted("8")]
+    write_events(run, *events, begun(2, "8"))
+    run.metrics.write_text('{"step": 50}\n')
+    run.report.write_text('{"steps": 40, "accuracy": 0.9, "attempt": 1}')
+    status = run_status(run, {"8": said(State.RUNNING)})
+    assert (status.step, status.accuracy) == (50, None)
+    write_events(run, *events, begun(2, "8"), left(2, "done", job_id="8"))
+    run.report.write_text('{"steps": 60, "accuracy": 0.95, "attempt": 2}')
+    assert run_status(run, {}).accuracy == 0.95
+
+
+def test_an_attempt_that_was_refused_blames_no_rank_of_an_earlier_one(run: RunDir) -> None:
+    refusal = ended(1, restart=1, cause="failed", why="not started again: it has been started 3")
+    write_events(run, submitted(), begun(1), left(1, "requeued"), started(restart=1), refusal)
+    folder = Attempt(run, 1).outcomes
+    folder.mkdir(parents=True)
+    record = {"rank": 0, "local_rank": 0, "node_rank": 0, "host": "h01", "pid": 5, "job_id": "7"}
+    times = {"restart": 0, "step_id": "0", "started": 1.0, "ended": 2.0, "exit_code": 3}
+    (folder / "rank-0.json").write_text(json.dumps({**record, **times}))
+    status = run_status(run, {"7": said(State.FAILED)})
+    assert (status.state, status.first_failure) == ("failed", "")
+    assert "it has been started 3" in status.detail
+
+
+def test_a_hostile_folder_is_quoted_in_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / "it's $(touch pwned); x" / "run")
+    run.path.mkdir(parents=True)
+    write_events(run)
+    words = shlex.split(run_status(run, {}).next_command)
+    assert words == ["sbatch", str(run.script)]
+    write_events(run, submitted(), begun(1), left(1, "stopped", "stopped"))
+    words = shlex.split(run_status(run, {}).next_command)
+    assert words == ["clusterddp", "resubmit", str(run.path)]
 
 
 # -- the process of a local run --------------------------------------------------------------

@@ -1,12 +1,14 @@
 """Requests are checked when they are built, and survive their own record."""
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.spec import JobSpec, Resources
-from clusterddp.train_config import Interval, TrainConfig
+from clusterddp.train_config import Interval, TrainConfig, changes
 from tests.hostile import CARRIED, REFUSED
 
 
@@ -73,6 +75,9 @@ def test_a_request_that_cannot_be_met_is_refused_showing_both_sides(
         ({"backend": "nccl", "device": "cpu"}, "--device"),
         ({"save_every": "0"}, "--save-every"),
         ({"eval_every": "1 fortnight"}, "--eval-every"),
+        ({"eval_every": "10minutes"}, "--eval-every"),
+        ({"keep_last": 0}, "--keep-last"),
+        ({"watchdog": -1}, "--watchdog"),
         ({"data_dir": ""}, "--data-dir"),
         ({"data_dir": "a\nb"}, "--data-dir"),
     ],
@@ -86,6 +91,32 @@ def test_intervals_are_epochs_unless_steps_are_named() -> None:
     assert Interval.parse("x", "2") == Interval(2, "epoch")
     assert Interval.parse("x", "1epoch") == Interval(1, "epoch")
     assert Interval.parse("x", "500steps") == Interval(500, "step")
+    assert Interval.parse("x", "10minutes", minutes=True) == Interval(10, "minute")
+    assert Interval.parse("x", "1minute", minutes=True).seconds == 60.0
+
+
+@pytest.mark.parametrize(
+    ("value", "minutes"), [("10minutes", False), ("0minutes", True), ("10s", True), ("5m", True)]
+)
+def test_no_other_interval_is_taken(value: str, minutes: bool) -> None:
+    with pytest.raises(RequestError, match=r"--x: .* is no interval; valid ones are 1epoch"):
+        Interval.parse("--x", value, minutes=minutes)
+
+
+def test_intervals_are_due_after_each_of_their_unit_and_minutes_by_the_clock_alone() -> None:
+    steps, minutes = Interval(3, "step"), Interval(2, "minute")
+    assert [count for count in range(1, 10) if steps.due("step", count)] == [3, 6, 9]
+    assert not steps.due("epoch", 3) and steps.seconds == math.inf
+    assert not any(minutes.due(unit, 2) for unit in ("step", "epoch"))
+
+
+def test_what_decides_the_weights_and_has_changed_is_told() -> None:
+    before = dataclasses.asdict(TrainConfig())
+    assert changes(before, TrainConfig()) == []
+    assert changes(before, TrainConfig(lr=0.5, seed=3, watchdog=0, max_steps=9)) == [
+        "--lr 0.001, now 0.5", "--seed 0, now 3",
+    ]  # fmt: skip
+    assert changes({"lr": 0.001}, TrainConfig(seed=3)) == [], "what an older record lacks"
 
 
 @pytest.mark.parametrize("value", REFUSED)
@@ -156,4 +187,7 @@ def test_every_training_field_is_on_the_command_line() -> None:
     argv = TrainConfig(lr=0.5, data_dir="/a b").to_argv()
     assert "--lr=0.5" in argv
     assert "--data-dir=/a b" in argv
-    assert len(argv) == len(TrainConfig.__dataclass_fields__) - 1  # resume is empty
+    bare = [field.name for field in dataclasses.fields(TrainConfig) if field.type is bool]
+    assert len(argv) == len(TrainConfig.__dataclass_fields__) - len(["resume", *bare])
+    for name in ("allow_changed", *bare):
+        assert f"--{name.replace('_', '-')}" in TrainConfig(**{name: True}).to_argv()

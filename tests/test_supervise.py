@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.attempt import begin
 from clusterddp.run_dir import RunDir
 
 # A task's process: what it runs stands between the environment and the call.
@@ -42,11 +43,12 @@ class Task:
         )
         self.stderr = ""
 
-    def read_line(self) -> str:
-        assert self.process.stdout
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
+    def read_line(self, name: str = "stdout") -> str:
+        stream = getattr(self.process, name)
+        ready, _, _ = select.select([stream], [], [], PATIENCE)
         assert ready, "the task said nothing"
-        return self.process.stdout.readline().strip()
+        line: str = stream.readline().strip()
+        return line
 
     def end(self) -> int:
         _, self.stderr = self.process.communicate(timeout=PATIENCE)
@@ -253,6 +255,52 @@ def test_a_parent_started_by_hand_passes_term_on(task: Any) -> None:
     assert started.end() == 143
 
 
+def test_a_stopped_task_is_named_by_its_parent_which_can_still_speak(task: Any) -> None:
+    started = task(WAIT, {"SLURMD_NODENAME": "h02"})
+    child = int(started.read_line())
+    os.kill(child, signal.SIGSTOP)
+    name = f"clusterddp: process {child}, rank 0 on h02, "
+    assert started.read_line("stderr") == f"{name}is stopped (SIGSTOP); kill -CONT lets it go on"
+    os.kill(child, signal.SIGCONT)
+    assert started.read_line("stderr") == f"{name}goes on after a stop"
+    started.process.terminate()
+    assert started.end() == 143
+
+
+NOTE = """
+from clusterddp import stop
+import clusterddp.supervise
+supervise = lambda *a: clusterddp.supervise.supervise(*a, listen=stop.requested.listen)
+def child():
+    print(os.getpid(), flush=True)
+    sys.stdin.readline()
+    print(stop.requested.reason, flush=True)
+    return 75
+"""
+
+
+def test_a_signal_during_the_imports_is_noted(task: Any) -> None:
+    started = task(NOTE)
+    child = int(started.read_line())
+    for _ in range(2):
+        os.kill(child, signal.SIGTERM)
+        with_deadline(lambda: not pending(child, signal.SIGTERM))
+    started.process.stdin.write("\n")
+    started.process.stdin.flush()
+    assert started.read_line() == "SIGTERM"
+    assert started.end() == 75
+    assert started.outcome()["exit_code"] == 75
+
+
+@pytest.mark.parametrize("env", [{"SLURM_STEP_ID": "0"}, {"TORCHELASTIC_RUN_ID": "none"}])
+def test_to_have_saved_and_left_is_no_failure_to_slurm_or_an_agent(
+    task: Any, env: dict[str, str]
+) -> None:
+    started = task("child = lambda: 75", env)
+    assert started.end() == 0
+    assert started.outcome()["exit_code"] == 75
+
+
 def test_ctrl_c_ends_the_task_with_130(task: Any) -> None:
     started = task(WAIT)
     started.read_line()
@@ -270,6 +318,33 @@ def test_a_killed_parent_leaves_no_orphan(task: Any) -> None:
         assert gone, "the task has outlived its parent"
     finally:
         os.close(child)
+
+
+def test_an_attempts_record_lies_with_the_attempt(task: Any, tmp_path: Path) -> None:
+    made = begin(RunDir(tmp_path / "run"))
+    started = task(
+        "import clusterddp.supervise\n"
+        "supervise = lambda *a: clusterddp.supervise.supervise(*a, attempt=1)\n"
+        "child = lambda: 3"
+    )
+    assert started.end() == 3
+    assert json.loads((made.outcomes / "rank-0.json").read_text())["exit_code"] == 3
+    assert not started.run.outcomes.exists()
+
+
+def test_a_full_disk_under_the_log_does_not_keep_the_parent_from_its_record(
+    task: Any, tmp_path: Path
+) -> None:
+    started = task(
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
+        "def child():\n    os.kill(os.getpid(), signal.SIGSTOP)\n    return 5"
+    )
+    with_deadline(lambda: started.run.outcome(0).exists())
+    child = started.outcome()["pid"]
+    with_deadline(lambda: " (stopped)" in Path(f"/proc/{child}/status").read_text())
+    os.kill(child, signal.SIGCONT)
+    assert started.end() == 5
+    assert started.outcome()["exit_code"] == 5
 
 
 def test_a_run_directory_that_cannot_be_written_costs_the_record_only(

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -11,12 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clusterddp import worker
+from clusterddp import slurm, worker
+from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
-from clusterddp.errors import CheckpointError, DataError, TrainingError
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PAUSED,
+    CheckpointError,
+    DataError,
+    TrainingError,
+)
 from clusterddp.run_dir import RunDir, read_json
 from clusterddp.train_config import TrainConfig
-from clusterddp.training import device
+from clusterddp.training import device, presence
+from clusterddp.training.checkpoint_file import name_of
+from clusterddp.training.metrics import Journal
 from clusterddp.worker import run_task, usable_threads
 
 
@@ -52,7 +63,8 @@ def test_a_single_process_trains_and_reports(
         "accuracy", "loss", "train_seconds", "total_seconds", "images_per_second", "world_size",
         "num_nodes", "hosts", "backend", "device", "threads", "model", "dataset", "parameters",
         "steps", "epochs", "train_images", "test_images", "versions", "warnings", "weights_sha256",
-        "resumed_from", "job_id", "restart", "finished",
+        "resumed_from", "attempt", "starts", "steps_done_twice", "seconds_lost", "attempts",
+        "saving", "job_id", "restart", "finished",
     }  # fmt: skip
     assert report["hosts"] == [socket.gethostname()]
     assert (report["parameters"], report["steps"], report["world_size"]) == (28_938, 3, 1)
@@ -76,13 +88,100 @@ def test_a_run_goes_on_from_its_own_newest_checkpoint(
     config: TrainConfig, synthetic_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_task(config, tmp_path)
-    newest = RunDir(tmp_path).checkpoints / "step-00000003.pt"
     run_task(make_config(synthetic_dir, max_steps=5, threads=0), tmp_path)
+    newest = Attempt(RunDir(tmp_path), 2).checkpoints / "step-00000003.pt"
     report = read_json(RunDir(tmp_path).report)
     assert report is not None
     assert (report["steps"], report["resumed_from"]) == (5, str(newest))
     assert report["threads"] == 1, "the decision of the first start"
     assert f"resuming from {newest}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [
+        (signal.SIGUSR1, EXIT_PAUSED, "signal"),
+        (signal.SIGTERM, EXIT_PAUSED, "SIGTERM"),
+        (signal.SIGINT, EXIT_INTERRUPTED, "interrupt"),
+    ],
+)
+def test_a_signal_has_it_save_leave_and_go_on_another_time(
+    number: int,
+    code: int,
+    reason: str,
+    synthetic_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def step(_: Journal) -> None:
+        if not sent:
+            os.kill(os.getpid(), sent.append(number) or number)
+
+    sent: list[int] = []
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    monkeypatch.setattr(Journal, "step", step)
+    assert run_task(make_config(synthetic_dir, max_steps=0, epochs=50), tmp_path) == code
+    first = Attempt(RunDir(tmp_path), 1)
+    end = json.loads(first.end.read_text())
+    assert (end["cause"], end["reason"]) == ("stopped", reason)
+    assert (first.checkpoints / name_of(end["step"])).exists()
+    assert not (tmp_path / "report.json").exists()
+    said = capsys.readouterr().out
+    assert f"stopped at step {end['step']} ({reason}); start the run again to go on" in said
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+    more = make_config(synthetic_dir, max_steps=end["step"] + 1, epochs=50)
+    assert run_task(more, tmp_path) == EXIT_DONE, "what was asked of the first is forgotten"
+    assert json.loads(Attempt(RunDir(tmp_path), 2).end.read_text()) == {
+        "cause": "done", "reason": "", "step": end["step"] + 1,
+    }  # fmt: skip
+
+
+def test_a_signal_before_the_training_begins_is_noted_and_loses_nothing(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_require_torch", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert run_task(config, tmp_path) == EXIT_PAUSED
+    first = Attempt(RunDir(tmp_path), 1)
+    assert json.loads(first.end.read_text())["step"] == 0
+    assert [path.name for path in first.checkpoints.glob("*.pt")] == [name_of(0)]
+    monkeypatch.undo()
+    assert run_task(config, tmp_path) == EXIT_DONE
+
+
+def test_ctrl_c_before_the_training_begins_ends_at_once(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_announce", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run_task(config, tmp_path)
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_a_request_in_the_attempts_folder_stops_it(
+    synthetic_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(_: Journal) -> None:
+        if not first.stop.exists():
+            first.ask_to_stop("stop")
+
+    first = Attempt(RunDir(tmp_path), 1)
+    monkeypatch.setattr(presence, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(Journal, "step", step)
+    settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
+    assert run_task(settings, tmp_path) == EXIT_PAUSED
+    assert json.loads(first.end.read_text())["reason"] == "stop"
+
+
+def test_the_job_is_over_in_time_without_a_signal(
+    synthetic_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(slurm, "seconds_left", lambda job_id: {"17": 8.0}[job_id])
+    settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
+    assert run_task(settings, tmp_path) == EXIT_PAUSED
+    assert json.loads(Attempt(RunDir(tmp_path), 1).end.read_text())["reason"] == "time limit"
 
 
 def test_resume_starts_a_new_run_from_another_ones_checkpoint(

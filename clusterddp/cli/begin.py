@@ -12,8 +12,8 @@ from clusterddp import attempt as attempts
 from clusterddp import requeue
 from clusterddp.attempt import Attempt, NotStarted
 from clusterddp.cli import next_start
-from clusterddp.cli.runs import run_folders
-from clusterddp.run_dir import RunDir
+from clusterddp.errors import ClusterDDPError
+from clusterddp.run_dir import RunDir, run_folders
 
 _MOST_CHANGES = 20
 
@@ -33,23 +33,47 @@ def command(
     run.load_spec()  # refused where a newer version has written it
     who = {"job_id": job_id, "restart": restart}
     try:
-        if len(requeue.starts_since_submission(run)) > max_requeues:
-            raise NotStarted(f"not started again: {requeue.capped(max_requeues)}")
+        _refuse_withdrawn(run, job_id)
+        if len(requeue.causes_of(run.read_events())) > max_requeues:
+            raise NotStarted(
+                f"not started again: {requeue.capped(max_requeues)}. "
+                f"Go on with: clusterddp resubmit {run.shown}"
+            )
         attempts.await_silence(run, job_id, patience, lambda line: click.echo(line, err=True))
-    except NotStarted as error:
-        next_start.record(run, "started", **who, nodelist=nodelist)
-        next_start.record(run, "ended", **who, exit_code=1, cause=requeue.FAILED, why=str(error))
-        raise
-    try:
         made = attempts.begin(run)
+        # Looked at now that the attempt can be seen: who asks from here on leaves a mark in it.
+        _refuse_withdrawn(run, job_id)
+    except NotStarted as error:
+        cause = error.cause if isinstance(error, _Withdrawn) else requeue.FAILED
+        next_start.record(run, "started", **who, nodelist=nodelist)
+        next_start.record(run, "ended", **who, exit_code=1, cause=cause, why=str(error))
+        raise
     except OSError as error:
         raise NotStarted(
             f"cannot make an attempt below {run.attempts}: {error.strerror}. Make room, or give "
             "the folder back its write permission."
         ) from None
     next_start.record(run, "started", **who, nodelist=nodelist, attempt=made.number)
-    _note_changed_code(run, made)
+    try:
+        _note_changed_code(run, made)
+    except (ClusterDDPError, OSError) as error:  # a remark, which must not end the start
+        click.echo(f"clusterddp: the code cannot be compared: {error}", err=True)
     click.echo(made.number)
+
+
+class _Withdrawn(NotStarted):
+    """A person has stopped the run or cancelled the job while it waited to start again."""
+
+    def __init__(self, cause: str) -> None:
+        who = "'clusterddp cancel'" if cause == requeue.CANCELLED else "'clusterddp stop'"
+        super().__init__(f"not started again: {who} asked for it")
+        self.cause = cause
+
+
+def _refuse_withdrawn(run: RunDir, job_id: str) -> None:
+    cause = requeue.withdrawn(run.read_events(), job_id)
+    if cause:
+        raise _Withdrawn(cause)
 
 
 def _note_changed_code(run: RunDir, attempt: Attempt) -> None:

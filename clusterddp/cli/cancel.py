@@ -16,6 +16,8 @@ from clusterddp.run_dir import RunDir
 from clusterddp.run_status import (
     CREATED,
     ENDED,
+    FORGOTTEN,
+    UNKNOWN,
     RunStatus,
     Submission,
     latest_submission,
@@ -69,6 +71,9 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
         return Cancellation(run.name, "", False, message)
     if status.state in ENDED:
         message = f"{run.name} has already ended: {status.state}"
+        return Cancellation(run.name, submission.job_id, False, message)
+    if status.state == UNKNOWN and status.detail.startswith(FORGOTTEN):
+        message = f"{run.name}: Slurm no longer knows job {submission.job_id}: nothing to cancel"
         return Cancellation(run.name, submission.job_id, False, message)
     if submission.is_local:
         _check_local(run, submission)

@@ -4,31 +4,48 @@ import dataclasses
 import functools
 import os
 import random
+import shlex
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.attempt import await_silence, begin
+from clusterddp import attempt as attempts
+from clusterddp.attempt import Attempt
 from clusterddp.cli.inputs import make_sure
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
 from clusterddp.dist_env import DistEnv
-from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, RequestError, TrainingError
+from clusterddp.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PAUSED,
+    RequestError,
+    TrainingError,
+)
 from clusterddp.outcome import Failure, first_failure, read_outcomes
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec, Resources
 from clusterddp.train_config import TrainConfig
 
+if TYPE_CHECKING:
+    from clusterddp.launchers.processes import TaskGroup
+
 # A surrounding job's or agent's variables, which would tell the ranks that they are its tasks.
 _FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "TORCHELASTIC_", "PMI", "MASTER_")
+_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# From a request to stop until ranks that have not saved and left by then are killed.
+_SAVING_SECONDS = 60.0
+_ON_REQUEST = (
+    b"clusterddp: passed on to the ranks, which save and leave; Ctrl-C again ends them at once\n"
+)
 
 
 @click.command(cls=SettingsCommand, groups={"What it trains": list(TRAIN_OPTION_NAMES)})
@@ -75,10 +92,26 @@ def command(
     make_sure(config, may_fetch=False)
     with _recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):
         if procs > 1:
-            return record(*_run_processes(config, run, procs))
-        from clusterddp.worker import run_task
+            code, failure = _run_processes(config, run, procs)
+        else:
+            from clusterddp.worker import run_task
 
-        return record(run_task(config, run.path, DistEnv.from_environ({})))
+            code, failure = run_task(config, run.path, DistEnv.from_environ({})), None
+        record(code, failure)
+        made = attempts.latest(run)
+        if code in (EXIT_PAUSED, EXIT_INTERRUPTED) and made and made.end.exists():
+            click.echo(f"clusterddp: go on with: {_again(config, run, procs)}", err=True)
+        return code
+
+
+def _again(config: TrainConfig, run: RunDir, procs: int) -> str:
+    """The command that goes on with a run from its newest checkpoint."""
+    usual = TrainConfig().to_argv()
+    more = [word for word in config.to_argv() if word not in usual]
+    shown = os.path.relpath(run.path)
+    path = shown if not shown.startswith("..") else str(run.path)
+    ranks = [f"--procs={procs}"] if procs > 1 else []
+    return shlex.join(["clusterddp", "debug", *ranks, *more, f"--run-dir={path}"])
 
 
 @contextmanager
@@ -116,9 +149,6 @@ def _recorded(
         except KeyboardInterrupt:
             record(EXIT_INTERRUPTED)
             raise
-        except SystemExit as leaving:  # TERM or HUP, see _leave
-            record(leaving.code if isinstance(leaving.code, int) else EXIT_FAILED)
-            raise
         except Exception as error:
             record(getattr(error, "exit_code", EXIT_FAILED))
             raise
@@ -129,22 +159,31 @@ def _run_processes(config: TrainConfig, run: RunDir, procs: int) -> tuple[int, F
     from clusterddp.launchers.processes import TaskGroup
 
     run.make(run.logs)
-    await_silence(run, "", config.rendezvous_timeout, lambda line: click.echo(line, err=True))
-    attempt = begin(run)
+    attempts.await_silence(
+        run, "", config.rendezvous_timeout, lambda line: click.echo(line, err=True)
+    )
+    attempt = attempts.begin(run)
     argv = [
         sys.executable, "-m", "clusterddp", "train", *config.to_argv(), f"--run-dir={run.path}",
         f"--attempt={attempt.number}",
     ]  # fmt: skip
     port = free_port()
-    # The end of this command is the end of its tasks, whoever asks for it.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
     with TaskGroup() as group:
-        for rank in range(procs):
-            group.start(argv, _environment(rank, procs, port), run.rank_log(rank), tee=rank == 0)
-        statuses = group.wait()
+        stopping = _Stopping(group, attempt)
+        with stopping:
+            for rank in range(procs):
+                group.start(
+                    argv, _environment(rank, procs, port), run.rank_log(rank), tee=rank == 0
+                )
+            stopping.listen()
+            statuses = group.wait()
     if not any(statuses):
         return 0, None
+    if stopping.number:
+        if attempt.end.exists() and set(statuses) <= {0, EXIT_PAUSED, EXIT_INTERRUPTED}:
+            return max(statuses), None
+        click.echo(f"clusterddp: ended before it had saved; the logs are in {run.logs}", err=True)
+        return 128 + stopping.number, None
     failure = first_failure(read_outcomes(attempt.outcomes))
     if failure is None:
         rank = group.first_failed or 0
@@ -153,6 +192,58 @@ def _run_processes(config: TrainConfig, run: RunDir, procs: int) -> tuple[int, F
     click.echo(f"clusterddp: {failure.describe()}", err=True)
     click.echo(f"clusterddp: the logs are in {run.logs}", err=True)
     return EXIT_FAILED, failure
+
+
+class _Stopping:
+    """Passes a request to stop on to the ranks, and sees to it that they have gone after a while.
+
+    A context: outside it signals have their former meaning. They are held back until `listen`, so
+    that no rank misses one.
+    """
+
+    def __init__(self, group: "TaskGroup", attempt: Attempt) -> None:
+        self.number = 0
+        """The signal that asked; a Ctrl-C counts above the others."""
+        self._group, self._attempt = group, attempt
+        self._before: dict[int, Any] = {}
+        self._mask: set[int] = set()
+
+    def __enter__(self) -> None:
+        self._mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING))
+        for number in _ASKING:
+            # An ignored SIGHUP is nohup's doing and meant.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._take)
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
+
+    def listen(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self.listen()
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        if self.number == signal.SIGINT == number or not self._attempt.record.exists():
+            self.number = number
+            self._end()  # the second Ctrl-C, or the ranks have not even met
+            return
+        first = not self.number
+        self.number = signal.SIGINT if signal.SIGINT in (number, self.number) else number
+        # One rank that leaves is no failure now: the others are about to.
+        self._group.kill_on_bad_exit = False
+        if first:
+            with suppress(OSError):
+                os.write(sys.stderr.fileno(), _ON_REQUEST)  # print is not for a signal's handler
+            signal.setitimer(signal.ITIMER_REAL, _SAVING_SECONDS)
+        for pid in self._group.pids:  # the small parents, which pass it on to their ranks
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _end(self, *_: object) -> None:
+        self._group.signal_all(signal.SIGKILL)
 
 
 def _environment(rank: int, procs: int, port: int) -> dict[str, str]:
@@ -182,7 +273,3 @@ def free_port() -> int:
                 continue
             return port
     raise TrainingError("no free port was found from 12000 to 31999 on 127.0.0.1.")
-
-
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)

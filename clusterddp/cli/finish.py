@@ -6,6 +6,7 @@ exit code: srun's own code hides the first failure behind the ranks that it ende
 
 import dataclasses
 import os
+import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from clusterddp.slurm import Ending, is_rehearsal
 # srun's lines stand at the log's end; a set-up can have written a great deal before them.
 _LAST_LINES = 10
 _LOG_TAIL_BYTES = 1 << 20
+# From inside the job a lost node looks like scancel, but for what srun says.
+_STEP_ENDED = re.compile(r"^slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED", re.MULTILINE)
+_NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 
 
 @click.command(hidden=True)
@@ -55,11 +59,12 @@ def command(
     if end.failure:
         _show_last_words(run, end.failure)
     for line in end.lines:
-        click.echo(f"clusterddp: {line}")
+        next_start.say(f"clusterddp: {line}")
     policy = Policy(requeues, max_requeues, restart_on_failure)
+    stop_asked = _stop_asked(attempt, job_id)
     own = Start(number, end.cause, gained(attempt))
     earlier = [start for start in starts_since_submission(run) if start.attempt != number]
-    decision = decide(policy, end.cause, [*earlier, own])
+    decision = decide(policy, end.cause, [*earlier, own], stop_asked=stop_asked)
     next_start.record(
         run,
         "ended",
@@ -73,14 +78,16 @@ def command(
         why="" if decision.go_on or end.cause == requeue.DONE else decision.why,
     )
     if decision.go_on:
-        return next_start.start(run, attempt, job_id, decision.why) and end.exit_code
+        return next_start.start(run, attempt, job_id, restart, decision.why) and end.exit_code
     if end.cause == requeue.REQUEUED:
-        click.echo(f"clusterddp: {decision.why}")
+        if stop_asked:
+            next_start.withdraw(run, job_id)
+        next_start.say(f"clusterddp: {decision.why}")
         return 0
-    if end.cause not in (requeue.DONE, requeue.CANCELLED):
-        click.echo(f"clusterddp: the run does not go on by itself: {decision.why}")
+    if end.cause not in (requeue.DONE, requeue.CANCELLED, requeue.SUPERSEDED):
+        next_start.say(f"clusterddp: the run does not go on by itself: {decision.why}")
         if end.cause != requeue.FAILED or gained(attempt) is not None:
-            click.echo(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
+            next_start.say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
     return end.exit_code
 
 
@@ -108,13 +115,25 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int) -> End:
     left = read_json(attempt.end) or {}
     step = left.get("step")
     code = _job_code(exit_code, failure)
-    if left.get("cause") == requeue.DONE and failure:
-        code = exit_code = 0  # a rank that was lost after the last word takes nothing from the run
-    if code == 0 and not paused and (not _trains(run) or left.get("cause") == requeue.DONE):
-        return End(requeue.DONE, 0, step=step, lines=(_achieved(run),))
+    if left.get("cause") == requeue.DONE:
+        # What came after the run's last word, to a rank or to srun, takes nothing from it.
+        late = (f"the script then ended with exit code {code}",) if code else ()
+        return End(requeue.DONE, 0, step=step, lines=(_achieved(run), *late))
+    if code == 0 and not paused and not _trains(run):
+        return End(requeue.DONE, 0, lines=(_achieved(run),))
+    if attempt.is_superseded:
+        line = f"attempt {attempt.number} is superseded: a later one of the run has begun"
+        return End(requeue.SUPERSEDED, code or EXIT_FAILED, step=step, lines=(line,))
+    paused = paused or (exit_code == EXIT_PAUSED and not outcomes)  # before any task has started
     slurms = _slurms_word(run, job_id, restart)
     at = f" at step {step}" if step is not None else ""
     saved = f"the ranks have saved and left{at}" if paused or left else "no rank saved at the end"
+    if left.get("saved", step) != step:
+        saved = f"the ranks have left{at}; their last checkpoint is of step {left['saved']}"
+    lost = _NODE_LOST.search(_log_of(run, job_id))
+    if lost and slurms in (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN):
+        line = f"node {lost[1]} is lost; {saved}"
+        return End(requeue.NODE_LOST, code or EXIT_FAILED, failure, step, lines=(line,))
     if slurms is Ending.CANCELLED:
         return End(
             requeue.CANCELLED, code or EXIT_PAUSED, step=step, lines=(f"cancelled; {saved}",)
@@ -134,6 +153,9 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int) -> End:
     if failure and failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
         line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
         return End(requeue.SIGNAL, EXIT_PAUSED, lines=(line,))
+    if failure and _is_aftershock(attempt, failure):
+        line = f"{failure.describe()}: Slurm ended a step of the lost node once more"
+        return End(requeue.NODE_LOST, code, failure, step, lines=(line,))
     if failure:
         log = f"see its log: clusterddp logs {run.shown} --rank {failure.rank}"
         return End(requeue.FAILED, code, failure, step, (failure.describe(), log))
@@ -150,6 +172,22 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int) -> End:
     )  # fmt: skip
 
 
+def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
+    """Whether Slurm has ended this start's step in place of the one before it.
+
+    Seen on 22.05: a node that is lost and soon back gets the end of its former step late, and the
+    new step has the same number.
+    """
+    before = [s for s in starts_since_submission(attempt.run) if s.attempt < attempt.number]
+    if failure.exit_code != 128 + signal.SIGKILL or not before or before[-1].cause:
+        return False
+    try:
+        log = (attempt.run.path / failure.log).read_text(errors="replace")
+    except OSError:
+        return False
+    return bool(_STEP_ENDED.search(log[-_LOG_TAIL_BYTES:]))
+
+
 def _slurms_word(run: RunDir, job_id: str, restart: int) -> Ending:
     said = [e for e in run.read_events() if str(e.get("job_id", "")) == job_id]
     kinds = [e["event"] for e in said if e.get("event") in ("cancelled", "cancel_failed")]
@@ -159,7 +197,13 @@ def _slurms_word(run: RunDir, job_id: str, restart: int) -> Ending:
         return Ending.TIME_LIMIT  # the controller of a rehearsal says so
     if is_rehearsal(os.environ):
         return Ending.NONE
-    return slurm.ending(job_id, restart)
+    return slurm.ending(slurm.own_name(os.environ, job_id), restart)
+
+
+def _stop_asked(attempt: Attempt, job_id: str) -> bool:
+    """Whether a person asked the run to stop, also where its ranks could not see it any more."""
+    in_time = attempt.asked_to_stop() == "stop"
+    return in_time or requeue.withdrawn(attempt.run.read_events(), job_id) == requeue.STOPPED
 
 
 def _show_last_words(run: RunDir, failure: Failure) -> None:
@@ -169,8 +213,8 @@ def _show_last_words(run: RunDir, failure: Failure) -> None:
     except OSError:
         return
     if lines:
-        click.echo(f"--- the end of {failure.log}")
-        click.echo("\n".join(lines[-_LAST_LINES:]))
+        next_start.say(f"--- the end of {failure.log}")
+        next_start.say("\n".join(lines[-_LAST_LINES:]))
 
 
 def _job_code(srun_code: int, failure: Failure | None) -> int:

@@ -111,7 +111,8 @@ def follow(
     to_stderr: print the logs there too, where stdout is for a script to read.
     goes_on: whether the run outlives a Ctrl-C here, which is then said.
 
-    Returns the exit code for the command: 0 done, 1 failed, cancelled or lost, 130 interrupted.
+    It goes on over requeues and the jobs that take another one's place. Returns the exit code for
+    the command: 0 done, 1 failed, cancelled, stopped or lost, 130 interrupted.
     """
     printer = LogPrinter(
         paths or [run.rank_log(0)], lines, (sys.stderr if to_stderr else sys.stdout).buffer
@@ -150,13 +151,20 @@ def say(run: RunDir, text: str) -> None:
     click.echo(f"clusterddp: {run.name}: {text}", err=True)
 
 
-def _follow(run: RunDir, printer: LogPrinter) -> RunStatus:
+def wait_for_end(run: RunDir) -> RunStatus:
+    """Wait until the run has ended, saying on stderr what state it is in; returns the last one."""
+    return _follow(run, None)
+
+
+def _follow(run: RunDir, printer: LogPrinter | None) -> RunStatus:
     watch = _Watch(run)
     while True:
-        printer.print_new()
+        if printer:
+            printer.print_new()
         status = watch.look()
         if watch.is_over:
-            printer.print_new(last=True)  # what was written between the two looks
+            if printer:
+                printer.print_new(last=True)  # what was written between the two looks
             return status
         time.sleep(FILES_SECONDS)
 
@@ -174,6 +182,7 @@ class _Watch:
         self._same_answers = 0
         self._last_answer = ""
         self._problem = ""
+        self._requeues: int | None = None
         self._events_size = -1
         self._submission: Submission | None = None
         self._status: RunStatus | None = None
@@ -198,6 +207,7 @@ class _Watch:
         local = self._submission is not None and self._submission.is_local
         if changed or answered or local or self._status is None:
             self._status = run_status(self._run, self._states)
+            self._say_requeues(self._status)
             self._say_state(self._status)
             self._judge(self._status, bool(asked), answered)
         if answered:
@@ -234,7 +244,7 @@ class _Watch:
 
     def _say_state(self, status: RunStatus) -> None:
         # Slurm can say RUNNING before the script has written on which hosts.
-        seen = (status.state, f"{status.detail} {status.hosts}")
+        seen = (status.state, f"{status.detail} {status.job_id} {status.attempt} {status.hosts}")
         if seen == self._said or status.state not in (CREATED, QUEUED, RUNNING):
             return
         if status.state != self._said[0]:
@@ -245,7 +255,16 @@ class _Watch:
         if len(status.hosts) > 8:
             where += f" and {len(status.hosts) - 8} more"
         text = status.state + (job if status.state == QUEUED else where)
+        if status.state == RUNNING and status.restarts:
+            text += f", attempt {status.attempt or status.restarts + 1}"
         say(self._run, f"{text}: {status.detail}" if status.detail else text)
+
+    def _say_requeues(self, status: RunStatus) -> None:
+        reasons = [*status.restart_reasons, *filter(None, [status.goes_on_after])]
+        known = len(reasons) if self._requeues is None else self._requeues
+        for reason in reasons[known:]:
+            say(self._run, f"requeued: {reason}")
+        self._requeues = len(reasons)
 
     def _say_problem(self, problem: str) -> None:
         if problem and problem != self._problem:

@@ -104,6 +104,7 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         snapshot=options["snapshot"],
         max_requeues=options["max_requeues"],
         restart_on_failure=options["restart_on_failure"],
+        restart_in_job=options["restart_in_job"],
         signal="" if options["signal"] == "none" else options["signal"],
     )
 

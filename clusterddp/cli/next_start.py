@@ -1,49 +1,78 @@
 """A run started once more from inside its job: back into the queue, or a job in its place."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from clusterddp import slurm
-from clusterddp.attempt import Attempt
+from clusterddp import requeue, slurm
+from clusterddp.attempt import Attempt, Superseded
 from clusterddp.errors import EXIT_FAILED, ClusterDDPError, RequestError, SlurmError
 from clusterddp.run_dir import RunDir
 from clusterddp.slurm import is_rehearsal
 from clusterddp.spec import submission_comment
+
+T = TypeVar("T")
 
 PATIENCE_SECONDS = 600.0
 """How long a controller may be away before the run gives up on it."""
 _PAUSE_SECONDS = 5.0
 
 
-def start(run: RunDir, attempt: Attempt, job_id: str, why: str) -> int:
+def start(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) -> int:
     """Have the run started again; returns 0 when it is, and says what to type when it is not."""
     if is_rehearsal(os.environ):
-        click.echo(
+        say(
             f"clusterddp: {why}: a cluster would put the job back into the queue now; this "
             f"rehearsal has none. Go on with: clusterddp resubmit {run.shown}"
         )
         return EXIT_FAILED
     who = {"attempt": attempt.number, "why": why}
     try:
-        patiently(lambda: slurm.requeue(job_id))
+        patiently(attempt, lambda: _requeue(slurm.own_name(os.environ, job_id), restart))
     except slurm.RequeueRefused as refused:
-        click.echo(f"clusterddp: requeue is refused here ({refused}); submitting the next job")
-        return _in_place_of(run, job_id, who)
+        say(f"clusterddp: requeue is refused here ({refused}); submitting the next job")
+        return _in_place_of(run, attempt, job_id, who)
+    except (Superseded, _Cancelled) as error:
+        say(f"clusterddp: {error}")
+        return EXIT_FAILED
     except SlurmError as error:
         return _give_up(run, job_id, who, error)
     record(run, "requeued", job_id=job_id, **who)
-    click.echo(f"clusterddp: {why}: job {job_id} is back in the queue")
+    say(f"clusterddp: {why}: job {job_id} is back in the queue")
+    _heed_withdrawal(run, job_id, job_id)
     return 0
 
 
-def patiently(ask: Callable[[], None]) -> None:
-    """Ask Slurm again and again while its controller is away. Raises SlurmError at the end."""
+class _Cancelled(ClusterDDPError):
+    """A person has cancelled the job, as was only seen once the controller was back."""
+
+
+def _requeue(name: str, restart: int) -> None:
+    """Requeue a job, unless it was cancelled: Slurm would put that back as well."""
+    word = slurm.ending(name, restart)
+    if word is slurm.Ending.UNKNOWN:
+        raise SlurmError("Slurm does not say how the job is doing")
+    if word is slurm.Ending.CANCELLED:
+        raise _Cancelled("the job was cancelled, and is not put back into the queue")
+    slurm.requeue(name)
+
+
+def patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
+    """Ask Slurm again and again while its controller is away.
+
+    Raises SlurmError at the end, and Superseded once the run goes on elsewhere: this job was given
+    up meanwhile, and its number is that of its successor.
+    """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
+        if attempt.is_superseded:
+            raise Superseded(
+                f"attempt {attempt.number} is superseded: a later one of the run has begun"
+            )
         try:
             return ask()
         except slurm.RequeueRefused:
@@ -51,11 +80,11 @@ def patiently(ask: Callable[[], None]) -> None:
         except SlurmError as error:
             if time.monotonic() > deadline:
                 raise
-            click.echo(f"clusterddp: {error}; trying again")
+            say(f"clusterddp: {error}; trying again")
         time.sleep(_PAUSE_SECONDS)  # a controller that comes back tells nobody
 
 
-def _in_place_of(run: RunDir, job_id: str, who: dict[str, Any]) -> int:
+def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, who: dict[str, Any]) -> int:
     try:
         spec = run.load_spec()
         if spec.launcher == "submitit":
@@ -65,22 +94,48 @@ def _in_place_of(run: RunDir, job_id: str, who: dict[str, Any]) -> int:
             raise SlurmError(f"an array's element goes on by itself: sbatch --array={element} FILE")
         os.chdir(os.environ.get("SLURM_SUBMIT_DIR") or ".")
         comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
-        successor = slurm.sbatch(run.script.read_text(), os.environ, comment=comment)
+        script = run.script.read_text()
+        successor = patiently(attempt, lambda: slurm.sbatch(script, os.environ, comment=comment))
+        if successor == job_id:
+            raise SlurmError("sbatch gave no answer, and Slurm shows no other job of this run")
     except (ClusterDDPError, OSError) as error:
         return _give_up(run, job_id, who, error)
     record(run, "submitted", job_id=successor, launcher="sbatch", in_place_of=job_id, **who)
-    click.echo(f"clusterddp: job {successor} goes on in place of job {job_id}")
+    say(f"clusterddp: job {successor} goes on in place of job {job_id}")
+    _heed_withdrawal(run, job_id, successor)
     return 0
+
+
+def _heed_withdrawal(run: RunDir, job_id: str, successor: str) -> None:
+    """Who has asked the run to stop, or has cancelled it, meanwhile did not see what comes next."""
+    if requeue.withdrawn(run.read_events(), job_id):
+        withdraw(run, successor)
+
+
+def withdraw(run: RunDir, job_id: str) -> None:
+    """Take a job out of the queue; one that stays there all the same starts nothing (`begin`)."""
+    record(run, "cancelled", job_id=job_id)
+    try:
+        slurm.cancel(job_id)
+    except SlurmError as error:
+        say(f"clusterddp: {error}")
+    say(f"clusterddp: job {job_id} is cancelled: a person has taken it back")
 
 
 def _give_up(run: RunDir, job_id: str, who: dict[str, Any], error: Exception) -> int:
     words = str(error) if isinstance(error, RequestError | SlurmError) else f"{error}"
     record(run, "requeue_failed", job_id=job_id, **who, error=words)
-    click.echo(
+    say(
         f"clusterddp: this node cannot start the run again: {words}\n"
         f"clusterddp: go on with: clusterddp resubmit {run.shown}"
     )
     return EXIT_FAILED
+
+
+def say(line: str) -> None:
+    """A line of the job's log; on a full disk it costs the line, not what is still to be done."""
+    with contextlib.suppress(OSError):
+        click.echo(line)
 
 
 def record(run: RunDir, event: str, **fields: Any) -> None:
@@ -88,4 +143,4 @@ def record(run: RunDir, event: str, **fields: Any) -> None:
     try:
         run.add_event(event, **fields)
     except OSError as error:
-        click.echo(f"clusterddp: cannot record it in {run.events}: {error.strerror}.", err=True)
+        say(f"clusterddp: cannot record it in {run.events}: {error.strerror}.")

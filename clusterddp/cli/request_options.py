@@ -119,6 +119,11 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
         "restart-on-failure": {
             "type": int, "default": 0, "help": "Most starts that may follow a crash.",
         },
+        "restart-in-job": {
+            "type": int, "default": 0,
+            "help": "How often a failed rank restarts inside the job, with all others, before "
+            "the job ends; with --template torchrun.sbatch.j2.",
+        },
         "signal": {
             "metavar": "SIGNAL@SECONDS", "show_default": "B:USR1@120, or less for a short --time",
             "help": "Slurm's signal ahead of the time limit, on which the ranks save and leave, "

@@ -96,11 +96,6 @@ def find_run(root: Path, text: str | None) -> RunDir:
     raise RequestError(f"there is no run {text!r} below {root}.{_hint(runs, text)}")
 
 
-def run_folders(run: RunDir) -> list[Path]:
-    """What lies in a person's tree and is no code: runs, or the folder that holds nothing else."""
-    return [run.path.parent, *(one.path for one in find_runs(run.path.parent))]
-
-
 def statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
     """How the runs are doing; Slurm is asked once for all of them, and only where it must be."""
     submissions = [latest_submission(run.read_events()) for run in runs]

@@ -8,7 +8,10 @@ import click
 
 from clusterddp.cli import runs
 from clusterddp.cli.settings import SettingsCommand
-from clusterddp.run_status import RunStatus
+from clusterddp.run_status import STOPPED, RunStatus
+
+_WIDTH = len("checkpoint") + 2
+_MOST_REASONS = 5
 
 
 @click.command(name="status", cls=SettingsCommand)
@@ -18,8 +21,9 @@ from clusterddp.run_status import RunStatus
 def command(run: str | None, output_root: Path, as_json: bool) -> None:
     """Show how RUN is doing: a run's name, job id or directory; the latest run without one.
 
-    States: created (nothing submitted), queued, running, done, failed, cancelled, unknown (the job
-    recorded no end, and Slurm cannot say or no longer knows).
+    States: created (nothing submitted), queued, running, done, failed, cancelled, stopped (it can
+    go on from its last checkpoint, but does not by itself), unknown (the job recorded no end, and
+    Slurm cannot say or no longer knows).
 
     Exit codes: 0 whenever it could tell, however the run ended; 2 there is no such run.
     """
@@ -35,12 +39,13 @@ def describe(status: RunStatus) -> str:
     state = f"{status.state}: {status.detail}" if status.detail else status.state
     lines = [("run", status.name), ("state", state)]
     if status.first_failure:
-        lines.append(("failure", status.first_failure.replace("\n", f"\n{' ' * 10}")))
-    if status.exit_code:
+        lines.append(("failure", status.first_failure.replace("\n", f"\n{' ' * _WIDTH}")))
+    if status.exit_code and status.state != STOPPED:
         lines.append(("exit code", str(status.exit_code)))
     if status.job_id:
-        times = f", restarted {status.restarts} times" if status.restarts else ""
-        lines.append(("job", f"{status.job_id} ({status.launcher}{times})"))
+        lines.append(("job", f"{status.job_id} ({status.launcher})"))
+    if status.restarts or (status.attempt or 1) > 1:
+        lines.append(("attempt", _attempt(status)))
     if status.layout:
         lines.append(("asked", status.layout))
     if status.hosts:
@@ -70,8 +75,22 @@ def describe(status: RunStatus) -> str:
     ]
     if progress:
         lines.append(("progress", ", ".join(progress)))
+    if status.checkpoint_step is not None:
+        age = runs.duration(time.time() - (status.checkpoint_time or 0.0))
+        lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
     lines += [("warning", text) for text in status.warnings]
     lines.append(("files", status.directory))
     if status.next_command:
         lines.append(("next", status.next_command))
-    return "\n".join(f"{label:<10}{value}" for label, value in lines)
+    return "\n".join(f"{label:<{_WIDTH}}{value}" for label, value in lines)
+
+
+def _attempt(status: RunStatus) -> str:
+    """`3 (2 requeues: time limit, node lost or killed)`."""
+    number = str(status.attempt) if status.attempt is not None else str(status.restarts + 1)
+    if not status.restarts:
+        return number
+    times = f"{status.restarts} {'requeue' if status.restarts == 1 else 'requeues'}"
+    shown = status.restart_reasons[-_MOST_REASONS:]
+    more = "…, " if len(shown) < len(status.restart_reasons) else ""
+    return f"{number} ({times}{': ' if shown else ''}{more}{', '.join(shown)})"

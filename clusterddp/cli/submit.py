@@ -12,7 +12,6 @@ from clusterddp import launchers
 from clusterddp.cli import request_options, sbatch_variables, settings
 from clusterddp.cli.inputs import make_sure
 from clusterddp.cli.job_spec import job_spec
-from clusterddp.cli.runs import run_folders
 from clusterddp.cli.templates import SHIPPED
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, train_options
 from clusterddp.errors import (
@@ -21,7 +20,7 @@ from clusterddp.errors import (
     RequestError,
     SlurmError,
 )
-from clusterddp.run_dir import RunDir, write_atomically
+from clusterddp.run_dir import RunDir, run_folders, write_atomically
 from clusterddp.spec import JobSpec, submission_comment
 
 

@@ -1,10 +1,12 @@
 """The local launcher: rehearses a run on this workstation, with the very script of the cluster.
 
 `submit` starts a controller, this module run as a program, which plays the part of Slurm's: it
-gives the script the variables of a job, puts the stand-in of `srun.py` first on its PATH, and
-signals the tasks as scancel does. The hosts are 127.0.0.1, 127.0.0.2, …
+gives the script the variables of a job, puts the stand-in of `srun.py` first on its PATH, keeps the
+time limit and the signal ahead of it, and signals the tasks as scancel does. It has no queue into
+which it could put a job back. The hosts are 127.0.0.1, 127.0.0.2, …
 """
 
+import math
 import os
 import re
 import shlex
@@ -16,9 +18,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp import slurm
+from clusterddp import forms, slurm
 from clusterddp.errors import RequestError
 from clusterddp.launchers import Submission, sbatch
 from clusterddp.launchers.srun import (
@@ -32,6 +35,11 @@ from clusterddp.spec import JobSpec
 from clusterddp.supervise import die_with_parent
 
 MOST_HOSTS = 250
+# sbatch(1), --signal=[{R|B}:]<sig_num>[@sig_time]
+_SIGNAL = re.compile(
+    r"(?:(?P<flags>[RB]+):)?(?:SIG)?(?:(?P<name>[A-Z]+[0-9]?)|(?P<number>\d+))(?:@(?P<lead>\d+))?"
+)
+_SLURMS_LEAD_SECONDS = 60
 prepare = sbatch.prepare  # the very script that sbatch would get
 
 
@@ -68,14 +76,49 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
 def main() -> None:
     """Run the script of a run directory to its end; exits as the script does."""
     run = RunDir(Path(sys.argv[1]))
-    job = _Job(run)
+    script = run.script.read_text()
+    limit = Limit.of(script)
     with tempfile.TemporaryDirectory(prefix="clusterddp-local-") as folder:
         environ = {
             **os.environ,
-            **job_environment(run.script.read_text(), os.getpid(), Path.cwd()),
+            **job_environment(script, os.getpid(), Path.cwd()),
+            **limit.environment(time.time()),
             **_stand_in(Path(folder), os.environ),
         }
-        sys.exit(job.run(["bash", str(run.script)], environ, Path(folder) / "steps"))
+        job = _Job(run, Path(folder) / "steps", limit)
+        sys.exit(job.run(["bash", str(run.script)], environ))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The time limit of a job, and the signal that it asks for ahead of it."""
+
+    seconds: int | None = None
+    signal: int | None = None
+    lead_seconds: int = 0
+    to_script: bool = False
+    """Whether the signal is for the batch shell alone, rather than for the tasks alone."""
+
+    @classmethod
+    def of(cls, script: str) -> "Limit":
+        """As the script's directives say; a signal without a limit never comes."""
+        asked = _directives(script)
+        seconds = forms.limit_seconds(asked.get("time", ""))
+        found = _SIGNAL.fullmatch(asked.get("signal", ""))
+        if seconds is None or not found:
+            return cls(seconds)
+        number = getattr(signal, f"SIG{found['name']}", None) or int(found["number"] or 0)
+        lead = int(found["lead"] or _SLURMS_LEAD_SECONDS)
+        return cls(seconds, number or None, lead, "B" in (found["flags"] or ""))
+
+    def environment(self, now: float) -> dict[str, str]:
+        """The variables in which newer versions of Slurm tell a job its limit."""
+        if self.seconds is None:
+            return {}
+        return {
+            "SLURM_JOB_START_TIME": str(int(now)),
+            "SLURM_JOB_END_TIME": str(int(now + self.seconds)),
+        }
 
 
 def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
@@ -138,11 +181,14 @@ def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
 class _Job:
     """The batch script and the tasks of its steps; a TERM to this process cancels them all."""
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, steps: Path, limit: Limit) -> None:
+        self._run, self._steps, self._limit = run, steps, limit
         self._cancelled = False
+        self._warned = False
+        self._kill_at: float | None = None
 
-    def run(self, argv: list[str], environ: Mapping[str, str], steps: Path) -> int:
+    def run(self, argv: list[str], environ: Mapping[str, str]) -> int:
+        """The script's exit code."""
         signal.signal(signal.SIGTERM, self._cancel)
         signal.signal(signal.SIGINT, self._cancel)
         own = os.getpid()
@@ -155,34 +201,52 @@ class _Job:
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(own),  # noqa: PLW1509 -- no threads here
         )
-        deadline = None
+        began = time.monotonic()
         while True:
             try:
                 # A signal does not end the wait by itself, so look again every so often.
                 code = process.wait(timeout=0.2)
                 break
             except subprocess.TimeoutExpired:
-                pass
-            if self._cancelled and deadline is None:
-                deadline = time.monotonic() + KILL_WAIT_SECONDS
-                self._run.add_event("cancelled", job_id=str(os.getpid()))
-                self._signal(process.pid, steps, signal.SIGCONT, signal.SIGTERM)
-            elif deadline and time.monotonic() > deadline:
-                self._signal(process.pid, steps, signal.SIGKILL)
-        self._signal(process.pid, steps, signal.SIGKILL)  # what the script left behind
+                self._keep_time(process.pid, time.monotonic() - began)
+        self._signal(process.pid, signal.SIGKILL)  # what the script left behind
         return code if code >= 0 else 128 - code
 
     def _cancel(self, *_: object) -> None:
         self._cancelled = True
 
-    def _signal(self, script: int, steps: Path, *numbers: int) -> None:
+    def _keep_time(self, script: int, elapsed: float) -> None:
+        """Signal what is due after so many seconds: ahead of the limit, at it, after KillWait."""
+        limit = self._limit
+        left = limit.seconds - elapsed if limit.seconds is not None else math.inf
+        if self._kill_at is not None:
+            if time.monotonic() > self._kill_at:
+                self._signal(script, signal.SIGKILL)
+        elif self._cancelled or left <= 0:
+            self._kill_at = time.monotonic() + KILL_WAIT_SECONDS
+            event = "cancelled" if self._cancelled else "time_limit"
+            self._run.add_event(event, job_id=str(os.getpid()))
+            self._signal(script, signal.SIGCONT, signal.SIGTERM)
+        elif limit.signal and left <= limit.lead_seconds and not self._warned:
+            self._warned = True
+            if limit.to_script:
+                os.kill(script, signal.SIGCONT)
+                os.kill(script, limit.signal)
+            else:
+                self._signal_tasks(limit.signal, signal.SIGCONT)
+
+    def _signal(self, script: int, *numbers: int) -> None:
         """As scancel: the tasks, the batch shell and what it has started, but not srun."""
-        (steps / CANCELLED).touch()
-        tasks = [int(pid) for note in steps.glob("[0-9]*") for pid in _read(note).split()]
+        (self._steps / CANCELLED).touch()
+        for number in numbers:
+            self._signal_tasks(number)
+            signal_session(script, number)
+
+    def _signal_tasks(self, *numbers: int) -> None:
+        tasks = [int(pid) for note in self._steps.glob("[0-9]*") for pid in _read(note).split()]
         for number in numbers:
             for pid in tasks:
                 signal_session(pid, number)
-            signal_session(script, number)
 
 
 def _read(note: Path) -> str:

@@ -20,5 +20,5 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
 
     comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
     job_id = slurm.sbatch(script, os.environ, comment=comment)
-    run.add_event("submitted", job_id=job_id, launcher="sbatch")
+    run.add_event("submitted", job_id=job_id, launcher="sbatch", folder=str(Path.cwd()))
     return Submission(job_id)

@@ -2,23 +2,37 @@
 
 submitit writes the script; what stands around its srun line (records, environment, set-up, port,
 tear-down, verdict) comes from our own template, as submitit's `setup` lines. Each task runs the
-same command as under the other launchers. The differences are listed in docs/launchers.md.
+same command as under the other launchers. Ahead of the time limit the job goes back into the queue
+by submitit's own protocol, `Task.checkpoint`. The differences are listed in docs/launchers.md.
 """
 
+import math
 import os
 import shlex
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp import forms, render, slurm
-from clusterddp.errors import RequestError
+from clusterddp import forms, render, requeue, slurm
+from clusterddp.attempt import Attempt
+from clusterddp.errors import EXIT_PAUSED, RequestError
 from clusterddp.launchers import Submission
-from clusterddp.run_dir import RunDir
+from clusterddp.outcome import read_outcomes
+from clusterddp.requeue import Policy, Start
+from clusterddp.run_dir import RunDir, read_json
+from clusterddp.slurm import Ending
 from clusterddp.spec import JobSpec
+
+ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
+"""Set by the script: the number of this start of the run."""
+_SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
+_LEAST_PATIENCE_SECONDS = 30
+_LOOK_SECONDS = 0.2
 
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:
@@ -42,35 +56,130 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
     import submitit
 
     try:
-        executor = submitit.SlurmExecutor(folder=_folder(spec), python=_python(spec))
+        executor = submitit.SlurmExecutor(
+            folder=_folder(spec), python=_python(spec), max_num_timeout=spec.max_requeues
+        )
     except RuntimeError:
         raise RequestError(
             "no srun on PATH, so submitit cannot submit from here; log in to the cluster, or use "
             "--launcher local to rehearse the run."
         ) from None
     executor.update_parameters(**_parameters(spec))
+    task = Task(
+        run_dir=str(run.path),
+        argv=tuple(_task_argv(spec)),
+        policy=Policy(spec.requeues, spec.max_requeues, spec.restart_on_failure),
+        world_size=spec.world_size,
+        patience_seconds=max(spec.signal_lead, _LEAST_PATIENCE_SECONDS),
+        by_protocol=_by_protocol(spec),
+    )
     with _environment(slurm.submission_environment(os.environ)):
         try:
-            job = executor.submit(run_task, _task_argv(spec), str(run.logs))
+            job = executor.submit(task)
         except submitit.core.utils.FailedJobError as error:
             raise RequestError(f"sbatch refused the job: {' '.join(str(error).split())}") from None
-    run.add_event("submitted", job_id=job.job_id, launcher="submitit")
+    run.add_event("submitted", job_id=job.job_id, launcher="submitit", folder=str(Path.cwd()))
     return Submission(job.job_id)
 
 
-def run_task(argv: list[str], logs: str) -> None:
-    """What submitit calls on every task: the command of the other launchers, in its rank's log.
+@dataclass(frozen=True)
+class Task:
+    """What submitit pickles and calls on every task, and asks what to start again.
 
-    Raises RuntimeError when the rank failed, for submitit to record.
+    submitit's handler for its signal calls `checkpoint` in the task of rank 0, requeues the job
+    from there when it gets something to start again, and leaves; Slurm then ends all other tasks,
+    whatever they are doing. So `checkpoint` returns only when the ranks have saved and left.
     """
-    with (Path(logs) / f"rank-{os.environ['SLURM_PROCID']}.log").open("ab") as log:
-        code = subprocess.call(argv, stdout=log, stderr=subprocess.STDOUT)
-    if code:
-        raise RuntimeError(f"the rank ended with exit code {code}; its log is {log.name}")
+
+    run_dir: str
+    argv: tuple[str, ...]
+    """The command of the other launchers, PYTHON -m clusterddp NAME …, without the attempt."""
+    policy: Policy
+    world_size: int
+    patience_seconds: float
+    """How long the ranks may take to save."""
+    by_protocol: bool
+    """Whether submitit's signal is for submitit; otherwise it is for the ranks alone."""
+
+    def __call__(self) -> None:
+        """Run one rank, in its own log.
+
+        Raises RuntimeError when it failed, for submitit to record, and SystemExit when it has
+        paused: submitit then keeps no result of a start that is not the last.
+        """
+        if not self.by_protocol:
+            # submitit's handler would compare with a limit that it was not told, and requeue.
+            signal.signal(_submitits_signal(), _do_nothing)
+        attempt = self._attempt()
+        rank = int(os.environ["SLURM_PROCID"])
+        argv = [*self.argv[:4], f"--attempt={attempt.number}", *self.argv[4:]]
+        with attempt.run.rank_log(rank).open("ab") as log:
+            process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
+            code = process.wait()
+        if code:
+            raise RuntimeError(f"the rank ended with exit code {code}; its log is {log.name}")
+        ended = [outcome for outcome in read_outcomes(attempt.outcomes) if outcome.rank == rank]
+        if ended and ended[0].exit_code == EXIT_PAUSED:
+            raise SystemExit(0)
+
+    def checkpoint(self) -> Any:
+        """Have the ranks save and leave; what submitit starts again, or None for no requeue."""
+        import submitit
+
+        signal.signal(_submitits_signal(), _do_nothing)  # a second one would begin this anew
+        attempt = self._attempt()
+        if not attempt.stop.exists():
+            with suppress(OSError):  # the ranks have had the signal as well
+                attempt.ask_to_stop("signal")
+        deadline = time.monotonic() + self.patience_seconds
+        while time.monotonic() < deadline and not self._all_have_left(attempt):
+            time.sleep(_LOOK_SECONDS)  # the ranks' records lie on a file system shared by hosts
+        outcomes = read_outcomes(attempt.outcomes)
+        if outcomes and all(outcome.exit_code == 0 for outcome in outcomes):
+            raise SystemExit(0)  # the signal met the end of the work; None would be an error
+        return submitit.helpers.DelayedSubmission(self) if self._goes_on(attempt) else None
+
+    def _attempt(self) -> Attempt:
+        return Attempt(RunDir(Path(self.run_dir)), int(os.environ[ATTEMPT_VARIABLE]))
+
+    def _all_have_left(self, attempt: Attempt) -> bool:
+        ended = [outcome for outcome in read_outcomes(attempt.outcomes) if outcome.ended]
+        return len(ended) == self.world_size
+
+    def _goes_on(self, attempt: Attempt) -> bool:
+        """What `clusterddp finish` decides of a signal; it says the reason in the job's log."""
+        run, job_id = attempt.run, os.environ["SLURM_JOB_ID"]
+        if any(outcome.failed for outcome in read_outcomes(attempt.outcomes)):
+            return False
+        if (read_json(attempt.end) or {}).get("reason") == "stop":
+            return False  # 'clusterddp stop' came first
+        asked = [e["event"] for e in run.read_events() if e.get("job_id") == job_id]
+        restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        if "cancelled" in asked or slurm.ending(job_id, restart) is Ending.CANCELLED:
+            return False
+        own = Start(attempt.number, requeue.SIGNAL, requeue.gained(attempt))
+        starts = requeue.starts_since_submission(run)
+        earlier = [start for start in starts if start.attempt != attempt.number]
+        return requeue.decide(self.policy, requeue.SIGNAL, [*earlier, own]).go_on
+
+
+def _do_nothing(*_: object) -> None:
+    """Take a signal; unlike an ignored one, it is not ignored in what this process starts."""
+
+
+def _submitits_signal() -> signal.Signals:
+    return signal.Signals[f"SIG{os.environ.get(_SIGNAL_VARIABLE, 'USR2')}"]
 
 
 def _folder(spec: JobSpec) -> Path:
     return Path(spec.run_dir) / "submitit"
+
+
+def _by_protocol(spec: JobSpec) -> bool:
+    """Whether submitit can tell what its signal means: it compares with the limit of --time."""
+    timed = "time" in render.directive_values(spec)
+    limit = forms.limit_seconds(spec.resources.time) if timed else None
+    return spec.requeues and bool(spec.signal) and limit is not None
 
 
 def _python(spec: JobSpec) -> str:
@@ -85,6 +194,9 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
     """submitit's parameters; directives go through `additional_parameters`, values as they are."""
     resources = spec.resources
     wanted = render.directive_values(spec)
+    limit = forms.limit_seconds(wanted.get("time") or "")
+    if spec.signal:  # to the tasks, where submitit listens
+        wanted["signal"] = spec.signal.removeprefix("B:")
     for name in ("output", "nodes", "ntasks-per-node"):  # submitit writes these by itself
         wanted.pop(name, None)
     srun_args = [f"--ntasks={resources.num_tasks}", "--kill-on-bad-exit=1", "--export=ALL"]
@@ -93,7 +205,8 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
     return {
         "nodes": resources.nodes,
         "ntasks_per_node": resources.tasks_per_node,
-        "time": None,  # otherwise submitit asks for five minutes
+        # submitit counts time-outs by it; without one it would ask for five minutes.
+        "time": None if limit is None else math.ceil(limit / 60),
         "wckey": None,
         "job_name": _escaped(wanted.pop("job-name", None)),
         "setup": render.render(replace(spec, template=render.SUBMITIT_SETUP)).split("\n"),

@@ -42,7 +42,8 @@ def training_batches(
     world size - 1 images are repeated.)
     """
     order = torch.tensor(list(sampler))[seen // world_size :]
-    yield from torch.split(order, batch_size)
+    if len(order):  # torch.split makes one empty batch of nothing
+        yield from torch.split(order, batch_size)
 
 
 def evaluation_batches(count: int, rank: int, world_size: int, batch_size: int) -> Iterator[Tensor]:

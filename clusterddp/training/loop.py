@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from clusterddp.attempt import Attempt
+from clusterddp.attempt import Attempt, attempts
 from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.stop import REASONS, StopRequest
 from clusterddp.train_config import Interval, TrainConfig
@@ -30,7 +30,7 @@ from clusterddp.training.watchdog import Phase, Progress
 
 # Images a rank evaluates at once; it changes the speed and the memory, not the result.
 _EVALUATION_BATCH = 1000
-# Until then a run has saved once, so that it knows what that costs.
+# Until then an attempt has saved once, so that it knows what that costs.
 _FIRST_SAVE_SECONDS = 40.0
 
 
@@ -91,6 +91,11 @@ class Training:
                 keep_last=config.keep_last,
                 say=self.journal.say,
                 may_write=lambda: not attempt.is_superseded,
+                older=[
+                    each.checkpoints
+                    for each in attempts(attempt.run)
+                    if each.number < attempt.number
+                ],
             )
             if rank == 0
             else None
@@ -100,6 +105,7 @@ class Training:
         self.accuracy = self.loss = math.nan
         """Over the whole test set, when it was last evaluated."""
         self._saved = self.position.step if agreed.resume else -1
+        self._random_states: Tensor | None = None  # of all ranks, when that was
         self._evaluated = -1  # the step at which it was last done
         self._saved_at = self._began = time.monotonic()
 
@@ -185,15 +191,16 @@ class Training:
             self.request.note("time limit")
         now = time.monotonic()
         waited = now - self._saved_at
-        first = self._saved < 0 and now - self._began > _FIRST_SAVE_SECONDS
+        first = self._saved_at == self._began and now - self._began > _FIRST_SAVE_SECONDS
         wish = self.rank == 0 and (waited >= self.saving.seconds or first)
         code, save = self.poll.ask(
             self.position.step, [REASONS.index(self.request.reason), int(wish)]
         )
         if save and not code:
+            self._log()
             self._save()
-            if self.saver:
-                self.deadline.check_lead(self._lead_seconds(), self.journal.say)
+        if self.saver and self.saver.costs.saves:
+            self.deadline.check_lead(self._lead_seconds(), self.journal.say)
         return REASONS[code]
 
     def _lead_seconds(self) -> float:
@@ -206,6 +213,8 @@ class Training:
         if self.evaluating.due(unit, count):
             self._log()
             self._evaluate()
+            if self.best and self.best.step == self.position.step:
+                self._save()  # the best one is kept
         if self.saving.due(unit, count):
             self._log()
             self._save()
@@ -270,14 +279,14 @@ class Training:
             return
         self.progress.mark(self.position.step, Phase.SAVE)
         began = time.perf_counter()
-        states = checkpoint.gather_random_states(self.device)
+        self._random_states = checkpoint.gather_random_states(self.device)
         if self.saver:
-            content = self._content(states)
+            content = self._content()
             self.saver.save(content, time.perf_counter() - began)
         self._saved, self._saved_at = self.position.step, time.monotonic()
         self.tally.restart()
 
-    def _content(self, random_states: Tensor | None) -> dict[str, Any]:
+    def _content(self) -> dict[str, Any]:
         return checkpoint.collect(
             config=self.config,
             model=self.model,
@@ -287,7 +296,7 @@ class Training:
             global_batch_size=self.agreed.global_batch_size,
             data_sha256=self.agreed.data_sha256,
             best=self.best,
-            random_states=random_states,
+            random_states=self._random_states,
         )
 
     def _finish_saving(self, *, must: bool) -> None:
@@ -296,7 +305,7 @@ class Training:
         """
         if self.saver is None or self.saver.wait() or self._saved == self.start_step:
             return
-        self.saver.save(self._content(None), 0.0)
+        self.saver.save(self._content(), 0.0)
         if not self.saver.wait() and must:
             raise CheckpointError(
                 f"the training is done, but its last checkpoint, step {self.position.step}, could "
@@ -305,7 +314,10 @@ class Training:
             )
 
     def _restore(self, path: Path) -> None:
+        own = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         restored = checkpoint.restore(path, self.config, self.model, self.optimizer)
+        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(settings)  # this configuration's, where it was changed on purpose
         self.position, self.best = restored.position, restored.best
         states = restored.random_states
         if states is not None and len(states) == self.world_size:

@@ -1,5 +1,6 @@
 """What rank 0 tells: lines in its log or a bar on a terminal, metrics.jsonl."""
 
+import contextlib
 import json
 import os
 import sys
@@ -36,6 +37,8 @@ class Journal:
         self._path = attempt.metrics if rank == 0 else None
         self._bar = _bar(start.step, total_steps) if rank == 0 and _on_terminal() else None
         self._failed = False
+        self._start_step = start.step
+        self._known = _kinds_at(self._path, start.step) if self._path else set()
 
     def train(self, position: Position, figures: Figures) -> None:
         """Loss and accuracy are means over the images of all ranks since the last such line."""
@@ -66,10 +69,11 @@ class Journal:
         """A line of rank 0's log."""
         if self._path is None:
             return
-        if self._bar is not None:
-            self._bar.write(line)
-        else:
-            print(line, flush=True)
+        with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+            if self._bar is not None:
+                self._bar.write(line)
+            else:
+                print(line, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -78,6 +82,8 @@ class Journal:
     def _write(self, kind: str, position: Position, figures: Figures) -> None:
         if self._path is None:
             return
+        if position.step == self._start_step and kind in self._known:
+            return  # an earlier attempt has done the very same, and its line is there
         line = {
             "kind": kind,
             "step": position.step,
@@ -88,7 +94,8 @@ class Journal:
         }
         try:
             with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                # What failed before may have left a torn line.
+                file.write(("\n" if self._failed else "") + json.dumps(line) + "\n")
         except OSError as error:  # a full disk costs the line, never the training
             if not self._failed:
                 self.say(
@@ -151,6 +158,13 @@ def _bar(done: int, total: int) -> Any:
     from tqdm import tqdm
 
     return tqdm(initial=done, total=total, unit="step", dynamic_ncols=True)
+
+
+def _kinds_at(path: Path, step: int) -> set[str]:
+    try:
+        return {line["kind"] for line in read_json_lines(path) if line.get("step") == step}
+    except (OSError, KeyError):
+        return set()
 
 
 def copy_history(source: Path, target: Path, step: int) -> None:

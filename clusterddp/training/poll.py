@@ -36,7 +36,7 @@ class Poll:
             self.step_seconds = (now - self._asked[1]) / (step - self._asked[0])
         wanted = _MOST_STEPS
         if self.step_seconds:
-            wanted = max(int(POLL_SECONDS / self.step_seconds), 1)
+            wanted = min(max(int(POLL_SECONDS / self.step_seconds), 1), _MOST_STEPS)
         answer = torch.tensor([*wishes, -wanted], dtype=torch.int64, device=self._device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         *answers, slowest = answer.tolist()

@@ -3,6 +3,7 @@
 A thread, so that a long step or a hanging exchange delays neither.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -29,6 +30,7 @@ class Presence:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._stay, name="presence", daemon=True)
         self._said = False
+        self._gone = 0
 
     def __enter__(self) -> "Presence":
         self._thread.start()
@@ -52,28 +54,39 @@ class Presence:
     def _look(self) -> None:
         try:
             self._attempt.show_life(self.step())
-            reason = self._attempt.asked_to_stop()
-        except OSError as error:
+            self._gone = 0
+        except FileNotFoundError:
+            self._gone += 1
+            if self._gone > 1:  # twice, as a network file system can err for a moment
+                self._end(f"{self._attempt.path} was removed: nothing can be saved any more")
+        except OSError as error:  # a full disk, say, on which the rest can still be seen
             self._say(f"cannot show its life in {self._attempt.path}: {error.strerror}")
+        try:
+            reason = self._attempt.asked_to_stop()
+            superseded = self._attempt.is_superseded
+        except OSError as error:
+            self._say(f"cannot be looked at in {self._attempt.path}: {error.strerror}")
             return
         if reason is not None:
             self._request.note("stop" if reason == "stop" else "signal")
-        if self._attempt.is_superseded:
+        if superseded:
             self._superseded()
 
     def _say(self, line: str) -> None:
         if not self._said:
             self._said = True
-            print(f"warning: attempt {self._attempt.number} {line}", flush=True)
+            with contextlib.suppress(OSError):  # the log may lie on the same disk
+                print(f"warning: attempt {self._attempt.number} {line}", flush=True)
 
     def _leave(self) -> None:
-        """End at once: whatever this attempt still did would be work done twice."""
+        """Whatever this attempt still did would be work done twice."""
         later = self._attempt.number + 1
-        print(
-            f"clusterddp: attempt {self._attempt.number} is superseded: attempt {later} of the run "
-            "has begun, and trains on. This one ends.",
-            file=sys.stderr,
-            flush=True,
-        )
-        sys.stdout.flush()
+        self._end(f"superseded: attempt {later} of the run has begun, and trains on")
+
+    def _end(self, why: str) -> None:
+        """End this process at once; the other ranks find their exchange broken."""
+        with contextlib.suppress(OSError):
+            print(f"clusterddp: attempt {self._attempt.number} ends: {why}", file=sys.stderr)
+            sys.stderr.flush()
+            sys.stdout.flush()
         os._exit(EXIT_FAILED)

@@ -74,6 +74,10 @@ class Saver:
         self.costs = Costs()
         self.last_step: int | None = None
         """Of the newest verified one in the folder."""
+        try:  # where this attempt starts once more, after a kill
+            checkpoint_file.remove_leftovers(folder)
+        except OSError as error:
+            self._say(f"warning: left-overs in {folder} stay: {error.strerror}")
         found = checkpoint_file.newest_in(folder, self._say)
         if found:
             self._whole[found.name] = _signature(found)

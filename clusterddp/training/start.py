@@ -15,6 +15,7 @@ from clusterddp.run_dir import RunDir, read_json, write_atomically
 from clusterddp.train_config import TrainConfig, changes
 from clusterddp.training import agreement, checkpoint, checkpoint_file, data, metrics, optimizer
 from clusterddp.training.agreement import Agreement, Hello
+from clusterddp.training.checkpoint_file import Best
 
 
 def decide(
@@ -86,19 +87,25 @@ def _go_on(
 ) -> Agreement:
     """Choose the checkpoint, check that it fits, and lay the attempt's folders out."""
     run = attempt.run
-    own = checkpoint_file.newest(run, say, before=attempt)
-    if own is None and checkpoint_file.listing(run):
+    # An agent starts the ranks of an attempt again, within the job, when one of them has failed.
+    again = attempt.checkpoints.is_dir()
+    own = checkpoint_file.newest_in(attempt.checkpoints, say) if again else None
+    own = own or checkpoint_file.newest(run, say, before=attempt)
+    there = checkpoint_file.listing(run) if own is None else []
+    if any(not entry.problem.startswith("superseded") for entry in there):
         raise CheckpointError(
             f"no checkpoint of {run.name} is whole, so it cannot go on: see 'clusterddp "
             f"checkpoints {run.shown}'. To train from the start, submit it under another name."
         )
     source = own or (checkpoint_file.find(config.resume, say) if config.resume else None)
+    best = None
     step, reference = 0, int((recorded or {}).get("reference_world_size") or agreed.world_size)
     if source is not None:
         content = checkpoint.load(source)
         checkpoint.check_fits(source, content, config, data_sha256=agreed.data_sha256)
         _check_configuration(source, content["config"], config)
         step, before = int(content["step"]), content["config"]["batch_size"]
+        best = Best(**content["best"]) if content["best"] else None
         # Where the batch size was changed on purpose, it counts for the ranks that there are now.
         reference = agreed.world_size
         if before == config.batch_size:
@@ -106,7 +113,6 @@ def _go_on(
     agreed = dataclasses.replace(
         agreed,
         attempt=attempt.number,
-        resume=str(source.resolve()) if source else "",
         reference_world_size=reference,
         global_batch_size=config.batch_size * reference,
     )
@@ -117,16 +123,25 @@ def _go_on(
             f"{agreed.world_size} ranks evenly. Start it on a number of ranks that divides "
             f"{agreed.global_batch_size}."
         )
-    checkpoint_file.adopt(attempt, own, config.keep_last)
-    previous = run.metrics
-    metrics.copy_history(previous, attempt.metrics, step if own else 0)
+    found = source
+    if not again:
+        found = checkpoint_file.adopt(attempt, source, config.keep_last, best=best, warn=say)
+    agreed = dataclasses.replace(agreed, resume=str(found.resolve()) if found else "")
+    metrics.copy_history(run.metrics, attempt.metrics, step if own else 0)
+    attempt.end.unlink(missing_ok=True)
+    # What an attempt has gained counts from its first start.
+    before_it = attempt.read_record()
+    origin = {
+        "step": step,
+        "saved": source.stat().st_mtime if source else None,
+        "resumed_from": _shown(run, source),
+    }
     attempts.publish(
         attempt,
         {
             **identity,
-            "step": step,
-            "saved": source.stat().st_mtime if source else None,
-            "resumed_from": _shown(run, source),
+            **{name: before_it.get(name, value) for name, value in origin.items()},
+            "starts_in_job": before_it.get("starts_in_job", 0) + 1,
             "world_size": agreed.world_size,
             "hosts": list(agreed.hosts),
         },

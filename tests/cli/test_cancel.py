@@ -65,6 +65,34 @@ def test_scancels_words_reach_the_person_and_the_record_is_taken_back(workplace:
     assert [event["event"] for event in run.read_events()[-2:]] == ["cancelled", "cancel_failed"]
 
 
+@pytest.mark.parametrize("successor", ["12", "13"], ids=["requeued", "the next job"])
+def test_what_waits_to_go_on_is_cancelled(workplace: Workplace, successor: str) -> None:
+    start = {**started("12"), "attempt": 1}
+    end = {**ended("12", 75), "attempt": 1, "cause": "signal", "why": ""}
+    again = {"event": "requeued", "job_id": "12", "attempt": 1, "why": "signal"}
+    if successor == "13":
+        again = submitted("13", in_place_of="12", attempt=1, why="signal")
+    run = workplace.run("one", submitted("12"), start, end, again)
+    workplace.command("squeue", f"echo '{successor}|PENDING|Priority'")
+    workplace.command("scancel", "exit 0")
+    got = workplace.invoke("cancel", "one")
+    assert got.out == f"one: asked Slurm (job {successor}) to end it\n"
+    assert workplace.calls[-1] == f"scancel {successor}"
+    assert run.read_events()[-1] | {"time": 0} == {
+        "event": "cancelled",
+        "time": 0,
+        "job_id": successor,
+    }
+
+
+def test_a_stopped_run_has_ended(workplace: Workplace) -> None:
+    end = {**ended("12", 75), "attempt": 1, "cause": "stopped", "why": "stopped"}
+    workplace.run("one", submitted("12"), {**started("12"), "attempt": 1}, end)
+    got = workplace.invoke("cancel", "one")
+    assert got.out == "one has already ended: stopped\n"
+    assert not [call for call in workplace.calls if "scancel" in call]
+
+
 def test_a_local_run_gets_sigterm(workplace: Workplace) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:

@@ -106,5 +106,5 @@ def test_completing_the_partition_of_submit_reaches_slurm(workplace: Workplace) 
 def test_commands_are_offered_by_click() -> None:
     completer = ShellComplete(cli, {}, "clusterddp", "_CLUSTERDDP_COMPLETE")
     offered = {item.value for item in completer.get_completions([], "st")}
-    assert offered == {"status"}
+    assert offered == {"status", "stop"}
     assert os.environ.get("_CLUSTERDDP_COMPLETE") is None

@@ -1,6 +1,7 @@
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from clusterddp.attempt import Attempt
 from clusterddp.cli.debug import free_port
 from clusterddp.run_dir import RunDir
-from tests.processes import has_gone
+from clusterddp.training.checkpoint_file import name_of
+from tests.processes import has_gone, wait_for
 
 PATIENCE = 90
 # A model whose construction stops as a breakpoint does: it asks the person who typed the command.
@@ -62,19 +65,32 @@ def debug(synthetic_dir: Path, tmp_path: Path) -> Iterator[Any]:
         process.communicate()
 
 
+LONG = ("--epochs=5000", "--log-every=20")
+
+
 def wait_until_training(process: "subprocess.Popen[str]") -> None:
     assert process.stdout
-    while True:
+    text = ""
+    while "images/s" not in text:
         ready, _, _ = select.select([process.stdout], [], [], PATIENCE)
-        assert ready, "it has not started to train"
-        line = process.stdout.readline()
-        assert line, process.stderr and process.stderr.read()
-        if "images/s" in line:
-            return
+        assert ready, f"it has not started to train: {text}"
+        chunk = os.read(process.stdout.fileno(), 1 << 16)  # past Python's buffer
+        assert chunk, process.stderr and process.stderr.read()
+        text += chunk.decode()
 
 
 def rank_pids(run: RunDir) -> list[int]:
-    return [json.loads(run.outcome(rank).read_text())["pid"] for rank in (0, 1)]
+    folder = Attempt(run, 1).outcomes
+    return [json.loads((folder / f"rank-{rank}.json").read_text())["pid"] for rank in (0, 1)]
+
+
+def end_of(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "attempts/0001/end.json").read_text())
+    return content
+
+
+def events_of(run: Path, event: str) -> list[dict[str, Any]]:
+    return [each for each in RunDir(run).read_events() if each["event"] == event]
 
 
 def test_one_process_is_this_very_process_with_its_input(debug: Any) -> None:
@@ -106,28 +122,129 @@ def test_several_processes_train_together_and_each_has_its_log(debug: Any, tmp_p
     assert "rank 1 of 2" in run.rank_log(1).read_text() and "rank 1 of 2" not in out
 
 
-def test_ctrl_c_leaves_no_process_behind(debug: Any, tmp_path: Path) -> None:
-    process = debug("--procs=2", "--epochs=1000", "--log-every=1")
+@pytest.mark.parametrize(
+    ("procs", "number", "code", "reason"),
+    [
+        (1, signal.SIGINT, 130, "interrupt"),
+        (2, signal.SIGINT, 130, "interrupt"),
+        (1, signal.SIGTERM, 75, "SIGTERM"),
+        (2, signal.SIGTERM, 75, "SIGTERM"),
+        (2, signal.SIGHUP, 75, "SIGTERM"),
+    ],
+)
+def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
+    procs: int, number: int, code: int, reason: str, debug: Any, tmp_path: Path
+) -> None:
+    process = debug(f"--procs={procs}", *LONG)
     wait_until_training(process)
-    pids = rank_pids(RunDir(tmp_path / "run"))
+    run = tmp_path / "run"
+    pids = rank_pids(RunDir(run)) if procs > 1 else []
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, err
+    end = end_of(run)
+    assert (end["cause"], end["reason"]) == ("stopped", reason)
+    assert f"stopped at step {end['step']} ({reason})" in out
+    assert ("Ctrl-C again ends" in err) == (number == signal.SIGINT or procs > 1)
+    assert (run / "checkpoints" / name_of(end["step"])).exists()
+    assert all(has_gone(pid) for pid in pids)
+    assert [event["exit_code"] for event in events_of(run, "ended")] == [code]
+
+    (said,) = [line for line in err.splitlines() if "go on with: " in line]
+    argv = shlex.split(said.partition("go on with: ")[2])
+    assert argv[:2] == ["clusterddp", "debug"]
+    argv = [sys.executable, "-m", *argv, f"--max-steps={end['step'] + 1}"]
+    again = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert again.returncode == 0, again.stderr
+    assert f"resuming from {run}/attempts/0002/checkpoints/{name_of(end['step'])}" in again.stdout
+    assert f"rank 0 of {procs}" in again.stdout
+    assert "done: test accuracy" in again.stdout
+
+
+# A training whose steps after the thirtieth never end: it cannot save.
+HANGING = """
+import signal, sys
+from clusterddp.training.images import Images
+batch, seen = Images.batch, []
+def hang(self, indices):
+    seen.append(1)
+    while len(seen) > 30:
+        signal.pause()
+    return batch(self, indices)
+Images.batch = hang
+from clusterddp.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_the_second_ctrl_c_ends_at_once(procs: int, debug: Any, tmp_path: Path) -> None:
+    program = ("-c", HANGING) if procs == 1 else ("-m", "clusterddp")
+    process = debug(f"--procs={procs}", *LONG, program=program)
+    wait_until_training(process)
+    run = RunDir(tmp_path / "run")
+    pids = rank_pids(run) if procs > 1 else []
+    if pids:
+        os.kill(pids[1], signal.SIGSTOP)  # so rank 0 waits for it, and neither can save
+    process.send_signal(signal.SIGINT)
+    seen = b""
+    while b"Ctrl-C again ends" not in seen:
+        assert select.select([process.stderr], [], [], PATIENCE)[0], seen
+        seen += os.read(process.stderr.fileno(), 1 << 16)
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
+    assert not Attempt(run, 1).end.exists()
+    assert all(has_gone(pid) for pid in pids)
+    assert [event["exit_code"] for event in events_of(run.path, "ended")] == [130]
+
+
+def test_ranks_that_do_not_leave_are_ended_after_a_while(debug: Any, tmp_path: Path) -> None:
+    program = (
+        "import clusterddp.cli.debug as debug; debug._SAVING_SECONDS = 0.5\n"
+        "from clusterddp.__main__ import main; main()"
+    )
+    process = debug("--procs=2", *LONG, program=("-c", program))
+    wait_until_training(process)
+    pids = rank_pids(RunDir(tmp_path / "run"))
+    os.kill(pids[1], signal.SIGSTOP)
+    process.terminate()
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 143
+    assert "ended before it had saved" in err and "go on with" not in err
     assert all(has_gone(pid) for pid in pids)
 
 
-def test_term_leaves_no_process_behind(debug: Any, tmp_path: Path) -> None:
-    process = debug("--procs=2", "--epochs=1000", "--log-every=1")
-    wait_until_training(process)
-    pids = rank_pids(RunDir(tmp_path / "run"))
-    process.terminate()
+def test_ctrl_c_at_a_question_before_the_training_ends_it(debug: Any, tmp_path: Path) -> None:
+    process = debug("--max-steps=2", program=("-c", ASKING_MODEL))
+    wait_for(Attempt(RunDir(tmp_path / "run"), 1).alive.exists, "the attempt")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert "Traceback" not in err and "Ctrl-C again" not in err
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_before_the_ranks_have_met_a_request_ends_them_at_once(
+    number: int, code: int, debug: Any, tmp_path: Path
+) -> None:
+    process = debug("--procs=2", *LONG)
+    first = Attempt(RunDir(tmp_path / "run"), 1)
+    started = [first.outcomes / f"rank-{rank}.json" for rank in (0, 1)]
+    wait_for(lambda: all(path.exists() for path in started), "both ranks")
+    pids = rank_pids(first.run)
+    assert not first.record.exists(), "they import torch, which takes seconds"
+    process.send_signal(number)
     process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143
+    assert process.returncode == code
+    assert not first.end.exists()
     assert all(has_gone(pid) for pid in pids)
 
 
 def test_a_rank_that_dies_ends_the_others_and_is_named(debug: Any, tmp_path: Path) -> None:
-    process = debug("--procs=2", "--epochs=1000", "--log-every=1")
+    process = debug("--procs=2", *LONG)
     wait_until_training(process)
     os.kill(rank_pids(RunDir(tmp_path / "run"))[1], signal.SIGKILL)
     _, err = process.communicate(timeout=PATIENCE)

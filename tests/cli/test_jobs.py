@@ -39,6 +39,52 @@ def test_slurm_is_asked_once_for_all_runs(workplace: Workplace) -> None:
     assert "-j 0,1,2,3,4 " in call
 
 
+def test_a_thousand_runs_are_one_question(workplace: Workplace) -> None:
+    """Requeued ones, ones that went on in another job, and stopped ones among them."""
+    for number in range(0, 1000, 4):
+        one, other = str(number), str(number + 1)
+        end = {**ended(one, 75), "attempt": 1, "cause": "time limit", "why": ""}
+        start = {**started(one), "attempt": 1}
+        again = {"event": "requeued", "job_id": one, "attempt": 1, "why": "time limit"}
+        next_job = submitted(other, in_place_of=one, attempt=1, why="time limit")
+        stopped = {**end, "cause": "stopped", "why": "stopped"}
+        workplace.run(f"running-{number}", submitted(one), start)
+        workplace.run(f"requeued-{number}", submitted(one), start, end, again)
+        workplace.run(f"in-place-{number}", submitted(one), start, end, next_job)
+        workplace.run(f"stopped-{number}", submitted(one), start, stopped)
+    answer = "'%s|RUNNING|None\\n%s|PENDING|Priority\\n'"
+    loop = f"n=0; while [ $n -lt 1000 ]; do printf {answer} $n $((n + 1)); n=$((n + 4)); done"
+    workplace.command("squeue", loop)
+    rows = [line.split() for line in workplace.invoke("jobs").out.splitlines()[1:]]
+    [call] = workplace.calls
+    assert call.startswith("squeue")
+    assert len(rows) == 1000
+    kinds = {(name.rpartition("-")[0], state) for name, state, *_ in rows}
+    assert kinds == {
+        ("running", "running"), ("requeued", "running"), ("in-place", "queued"),
+        ("stopped", "stopped"),
+    }  # fmt: skip
+    jobs = {name: job for name, _, job, *_ in rows}
+    assert jobs["in-place-8"] == "9"
+
+
+def test_a_stopped_and_a_waiting_run_say_why(workplace: Workplace) -> None:
+    end = {**ended("1", 75), "attempt": 1, "why": ""}
+    start = {**started("1"), "attempt": 1}
+    workplace.run("a", submitted("1"), start, {**end, "cause": "stopped", "why": "stopped"})
+    again = {"event": "requeued", "job_id": "1", "attempt": 1, "why": "time limit"}
+    workplace.run("b", submitted("1"), start, {**end, "cause": "time limit"}, again)
+    workplace.command("squeue", "echo '1|COMPLETED|None'")
+    workplace.command("scontrol", "exit 1")
+    workplace.run("c", submitted("1"), start, {**end, "cause": "time limit"}, again, age=300)
+    rows = {line.split()[0]: line for line in workplace.invoke("jobs").out.splitlines()}
+    assert "stopped" in rows["a"]
+    assert rows["a"].endswith("by 'clusterddp stop'")
+    assert "queued" in rows["b"]
+    assert rows["b"].endswith("goes on after the time limit")
+    assert "failed" in rows["c"]  # that word should have passed long ago
+
+
 def test_runs_are_listed_without_any_slurm(workplace: Workplace) -> None:
     workplace.run("over", submitted("1"), started("1"), ended("1", 1, first_failure=FAILURE))
     workplace.run("lost", submitted("2"))

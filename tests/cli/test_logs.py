@@ -198,6 +198,131 @@ def test_follow_goes_on_over_a_requeue(
     assert capfd.readouterr().err.splitlines()[-1].startswith("clusterddp: one: done")
 
 
+def attempt(event: str, number: int, **fields: object) -> str:
+    """A record of an attempt, as the scripts of now write it."""
+    return record(event, attempt=number, **fields)
+
+
+def told(err: str) -> list[str]:
+    return [line.removeprefix("clusterddp: one: ") for line in err.splitlines()]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("passing", ["COMPLETING", "COMPLETED", "FAILED", "PREEMPTED"])
+def test_follow_tells_why_a_run_was_requeued(
+    workplace: Workplace, capfd: pytest.CaptureFixture[str], passing: str
+) -> None:
+    run = workplace.run("one", submitted("7"))
+    now = time.time()
+    left = attempt("ended", 1, exit_code=75, cause="time limit", why="")
+    story(
+        workplace,
+        run,
+        f"{attempt('started', 1, nodelist=HOSTS)}; echo one >logs/rank-0.log; {say('RUNNING')}",
+        f"{left}; {say('RUNNING')}",
+        f"{attempt('requeued', 1, why='time limit', time=now)}; {say(passing)}",
+        *[say(passing)] * 3,  # seen as final again and again: the record settles it
+        say("PENDING", "BeginTime"),
+        f"{attempt('started', 2, restart=1, nodelist=HOSTS)}; {say('RUNNING')}",
+        say("NODE_FAIL"),
+        say("PENDING", "BeginTime"),
+        f"{attempt('started', 3, restart=2, nodelist='h03')}; {say('RUNNING')}",
+        f"echo three >>logs/rank-0.log; "
+        f"{attempt('ended', 3, restart=2, exit_code=0, cause='done', why='')}; {say('RUNNING')}",
+    )
+    assert follow(run) == 0
+    out, err = capfd.readouterr()
+    assert out == "one\nthree\n"
+    said = told(err)
+    assert said.count("requeued: time limit") == 1
+    assert said.count("requeued: node lost or killed") == 1
+    for line in (
+        "running on h01 h02",
+        "queued as job 7: goes on after the time limit: BeginTime",
+        "running on h01 h02, attempt 2",
+        "queued as job 7: put back into the queue by Slurm: BeginTime",
+        "running on h03, attempt 3",
+    ):
+        assert line in said, said
+    assert said.index("requeued: time limit") < said.index("running on h01 h02, attempt 2")
+    assert said[-1].startswith("done")
+
+
+@pytest.mark.usefixtures("quick")
+def test_follow_goes_over_to_the_next_job(
+    workplace: Workplace, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = workplace.run("one", submitted("7"), {**started("7"), "attempt": 1})
+    left = attempt("ended", 1, exit_code=75, cause="signal", why="")
+    next_job = record("submitted", attempt=1, in_place_of="7", why="signal").replace(
+        '"job_id": "7"', '"job_id": "8"'
+    )
+    begun, done = (
+        attempt(event, 2, nodelist="h03", **fields).replace('"job_id": "7"', '"job_id": "8"')
+        for event, fields in (
+            ("started", {}),
+            ("ended", {"exit_code": 0, "cause": "done", "why": ""}),
+        )
+    )
+    both = "echo '7|COMPLETED|None'; echo '8|%s|None'"
+    story(
+        workplace,
+        run,
+        say("RUNNING"),
+        f"{left}; {next_job}; {both % 'PENDING'}",
+        *[both % "PENDING"] * 3,
+        f"{begun}; {both % 'RUNNING'}",
+        f"{done}; {both % 'COMPLETING'}",
+    )
+    assert follow(run) == 0
+    said = told(capfd.readouterr().err)
+    assert "requeued: signal" in said
+    assert "queued as job 8: goes on after a signal" in said
+    assert "running on h03, attempt 2" in said
+
+
+@pytest.mark.usefixtures("quick")
+def test_follow_ends_with_a_run_that_is_stopped(
+    workplace: Workplace, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = workplace.run("one", submitted("7"), {**started("7"), "attempt": 1})
+    left = attempt("ended", 1, exit_code=75, cause="stopped", why="stopped", step=40)
+    asked = attempt("stop_asked", 1)
+    story(
+        workplace,
+        run,
+        say("RUNNING"),
+        f"{asked}; {say('RUNNING')}",
+        f"{left}; {say('COMPLETING')}",
+        say("FAILED"),
+    )
+    assert follow(run) == 1
+    said = told(capfd.readouterr().err)
+    assert "running on h01 h02: asked to save and leave" in said
+    assert said[-2:] == [
+        "stopped: by 'clusterddp stop' at step 40",
+        "  clusterddp resubmit one",
+    ]
+
+
+@pytest.mark.usefixtures("quick")
+def test_earlier_requeues_are_no_news(
+    workplace: Workplace, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = {**started("7"), "attempt": 1}
+    end = {**ended("7", 75), "attempt": 1, "cause": "time limit", "why": ""}
+    again = {**started("7", restart=1), "attempt": 2}
+    run = workplace.run("one", submitted("7"), start, end, again)
+    story(
+        workplace,
+        run,
+        say("RUNNING"),
+        f"{attempt('ended', 2, restart=1, exit_code=0, cause='done', why='')}; {say('RUNNING')}",
+    )
+    assert follow(run) == 0
+    assert "requeued" not in capfd.readouterr().err
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("answer", "words"),

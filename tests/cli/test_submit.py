@@ -33,7 +33,7 @@ SCRIPTS: dict[str, list[str]] = {
         "--account", "physics", "--qos", "high", "--constraint", "a100&nvlink",
         "--reservation", "maint", "--nodelist", "h[01-02]", "--exclude", "h9",
         "--dependency", "afterok:12", "--exclusive", "--mail-type", "END,FAIL",
-        "--mail-user", "me@example.org", "--sbatch", "requeue", "--sbatch", "signal=B:USR1@60",
+        "--mail-user", "me@example.org", "--sbatch", "overcommit", "--sbatch", "nice=10",
         "--sbatch", 'comment=it\'s "quoted" \\ # $(x)', "--omit-directive", "mem",
         "--job-name", "my job",
     ],
@@ -48,6 +48,11 @@ SCRIPTS: dict[str, list[str]] = {
         "--teardown", "rm -rf /tmp/stage", "--srun-args", "--label --comment='a b'",
         "--launch-prefix", "apptainer exec --nv 'my image.sif'",
     ],
+    "interruptions": [
+        "--no-requeue", "--max-requeues", "3", "--restart-on-failure", "2", "--signal",
+        "USR1@60", "--time", "10", "--keep-last", "5", "--allow-changed", "--watchdog", "0",
+    ],
+    "code": ["--requeue", "--signal", "B:USR2@90", "--snapshot", "--", "python", "train.py"],
     "training": [
         "--dataset", "synthetic", "--epochs", "5", "--batch-size", "32", "--lr", "0.1",
         "--lr-scaling", "sqrt", "--optimizer", "adamw", "--weight-decay", "0.01", "--seed", "7",
@@ -227,9 +232,10 @@ def test_a_wrong_request_is_refused_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("content", "checksum", "words"),
     [
-        (b"torn", "0" * 64, "damaged"),
+        (b"torn", "0" * 64, "is no checkpoint of clusterddp"),
+        (b"PK\3\4 torn", "0" * 64, "damaged"),
         (b"torn", None, "no step-1.pt.sha256"),
-        (None, None, "holds no"),
+        (None, None, "there is no whole checkpoint"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_it_queues(

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_
 from clusterddp.outcome import first_failure, read_outcomes
 from clusterddp.run_dir import RunDir
 from clusterddp.train_config import TrainConfig
+from clusterddp.training.checkpoint_file import step_of
 
 PATIENCE = 90
 # Fails on rank 1 at its second batch, before an exchange that rank 0 then waits in.
@@ -24,18 +26,18 @@ FAILING_RANK = """
 import os, sys
 import clusterddp.supervise
 fork = clusterddp.supervise.supervise
-def supervise(run_dir, env, child):
+def supervise(run_dir, env, child, **more):
     def failing():
         from clusterddp.training.images import Images
         batch, seen = Images.batch, []
         def fail(self, indices):
             seen.append(1)
-            if env.rank == 1 and len(seen) == 2:
+            if env.rank == 1 and len(seen) == 3:  # the first is that before the first step
                 raise RuntimeError("boom")
             return batch(self, indices)
         Images.batch = fail
         return child()
-    return fork(run_dir, env, failing)
+    return fork(run_dir, env, failing, **more)
 clusterddp.supervise.supervise = supervise
 from clusterddp.__main__ import main
 main()
@@ -101,7 +103,7 @@ def test_two_hand_started_ranks_train_to_the_weights_that_torchrun_gives(
         assert f"rank {rank} of 2 on {host} (local rank {rank}): cpu, 1 thread, gloo" in output
     assert "x 2 (linear)" in outputs[0] and "batch 64 x 2 = 128" in outputs[0]
     run = RunDir(tmp_path / "hand")
-    assert [outcome.exit_code for outcome in read_outcomes(run)] == [0, 0]
+    assert [outcome.exit_code for outcome in read_outcomes(run.outcomes)] == [0, 0]
     assert report_of(run.path)["world_size"] == 2
 
     agent = [
@@ -128,9 +130,117 @@ def test_a_failing_rank_ends_the_others_and_is_named(
     assert [process.returncode for process in processes] == [1, 1]
     assert "RuntimeError: boom" in outputs[1] and "Traceback" in outputs[1]
     assert "lost another rank" in outputs[0]
-    failure = first_failure(read_outcomes(RunDir(tmp_path)))
+    failure = first_failure(read_outcomes(RunDir(tmp_path).outcomes))
     assert failure is not None
     assert (failure.rank, failure.reason) == (1, "RuntimeError: boom")
+
+
+# Longer than any test waits.
+LONG = ("--epochs=5000", "--log-every=20")
+
+
+def wait_until(process: "subprocess.Popen[str]", word: str = "images/s") -> None:
+    assert process.stdout
+    text = ""
+    while word not in text:
+        ready, _, _ = select.select([process.stdout], [], [], PATIENCE)
+        assert ready, f"it has not said {word!r}: {text}"
+        chunk = os.read(process.stdout.fileno(), 1 << 16)  # past Python's buffer, which select is
+        assert chunk, f"it has ended: {text}"
+        text += chunk.decode()
+
+
+def pid_of(run_dir: Path, rank: int) -> int:
+    """The task itself, not its small parent."""
+    return int(json.loads(RunDir(run_dir).outcome(rank).read_text())["pid"])
+
+
+def test_a_signal_to_one_rank_has_all_save_and_leave_and_the_run_goes_on(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    processes = [
+        start(train_argv(synthetic_dir, tmp_path, *LONG), env) for env in ranks(2, free_port())
+    ]
+    wait_until(processes[0])
+    os.kill(pid_of(tmp_path, 1), signal.SIGUSR1)
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    assert [process.returncode for process in processes] == [75, 75], outputs
+    end = json.loads((tmp_path / "attempts/0001/end.json").read_text())
+    assert (end["cause"], end["reason"]) == ("stopped", "signal")
+    assert f"stopped at step {end['step']} (signal)" in outputs[0]
+    more = ("--epochs=5000", f"--max-steps={end['step'] + 2}")
+    one = start(train_argv(synthetic_dir, tmp_path, *more))  # and on one rank, with both's batch
+    output = one.communicate(timeout=PATIENCE)[0]
+    assert one.returncode == 0, output
+    assert f"step-{end['step']:08d}.pt" in output and "batch 128 x 1 = 128" in output
+    assert report_of(tmp_path)["steps"] == end["step"] + 2
+
+
+@pytest.mark.parametrize("to_task", [False, True])
+def test_term_twice_is_harmless(
+    to_task: bool, start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    process = start(train_argv(synthetic_dir, tmp_path, *LONG))
+    wait_until(process)
+    for _ in range(2):
+        os.kill(pid_of(tmp_path, 0) if to_task else process.pid, signal.SIGTERM)
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 75, output
+    assert "stopped at step" in output and "(SIGTERM)" in output
+
+
+def test_a_stopped_rank_is_named_by_its_parent_and_by_the_watchdog(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    argv = train_argv(synthetic_dir, tmp_path, *LONG, "--watchdog=1")
+    first, second = (start(argv, env) for env in ranks(2, free_port()))
+    wait_until(first)
+    stopped = pid_of(tmp_path, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    wait_until(second, f"process {stopped}, rank 1 on")
+    wait_until(first, f"rank 1 on {socket.gethostname()} does not answer")
+    os.kill(stopped, signal.SIGCONT)
+    wait_until(first, "goes on after")
+    os.kill(stopped, signal.SIGTERM)
+    for process in (first, second):
+        process.communicate(timeout=PATIENCE)
+    assert (first.returncode, second.returncode) == (75, 75)
+
+
+def test_of_two_starts_the_second_is_refused_and_one_that_was_overtaken_ends(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    argv = train_argv(synthetic_dir, tmp_path, *LONG, "--save-every=1steps")
+    first = start(argv)
+    wait_until(first)
+    second = start([*argv, "--rendezvous-timeout=1"])
+    output = second.communicate(timeout=PATIENCE)[0]
+    assert second.returncode == 1
+    who = f"attempt 1 of {tmp_path.name} is still trained by job (none) on {socket.gethostname()}"
+    assert f"{who}; waiting up to 1 s" in output
+    assert f"{who}: rank 0 has shown its life" in output and "Traceback" not in output
+    assert first.poll() is None
+    assert not (tmp_path / "attempts/0002").exists()
+
+    checkpoints = tmp_path / "attempts/0001/checkpoints"
+    (tmp_path / "attempts/0002").mkdir()  # as another host's start does
+    last = max(map(step_of, checkpoints.iterdir()))
+    output = first.communicate(timeout=PATIENCE)[0]
+    assert first.returncode == 1
+    assert "attempt 1 ends: superseded: attempt 2 of the run has begun" in output
+    # One may have been on its way; those of the seconds after it are not there.
+    assert max(map(step_of, checkpoints.iterdir())) <= last + 2
+    assert not (tmp_path / "attempts/0001/end.json").exists()
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_training(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    argv = train_argv(synthetic_dir, tmp_path, "--max-steps=3", "--log-every=1")
+    process = start(["sh", "-c", 'exec "$@" >/dev/full 2>&1', "sh", *argv])
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert report_of(tmp_path)["steps"] == 3
 
 
 def test_a_port_in_use_is_one_clear_message(
@@ -183,7 +293,7 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')} " in text
         shown = field.default if field.name != "resume" else "(none)"
-        assert f"[default: {shown}]" in text
+        assert field.type is bool or f"[default: {shown}]" in text
 
 
 def options_command(settings: bool) -> click.Command:

@@ -1,5 +1,6 @@
 """The rehearsal on this workstation: the whole path of a run without a Slurm."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,16 +11,20 @@ from typing import Any
 
 import pytest
 
+from clusterddp.attempt import Attempt
 from clusterddp.launchers import srun
-from clusterddp.launchers.local import job_environment
+from clusterddp.launchers.local import Limit, job_environment
+from clusterddp.run_dir import RunDir, read_json
 from tests.processes import processes_in, wait_for
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
+# --no-snapshot: a command works in the test's own folder.
+SUBMIT = [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--no-snapshot"]
 
 
 def submit(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", *args],
+        [*SUBMIT, *args],
         cwd=folder, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -69,7 +74,7 @@ def test_a_task_killed_with_its_parent_is_still_named(tmp_path: Path) -> None:
 
 def test_cancelling_during_the_set_up_starts_no_task(tmp_path: Path) -> None:
     job = subprocess.Popen(
-        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a",
+        [*SUBMIT,
          "--setup", "touch setting-up", "--setup", "sleep 60", "--", "touch", "ran"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -124,7 +129,7 @@ def test_a_python_that_only_a_container_has_still_ends_well(tmp_path: Path) -> N
 def test_ctrl_c_cancels_the_run_and_leaves_no_process(tmp_path: Path) -> None:
     wait = "trap 'echo told; exit 1' TERM; echo up; while :; do sleep 0.1; done"
     job = subprocess.Popen(
-        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--nodes", "2",
+        [*SUBMIT, "--nodes", "2",
          "--", "bash", "-c", wait],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -141,7 +146,7 @@ def test_ctrl_c_cancels_the_run_and_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["submit", "controller"])
 def test_a_rehearsal_ends_with_whoever_controls_it(tmp_path: Path, victim: str) -> None:
     job = subprocess.Popen(
-        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--nodes", "2",
+        [*SUBMIT, "--nodes", "2",
          "--", "bash", "-c", "echo up; while :; do sleep 0.1; done"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -152,6 +157,131 @@ def test_a_rehearsal_ends_with_whoever_controls_it(tmp_path: Path, victim: str) 
     wait_for(lambda: not [p for p in processes_in(tmp_path) if "submit" not in p], "tasks gone")
     job.communicate(timeout=60)
     assert job.returncode == (-signal.SIGKILL if victim == "submit" else 1)
+
+
+# Says when it is up; on USR1 or TERM it saves, and asks to be started again.
+SAVES = """
+import signal, sys
+
+def save(number, _):
+    print("got", signal.Signals(number).name, flush=True)
+    sys.exit(75)
+
+signal.signal(signal.SIGUSR1, save)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("wanted", ["B:USR1@57", "USR1@57"])
+def test_the_signal_ahead_of_the_limit_reaches_a_command(tmp_path: Path, wanted: str) -> None:
+    (tmp_path / "saves.py").write_text(SAVES)
+    done = submit(
+        tmp_path, "--nodes", "2", "--time", "1:00", "--signal", wanted, "--requeue",
+        "--", sys.executable, "saves.py",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    run = RunDir(tmp_path / "jobs/a")
+    assert [run.rank_log(rank).read_text() for rank in (0, 1)] == ["up\ngot SIGUSR1\n"] * 2
+    assert "a cluster would put the job back into the queue now" in run.job_log.read_text()
+    assert "Go on with: clusterddp resubmit a" in run.job_log.read_text()
+    assert run.read_events()[-1]["cause"] == "signal"
+
+
+def test_the_time_limit_ends_a_rehearsal(tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(SAVES)
+    done = submit(tmp_path, "--nodes", "2", "--time", "0:04", "--", sys.executable, "saves.py")
+    assert done.returncode == 1, done.stderr
+    run = RunDir(tmp_path / "jobs/a")
+    assert [run.rank_log(rank).read_text() for rank in (0, 1)] == ["up\ngot SIGTERM\n"] * 2
+    events = [event["event"] for event in run.read_events()]
+    assert events == ["submitted", "started", "time_limit", "ended"]
+    assert run.read_events()[-1]["cause"] == "time limit"
+
+
+def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
+    tmp_path: Path, synthetic_dir: Path
+) -> None:
+    training = [
+        "--nodes", "2", "--dataset", "synthetic", "--data-dir", str(synthetic_dir), "--threads",
+        "1", "--batch-size", "32", "--max-steps", "60", "--warmup-steps", "2", "--log-every", "5",
+    ]  # fmt: skip
+    whole = submit(tmp_path, *training, "--run-name", "whole")
+    assert whole.returncode == 0, whole.stderr
+    limited = subprocess.Popen(
+        [*SUBMIT, *training,
+         "--time", "1:00", "--signal", "USR1@50"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    run = RunDir(tmp_path / "jobs/a")
+    first, log = Attempt(run, 1), run.rank_log(0)
+    wait_for(lambda: first.end.exists() or (log.exists() and "step 5:" in log.read_text()), "")
+    # However fast the machine is, it is in the middle of its training when the signal comes:
+    # the CONT that comes with it lets it go on. On a slow one the signal has come already.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(first.read_record()["pid"], signal.SIGSTOP)
+    limited.communicate(timeout=120)
+    assert limited.returncode == 1
+    left = read_json(first.end)
+    assert left is not None
+    assert (left["cause"], left["reason"]) == ("stopped", "signal")
+    assert left["step"] < 60
+    assert list(first.checkpoints.glob(f"step-{left['step']:08d}.pt"))
+    again = subprocess.run(
+        [*CLUSTERDDP, "resubmit", "a", "--time", "10:00"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert Attempt(run, 2).read_record()["step"] == left["step"]
+    sums = [(read_json(tmp_path / f"jobs/{name}/report.json") or {}) for name in ("whole", "a")]
+    assert sums[0]["weights_sha256"] == sums[1]["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "limit"),
+    [
+        ([], Limit()),
+        (["--signal=USR1@10"], Limit()),
+        (["--time=2"], Limit(120)),
+        (["--time=0:20", "--signal=B:USR1@4"], Limit(20, signal.SIGUSR1, 4, to_script=True)),
+        (["--time=0:20", "--signal=TERM@4"], Limit(20, signal.SIGTERM, 4)),
+        (["--time=0:20", "--signal=RB:10"], Limit(20, signal.SIGUSR1, 60, to_script=True)),
+        (["--time=UNLIMITED", "--signal=USR1@4"], Limit()),
+    ],
+)
+def test_the_limit_is_that_of_the_directives(lines: list[str], limit: Limit) -> None:
+    script = "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines)
+    assert Limit.of(script) == limit
+
+
+@pytest.mark.parametrize("template", ["ddp.sbatch.j2", "./own.sbatch.j2"])
+def test_a_restart_in_the_job_needs_an_agent(tmp_path: Path, template: str) -> None:
+    (tmp_path / "own.sbatch.j2").write_text('{% extends "shipped/ddp.sbatch.j2" %}')
+    done = submit(tmp_path, "--restart-in-job", "1", "--template", template, "--", "true")
+    assert done.returncode == 2
+    assert "--restart-in-job 1" in done.stderr
+    assert "torchrun.sbatch.j2" in done.stderr
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_an_agent_of_an_own_template_starts_a_failed_command_again(tmp_path: Path) -> None:
+    (tmp_path / "own.sbatch.j2").write_text('{% extends "shipped/torchrun.sbatch.j2" %}')
+    (tmp_path / "rank.sh").write_text(
+        'if [ "$RANK" = 0 ]; then while ! [ -e again ]; do sleep 0.1; done\n'
+        "elif [ -e failed ]; then touch again\n"
+        "else touch failed; exit 7; fi\n"
+        "echo $RANK ends\n"
+    )
+    done = submit(
+        tmp_path, "--nodes", "2", "--template", "./own.sbatch.j2", "--restart-in-job", "1",
+        "--", "sh", "rank.sh",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "jobs/a")
+    assert run.rank_log(1).read_text() == "1 ends\n"
+    assert [event["event"] for event in run.read_events()] == ["submitted", "started", "ended"]
 
 
 def test_more_hosts_than_loopback_has_are_refused(tmp_path: Path) -> None:

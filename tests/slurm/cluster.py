@@ -430,6 +430,10 @@ class SlurmCluster:
         self._launch_slurmd(host)
         self._wait_slurmd(host)
 
+    def set_link(self, host: str, *, up: bool) -> None:
+        """Takes a host's network cable out, or puts it back in."""
+        self._namespaces[LOGIN].ip([f"link set {host} {'up' if up else 'down'}"])
+
     def kill_slurmctld(self) -> None:
         """Kills slurmctld with SIGKILL: what it has not saved (up to 5 s) is forgotten."""
         self._stop("slurmctld")

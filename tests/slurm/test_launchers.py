@@ -10,8 +10,9 @@ from subprocess import PIPE
 
 import pytest
 
+from clusterddp.attempt import Attempt
 from clusterddp.launchers.local import job_environment
-from clusterddp.run_dir import read_json
+from clusterddp.run_dir import RunDir, read_json
 from tests.processes import processes_in, wait_for
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.test_submit import CLUSTERDDP, submit
@@ -126,6 +127,106 @@ def test_the_stand_in_gives_the_variables_of_a_real_step(
         assert stand_in == real, name
 
 
+SAVED = [*TRAINING[:-2], "--batch-size", "32", "--max-steps", "120", "--epochs", "100",
+         "--save-every", "30steps", "--log-every", "10"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(
+    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path
+) -> str:
+    """The weights of `SAVED` on four ranks, in one piece."""
+    folder = tmp_path_factory.mktemp("whole")
+    data = ["--data-dir", str(synthetic_dir)]
+    done = submit(cluster, folder, *FOUR, *SAVED, *data, "--run-name", "whole")
+    assert done.returncode == 0, done.stderr
+    return weights(folder / "jobs/whole")
+
+
+@pytest.mark.parametrize("moment", ["in its imports", "in the middle"])
+def test_a_killed_rank_starts_again_inside_the_job(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, whole: str, moment: str
+) -> None:
+    run = RunDir(tmp_path / "jobs/a")
+    sent = submit(
+        cluster, tmp_path, *FOUR[:-1], *SAVED, "--data-dir", str(synthetic_dir), "--run-name", "a",
+        "--template", "torchrun.sbatch.j2", "--restart-in-job", "2", "--json",
+    )  # fmt: skip
+    assert sent.returncode == 0, sent.stderr
+    victim, log = Attempt(run, 1).outcomes / "rank-1.json", run.rank_log(0)
+    if moment == "in the middle":
+        wait_for(lambda: log.exists() and "step 40:" in log.read_text(), "training")
+    else:
+        wait_for(victim.exists, "rank 1 starts")
+    pid = (read_json(victim) or {})["pid"]
+    cluster.run_on("h01", ["kill", "-9", str(pid)], check=True)
+    job_id = json.loads(sent.stdout)["job_id"]
+    assert cluster.wait_job(job_id) == "COMPLETED", run.job_log.read_text()
+    assert weights(run.path) == whole
+    assert [e["event"] for e in run.read_events()] == ["submitted", "started", "ended"]
+    assert run.read_events()[-1]["cause"] == "done"
+    record = Attempt(run, 1).read_record()
+    assert (record["step"], record["resumed_from"]) == (0, None)
+    agents = [path.read_text() for path in run.logs.glob("node-*.log")]
+    assert any("exitcode: 137" in text for text in agents)
+    # An agent gives its other ranks half a minute before it kills them: none of them needs it.
+    assert not any("forcefully" in text for text in agents)
+    if moment == "in the middle":
+        assert record["starts_in_job"] == 2
+        own = r"resuming from .*/attempts/0001/checkpoints/step-000000[3-9]\d.pt"
+        assert re.search(own, log.read_text())
+
+
+# A person's own loop: saves when it is asked to stop, asks to be started again, goes on from there.
+LOOP = """
+import os, signal, sys
+from pathlib import Path
+state = Path(f"state-{os.environ['RANK']}")
+def save(*_):
+    state.write_text("saved")
+    sys.exit(75 if os.environ["RANK"] == "0" else int(sys.argv[1]))
+if state.exists():
+    sys.exit(print("going on from what was", state.read_text()))
+signal.signal(signal.SIGUSR1, save)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("template", ["ddp.sbatch.j2", "torchrun.sbatch.j2"])
+@pytest.mark.parametrize(
+    ("second", "goes_on"), [(75, True), (0, True), (3, False)], ids=["saved", "done", "failed"]
+)
+def test_a_command_that_saved_is_started_again_unless_a_rank_failed(
+    cluster: SlurmCluster, tmp_path: Path, template: str, second: int, *, goes_on: bool
+) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    sent = submit(
+        cluster, tmp_path, "--nodes", "2", "--template", template, "--run-name", "a", "--json",
+        "--requeue", "--time", "10", "--signal", "B:USR1@60",
+        "--", sys.executable, "loop.py", str(second),
+    )  # fmt: skip
+    assert sent.returncode == 0, sent.stderr
+    job_id, run = json.loads(sent.stdout)["job_id"], RunDir(tmp_path / "jobs/a")
+    ready = [run.rank_log(rank) for rank in (0, 1)]
+    wait_for(lambda: all(log.exists() and "ready" in log.read_text() for log in ready), "ready")
+    cluster.run(["scancel", "--batch", "--signal=USR1", job_id], check=True)
+    ended = cluster.wait_job(job_id)
+    events = [event["event"] for event in run.read_events()]
+    first = next(event for event in run.read_events() if event["event"] == "ended")
+    if goes_on:
+        assert ended == "COMPLETED", run.job_log.read_text()
+        assert events == ["submitted", "started", "ended", "requeued", "started", "ended"]
+        assert first["cause"] == "signal"
+        assert run.read_events()[-1]["cause"] == "done"
+        assert "going on from what was saved" in ready[0].read_text()
+    else:
+        assert ended == "FAILED"
+        assert events == ["submitted", "started", "ended"]
+        assert (first["cause"], first["exit_code"]) == ("failed", 3)
+
+
 GONE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -236,8 +337,8 @@ def test_ctrl_c_cancels_a_rehearsal_and_leaves_no_process(
 ) -> None:
     (tmp_path / "task.py").write_text(SIGNALLED)
     job = cluster.popen(
-        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--nodes", "2", "--",
-         sys.executable, "task.py"],
+        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--nodes", "2",
+         "--no-snapshot", "--", sys.executable, "task.py"],
         cwd=tmp_path, stdout=PIPE, stderr=PIPE,
     )  # fmt: skip
     logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]

@@ -49,7 +49,9 @@ def test_torch_and_numpy_are_not_imported() -> None:
         "import sys, clusterddp.training.checkpoint_file, clusterddp.cli.checkpoints\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
-    got = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    got = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
     assert got.stdout.strip() == "[]", got.stderr
 
 
@@ -184,6 +186,7 @@ def test_checksums_are_checked_by_sha256sum(run: RunDir) -> None:
     got = subprocess.run(
         ["sha256sum", "-c", "--strict", *(f"{name_of(step)}.sha256" for step in (1, 2))],
         cwd=folder,
+        check=False,
         capture_output=True,
         text=True,
     )
@@ -232,6 +235,11 @@ def test_the_best_can_be_named_by_what_the_source_holds(run: RunDir) -> None:
     adopt(second, first.checkpoints / name_of(200), 1, best=Best(0.5, 100))
     assert steps_in(second.checkpoints) == [200, 100]
     assert read_best(second.checkpoints) == Best(0.5, 100)
+    third = Attempt(run, 3)
+    third.path.mkdir()
+    adopt(third, second.checkpoints / name_of(200), 1, best=Best(0.5, 50))  # long removed
+    assert steps_in(third.checkpoints) == [200]
+    assert read_best(third.checkpoints) is None
 
 
 def test_what_is_handed_on_comes_from_all_earlier_attempts(run: RunDir) -> None:

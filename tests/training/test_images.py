@@ -67,3 +67,7 @@ def test_evaluation_takes_each_image_once(world_size: int) -> None:
         for index in batch.tolist()
     ]
     assert sorted(seen) == list(range(500))
+
+
+def test_at_the_end_of_an_epoch_no_batch_is_left() -> None:
+    assert list(training_batches(sampler(240, 1, 3), 7, 240, 3)) == []

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -5,20 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from clusterddp.attempt import Attempt, begin
 from clusterddp.run_dir import RunDir, read_json_lines
 from clusterddp.training.checkpoint import Position
-from clusterddp.training.metrics import Figures, Journal
+from clusterddp.training.metrics import Figures, Journal, Tally, copy_history
 
 FIGURES = Figures(loss=0.5, accuracy=0.75, lr=0.01, images_per_second=1234.56)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path)
+def run(tmp_path: Path) -> Attempt:
+    return begin(RunDir(tmp_path))
 
 
 def test_a_line_in_the_log_and_one_in_the_file(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
+    run: Attempt, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = Journal(run, 0, Position(), 10)
     journal.train(Position(step=3, seconds=1.5), FIGURES)
@@ -32,7 +34,9 @@ def test_a_line_in_the_log_and_one_in_the_file(
     assert kinds == [("train", 3, 1.5), ("eval", 3, 1.5)]
 
 
-def test_other_ranks_say_and_write_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_say_and_write_nothing(
+    run: Attempt, capsys: pytest.CaptureFixture[str]
+) -> None:
     journal = Journal(run, 1, Position(), 10)
     journal.step()
     journal.train(Position(step=3), FIGURES)
@@ -42,14 +46,54 @@ def test_other_ranks_say_and_write_nothing(run: RunDir, capsys: pytest.CaptureFi
     assert not run.metrics.exists()
 
 
-def test_what_a_lost_attempt_wrote_beyond_its_checkpoint_is_dropped(run: RunDir) -> None:
+def test_what_a_lost_attempt_wrote_beyond_its_checkpoint_is_dropped(run: Attempt) -> None:
+    earlier = run.path / "earlier.jsonl"
     lines = [json.dumps({"kind": "train", "step": step}) for step in (100, 200, 300)]
-    run.metrics.write_text("\n".join(lines) + '\n{"kind": "tr')
+    earlier.write_text("\n".join(lines) + '\n{"kind": "tr')
+    copy_history(earlier, run.metrics, 200)
     Journal(run, 0, Position(step=200), 400).train(Position(step=300), FIGURES)
     assert [line["step"] for line in read_json_lines(run.metrics)] == [100, 200, 300]
     assert run.metrics.read_text().endswith("}\n")
-    Journal(run, 0, Position(), 400)
+    copy_history(earlier, run.metrics, 0)
     assert run.metrics.read_text() == ""
+
+
+def test_what_an_earlier_attempt_has_evaluated_has_one_line(run: Attempt) -> None:
+    Journal(run, 0, Position(), 400).evaluation(Position(step=200), FIGURES)
+    again = Journal(run, 0, Position(step=200), 400)
+    again.evaluation(Position(step=200), FIGURES)
+    again.train(Position(step=200), FIGURES)
+    again.evaluation(Position(step=300), FIGURES)
+    kinds = [(line["kind"], line["step"]) for line in read_json_lines(run.metrics)]
+    assert kinds == [("eval", 200), ("train", 200), ("eval", 300)]
+
+
+def test_after_a_full_disk_the_next_line_is_whole(
+    run: Attempt, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.metrics.symlink_to("/dev/full")
+    journal = Journal(run, 0, Position(), 400)
+    journal.train(Position(step=1), FIGURES)
+    journal.train(Position(step=2), FIGURES)
+    assert capsys.readouterr().out.count("No space left on device") == 1
+    run.metrics.unlink()
+    run.metrics.write_text('{"kind": "train", "st')  # as much as went onto the disk
+    journal.train(Position(step=3), FIGURES)
+    journal.train(Position(step=4), FIGURES)
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [3, 4]
+
+
+def test_a_log_on_a_full_disk_costs_its_lines_only(
+    run: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Path("/dev/full").open("w")  # noqa: SIM115 -- closing it fails, too
+    monkeypatch.setattr(sys, "stdout", full)
+    journal = Journal(run, 0, Position(), 400)
+    journal.train(Position(step=1), FIGURES)
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):
+        full.close()
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [1]
 
 
 class _Terminal:
@@ -70,7 +114,7 @@ class _Terminal:
 
 @pytest.mark.parametrize("no_color", [False, True])
 def test_a_terminal_gets_a_bar_unless_no_color_is_set(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, no_color: bool
+    run: Attempt, monkeypatch: pytest.MonkeyPatch, no_color: bool
 ) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -85,20 +129,12 @@ def test_a_terminal_gets_a_bar_unless_no_color_is_set(
     assert len(list(read_json_lines(run.metrics))) == 1
 
 
-def test_sums_start_anew_after_each_line() -> None:
-    import torch.distributed as dist
-
-    from clusterddp.training.metrics import Tally
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        tally = Tally(torch.device("cpu"))
-        scores = torch.eye(10)[:4]
-        tally.add(torch.tensor(2.0), scores, torch.tensor([0, 1, 2, 9]))
-        tally.add(torch.tensor(4.0), scores[:2], torch.tensor([0, 1]))
-        assert tally.steps == 2
-        assert tally.collect() == pytest.approx(((2 * 4 + 4 * 2) / 6, 5 / 6, 6))
-        tally.add(torch.tensor(1.0), scores, torch.tensor([1, 2, 3, 4]))
-        assert tally.collect() == (1.0, 0.0, 4.0)
-    finally:
-        dist.destroy_process_group()
+def test_sums_start_anew_after_each_line(alone: None) -> None:
+    tally = Tally(torch.device("cpu"))
+    scores = torch.eye(10)[:4]
+    tally.add(torch.tensor(2.0), scores, torch.tensor([0, 1, 2, 9]))
+    tally.add(torch.tensor(4.0), scores[:2], torch.tensor([0, 1]))
+    assert tally.steps == 2
+    assert tally.collect() == pytest.approx(((2 * 4 + 4 * 2) / 6, 5 / 6, 6))
+    tally.add(torch.tensor(1.0), scores, torch.tensor([1, 2, 3, 4]))
+    assert tally.collect() == (1.0, 0.0, 4.0)

@@ -25,9 +25,10 @@ from clusterddp.training.checkpoint import Position
 from clusterddp.training.checkpoint_file import Best, checksum_of, name_of, read_best
 from clusterddp.training.saver import Saver
 from tests.hostile import CARRIED, REFUSED
+from tests.training import ranks
 from tests.training.made_checkpoints import DAMAGE, make
 
-PATIENCE = 60
+PATIENCE = ranks.PATIENCE
 
 
 def content_of(step: int, best: int | None = None, size: int = 64) -> dict[str, Any]:
@@ -160,6 +161,75 @@ def test_a_best_that_was_not_saved_is_not_named(place: Place) -> None:
     assert read_best(place.folder) == Best(0.001, 1)
 
 
+def test_without_a_new_mark_the_old_and_the_new_best_are_kept(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(folder: Path, best: Best) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = place.saver(keep_last=1)
+    writer.save(content_of(1, best=1))
+    assert writer.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_file, "write_best", refused)
+        for step in (2, 3):
+            writer.save(content_of(step, best=2))
+        assert writer.wait() and place.holds_only(1, 2, 3, best=True)
+    [line] = place.said
+    assert "best.json: No space left" in line
+    writer.save(content_of(4, best=2))
+    assert writer.wait() and place.holds_only(2, 4, best=True)
+
+
+def test_what_a_crash_could_take_is_on_disk_before_anything_relies_on_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = place.saver(keep_last=1)
+    writer.save(content_of(1))
+    assert writer.wait()
+    done: list[str] = []
+    fsync, replace, unlink, stored = os.fsync, Path.replace, Path.unlink, saver._stored_sha256
+
+    def shown(name: str) -> str:
+        """Without the random end of a temporary file."""
+        return ".".join(name.split(".")[:-1]) if name.startswith(".") else name
+
+    def synced(descriptor: int) -> None:
+        done.append(f"sync {shown(Path(f'/proc/self/fd/{descriptor}').readlink().name)}")
+        fsync(descriptor)
+
+    def replaced(path: Path, target: Path) -> Path:
+        done.append(f"rename {target.name}")
+        return replace(path, target)
+
+    def unlinked(path: Path, missing_ok: bool = False) -> None:
+        if not path.name.startswith("."):
+            done.append(f"remove {path.name}")
+        unlink(path, missing_ok)
+
+    def verified(path: Path) -> str:
+        done.append(f"verify {shown(path.name)}")
+        return stored(path)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    monkeypatch.setattr(Path, "unlink", unlinked)
+    monkeypatch.setattr(saver, "_stored_sha256", verified)
+    writer.save(content_of(2))
+    assert writer.wait()
+    assert done == [
+        "sync .step-00000002.pt",
+        "verify .step-00000002.pt",
+        "sync .step-00000002.pt.sha256",
+        "rename step-00000002.pt.sha256",
+        "sync checkpoints",
+        "rename step-00000002.pt",
+        "sync checkpoints",
+        "remove step-00000001.pt",
+        "remove step-00000001.pt.sha256",
+    ]
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_one_is_not_counted_among_those_that_are_kept(place: Place, damage: str) -> None:
     writer = place.saver(keep_last=2)
@@ -204,9 +274,9 @@ def test_a_flipped_bit_on_the_way_to_the_disk_is_noticed(
     fsync = os.fsync
 
     def flipping(descriptor: int) -> None:
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-        if ".step-" in name and ".sha256" not in name:
-            with open(name, "r+b") as file:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.name.startswith(".step-") and ".sha256" not in path.name:
+            with path.open("r+b") as file:
                 file.seek(1000)
                 byte = file.read(1)[0]
                 file.seek(1000)
@@ -327,7 +397,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
     mount = 'mount -t tmpfs -o size=2m none "$1" && mkdir "$1/checkpoints"'
     try:
         probe = subprocess.run(
-            ["unshare", "-m", "sh", "-c", mount, "sh", tmp_path], capture_output=True, text=True
+            ["unshare", "-m", "sh", "-c", mount, "sh", tmp_path],
+            check=False,
+            capture_output=True,
+            text=True,
         )
     except FileNotFoundError:
         pytest.skip("no unshare on PATH")
@@ -339,6 +412,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
             tmp_path, sys.executable, _ON_A_SMALL_DISK,
         ],
         cwd=Path(__file__).parents[2],
+        check=False,
         capture_output=True,
         text=True,
     )  # fmt: skip
@@ -437,7 +511,7 @@ def test_earlier_attempts_are_emptied_once_this_one_has_saved(
         (folder / "notes.txt").write_text("a person's own")
     writer = place.saver(older=folders)
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "_stored_sha256", lambda path: "")
+        patched.setattr(saver, "_stored_sha256", lambda _: "")
         writer.save(content_of(2))
         assert not writer.wait()
     assert all(checkpoint_file.files(folder) for folder in folders[:2])
@@ -477,6 +551,14 @@ def test_the_one_from_which_the_attempt_started_is_not_written_again(place: Plac
     assert writer.wait() and place.holds_only(5, best=True)
 
 
+def test_left_overs_of_a_killed_start_are_removed_at_the_next(place: Place) -> None:
+    make(place.folder, 1)
+    for name in (".step-00000002.pt.x", "step-00000002.pt.sha256"):
+        (place.folder / name).write_bytes(b"half")
+    assert place.saver().last_step == 1
+    assert place.names == {name_of(1), f"{name_of(1)}.sha256"}
+
+
 def test_a_damaged_one_in_the_folder_is_named_at_the_start(place: Place) -> None:
     make(place.folder, 1)
     DAMAGE["torn"][0](make(place.folder, 2))
@@ -508,6 +590,7 @@ def test_the_process_can_leave_while_a_write_hangs(tmp_path: Path) -> None:
     got = subprocess.run(
         [sys.executable, "-c", program, tmp_path],
         cwd=Path(__file__).parents[2],
+        check=False,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -515,7 +598,7 @@ def test_the_process_can_leave_while_a_write_hangs(tmp_path: Path) -> None:
     assert (got.returncode, got.stdout) == (0, "left\n"), got.stderr
 
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT = multiprocessing.get_context("forkserver")  # what `ranks` makes it import is there
 
 
 def _save_without_end(folder: Path, first: int, announce: int) -> None:
@@ -524,7 +607,7 @@ def _save_without_end(folder: Path, first: int, announce: int) -> None:
     writer = Place(folder).saver(keep_last=2)
     told = writer.last_step
     for step in range(first, first + 1_000_000):
-        writer.save(content_of(step, best=step - step % 3, size=200))
+        writer.save(content_of(step, best=step - (step - first) % 3, size=200))
         if writer.last_step != told:
             told = writer.last_step
             os.write(announce, f"{told}\n".encode())
@@ -540,7 +623,7 @@ def test_killed_at_any_moment_of_a_save_a_whole_one_is_left(place: Place, tmp_pa
     chance = random.Random(0)
     announced = leftovers = 0
     for _ in range(20):
-        process = _CONTEXT.Process(target=_child, args=(place.folder, announced + 1000, fifo))
+        process = _CONTEXT.Process(target=_child, args=(place.folder, announced + 3, fifo))
         process.start()
         with fifo.open() as lines:
             first = lines.readline()

@@ -1,0 +1,156 @@
+"""`clusterddp stop`: asks runs to save and leave, so that they can be gone on with later."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from clusterddp import slurm
+from clusterddp.attempt import latest
+from clusterddp.cli import runs
+from clusterddp.cli.cancel import cancel
+from clusterddp.cli.settings import SettingsCommand
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ClusterDDPError,
+    RequestError,
+)
+from clusterddp.run_dir import RunDir
+from clusterddp.run_status import (
+    CREATED,
+    ENDED,
+    FAILED,
+    QUEUED,
+    UNKNOWN,
+    RunStatus,
+    Submission,
+    latest_submission,
+)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What became of one run: `asked` says whether it was asked now to save and leave."""
+
+    name: str
+    job_id: str
+    asked: bool
+    cancelled: bool
+    """Whether it was taken out of the queue instead, as nothing trained."""
+    message: str
+    next_command: str = ""
+
+
+@click.command(name="stop", cls=SettingsCommand)
+@click.argument("run", type=runs.RUN, nargs=-1, required=True, metavar="RUN...")
+@click.option("--wait", is_flag=True, help="Return when the runs have left.")
+@runs.output_root_option
+@runs.JSON_OPTION
+def command(run: tuple[str, ...], wait: bool, output_root: Path, as_json: bool) -> int:
+    """Ask each RUN to save and leave: a run's name, job id or directory.
+
+    Its ranks save a checkpoint at one step and end, within seconds, and no other start follows
+    until 'clusterddp resubmit RUN' goes on from there. The job of a COMMAND gets SIGUSR1. A run
+    that waits in the queue is cancelled, for nothing trains; one that has ended is left as it is.
+
+    Exit codes: 0 asked, or ended already (with --wait: and it did not fail), 1 it could not be
+    asked, or failed, 2 there is no such run, 130 interrupted.
+    """
+    found = list({one.path: one for one in (runs.find_run(output_root, r) for r in run)}.values())
+    done = []
+    for one, status in zip(found, runs.statuses(found), strict=True):
+        result = stop(one, status)
+        done.append(result)
+        if not as_json:
+            click.echo(result.message)
+            if result.next_command:
+                click.echo(f"  go on with: {result.next_command}")
+    code = _wait(found) if wait else EXIT_DONE
+    if as_json:
+        click.echo(runs.as_json([dataclasses.asdict(result) for result in done]))
+    return code
+
+
+def stop(run: RunDir, status: RunStatus) -> Stop:
+    """Ask a run to save and leave; the record comes first, so that no other start follows.
+
+    Raises SlurmError with scancel's words, or RequestError when its directory cannot be written
+    or it has not started yet; the record is then taken back.
+    """
+    submission = latest_submission(run.read_events())
+    if submission is None or status.state == CREATED:
+        message = f"{run.name} was never submitted: there is nothing to stop"
+        return Stop(run.name, "", False, False, message)
+    again = f"clusterddp resubmit {run.shown}"
+    if status.state in ENDED:
+        message = f"{run.name} has already ended: {status.state}"
+        return Stop(run.name, submission.job_id, False, False, message)
+    if status.state == QUEUED:
+        result = cancel(run, status)
+        message = f"{run.name} waits in the queue, where nothing trains: cancelled it"
+        return Stop(run.name, submission.job_id, False, result.cancelled, message, again)
+    try:
+        run.add_event("stop_asked", job_id=submission.job_id, attempt=status.attempt)
+        try:
+            asked = _ask(run, submission)
+        except (ClusterDDPError, OSError):
+            run.add_event("stop_failed", job_id=submission.job_id)
+            raise
+    except OSError as error:
+        raise RequestError(
+            f"{run.name}: its directory {run.path} cannot be written: {error.strerror}. Use "
+            f"'clusterddp cancel {run.shown}', or make room there."
+        ) from None
+    doubt = f" ({status.detail})" if status.state == UNKNOWN else ""
+    return Stop(run.name, submission.job_id, True, False, f"{run.name}: {asked}{doubt}", again)
+
+
+def _ask(run: RunDir, submission: Submission) -> str:
+    """Reach the attempt that is at work; returns what was done.
+
+    The attempt is looked for after the record was written: one that begins now sees the record,
+    one that has begun gets the mark.
+    """
+    attempt = latest(run)
+    at_work = attempt is not None and not attempt.end.exists()
+    if attempt and at_work:
+        attempt.ask_to_stop("stop")
+    command = run.load_spec().command
+    if command and not submission.is_local:
+        slurm.signal_script(submission.job_id)
+        return (
+            f"sent SIGUSR1 to its command through the script of job {submission.job_id}; it is "
+            "not started again"
+        )
+    if command:
+        return "its command cannot be asked to save; it is not started again when it has ended"
+    if attempt and at_work:
+        return f"asked attempt {attempt.number} to save and leave"
+    if _begins_by_script(run):
+        return "no attempt trains right now, and none starts any more"
+    raise RequestError(
+        f"{run.name} is still starting, and has nothing to save yet. Ask again in a few seconds, "
+        f"or use 'clusterddp cancel {run.shown}'."
+    )
+
+
+def _begins_by_script(run: RunDir) -> bool:
+    """Whether a batch script starts it, which sees the record; `debug` has none."""
+    return run.script.exists()
+
+
+def _wait(found: list[RunDir]) -> int:
+    from clusterddp.cli.follow import how_it_ended, say, wait_for_end
+
+    failed = False
+    try:
+        for run in found:
+            status = wait_for_end(run)
+            say(run, how_it_ended(status))
+            failed = failed or status.state in (FAILED, UNKNOWN)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if failed else EXIT_DONE

@@ -1,0 +1,143 @@
+"""`clusterddp begin`: one more attempt of the run, or none and why."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp import attempt as attempts
+from clusterddp.attempt import Attempt
+from clusterddp.run_dir import RunDir
+from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
+
+__all__ = ["workplace"]
+
+
+def starts(
+    workplace: Workplace, run: RunDir, job_id: str = "7", *, restart: int = 0, cap: int = 20
+) -> Outcome:
+    """What the batch script is told when it asks to start."""
+    return workplace.invoke(
+        "begin", str(run.path), f"--job-id={job_id}", f"--restart={restart}",
+        f"--max-requeues={cap}", "--patience=0", "--nodelist=h[01-02]",
+    )  # fmt: skip
+
+
+def noted(event: str, job_id: str = "7", **fields: Any) -> dict[str, Any]:
+    return {"event": event, "job_id": job_id, **fields}
+
+
+def test_the_number_is_all_that_it_prints(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("7"))
+    for number in (1, 2):
+        got = starts(workplace, run, restart=number - 1)
+        assert (got.code, got.out, got.err) == (0, f"{number}\n", "")
+        event = run.read_events()[-1]
+        assert (event["event"], event["attempt"], event["restart"]) == (
+            "started",
+            number,
+            number - 1,
+        )
+        assert (event["job_id"], event["nodelist"]) == ("7", "h[01-02]")
+        assert Attempt(run, number).outcomes.is_dir()
+
+
+def test_at_the_cap_it_does_not_start(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("7"))
+    assert [starts(workplace, run, cap=1).code for _ in range(3)] == [0, 0, 1]
+    assert len(attempts.attempts(run)) == 2
+    event = run.read_events()[-1]
+    assert (event["event"], event["cause"], event["exit_code"]) == ("ended", "failed", 1)
+    assert "it has been started 2 times (--max-requeues 1)" in event["why"]
+    assert starts(workplace, run, cap=1).out == ""
+
+
+def test_a_persons_submission_starts_the_counting_anew(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("7"))
+    assert starts(workplace, run, cap=0).code == 0
+    assert starts(workplace, run, cap=0).code == 1
+    run.add_event("resubmit")  # its job can start before the line with the job's id is there
+    assert starts(workplace, run, "8", cap=0).out == "2\n"
+    run.add_event("submitted", job_id="8", launcher="sbatch")
+    assert starts(workplace, run, "8", cap=0).code == 1
+
+
+@pytest.mark.parametrize("event", ["stop_asked", "cancelled"])
+def test_what_a_person_took_back_while_it_waited_does_not_start(
+    workplace: Workplace, event: str
+) -> None:
+    run = workplace.run("one", submitted("7"))
+    assert starts(workplace, run).code == 0
+    for one in (noted("ended", attempt=1, cause="signal"), noted(event), noted("requeued")):
+        run.add_event(**one)
+    got = starts(workplace, run, restart=1)
+    assert (got.code, got.out) == (1, "")
+    command = "stop" if event == "stop_asked" else "cancel"
+    assert f"'clusterddp {command}' asked for it" in got.err
+    assert len(attempts.attempts(run)) == 1
+    ended = run.read_events()[-1]
+    assert ended["cause"] == ("stopped" if event == "stop_asked" else "cancelled")
+    run.add_event("resubmit")
+    assert starts(workplace, run, "8").out == "2\n"
+
+
+def test_a_stop_that_comes_in_between_is_seen_or_finds_the_attempt(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks writes the event first and looks for the attempt then."""
+    run = workplace.run("one", submitted("7"))
+    make = attempts.begin
+
+    def asked_just_before(run: RunDir) -> Attempt:
+        run.add_event("stop_asked", job_id="7")
+        assert attempts.latest(run) is None  # so there is no attempt yet to leave a mark in
+        return make(run)
+
+    monkeypatch.setattr(attempts, "begin", asked_just_before)
+    got = starts(workplace, run)
+    assert (got.code, got.out) == (1, "")
+    assert "'clusterddp stop' asked for it" in got.err
+
+
+def test_a_job_given_to_sbatch_by_hand_starts_a_run_that_was_stopped(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("7"), noted("stop_asked"))
+    assert starts(workplace, run, "9").out == "1\n"
+
+
+def test_another_job_at_work_is_not_joined(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("7"))
+    assert starts(workplace, run).code == 0
+    made = Attempt(run, 1)
+    made.record.write_text(json.dumps({"job_id": "7", "host": "elsewhere", "pid": 1}))
+    made.show_life(1)
+    got = starts(workplace, run, "8")
+    assert (got.code, got.out) == (1, "")
+    assert "is still trained by job 7 on elsewhere" in got.err
+    assert run.read_events()[-1]["cause"] == "failed"
+    assert starts(workplace, run, "7", restart=1).out == "2\n"  # the same job, requeued
+
+
+def test_a_directory_of_a_newer_version_is_refused(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("7"))
+    run.spec.write_text(json.dumps({**json.loads(run.spec.read_text()), "format": 99}))
+    got = starts(workplace, run)
+    assert got.code == 2
+    assert "newer clusterddp" in got.err
+    assert attempts.attempts(run) == []
+
+
+def test_a_directory_that_cannot_be_written_is_said(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("7"))
+    run.attempts.write_text("")  # a file in the folder's place; root may write everywhere
+    got = starts(workplace, run)
+    assert got.code == 1
+    assert "cannot make an attempt below" in got.err
+    assert "Traceback" not in got.err
+
+
+def test_a_hostile_path_is_carried(workplace: Workplace, tmp_path: Path) -> None:
+    run = workplace.run("one", submitted("7"))
+    moved = RunDir(run.path.rename(tmp_path / "it's $(touch pwned); x"))
+    assert starts(workplace, moved).out == "1\n"
+    assert not list(tmp_path.rglob("pwned"))

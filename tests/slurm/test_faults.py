@@ -1,0 +1,34 @@
+"""The quick faults of the campaign, on every change; `python -m tests.slurm.campaign` does all."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.slurm.campaign import FAULTS_OF_ALL_SUBJECTS
+from tests.slurm.campaign.__main__ import AT_ONCE
+from tests.slurm.campaign.place import Result, Site
+
+QUICK = [fault.name for fault in FAULTS_OF_ALL_SUBJECTS.values() if fault.quick]
+
+
+@pytest.fixture(scope="module")
+def results(
+    slurm_available: None, request: pytest.FixtureRequest
+) -> Iterator[dict[str, Future[Result]]]:
+    """Those that were selected, several at work at once: most of what they take is waiting."""
+    chosen = [item.callspec.params["name"] for item in request.session.items
+              if item.path == request.path and hasattr(item, "callspec")]  # fmt: skip
+    with Site(data_dir=None) as site, ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            faults = [FAULTS_OF_ALL_SUBJECTS[name] for name in chosen]
+            yield {fault.name: pool.submit(site.carry_out, fault) for fault in faults}
+        finally:
+            site.stopping.set()
+            pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_run_outlives(name: str, results: dict[str, Future[Result]]) -> None:
+    result = results[name].result()
+    assert result.ok, result.seen

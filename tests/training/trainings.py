@@ -1,0 +1,144 @@
+"""Starts of a run as a task makes them, without its process: agreed on, trained, cut off."""
+
+import functools
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from clusterddp.attempt import Attempt
+from clusterddp.run_dir import RunDir
+from clusterddp.stop import StopRequest
+from clusterddp.train_config import TrainConfig
+from clusterddp.training import checkpoint, data, models, start
+from clusterddp.training.agreement import Agreement, Hello
+from clusterddp.training.images import Images
+from clusterddp.training.loop import Training
+
+CPU = torch.device("cpu")
+
+
+class Noisy(models.ConvNet):
+    """A model whose weights depend on every generator of random numbers that a rank has."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = super().forward(torch.dropout(images, 0.1, self.training))
+        if self.training:
+            scores = scores * (1 + 0.1 * random.random() + 0.1 * np.random.random())
+        return scores
+
+
+def config(data_dir: Path, **fields: Any) -> TrainConfig:
+    defaults: dict[str, Any] = {
+        "dataset": "synthetic", "log_every": 1, "lr_scaling": "none", "threads": 1,
+        "batch_size": 200, "warmup_steps": 5, "device": "cpu",
+    }  # fmt: skip
+    return TrainConfig(data_dir=str(data_dir), **{**defaults, **fields})
+
+
+def hello(rank: int, world_size: int) -> dict[str, Any]:
+    return Hello(
+        rank=rank, world_size=world_size, local_rank=rank, host="h01", pid=100 + rank, kind="cpu",
+        device="cpu", gpu="", threads=1, torch=torch.__version__,
+    ).__dict__  # fmt: skip
+
+
+def agree(
+    settings: TrainConfig,
+    run: Path,
+    world_size: int = 1,
+    *,
+    number: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Agreement:
+    """As rank 0 decides. All starts are of one job, so that none waits for another."""
+    hellos = [hello(rank, world_size) for rank in range(world_size)]
+    identity = {"job_id": "7", "restart": 0, "host": "h01", "pid": 1}
+    return start.decide(settings, run, number, hellos, identity, say)
+
+
+def build(rank: int, settings: TrainConfig, agreed: Agreement, **more: Any) -> Training:
+    return Training(
+        settings,
+        agreed,
+        rank=rank,
+        device=CPU,
+        train_set=_images(settings.data_dir, True),
+        test_set=_images(settings.data_dir, False),
+        attempt=Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt),
+        **{"request": StopRequest(), **more},
+    )
+
+
+def train_rank(
+    rank: int,
+    world_size: int,
+    settings: TrainConfig,
+    run: Path,
+    stop: Mapping[int, int] | None = None,
+    noisy: bool = True,
+) -> dict[str, Any]:
+    """One start of a run; rank r is asked to stop at step stop[r], and at that one all look."""
+    at = (stop or {}).get(rank, -1)
+    plain = models.MODELS["convnet"]
+    models.MODELS["convnet"] = Noisy if noisy else plain
+    try:
+        box = [agree(settings, run, world_size).to_dict() if rank == 0 else None]
+        dist.broadcast_object_list(box)
+        assert box[0] is not None
+        agreed = Agreement.from_dict(box[0])
+        random.seed(rank + (999 if agreed.resume else 0))
+        np.random.seed(rank + (999 if agreed.resume else 0))
+        ours = build(rank, settings, agreed)
+    finally:
+        models.MODELS["convnet"] = plain
+    asked_at_once(ours, at)
+    reason = ours.run()
+    return {
+        "reason": reason,
+        "step": ours.position.step,
+        "samples": ours.position.samples,
+        "images": ours.position.images,
+        "weights": [parameter.detach().numpy().copy() for parameter in ours.model.parameters()],
+        "sha256": checkpoint.weights_sha256(ours.model),
+        "accuracy": ours.accuracy,
+        "best": ours.best,
+        "buckets": ours.ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes", ""),
+        "draws": (torch.rand(3).tolist(), random.random(), np.random.random()),
+    }
+
+
+def train_alone(
+    settings: TrainConfig, run: Path, stop: int = -1, noisy: bool = True
+) -> dict[str, Any]:
+    return train_rank(0, 1, settings, run, {0: stop}, noisy)
+
+
+def asked_at_once(ours: Training, at: int, reason: str = "signal") -> None:
+    """Have the ranks look after every step, and this one be asked to stop at step `at`."""
+    ours.poll.due = lambda _: True  # type: ignore[method-assign]
+    after(ours, at, lambda: ours.request.note(reason))
+
+
+def after(ours: Training, at: int, act: Callable[[], object]) -> None:
+    """Have something happen once step `at` is done; at 0 at once."""
+    if at == ours.position.step:
+        act()
+    step = ours.journal.step
+
+    def counted() -> None:
+        step()
+        if ours.position.step == at:
+            act()
+
+    ours.journal.step = counted  # type: ignore[method-assign]
+
+
+@functools.cache
+def _images(data_dir: str, train: bool) -> Images:
+    return Images(data.load("synthetic", data_dir, train=train), CPU)
