@@ -39,7 +39,8 @@ def chapters(run: RunDir) -> list[Chapter]:
     for index, (one, record) in enumerate(met):
         after = met[index + 1][1] if index + 1 < len(met) else None
         first = int(record.get("step") or 0)
-        reached = max(first, last_step(one), int(after["step"]) if after else 0)
+        resumed = int(after.get("step") or 0) if after else 0
+        reached = max(first, last_step(one), resumed)
         began = float(record.get("began") or 0.0)
         told.append(
             Chapter(
@@ -50,9 +51,9 @@ def chapters(run: RunDir) -> list[Chapter]:
                 first_step=first,
                 last_step=reached,
                 cause=causes.get(one.number) or ("killed" if after else ""),
-                steps_done_twice=reached - int(after["step"]) if after else 0,
+                steps_done_twice=reached - resumed if after else 0,
                 seconds_lost=(
-                    round(float(after["began"]) - float(after.get("saved") or began), 3)
+                    round(float(after.get("began") or 0.0) - float(after.get("saved") or began), 3)
                     if after
                     else 0.0
                 ),

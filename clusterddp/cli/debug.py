@@ -179,9 +179,10 @@ def _run_processes(config: TrainConfig, run: RunDir, procs: int) -> tuple[int, F
             statuses = group.wait()
     if not any(statuses):
         return 0, None
+    # Also where nobody asked this process: `clusterddp stop` asks the ranks themselves.
+    if attempt.end.exists() and set(statuses) <= {0, EXIT_PAUSED, EXIT_INTERRUPTED}:
+        return max(statuses), None
     if stopping.number:
-        if attempt.end.exists() and set(statuses) <= {0, EXIT_PAUSED, EXIT_INTERRUPTED}:
-            return max(statuses), None
         click.echo(f"clusterddp: ended before it had saved; the logs are in {run.logs}", err=True)
         return 128 + stopping.number, None
     failure = first_failure(read_outcomes(attempt.outcomes))

@@ -53,6 +53,7 @@ def command(
     """Print and record how an attempt ended, start the next where one is due; the job's code."""
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)  # what ends the job must not take its last word
+    next_start.go_to_submission_folder()
     run = RunDir(run_dir)
     attempt = Attempt(run, number)
     end = judge(attempt, exit_code, job_id, restart)

@@ -92,7 +92,6 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, who: dict[str, Any]
         element = os.environ.get("SLURM_ARRAY_TASK_ID")
         if element:
             raise SlurmError(f"an array's element goes on by itself: sbatch --array={element} FILE")
-        os.chdir(os.environ.get("SLURM_SUBMIT_DIR") or ".")
         comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
         script = run.script.read_text()
         successor = patiently(attempt, lambda: slurm.sbatch(script, os.environ, comment=comment))
@@ -130,6 +129,15 @@ def _give_up(run: RunDir, job_id: str, who: dict[str, Any], error: Exception) ->
         f"clusterddp: go on with: clusterddp resubmit {run.shown}"
     )
     return EXIT_FAILED
+
+
+def go_to_submission_folder() -> None:
+    """Where the person was: a name or a path that is shown, and the next job, start from there.
+
+    The script itself may be in the copy of a command's tree.
+    """
+    with contextlib.suppress(OSError):
+        os.chdir(os.environ.get("SLURM_SUBMIT_DIR") or ".")
 
 
 def say(line: str) -> None:

@@ -438,7 +438,8 @@ def test_a_directory_of_a_newer_version_is_refused(workplace: Workplace, what: s
 def test_an_element_of_an_array_is_pointed_to_its_own_command(workplace: Workplace) -> None:
     run = stopped(workplace)
     element = RunDir(run.path.rename(run.path.with_name("one-3")))
-    assert f"sbatch --array=3 {element.path.absolute()}/script.sbatch" in refused(workplace, element)
+    shown = f"sbatch --array=3 {element.path.absolute()}/script.sbatch"
+    assert shown in refused(workplace, element)
 
 
 def test_a_moved_directory_is_not_written_elsewhere(workplace: Workplace) -> None:

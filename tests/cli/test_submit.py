@@ -49,10 +49,13 @@ SCRIPTS: dict[str, list[str]] = {
         "--launch-prefix", "apptainer exec --nv 'my image.sif'",
     ],
     "interruptions": [
-        "--no-requeue", "--max-requeues", "3", "--restart-on-failure", "2", "--signal",
-        "USR1@60", "--time", "10", "--keep-last", "5", "--allow-changed", "--watchdog", "0",
+        "--no-requeue", "--max-requeues", "3", "--signal", "USR1@60", "--time", "10",
+        "--keep-last", "5", "--allow-changed", "--watchdog", "0",
     ],
-    "code": ["--requeue", "--signal", "B:USR2@90", "--snapshot", "--", "python", "train.py"],
+    "code": [
+        "--restart-on-failure", "2", "--signal", "B:USR2@90", "--snapshot", "--", "python",
+        "train.py",
+    ],
     "training": [
         "--dataset", "synthetic", "--epochs", "5", "--batch-size", "32", "--lr", "0.1",
         "--lr-scaling", "sqrt", "--optimizer", "adamw", "--weight-decay", "0.01", "--seed", "7",
