@@ -51,8 +51,8 @@ DECISIONS: list[tuple[Policy, list[str], bool, str]] = [
     (Policy(False, 20, 0), [SIGNAL], False, "signal, and requeue is off"),
     (Policy(False, 20, 0), [TIME_LIMIT], False, "time limit, and requeue is off"),
     (Policy(False, 20, 0), [PREEMPTED], False, "preempted, and requeue is off"),
-    # a crash is another matter than requeue
-    (Policy(False, 20, 1), [FAILED], True, FAILED),
+    # no other job, whatever the cause
+    (Policy(False, 20, 1), [FAILED], False, "failed, and requeue is off"),
     (Policy(True, 20, 1), [FAILED, FAILED], False, "it has failed 2 times"),
     (Policy(True, 20, 2), [FAILED, SIGNAL, FAILED], True, FAILED),
     # the cap counts every start after the first, whoever caused it

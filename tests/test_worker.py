@@ -134,7 +134,7 @@ def test_a_signal_has_it_save_leave_and_go_on_another_time(
     more = make_config(synthetic_dir, max_steps=end["step"] + 1, epochs=50)
     assert run_task(more, tmp_path) == EXIT_DONE, "what was asked of the first is forgotten"
     assert json.loads(Attempt(RunDir(tmp_path), 2).end.read_text()) == {
-        "cause": "done", "reason": "", "step": end["step"] + 1,
+        "cause": "done", "reason": "", "step": end["step"] + 1, "saved": end["step"] + 1,
     }  # fmt: skip
 
 

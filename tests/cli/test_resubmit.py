@@ -168,7 +168,7 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
     old = run.script.read_text(), run.spec.read_text(), run.spec.stat().st_mtime
     accepted(
         workplace, "one", "--time", "20", "--partition", "gpu", "--exclude", "h01", "--mem", "4G",
-        "--no-requeue", "--max-requeues", "3", "--restart-on-failure", "2", "--save-every",
+        "--no-requeue", "--max-requeues", "3", "--restart-in-job", "0", "--save-every",
         "7steps",
     )  # fmt: skip
     script = sent(workplace)
@@ -176,7 +176,6 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
     for words in (
         "#SBATCH --time=20\n", "#SBATCH --partition=gpu\n", "#SBATCH --exclude=h01\n",
         "#SBATCH --mem=4G\n", "#SBATCH --no-requeue\n", "--max-requeues 3", "--save-every=7steps",
-        "--restart-on-failure 2",
     ):  # fmt: skip
         assert words in script, words
     spec = run.load_spec()

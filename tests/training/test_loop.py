@@ -142,7 +142,7 @@ def test_a_request_to_one_rank_stops_all_at_one_step(synthetic_dir: Path, tmp_pa
     assert reason == "SIGTERM"
     assert step >= 5
     assert seen_at[-1] == step
-    assert names_in(tmp_path) == [checkpoint_file.name_of(step)]
+    assert checkpoint_file.name_of(step) in names_in(tmp_path)
 
 
 def stopped_by_one_rank(
