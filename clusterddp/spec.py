@@ -194,6 +194,12 @@ class JobSpec:
             object.__setattr__(self, "signal", self._default_signal() if self.train else "")
         if self.signal:
             forms.signal("--signal", self.signal)
+            limit = forms.limit_seconds(self.resources.time)
+            if limit is not None and self.signal_lead >= limit:
+                raise RequestError(
+                    f"--signal {self.signal} against --time {self.resources.time}: it would come "
+                    f"at once, for the limit is {limit} s. Use a lead that is shorter."
+                )
         for option, count in (
             ("--max-requeues", self.max_requeues),
             ("--restart-on-failure", self.restart_on_failure),

@@ -85,7 +85,9 @@ def command(
             next_start.withdraw(run, job_id)
         next_start.say(f"clusterddp: {decision.why}")
         return 0
-    if end.cause not in (requeue.DONE, requeue.CANCELLED, requeue.SUPERSEDED):
+    if end.cause == requeue.CANCELLED:
+        next_start.say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
+    elif end.cause not in (requeue.DONE, requeue.SUPERSEDED):
         next_start.say(f"clusterddp: the run does not go on by itself: {decision.why}")
         if end.cause != requeue.FAILED or gained(attempt) is not None:
             next_start.say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
@@ -149,9 +151,16 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int) -> End:
         if slurms is word:
             return End(cause, code or EXIT_PAUSED, step=step, lines=(f"{cause}; {saved}",))
     if paused or left:
+        if not _trains(run):
+            line = f"the command has saved and left (exit code {EXIT_PAUSED})"
+            return End(requeue.SIGNAL, EXIT_PAUSED, lines=(line,))
         reason = left.get("reason") or "a request to stop"
         return End(requeue.SIGNAL, EXIT_PAUSED, step=step, lines=(f"{reason}: {saved}",))
-    if failure and failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
+    killed = failure and failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
+    if failure and killed and not _trains(run) and any(o.rank == failure.rank for o in outcomes):
+        line = f"{failure.describe()}: the command does not take that signal, so it saved nothing"
+        return End(requeue.FAILED, code, failure, lines=(line,))
+    if failure and killed:
         line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
         return End(requeue.SIGNAL, EXIT_PAUSED, lines=(line,))
     if failure and _is_aftershock(attempt, failure):

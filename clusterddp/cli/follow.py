@@ -14,7 +14,7 @@ import click
 
 from clusterddp import slurm
 from clusterddp.cli import runs
-from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PAUSED
 from clusterddp.run_dir import RunDir
 from clusterddp.run_status import (
     CREATED,
@@ -22,6 +22,7 @@ from clusterddp.run_status import (
     FAILED,
     QUEUED,
     RUNNING,
+    STOPPED,
     UNKNOWN,
     RunStatus,
     Submission,
@@ -130,7 +131,7 @@ def follow(
     if status.state == FAILED and not status.first_failure.startswith("rank 0 "):
         _show_job_log(run)  # it ends with the last words of the rank that failed
     say(run, how_it_ended(status))
-    return EXIT_DONE if status.state == DONE else EXIT_FAILED
+    return {DONE: EXIT_DONE, STOPPED: EXIT_PAUSED}.get(status.state, EXIT_FAILED)
 
 
 def how_it_ended(status: RunStatus) -> str:

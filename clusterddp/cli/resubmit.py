@@ -18,7 +18,13 @@ from clusterddp.cli.inputs import make_sure
 from clusterddp.cli.request_options import REQUEST
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, train_options
-from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, RequestError, SlurmError
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    CheckpointError,
+    RequestError,
+    SlurmError,
+)
 from clusterddp.run_dir import RunDir, read_json, run_folders, write_atomically
 from clusterddp.run_status import (
     DONE,
@@ -94,7 +100,8 @@ def _request_options(function: F) -> F:
         },
         _TRAINED: list(_TRAIN_NAMES),
     },
-    epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
+    "75 it was stopped and has saved, 130 interrupted.",
 )
 @click.argument("run", type=runs.RUN)
 @_request_options
@@ -383,7 +390,8 @@ def _check_template(
     if old != again and _version(old) == _version(again):
         raise RequestError(
             f"{run.script} is not what template {before.template} gives for this run: it was "
-            "edited, or rendered from a template of your own. Name its folder with --template-dir, "
+            "edited, or rendered from a template of your own, or by another state of "
+            "clusterddp. Name its folder with --template-dir, "
             "edit the script and resubmit without options, or add --allow-changed to have it "
             "rendered anew."
         )
@@ -484,6 +492,20 @@ def _differences(before: JobSpec, after: JobSpec) -> list[str]:
     return lines
 
 
+def _goes_on(run: RunDir, spec: JobSpec) -> str:
+    """From where the run will train, by the same look at its checkpoints as its ranks will take."""
+    from clusterddp.training import checkpoint_file
+
+    try:
+        found = checkpoint_file.newest(run, lambda line: click.echo(line, err=True))
+    except CheckpointError:
+        found = None
+    if found:
+        return f"goes on from step {checkpoint_file.step_of(found)}"
+    resume = spec.train.resume if spec.train else ""
+    return f"starts from {resume}" if resume else "starts from the beginning"
+
+
 def _follow_up(
     run: RunDir, spec: JobSpec, submission: launchers.Submission, wait: bool, as_json: bool
 ) -> int:
@@ -491,8 +513,7 @@ def _follow_up(
     fields = {"run": spec.run_name, "run_dir": spec.run_dir, "job_id": submission.job_id}
     following = wait or submission.stop is not None
     if not as_json:
-        checkpoint = newest_checkpoint(run)
-        where = f"goes on from step {checkpoint[0]}" if checkpoint else "starts from the beginning"
+        where = _goes_on(run, spec)
         where = where if spec.train else "starts its command again"
         click.echo(
             f"submitted {run.name} again as job {submission.job_id}: {spec.layout}; it {where}\n"

@@ -51,7 +51,8 @@ class SubmitCommand(settings.SettingsCommand):
         "What the tasks train (without a COMMAND)": list(TRAIN_OPTION_NAMES),
     },
     epilog="Precedence: flag, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this shell, "
-    "site.cfg, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, 130 interrupted.",
+    "site.cfg, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
+    "75 it was stopped and has saved, 130 interrupted.",
 )
 @request_options.request_options
 @functools.partial(train_options, settings=True)

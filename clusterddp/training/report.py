@@ -4,7 +4,7 @@ import json
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def write(
         "dataset": config.dataset,
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         "steps": position.step,
-        "epochs": position.epoch,
+        "epochs": position.epoch_shown,
         "train_images": len(training.train_set),
         "test_images": len(training.test_set),
         "versions": {
@@ -67,7 +67,7 @@ def write(
         "weights_sha256": weights_sha256(training.model),
         "resumed_from": agreed.resume or None,
         "attempt": agreed.attempt,
-        **_interruptions(training.attempt.run),
+        **_interruptions(training.attempt.run, position.step),
         "saving": _saving(training),
         "job_id": environ.get("SLURM_JOB_ID", ""),
         "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
@@ -82,9 +82,10 @@ def write(
     )
 
 
-def _interruptions(run: RunDir) -> dict[str, Any]:
-    """What the run has been through, if it was started more than once."""
-    told = chapters(run)
+def _interruptions(run: RunDir, step: int) -> dict[str, Any]:
+    """What the run has been through; this attempt, its latest, is done at `step`."""
+    *earlier, last = chapters(run)
+    told = [*earlier, replace(last, cause="done", last_step=step)]
     return {
         "starts": len(told),
         "steps_done_twice": sum(one.steps_done_twice for one in told),

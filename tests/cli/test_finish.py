@@ -436,6 +436,15 @@ def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workp
     assert kinds(run)[-1] == "ended"
 
 
+def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    record(run, 0, 138, signal="SIGUSR1")
+    got = finish(workplace, run, 138, REQUEUES)
+    assert last(run, "ended")["cause"] == "failed"
+    assert "does not take that signal" in got.out
+
+
 def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(
     workplace: Workplace, run: RunDir
 ) -> None:

@@ -296,7 +296,7 @@ def test_follow_ends_with_a_run_that_is_stopped(
         f"{left}; {say('COMPLETING')}",
         say("FAILED"),
     )
-    assert follow(run) == 1
+    assert follow(run) == 75
     said = told(capfd.readouterr().err)
     assert "running on h01 h02: asked to save and leave" in said
     assert said[-2:] == [

@@ -21,6 +21,7 @@ from clusterddp.spec import JobSpec, Resources
 from clusterddp.train_config import TrainConfig
 from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
 from tests.hostile import CARRIED
+from tests.training import made_checkpoints
 
 __all__ = ["workplace"]
 
@@ -53,7 +54,7 @@ def stopped(workplace: Workplace, name: str = "one", step: int = 40, **request: 
     folder = Attempt(run, 1).checkpoints
     folder.mkdir(parents=True)
     if step:
-        (folder / f"step-{step:08d}.pt").touch()
+        made_checkpoints.make(folder, step)
     run.current.symlink_to("attempts/0001")
     run.checkpoints.symlink_to("current/checkpoints")
     return run
@@ -98,6 +99,17 @@ def test_the_script_is_sent_as_it_stands(workplace: Workplace, data: list[TrainC
     assert (run.spec.read_bytes(), run.spec.stat().st_mtime) == before
     assert not list(run.path.glob("*-1.*"))
     assert len(data) == 1
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_named(
+    workplace: Workplace, data: list[TrainConfig]
+) -> None:
+    run = stopped(workplace)
+    damaged = made_checkpoints.make(Attempt(run, 1).checkpoints, 60)
+    damaged.write_bytes(damaged.read_bytes() + b"x")
+    got = accepted(workplace, "one")
+    assert "it goes on from step 40" in got.out
+    assert damaged.name in got.err
 
 
 def test_the_starts_are_counted_anew(workplace: Workplace) -> None:
@@ -218,7 +230,7 @@ def test_the_default_signal_follows_the_time_limit(workplace: Workplace) -> None
 
 def test_a_signal_that_was_chosen_stays(workplace: Workplace) -> None:
     stopped(workplace, signal="B:USR1@77")
-    script = accepted(workplace, "one", "--dry-run", "--time", "1").out
+    script = accepted(workplace, "one", "--dry-run", "--time", "2").out
     assert "#SBATCH --signal=B:USR1@77\n" in script
 
 
@@ -459,7 +471,7 @@ def test_a_run_without_a_checkpoint_starts_from_the_beginning(
     workplace: Workplace, data: list[TrainConfig]
 ) -> None:
     stopped(workplace, step=0, train=TrainConfig(resume="/elsewhere"))
-    assert "it starts from the beginning" in accepted(workplace, "one").out
+    assert "it starts from /elsewhere" in accepted(workplace, "one").out
     assert data[0].resume == "/elsewhere"  # which it would need then
 
 
