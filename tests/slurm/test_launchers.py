@@ -168,12 +168,13 @@ def test_a_killed_rank_starts_again_inside_the_job(
     record = Attempt(run, 1).read_record()
     assert (record["step"], record["resumed_from"]) == (0, None)
     agents = [path.read_text() for path in run.logs.glob("node-*.log")]
-    assert any("exitcode: 137" in text for text in agents)
+    # Which rank's end an agent sees first, the killed one's or one's that lost it, is chance.
+    assert any("failed (exitcode: " in text for text in agents)
     # An agent gives its other ranks half a minute before it kills them: none of them needs it.
     assert not any("forcefully" in text for text in agents)
     if moment == "in the middle":
         assert record["starts_in_job"] == 2
-        own = r"resuming from .*/attempts/0001/checkpoints/step-000000[3-9]\d.pt"
+        own = r"resuming from .*/attempts/0001/checkpoints/step-0*[1-9]\d*\.pt"
         assert re.search(own, log.read_text())
 
 
