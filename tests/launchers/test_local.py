@@ -182,7 +182,7 @@ def test_the_signal_ahead_of_the_limit_reaches_a_command(tmp_path: Path, wanted:
         tmp_path, "--nodes", "2", "--time", "1:00", "--signal", wanted, "--requeue",
         "--", sys.executable, "saves.py",
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 75, done.stderr
     run = RunDir(tmp_path / "jobs/a")
     assert [run.rank_log(rank).read_text() for rank in (0, 1)] == ["up\ngot SIGUSR1\n"] * 2
     assert "a cluster would put the job back into the queue now" in run.job_log.read_text()
@@ -193,7 +193,7 @@ def test_the_signal_ahead_of_the_limit_reaches_a_command(tmp_path: Path, wanted:
 def test_the_time_limit_ends_a_rehearsal(tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(SAVES)
     done = submit(tmp_path, "--nodes", "2", "--time", "0:04", "--", sys.executable, "saves.py")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 75, done.stderr
     run = RunDir(tmp_path / "jobs/a")
     assert [run.rank_log(rank).read_text() for rank in (0, 1)] == ["up\ngot SIGTERM\n"] * 2
     events = [event["event"] for event in run.read_events()]
@@ -223,7 +223,7 @@ def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
     with contextlib.suppress(ProcessLookupError):
         os.kill(first.read_record()["pid"], signal.SIGSTOP)
     limited.communicate(timeout=120)
-    assert limited.returncode == 1
+    assert limited.returncode == 75
     left = read_json(first.end)
     assert left is not None
     assert (left["cause"], left["reason"]) == ("stopped", "signal")
