@@ -196,7 +196,7 @@ def test_a_failing_setup_line_fails_the_job_and_still_tears_down(
 ) -> None:
     done = submit(
         cluster, tmp_path, "--run-name", "f", "--wait", "--setup", "false",
-        "--teardown", "echo torn down >torn", "--", "touch", "ran",
+        "--teardown", "echo torn down >torn", "--no-snapshot", "--", "touch", "ran",
     )  # fmt: skip
     assert done.returncode == 1
     assert (tmp_path / "torn").is_file()
@@ -225,7 +225,7 @@ def test_submitting_from_inside_a_job_is_as_from_a_login_shell(
     ]  # fmt: skip
     done = submit(
         cluster, tmp_path, "--nodes", "2", "--gpus-per-node", "2", "--run-name", "outer", "--wait",
-        "--env", "SBATCH_WCKEY=", "--",
+        "--env", "SBATCH_WCKEY=", "--no-snapshot", "--",
         "bash", "-c", '[ "$RANK" != 0 ] || exec "$@"', "bash", *inner,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
