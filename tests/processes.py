@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from clusterddp.supervise import die_with_parent
+
 PATIENCE = 90
 
 
@@ -14,6 +16,12 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {PATIENCE} s: {what}"
         time.sleep(0.02)
+
+
+def dying_with_us() -> Callable[[], None]:
+    """For Popen's preexec_fn: a test run that is killed leaves no training behind."""
+    own = os.getpid()
+    return lambda: die_with_parent(own)
 
 
 def has_gone(pid: int) -> bool:

@@ -16,7 +16,7 @@ from clusterddp.attempt import Attempt
 from clusterddp.cli.debug import free_port
 from clusterddp.run_dir import RunDir
 from clusterddp.training.checkpoint_file import name_of
-from tests.processes import has_gone, wait_for
+from tests.processes import dying_with_us, has_gone, wait_for
 
 PATIENCE = 90
 # A model whose construction stops as a breakpoint does: it asks the person who typed the command.
@@ -54,6 +54,7 @@ def debug(synthetic_dir: Path, tmp_path: Path) -> Iterator[Any]:
                 text=True,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
+                preexec_fn=dying_with_us(),  # noqa: PLW1509 -- no threads here
             )
         )  # fmt: skip
         return started[-1]

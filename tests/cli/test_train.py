@@ -19,6 +19,7 @@ from clusterddp.outcome import first_failure, read_outcomes
 from clusterddp.run_dir import RunDir
 from clusterddp.train_config import TrainConfig
 from clusterddp.training.checkpoint_file import step_of
+from tests.processes import dying_with_us
 
 PATIENCE = 90
 # Fails on rank 1 at its second batch, before an exchange that rank 0 then waits in.
@@ -58,6 +59,7 @@ def start() -> Iterator[Any]:
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
+                preexec_fn=dying_with_us(),  # noqa: PLW1509 -- no threads here
             )
         )
         return started[-1]
