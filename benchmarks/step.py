@@ -43,10 +43,9 @@ def measure() -> list[Row]:
             name, train_images=_TRAIN_IMAGES, test_images=_TEST_IMAGES, progress=lambda _: None
         )
         train_set, test_set = (
-            Images(data.load(config.dataset, name, train=train), _CPU) for train in (True, False)
+            Images(*data.load(config.dataset, name, train=train), _CPU) for train in (True, False)
         )
-        indices = torch.split(torch.arange(len(train_set)), config.batch_size)
-        batches = [train_set.batch(chosen) for chosen in indices]
+        batches = list(train_set.batches(torch.arange(len(train_set)), config.batch_size))
         loop = functools.partial(_loop, config, train_set, test_set, folder)
         rows = []
         for under_ddp, baseline in (

@@ -8,10 +8,13 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import DataError
 from clusterddp.training import idx
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Progress = Callable[[str], None]
 """Takes one line about what is being done."""
@@ -25,7 +28,7 @@ PUBLISHED = {
 """SHA-256 of the four files of MNIST as LeCun, Cortes and Burges published them, uncompressed."""
 
 # Mean and standard deviation of MNIST's training pixels, on a scale of 0 to 1.
-_PIXEL_MEAN, _PIXEL_STD = 0.1307, 0.3081
+PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 
 
 @dataclass(frozen=True)
@@ -141,10 +144,32 @@ def fingerprint(dataset: str, data_dir: str) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def load(dataset: str, data_dir: str, train: bool) -> Any:
+def load(dataset: str, data_dir: str, *, train: bool) -> tuple["Tensor", "Tensor"]:
+    """The set in place as bytes: pixels (N, 28, 28) of 0 to 255, and labels (N,), int64.
+
+    Read from the files themselves: importing torchvision costs more than training on them for a
+    while. Raises DataError when the set is missing or damaged, as on a node without the shared
+    folder.
+    """
+    import torch
+
+    raw = check(dataset, data_dir, checksums=False).root / idx.RAW
+    images, labels = idx.TRAIN_FILES if train else idx.TEST_FILES
+    try:
+        pixels, digits = idx.content(raw / images), idx.content(raw / labels)
+    except OSError as error:
+        raise _unreadable(raw, error) from None
+    shape = (-1, idx.SIDE, idx.SIDE)
+    return (
+        torch.frombuffer(pixels, dtype=torch.uint8).view(shape),
+        torch.frombuffer(digits, dtype=torch.uint8).long(),
+    )
+
+
+def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
     """Torchvision's MNIST dataset over the set in place: normalised (1, 28, 28) tensors, labels.
 
-    Raises DataError when the set is missing or damaged, as on a node without the shared folder.
+    Raises DataError as `load` does, and without torchvision.
     """
     root = check(dataset, data_dir, checksums=False).root
     legacy = root / "MNIST" / "processed"
@@ -154,14 +179,19 @@ def load(dataset: str, data_dir: str, train: bool) -> Any:
             f"{legacy} holds a cache of an old torchvision, which would be read in place of the "
             f"checked files in {root / idx.RAW}. Move that folder away."
         )
-    from torchvision import datasets, transforms
-
+    try:
+        from torchvision import datasets, transforms
+    except ImportError as error:
+        raise DataError(
+            f"--data-pipeline loader needs torchvision, which cannot be imported: {error}. Install "
+            "it (python -m pip install torchvision), or use --data-pipeline memory."
+        ) from None
     return datasets.MNIST(
         root=str(root),
         train=train,
         download=False,
         transform=transforms.Compose(
-            [transforms.ToTensor(), transforms.Normalize((_PIXEL_MEAN,), (_PIXEL_STD,))]
+            [transforms.ToTensor(), transforms.Normalize((PIXEL_MEAN,), (PIXEL_STD,))]
         ),
     )
 

@@ -19,7 +19,9 @@ TRAIN_IMAGES = "train-images-idx3-ubyte"
 TRAIN_LABELS = "train-labels-idx1-ubyte"
 TEST_IMAGES = "t10k-images-idx3-ubyte"
 TEST_LABELS = "t10k-labels-idx1-ubyte"
-FILES = (TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS)
+TRAIN_FILES = (TRAIN_IMAGES, TRAIN_LABELS)
+TEST_FILES = (TEST_IMAGES, TEST_LABELS)
+FILES = (*TRAIN_FILES, *TEST_FILES)
 SUMS = "SHA256SUMS"
 """The digests of a set that was placed by us, in the form of sha256sum(1)."""
 
@@ -110,6 +112,15 @@ def _count_in(path: Path) -> int:
             f"makes it {expected:,}."
         )
     return int(count)
+
+
+def content(path: Path) -> bytearray:
+    """All images or labels of one file, a byte a pixel or label; `inspect` has passed before."""
+    with path.open("rb") as file:
+        file.seek(16 if "images" in path.name else 8)
+        data = bytearray(path.stat().st_size - file.tell())
+        file.readinto(data)
+    return data
 
 
 def check_labels(raw: Path) -> None:

@@ -1,53 +1,68 @@
 """A dataset in memory on the rank's device, which images a rank takes, and in what order."""
 
+import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+
+from clusterddp.training.data import PIXEL_MEAN, PIXEL_STD
+
+# Images that are put in order at once: enough to make it cheap, little beside the set itself.
+_STRETCH = 8192
 
 
 class Images:
-    """Torchvision's MNIST set as two tensors; a batch is one indexed read and one normalisation.
+    """A set of images as two tensors; a batch is a slice of them in order, and one normalisation.
 
-    Kept as bytes (47 MB for MNIST) and normalised batch by batch, with the very values that the
-    dataset's own per-image transform gives: reading 64 images one by one costs as much as
+    Kept as bytes (47 MB for MNIST) and normalised batch by batch, with the very values that
+    torchvision's per-image transforms give: reading 64 images one by one costs as much as
     training on them.
     """
 
-    def __init__(self, dataset: Any, device: torch.device) -> None:
-        self._pixels: Tensor = dataset.data.to(device)
-        self._labels: Tensor = dataset.targets.to(device)
-        self._normalise = dataset.transform.transforms[-1]
+    def __init__(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
+        """pixels: (N, 28, 28), bytes; labels: (N,), int64."""
+        self._pixels = pixels.to(device)
+        self._labels = labels.to(device)
 
     def __len__(self) -> int:
         return len(self._labels)
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised images (N, 1, 28, 28) and labels (N,) at these indices."""
-        chosen = indices.to(self._labels.device)
-        pixels = self._pixels[chosen].unsqueeze(1).to(torch.float32).div_(255)
-        return self._normalise(pixels), self._labels[chosen]
+    def batches(self, order: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Normalised images (N, 1, 28, 28) and labels (N,), in the order of these indices."""
+        stretch = max(_STRETCH // batch_size, 1) * batch_size
+        order = order.to(self._labels.device)
+        for begin in range(0, len(order), stretch):
+            indices = order[begin : begin + stretch]
+            pixels, labels = self._pixels[indices], self._labels[indices]
+            for start in range(0, len(indices), batch_size):
+                some = slice(start, start + batch_size)
+                yield normalised(pixels[some]), labels[some]
 
 
-def training_batches(
-    sampler: DistributedSampler[Any], batch_size: int, seen: int, world_size: int
-) -> Iterator[Tensor]:
-    """The rank's batches of indices of the sampler's epoch, after `seen` images of all ranks.
+def normalised(pixels: Tensor) -> Tensor:
+    """Bytes (N, 28, 28) as images (N, 1, 28, 28), step by step as ToTensor and Normalize do."""
+    return pixels.unsqueeze(1).to(torch.float32).div_(255).sub_(PIXEL_MEAN).div_(PIXEL_STD)
 
-    The sampler deals one shuffled order out to the ranks in turn, so what the ranks have seen
-    together is a stretch of that order from its start, whatever their number was: a run goes on
-    from there at another world size. (Where `seen` is no multiple of the world size, up to
-    world size - 1 images are repeated.)
+
+def training_order(
+    count: int, *, seed: int, epoch: int, rank: int, world_size: int, seen: int = 0
+) -> Tensor:
+    """The indices that a rank takes in an epoch, after `seen` images of all ranks.
+
+    Exactly the order of torch's DistributedSampler with these arguments, shuffled: one random
+    order of all images, padded from its start to a multiple of the world size, dealt out to the
+    ranks in turn. So what the ranks have seen together is a stretch of that order from its start,
+    whatever their number was: a run goes on from there at another world size. (Where `seen` is
+    no multiple of the world size, up to world size - 1 images are repeated.)
     """
-    order = torch.tensor(list(sampler))[seen // world_size :]
-    if len(order):  # torch.split makes one empty batch of nothing
-        yield from torch.split(order, batch_size)
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(count, generator=generator)
+    padding = -count % world_size
+    order = torch.cat([order, order.repeat(math.ceil(padding / count))[:padding]])
+    return order[rank::world_size][seen // world_size :]
 
 
-def evaluation_batches(count: int, rank: int, world_size: int, batch_size: int) -> Iterator[Tensor]:
+def evaluation_order(count: int, rank: int, world_size: int) -> Tensor:
     """The rank's share of `count` images: over all ranks each exactly once, without padding."""
-    share = torch.arange(count)[rank::world_size]
-    if len(share):
-        yield from torch.split(share, batch_size)
+    return torch.arange(count)[rank::world_size]

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
 
 from clusterddp.attempt import Attempt, attempts
 from clusterddp.errors import CheckpointError, TrainingError
@@ -22,7 +21,7 @@ from clusterddp.training.agreement import Agreement
 from clusterddp.training.checkpoint import Position
 from clusterddp.training.checkpoint_file import Best
 from clusterddp.training.deadline import Deadline
-from clusterddp.training.images import Images, evaluation_batches, training_batches
+from clusterddp.training.images import Images, evaluation_order, training_order
 from clusterddp.training.metrics import Figures, Journal, Tally
 from clusterddp.training.poll import Poll
 from clusterddp.training.saver import Saver
@@ -73,12 +72,6 @@ class Training:
             self.model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
         )
 
-        self.sampler: DistributedSampler[Any] = DistributedSampler(
-            train_set,  # type: ignore[arg-type] # only its length is asked for
-            self.world_size,
-            rank,
-            seed=config.seed,
-        )
         self.schedule = optimizer.Schedule(config, agreed.reference_world_size, len(train_set))
         self.saving = Interval.parse("--save-every", config.save_every, minutes=True)
         self.evaluating = Interval.parse("--eval-every", config.eval_every)
@@ -138,12 +131,16 @@ class Training:
     def _epoch(self) -> str:
         """Train what is left of the epoch; returns the reason when the ranks stop before."""
         position, progress = self.position, self.progress
-        self.sampler.set_epoch(position.epoch)
         progress.mark(position.step + 1, Phase.DATA)
-        for indices in training_batches(
-            self.sampler, self.agreed.batch_size, position.samples, self.world_size
-        ):
-            images, labels = self.train_set.batch(indices)
+        order = training_order(
+            len(self.train_set),
+            seed=self.config.seed,
+            epoch=position.epoch,
+            rank=self.rank,
+            world_size=self.world_size,
+            seen=position.samples,
+        )
+        for images, labels in self.train_set.batches(order, self.agreed.batch_size):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.schedule.lr(position)
             self.optimizer.zero_grad()
@@ -179,7 +176,7 @@ class Training:
         `rebuild_buckets`; in evaluation mode no statistics and no random numbers are touched.)
         """
         self.model.eval()
-        images, labels = self.train_set.batch(torch.zeros(1, dtype=torch.int64))
+        [(images, labels)] = self.train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
         cross_entropy(self.ddp(images), labels).backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         self.model.train()
@@ -257,11 +254,9 @@ class Training:
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.model.eval()
         with torch.no_grad():
-            for indices in evaluation_batches(
-                len(self.test_set), self.rank, self.world_size, _EVALUATION_BATCH
-            ):
+            share = evaluation_order(len(self.test_set), self.rank, self.world_size)
+            for images, labels in self.test_set.batches(share, _EVALUATION_BATCH):
                 self.progress.mark(step, Phase.EVALUATE)
-                images, labels = self.test_set.batch(indices)
                 scores = self.model(images)
                 totals[0] += cross_entropy(scores, labels, reduction="sum")
                 totals[1] += (scores.argmax(1) == labels).sum()
@@ -325,6 +320,6 @@ class Training:
 
     def _planned_steps(self) -> int:
         """For the progress bar: what is done and what is left at this world size."""
-        per_epoch = math.ceil(len(self.sampler) / self.agreed.batch_size)
+        per_epoch = math.ceil(len(self.train_set) / self.agreed.global_batch_size)
         left = (self.config.epochs - self.position.epoch) * per_epoch - self.position.step_in_epoch
         return min(self.last_step, self.position.step + max(left, 0))

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from clusterddp.errors import DataError
 from clusterddp.training import data, data_source, idx
-from clusterddp.training.data import PUBLISHED, check, ensure, folder, load
+from clusterddp.training.data import PUBLISHED, check, ensure, folder, load, torchvision_set
 from clusterddp.training.data_source import fetch, import_from
 from clusterddp.training.synthetic import synthesise
 
@@ -312,14 +313,20 @@ def test_processes_that_ensure_at_once_all_get_one_whole_set(tmp_path: Path) -> 
     assert [path.name for path in Path(place, "synthetic", "MNIST").iterdir()] == ["raw"]
 
 
-def test_load_gives_normalised_tensors(synthetic_dir: Path) -> None:
-    train, test = (load("synthetic", str(synthetic_dir), train=part) for part in (True, False))
-    assert (len(train), len(test)) == (2_000, 500)
-    image, label = train[3]
-    assert image.shape == (1, 28, 28)
-    assert label == int(train.targets[3])
-    expected = (train.data[3] / 255 - 0.1307) / 0.3081
-    assert (image[0] - expected).abs().max() < 1e-5
+def test_load_gives_what_torchvision_reads(synthetic_dir: Path) -> None:
+    for train, count in ((True, 2_000), (False, 500)):
+        pixels, labels = load("synthetic", str(synthetic_dir), train=train)
+        theirs = torchvision_set("synthetic", str(synthetic_dir), train=train)
+        assert pixels.shape == (count, 28, 28)
+        assert torch.equal(pixels, theirs.data)
+        assert torch.equal(labels, theirs.targets)
+
+
+def test_load_needs_no_torchvision(synthetic_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    load("synthetic", str(synthetic_dir), train=False)
+    with pytest.raises(DataError, match="--data-pipeline loader needs torchvision"):
+        torchvision_set("synthetic", str(synthetic_dir), train=False)
 
 
 def test_load_names_what_is_missing(tmp_path: Path) -> None:
@@ -333,7 +340,7 @@ def test_load_refuses_what_an_old_torchvision_cached(small: Path) -> None:
     for name in ("training.pt", "test.pt"):
         (legacy / name).write_bytes(b"")
     with pytest.raises(DataError, match="cache of an old torchvision"):
-        load("synthetic", str(small), train=True)
+        torchvision_set("synthetic", str(small), train=True)
 
 
 # --- fetch ---------------------------------------------------------------------------------

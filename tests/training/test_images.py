@@ -5,14 +5,14 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from clusterddp.training import data
-from clusterddp.training.images import Images, evaluation_batches, training_batches
+from clusterddp.training.images import Images, evaluation_order, training_order
 
 
 def test_a_batch_holds_the_very_values_of_the_datasets_own_transform(synthetic_dir: Path) -> None:
-    dataset = data.load("synthetic", str(synthetic_dir), train=True)
-    images = Images(dataset, torch.device("cpu"))
+    dataset = data.torchvision_set("synthetic", str(synthetic_dir), train=True)
+    images = Images(*data.load("synthetic", str(synthetic_dir), train=True), torch.device("cpu"))
     indices = torch.tensor([3, 1999, 0])
-    pixels, labels = images.batch(indices)
+    [(pixels, labels)] = images.batches(indices, 7)
     assert len(images) == len(dataset)
     assert pixels.shape == (3, 1, 28, 28)
     for position, index in enumerate(indices.tolist()):
@@ -21,20 +21,39 @@ def test_a_batch_holds_the_very_values_of_the_datasets_own_transform(synthetic_d
         assert labels[position] == label
 
 
-def sampler(count: int, rank: int, world_size: int) -> DistributedSampler[int]:
-    ours: DistributedSampler[int] = DistributedSampler(range(count), world_size, rank, seed=5)
-    ours.set_epoch(1)
-    return ours
+@pytest.mark.parametrize("batch_size", [1, 64, 100, 9000])
+def test_the_batches_are_the_order_in_pieces(batch_size: int) -> None:
+    count = 20_000
+    images = Images(
+        torch.zeros(count, 28, 28, dtype=torch.uint8), torch.arange(count), torch.device("cpu")
+    )
+    order = torch.randperm(count)[:17_777]
+    batches = [labels for _, labels in images.batches(order, batch_size)]
+    assert torch.equal(torch.cat(batches), order)
+    assert {len(batch) for batch in batches[:-1]} <= {batch_size}
+
+
+@pytest.mark.parametrize("count", [3, 240, 241, 247])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_the_order_is_distributed_samplers(count: int, world_size: int) -> None:
+    for rank in range(world_size):
+        for epoch in (0, 1, 5):
+            sampler: DistributedSampler[int] = DistributedSampler(
+                range(count), world_size, rank, seed=5
+            )
+            sampler.set_epoch(epoch)
+            ours = training_order(count, seed=5, epoch=epoch, rank=rank, world_size=world_size)
+            assert ours.tolist() == list(sampler)
+
+
+def order(rank: int, world_size: int, seen: int = 0) -> list[int]:
+    taken = training_order(240, seed=5, epoch=1, rank=rank, world_size=world_size, seen=seen)
+    return list(map(int, taken))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_the_ranks_cover_an_epoch_exactly_once(world_size: int) -> None:
-    seen = [
-        index
-        for rank in range(world_size)
-        for batch in training_batches(sampler(240, rank, world_size), 7, 0, world_size)
-        for index in batch.tolist()
-    ]
+    seen = [index for rank in range(world_size) for index in order(rank, world_size)]
     assert sorted(seen) == list(range(240))
 
 
@@ -43,18 +62,8 @@ def test_an_epoch_goes_on_at_another_world_size_without_loss_or_repetition(
     before: int, after: int
 ) -> None:
     steps, batch = 3, 10
-    first = [
-        index
-        for rank in range(before)
-        for taken in list(training_batches(sampler(240, rank, before), batch, 0, before))[:steps]
-        for index in taken.tolist()
-    ]
-    rest = [
-        index
-        for rank in range(after)
-        for taken in training_batches(sampler(240, rank, after), batch, len(first), after)
-        for index in taken.tolist()
-    ]
+    first = [index for rank in range(before) for index in order(rank, before)[: steps * batch]]
+    rest = [index for rank in range(after) for index in order(rank, after, len(first))]
     assert sorted(first + rest) == list(range(240))
 
 
@@ -63,11 +72,14 @@ def test_evaluation_takes_each_image_once(world_size: int) -> None:
     seen = [
         index
         for rank in range(world_size)
-        for batch in evaluation_batches(500, rank, world_size, 64)
-        for index in batch.tolist()
+        for index in evaluation_order(500, rank, world_size).tolist()
     ]
     assert sorted(seen) == list(range(500))
 
 
 def test_at_the_end_of_an_epoch_no_batch_is_left() -> None:
-    assert list(training_batches(sampler(240, 1, 3), 7, 240, 3)) == []
+    images = Images(
+        torch.zeros(240, 28, 28, dtype=torch.uint8), torch.arange(240), torch.device("cpu")
+    )
+    rest = training_order(240, seed=5, epoch=0, rank=1, world_size=3, seen=240)
+    assert list(images.batches(rest, 7)) == []

@@ -141,4 +141,4 @@ def after(ours: Training, at: int, act: Callable[[], object]) -> None:
 
 @functools.cache
 def _images(data_dir: str, train: bool) -> Images:
-    return Images(data.load("synthetic", data_dir, train=train), CPU)
+    return Images(*data.load("synthetic", data_dir, train=train), CPU)
