@@ -1,18 +1,27 @@
 """The command as whole processes, against a Python that imports click and jinja2 and does nothing.
 
+Beside it what others take to show the same request (two nodes, four GPUs each), each installed
+into an environment of its own (`benchmarks.peers`); and, where a Slurm answers, a submission
+against a bare sbatch of the same script. One that is booted for it, as root:
+
+    python -m tests.slurm.cluster -- python -m benchmarks --only cli
+
 The processes get an environment, a home and a bytecode cache of their own, so that neither the
 settings of this shell nor bytecode that could not be written take part.
 """
 
 import functools
+import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks import peers
 from benchmarks.pairs import Row, Sample, alternate, timed
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec, Resources
@@ -23,7 +32,30 @@ _BASELINE_NAME = "import click, jinja2"
 _BASELINE = [sys.executable, "-c", _BASELINE_NAME]
 # What the installed `clusterddp` does, wherever it was installed.
 _COMMAND = [sys.executable, "-c", "from clusterddp.__main__ import main; main()"]
-_REQUEST = ["submit", "--nodes=2", "--gpus-per-node=4", "--run-name=x", "--dry-run"]
+_ASKED = ["--nodes=2", "--gpus-per-node=4"]
+_REQUEST = ["submit", *_ASKED, "--run-name=x", "--dry-run"]
+_RUNS = 1000
+
+_SUBMITIT = """
+from submitit.slurm.slurm import _make_sbatch_string
+print(_make_sbatch_string(
+    command="python train.py", folder="logs", nodes=2, ntasks_per_node=4, gpus_per_node=4))
+"""
+_TORCHX = "from torchx.cli.main import main; main()"
+_TORCHX_REQUEST = "run --dryrun --scheduler slurm dist.ddp -j 2x4 --gpu 4 --script train.py"
+_NEMO = """
+import nemo_run as run
+executor = run.SlurmExecutor(
+    account="a", partition="p", nodes=2, ntasks_per_node=4, gpus_per_node=4,
+    packager=run.Packager(), tunnel=run.LocalTunnel(job_dir="nemo"))
+run.run(run.Script(inline="python train.py"), executor=executor, name="x", dryrun=True)
+"""
+# peer -> (what it does, arguments of its Python, pairs): the last takes seconds each time.
+_PEERS: dict[str, tuple[str, list[str], int]] = {
+    "submitit": ("its script as text", ["-c", _SUBMITIT], _PAIRS),
+    "torchx": ("run --dryrun", ["-c", _TORCHX, *_TORCHX_REQUEST.split()], _PAIRS),
+    "nemo-run": ("run(dryrun=True)", ["-c", _NEMO], 5),
+}
 
 # Run by a small Python of its own: Linux counts the memory of the process that started a child
 # into the child's ru_maxrss, and ours may hold torch.
@@ -42,46 +74,131 @@ def measure() -> list[Row]:
     """The rows of the table, the baseline against itself first: how far chance alone goes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with RunDir.create(_spec(folder), "#!/bin/bash\n") as run:
-            run.add_event("submitted", job_id="1", launcher="sbatch")
-            run.add_event("started", job_id="1")
-            run.add_event("ended", job_id="1", exit_code=0)
-        status = ["status", "--output-root", str(run.path.parent), run.name]
-        return [
-            _row("the baseline against itself", _BASELINE, folder),
-            _row("clusterddp submit --dry-run", [*_COMMAND, *_REQUEST], folder),
+        status = [*_COMMAND, "status", "--output-root"]
+        one, many = folder / "one", folder / "many"
+        _make_run(one, 0, done=True)
+        for number in range(_RUNS):
+            _make_run(many, number, done=False)
+        _make_squeue(folder / "bin")
+        row = functools.partial(_row, folder=folder)
+        rows = [
+            row("the baseline against itself", _BASELINE),
+            row("clusterddp submit --dry-run", [*_COMMAND, *_REQUEST]),
             # Also without the waiting for a processor that other work keeps busy.
-            _row("the same, processor time", [*_COMMAND, *_REQUEST], folder, _processor_timed),
-            _row("clusterddp --help", [*_COMMAND, "--help"], folder),
-            _row("clusterddp status (of a run that is done)", [*_COMMAND, *status], folder),
+            row("the same, processor time", [*_COMMAND, *_REQUEST], timing=_processor_timed),
+            row("clusterddp --help", [*_COMMAND, "--help"]),
+            row("clusterddp status (of a run that is done)", [*status, str(one), "run-0"]),
+            row(f"clusterddp status, the latest of {_RUNS:,} runs", [*status, str(many)], pairs=20),
+            row(
+                f"clusterddp jobs, {_RUNS:,} runs, each in squeue",
+                [*_COMMAND, "jobs", "--output-root", str(many)],
+                pairs=20,
+            ),
         ]
+        return [*rows, *_peers(folder), *_submission(folder)]
 
 
-def _spec(folder: Path) -> JobSpec:
-    return JobSpec(
-        run_name="x",
-        run_dir=str(folder / "jobs" / "x"),
+def _make_run(root: Path, number: int, *, done: bool) -> None:
+    name = f"run-{number}"
+    spec = JobSpec(
+        run_name=name,
+        run_dir=str(root / name),
         resources=Resources(),
         python=sys.executable,
         train=TrainConfig(),
     )
+    with RunDir.create(spec, "#!/bin/bash\n") as run:
+        run.add_event("submitted", job_id=str(number + 1), launcher="sbatch")
+        run.add_event("started", job_id=str(number + 1))
+        if done:
+            run.add_event("ended", job_id=str(number + 1), exit_code=0)
+
+
+def _make_squeue(bin_folder: Path) -> None:
+    """A squeue that knows every run's job, and takes no time itself."""
+    bin_folder.mkdir()
+    answer = bin_folder / "answer"
+    answer.write_text("".join(f"{number + 1}|RUNNING|None|\n" for number in range(_RUNS)))
+    program = bin_folder / "squeue"
+    program.write_text(f"#!/bin/sh\nexec cat {answer}\n")
+    program.chmod(0o755)
+
+
+def _peers(folder: Path) -> Iterator[Row]:
+    for name, (what, arguments, pairs) in _PEERS.items():
+        interpreter = peers.python([name])
+        if interpreter is None:
+            print(f"not measured: {name}: {peers.why_not([name])}", file=sys.stderr)
+            continue
+        label = f"{name} {peers.versions([name])[name]}, {what}"
+        try:
+            yield _row(label, [str(interpreter), *arguments], folder=folder, pairs=pairs)
+        except subprocess.CalledProcessError as error:
+            print(f"not measured: {label}: exit code {error.returncode}", file=sys.stderr)
+
+
+def _submission(folder: Path) -> Iterator[Row]:
+    """From the typed command to the job id, against sbatch alone; jobs are held, so none runs.
+
+    The question that --check asks beforehand, too: a row of its own.
+    """
+    if not _slurm_answers():
+        print("not measured: clusterddp submit: no Slurm answers here", file=sys.stderr)
+        return
+    held = [*_COMMAND, "submit", "--nodes=1", "--sbatch=hold", "--output-root", str(folder / "e2e")]
+    command = ["--no-snapshot", "--", "true"]
+    script = folder / "held.sbatch"
+    script.write_text(_printed([*held, "--run-name=x", "--dry-run", *command]))
+    jobs: list[str] = []
+
+    def bare() -> None:
+        jobs.append(_printed(["sbatch", "--parsable", str(script)]).strip())
+
+    def submit() -> None:
+        named = [f"--run-name=run-{len(jobs)}", "--json"]
+        jobs.append(json.loads(_printed([*held, *named, *command]))["job_id"])
+
+    def ask() -> None:
+        _printed(["sbatch", "--test-only", str(script)])
+
+    try:
+        for name, work in (
+            ("clusterddp submit -- COMMAND", submit),
+            ("sbatch --test-only, which --check adds", ask),
+        ):
+            baseline, seconds = alternate(timed(bare), timed(work), pairs=_PAIRS)
+            yield Row(name, "sbatch of the same script", baseline, seconds)
+    finally:
+        subprocess.run(["scancel", *jobs], check=False)
+
+
+def _slurm_answers() -> bool:
+    if not shutil.which("scontrol"):
+        return False
+    return not subprocess.run(["scontrol", "ping"], capture_output=True, check=False).returncode
+
+
+def _printed(argv: Sequence[str]) -> str:
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
 def _row(
     name: str,
     argv: Sequence[str],
+    *,
     folder: Path,
     timing: Callable[[Callable[[], object]], Sample] = timed,
+    pairs: int = _PAIRS,
 ) -> Row:
     environ = {
-        "PATH": os.environ.get("PATH", os.defpath),
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "HOME": str(folder),
         "LC_ALL": "C.UTF-8",
         "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
     }
     run = functools.partial(_run, folder=folder, environ=environ)
     baseline, seconds = alternate(
-        timing(lambda: run(_BASELINE)), timing(lambda: run(argv)), pairs=_PAIRS
+        timing(lambda: run(_BASELINE)), timing(lambda: run(argv)), pairs=pairs
     )
     return Row(
         name=name,
@@ -94,7 +211,8 @@ def _row(
 
 
 def _run(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -> None:
-    subprocess.run(argv, cwd=folder, env=environ, stdout=subprocess.DEVNULL, check=True)
+    quiet = subprocess.DEVNULL
+    subprocess.run(argv, cwd=folder, env=environ, stdout=quiet, stderr=quiet, check=True)
 
 
 def _processor_timed(work: Callable[[], object]) -> Sample:
@@ -116,6 +234,7 @@ def _peak_mib(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -> 
     """Peak resident memory of the process, MiB (ru_maxrss counts KiB on Linux, bytes on macOS)."""
     measuring = [sys.executable, "-S", "-E", "-c", _PEAK, *argv]
     answer = subprocess.run(
-        measuring, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, check=True
-    )
+        measuring, cwd=folder, env=environ, text=True, check=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     return int(answer.stdout) / (2**20 if sys.platform == "darwin" else 2**10)

@@ -14,16 +14,15 @@ from clusterddp.errors import RequestError
 LONGEST_DIRECTIVE_BYTES = 8000
 
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-_TIME = re.compile(
-    r"\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d(:[0-5]?\d)?)?|UNLIMITED|INFINITE",
-    re.IGNORECASE | re.ASCII,
+_TIME = (
+    r"(?ia)\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d(:[0-5]?\d)?)?"
+    r"|UNLIMITED|INFINITE"
 )
-_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE | re.ASCII)
+_MEMORY = r"(?ia)\d+[KMGT]?"
 _GPUS = re.compile(r"(?:(?P<type>[A-Za-z][A-Za-z0-9_.-]*):)?(?P<count>[0-9]+)")
-_DEPENDENCY_ITEM = re.compile(
+_DEPENDENCY_ITEM = (
     r"singleton|(?:after|afterany|afterburstbuffer|aftercorr|afternotok|afterok)"
-    r"(?::\d+(?:_\d+|_\*)?(?:\+\d+)?)+",
-    re.ASCII,
+    r"(?::[0-9]+(?:_[0-9]+|_\*)?(?:\+[0-9]+)?)+"
 )
 _MAIL_TYPES = {
     "NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "INVALID_DEPEND", "STAGE_OUT",
@@ -39,15 +38,17 @@ RANK_VARIABLES = (
 NONCE_VARIABLE = "CLUSTERDDP_NONCE"
 """By it the ranks of one attempt know each other (`training.rendezvous`)."""
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*")
-NAMES = re.compile(rf"{NAME.pattern}(?:,{NAME.pattern})*")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-CONSTRAINT = re.compile(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*()\[\]!@-]*")
-DIRECTIVE_NAME = re.compile(r"[a-z][a-z0-9-]*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-MAIL_USER = re.compile(r"[A-Za-z0-9_.+@-]+")
-NETWORK_INTERFACE = re.compile(r"[=^]{0,2}[A-Za-z0-9_.:,@-]+")
-MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]*")
+
+# For `matching`, which compiles them where one is used: a request has few of them.
+NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*"
+NAMES = rf"{NAME}(?:,{NAME})*"
+CONSTRAINT = r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*()\[\]!@-]*"
+DIRECTIVE_NAME = r"[a-z][a-z0-9-]*"
+MAIL_USER = r"[A-Za-z0-9_.+@-]+"
+NETWORK_INTERFACE = r"[=^]{0,2}[A-Za-z0-9_.:,@-]+"
+MODULE = r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]*"
 
 
 def text(option: str, value: str) -> str:
@@ -65,9 +66,9 @@ def text(option: str, value: str) -> str:
     return value
 
 
-def matching(option: str, value: str, pattern: re.Pattern[str], example: str) -> str:
+def matching(option: str, value: str, pattern: str, example: str) -> str:
     """Refuse a value that is not wholly of the pattern's form."""
-    if not pattern.fullmatch(text(option, value)):
+    if not re.fullmatch(pattern, text(option, value)):
         raise RequestError(
             f"{option}: {value!r} is not of the form that Slurm takes, such as {example}."
         )
@@ -76,7 +77,7 @@ def matching(option: str, value: str, pattern: re.Pattern[str], example: str) ->
 
 def time_limit(option: str, value: str) -> str:
     """Minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS (sbatch(1), --time)."""
-    if not _TIME.fullmatch(text(option, value)):
+    if not re.fullmatch(_TIME, text(option, value)):
         raise RequestError(
             f"{option}: {value!r} is no time limit; valid ones are 90 (minutes), 45:00, "
             "02:30:00, 1-12 (days-hours), 1-02:30:00 or UNLIMITED."
@@ -114,7 +115,7 @@ def signal(option: str, value: str) -> str:
 
 def memory(option: str, value: str) -> str:
     """A whole number with an optional unit K, M, G or T; 0 asks for all of a node's memory."""
-    if not _MEMORY.fullmatch(text(option, value)):
+    if not re.fullmatch(_MEMORY, text(option, value)):
         raise RequestError(
             f"{option}: {value!r} is no amount of memory; valid ones are 64G, 500M, 1T, "
             "4000 (megabytes) or 0 (all of a node)."
@@ -133,7 +134,7 @@ def gpus(option: str, value: str) -> tuple[str, int]:
 def dependency(option: str, value: str) -> str:
     """Slurm's dependency list, joined by commas (all) or question marks (any)."""
     items = re.split(r"[,?]", text(option, value))
-    if not all(_DEPENDENCY_ITEM.fullmatch(item) for item in items) or {",", "?"} <= set(value):
+    if not all(re.fullmatch(_DEPENDENCY_ITEM, item) for item in items) or {",", "?"} <= set(value):
         raise RequestError(
             f"{option}: {value!r} is no dependency; valid ones are afterok:1234, "
             "afterany:1234:1235, afterok:1234,afternotok:1235 or singleton."

@@ -5,13 +5,19 @@ shipped ones are always reachable as `shipped/NAME`, so that an own template can
 replace one block. Rendering is pure: the same spec gives the same bytes.
 """
 
+import contextlib
+import importlib.util
+import os
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import NoReturn
 
+import jinja2.compiler
 from jinja2 import (
     BaseLoader,
+    BytecodeCache,
     ChoiceLoader,
     Environment,
     FileSystemLoader,
@@ -21,6 +27,7 @@ from jinja2 import (
     TemplateNotFound,
     TemplateSyntaxError,
 )
+from jinja2.bccache import Bucket
 
 from clusterddp import __version__, forms
 from clusterddp.errors import RequestError
@@ -176,7 +183,8 @@ def _context(spec: JobSpec) -> dict[str, object]:
 
 
 def _jinja(template_folder: Path | None) -> Environment:
-    shipped = FileSystemLoader(shipped_folder())
+    folder = shipped_folder()
+    shipped = FileSystemLoader(folder)
     loaders: list[BaseLoader] = [shipped, PrefixLoader({"shipped": shipped})]
     if template_folder:
         loaders.insert(0, FileSystemLoader(template_folder))
@@ -187,9 +195,63 @@ def _jinja(template_folder: Path | None) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
+        bytecode_cache=CompiledTemplates(folder),
     )
     environment.filters["sh"] = shell_word
     return environment
+
+
+class CompiledTemplates(BytecodeCache):
+    """Keeps what Jinja makes of a folder's templates, which takes longer than to render them.
+
+    Python's own way with modules: in `__pycache__` beside them, or below PYTHONPYCACHEPREFIX,
+    unless PYTHONDONTWRITEBYTECODE is set or nothing can be written there. What is kept is code, so
+    nothing is read that somebody else could have written. A person's own templates are not kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._owner = folder.stat().st_uid
+
+    def get_cache_key(self, name: str, filename: str | None = None) -> str:
+        """The path of the compiled form; empty for a template of another folder."""
+        if filename is None or os.path.dirname(filename) != str(self._folder):  # noqa: PTH120
+            return ""
+        return f"{importlib.util.cache_from_source(filename).removesuffix('.pyc')}.jinja"
+
+    def get_source_checksum(self, source: str) -> str:
+        """What it was made from: the text, where it lies (for messages), and this very compiler."""
+        compiler = os.stat(jinja2.compiler.__file__)  # noqa: PTH116
+        made_by = f"{compiler.st_size} {compiler.st_mtime_ns}"
+        return super().get_source_checksum(f"{self._folder} {made_by}\n{source}")
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        if not bucket.key:
+            return
+        path = Path(bucket.key)
+        try:
+            if self._is_ours(path.parent) and self._is_ours(path):
+                bucket.bytecode_from_string(path.read_bytes())
+        except OSError:
+            pass  # there is none yet
+        except Exception:  # whatever pickle and marshal raise on a damaged file
+            bucket.reset()
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        if not bucket.key or sys.dont_write_bytecode:
+            return
+        from clusterddp.run_dir import write_atomically
+
+        path = Path(bucket.key)
+        with contextlib.suppress(OSError):  # somebody else's installation: it works without
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            write_atomically(path, bucket.bytecode_to_string())
+            path.chmod(0o644)
+
+    def _is_ours(self, path: Path) -> bool:
+        """Whether only this user, the owner of the templates or root can have written it."""
+        found = path.stat()
+        return found.st_uid in (os.geteuid(), self._owner, 0) and not found.st_mode & 0o022
 
 
 def _blame(error: Exception, folders: list[Path]) -> NoReturn:

@@ -225,6 +225,22 @@ def sbatch(
     return _lost(f"sbatch printed {seen!r}, expected a job id", environ, comment, started)
 
 
+def outlook(script: str, environ: Mapping[str, str]) -> tuple[bool, str]:
+    """Whether Slurm would find nodes for a script as things stand, and its words; queues nothing.
+
+    A no is no refusal: seen on 22.05, `sbatch --test-only` says "Requested node configuration is
+    not available" of a job that asks for more than there is, and the same of one that would wait
+    for a drained node or a partition that is down. What it can tell for certain, such as an unknown
+    feature, sbatch itself refuses. Raises SlurmError when Slurm could not be asked.
+    """
+    answer = _ask(["sbatch", "--test-only"], environ, QUERY_SECONDS, stdin=script)
+    lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
+    # `Job 24`: the number is not the one that it will have.
+    lead = r"(?:sbatch: |error: |allocation failure: |Job \d+ )*"
+    words = re.sub(lead, "", lines[-1], count=1) if lines else ""
+    return answer.returncode == 0, words or f"exit code {answer.returncode}"
+
+
 def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, JobState]:
     """The state of each job, from one squeue call, then scontrol and sacct for what it lacks.
 
@@ -464,15 +480,15 @@ def _reason(text: str) -> str:
 
 
 def _ask(
-    argv: Sequence[str], environ: Mapping[str, str], seconds: float
+    argv: Sequence[str], environ: Mapping[str, str], seconds: float, stdin: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command that shows or cancels jobs; SlurmError when it is missing or silent."""
+    """Run a command that shows, tries or cancels jobs; SlurmError when it is missing or silent."""
     import subprocess
 
     # A person's own SQUEUE_PARTITION, say, would hide jobs from us: seen on 22.05.
     plain = {n: v for n, v in environ.items() if not n.startswith(_QUERY_PREFIXES)}
     try:
-        answer = _call(argv, plain, seconds)
+        answer = _call(argv, plain, seconds, stdin)
     except FileNotFoundError:
         raise SlurmError(f"no {argv[0]} on PATH: this machine has no Slurm") from None
     except OSError as error:

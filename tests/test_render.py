@@ -3,9 +3,12 @@
 import os
 import shutil
 import subprocess
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jinja2.compiler
 import pytest
 
 from clusterddp import render
@@ -144,6 +147,14 @@ def test_the_scripts_port_is_the_one_that_ranks_derive(job: int, restart: int) -
         assert int(seen.stdout) == master_port(job, 0, restart, candidate=taken)
 
 
+@dataclass
+class Compiled:
+    """Where the compiled forms of the shipped templates are kept, and what was compiled."""
+
+    folder: Path
+    compilations: list[str] = field(default_factory=list)
+
+
 def own(folder: Path, content: str) -> str:
     (folder / "own.sbatch.j2").write_text(content)
     return "own.sbatch.j2"
@@ -200,6 +211,109 @@ def test_a_template_with_crlf_is_refused(tmp_path: Path) -> None:
 def test_a_template_that_is_not_there_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"gone\.j2.*torchrun\.sbatch\.j2"):
         render.render(spec(template="gone.j2"))
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """Compiled templates lie in a folder of the test's own, and compilations are counted."""
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    seen = Compiled(tmp_path / "prefix" / render.shipped_folder().relative_to("/"))
+    compile_source = jinja2.Environment._compile
+
+    def counted(self: Any, source: str, filename: str) -> Any:
+        seen.compilations.append(Path(filename).name)
+        return compile_source(self, source, filename)
+
+    monkeypatch.setattr(jinja2.Environment, "_compile", counted)
+    return seen
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_shipped_template_is_compiled_once_and_renders_the_same(
+    compiled: Compiled, template: str
+) -> None:
+    first = render.render(spec(template=template, **FULL))
+    kept = len(compiled.compilations)
+    assert len(list(compiled.folder.iterdir())) == kept > 0
+    assert render.render(spec(template=template, **FULL)) == first
+    assert len(compiled.compilations) == kept
+
+
+def test_an_own_template_is_compiled_anew_and_its_shipped_parent_is_not(
+    compiled: Compiled, tmp_path: Path
+) -> None:
+    name = own(tmp_path, '{% extends "shipped/ddp.sbatch.j2" %}')
+    assert render.render(spec(template=name), tmp_path) == render.render(
+        spec(template=name), tmp_path
+    )
+    assert sorted(compiled.compilations) == ["ddp.sbatch.j2", name, name]
+    assert [path.name.split(".")[0] for path in compiled.folder.iterdir()] == ["ddp"]
+
+
+@pytest.mark.parametrize("change", ["file", "folder", "owner"])
+def test_a_compiled_template_that_others_could_write_is_not_read(
+    compiled: Compiled, change: str
+) -> None:
+    render.render(spec())
+    [path] = compiled.folder.iterdir()
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o022) == (0o644, 0)
+    if change == "owner":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown(path, 12345, -1)
+    else:
+        (path if change == "file" else path.parent).chmod(0o777)
+    render.render(spec())
+    assert compiled.compilations == ["ddp.sbatch.j2"] * 2
+
+
+@pytest.mark.parametrize("keep", [0, 20, 100, -1])
+def test_a_torn_compiled_template_is_made_anew(compiled: Compiled, keep: int) -> None:
+    first = render.render(spec())
+    [path] = compiled.folder.iterdir()
+    path.write_bytes(path.read_bytes()[:keep])
+    assert render.render(spec()) == first
+    assert render.render(spec()) == first
+    assert compiled.compilations == ["ddp.sbatch.j2"] * 2
+
+
+def test_another_text_another_place_or_another_jinja_is_compiled_anew(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "moved"
+    shutil.copytree(render.shipped_folder(), copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(render, "shipped_folder", lambda: copy)
+    render.render(spec())
+    kept = copy.parent / "prefix" / copy.relative_to("/") / "ddp.sbatch.cpython.jinja"
+    [kept] = kept.parent.iterdir()
+    with (copy / "ddp.sbatch.j2").open("a") as file:
+        file.write("# more\n")
+    assert "# more" in render.render(spec())
+    newer = tmp_path / "compiler.py"
+    newer.write_text("")
+    monkeypatch.setattr(jinja2.compiler, "__file__", str(newer))
+    render.render(spec())
+    elsewhere = tmp_path / "elsewhere"
+    copy.rename(elsewhere)
+    there = tmp_path / "prefix" / elsewhere.relative_to("/")
+    there.mkdir(parents=True, mode=0o755)
+    kept.rename(there / kept.name)
+    monkeypatch.setattr(render, "shipped_folder", lambda: elsewhere)
+    render.render(spec())
+    assert compiled.compilations == ["ddp.sbatch.j2"] * 4
+
+
+def test_where_nothing_can_or_shall_be_kept_it_renders_all_the_same(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        first = render.render(spec())
+    assert not compiled.folder.exists()
+    (tmp_path / "prefix").write_text("no folder")
+    assert render.render(spec()) == first
+    assert compiled.compilations == ["ddp.sbatch.j2"] * 2
 
 
 def read_as_slurm_does(line: str) -> str:

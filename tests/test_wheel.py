@@ -18,8 +18,9 @@ def test_the_wheel_holds_the_templates_where_the_package_looks_for_them(tmp_path
     )  # fmt: skip
     [wheel] = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    for template in (ROOT / "templates").iterdir():
+    for template in (ROOT / "templates").glob("*.j2"):
         assert f"clusterddp/templates/{template.name}" in names
+    assert not [name for name in names if "__pycache__" in name]
     assert "clusterddp/cli/submit.py" in names
     assert not [name for name in names if name.startswith(("tests/", "jobs/", "benchmarks/"))]
 

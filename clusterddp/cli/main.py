@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from clusterddp import __version__
+from clusterddp.cli import short_lived
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ COMMANDS = {
     "finish": ("finish", ""),
 }
 HIDDEN = {"begin", "finish"}
+# They read, print and leave, whatever they are asked; `submit` says itself when it does more.
+QUICK = {"submit", "jobs", "status", "templates", "site", "completion"}
 
 
 class LazyGroup(click.Group):
@@ -48,6 +51,8 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"clusterddp.cli.{COMMANDS[cmd_name][0]}")
+        if cmd_name not in QUICK:
+            short_lived.go_on()
         command: click.Command = module.command
         return command
 

@@ -60,6 +60,11 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
             "type": click.Choice(GPU_REQUESTS), "default": "gpus-per-node",
             "help": "Directive that asks for the GPUs; sites differ.",
         },
+        "check": {
+            "flag": "check/--no-check", "default": False,
+            "help": "Ask Slurm before the submission when it would start (sbatch --test-only), and "
+            "warn when it finds no nodes for it.",
+        },
     },
     "How the tasks start": {
         "launcher": {

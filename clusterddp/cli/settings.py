@@ -67,6 +67,8 @@ class SettingsCommand(click.Command):
 
     def _peek(self, ctx: click.Context, args: list[str]) -> dict[str, Any]:
         """--site and --cluster, read ahead of the others, whose defaults they decide."""
+        if not any(arg.startswith(("--site", "--cluster")) for arg in args):
+            return {}
         try:
             values, _, _ = self.make_parser(ctx).parse_args(args)
         except click.UsageError:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from clusterddp import launchers
-from clusterddp.cli import request_options, sbatch_variables, settings
+from clusterddp.cli import request_options, sbatch_variables, settings, short_lived
 from clusterddp.cli.inputs import make_sure
 from clusterddp.cli.job_spec import job_spec
 from clusterddp.cli.templates import SHIPPED
@@ -96,7 +96,10 @@ def command(
         else:
             click.echo(script, nl=False)
         return EXIT_DONE
+    short_lived.go_on()
     _check_inputs(spec)
+    if options["check"] and spec.launcher != "local":
+        _say_outlook(script)
     with RunDir.create(spec, script) as run:
         try:
             keep_code(spec, run, options["snapshot_limit"])
@@ -161,6 +164,24 @@ def _check_inputs(spec: JobSpec) -> None:
         )
     if spec.train:
         make_sure(spec.train, may_fetch=True)
+
+
+def _say_outlook(script: str) -> None:
+    """Slurm's own forecast on stderr; what can never run, sbatch refuses by itself."""
+    from clusterddp import slurm
+
+    try:
+        found, words = slurm.outlook(script, os.environ)
+    except SlurmError as error:
+        found, words = False, f"Slurm could not be asked: {error}."
+    else:
+        words = f"Slurm says: {words}"
+        if not found:
+            words += (
+                ". Queued all the same, it waits for a node or a partition that is down, or for "
+                "ever: see sinfo."
+            )
+    click.echo(f"clusterddp: {'' if found else 'warning: '}{words}", err=True)
 
 
 def keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:

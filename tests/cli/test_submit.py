@@ -445,3 +445,64 @@ def test_a_template_is_found_by_its_short_name_or_as_a_file_here(elsewhere: Path
     assert dry_run("--template", "torchrun") == full
     (elsewhere / "mine.j2").write_text("#!/bin/bash\necho mine\n")
     assert dry_run("--template", "mine.j2") == "#!/bin/bash\necho mine\n"
+
+
+def sbatch_that_forecasts(folder: Path, monkeypatch: pytest.MonkeyPatch, forecast: str) -> Path:
+    """A sbatch on PATH whose --test-only says so; gives the file that notes each call."""
+    calls = folder / "calls"
+    program = folder / "bin" / "sbatch"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >>{calls}\n'
+        f'if [ "$1" = --test-only ]; then {forecast}; fi\n/bin/cat >/dev/null\necho 7\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("forecast", "words"),
+    [
+        (
+            "echo 'sbatch: Job 9 to start at 2026-01-02T03:04:05 on nodes h1' >&2; exit 0",
+            "clusterddp: Slurm says: to start at 2026-01-02T03:04:05 on nodes h1\n",
+        ),
+        (
+            "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1",
+            "warning: Slurm says: Requested node configuration is not available. Queued all",
+        ),
+        (
+            "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1",
+            "warning: Slurm could not be asked: ",
+        ),
+    ],
+)
+def test_a_check_is_one_question_that_warns_and_refuses_nothing(
+    forecast: str, words: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = sbatch_that_forecasts(elsewhere, monkeypatch, forecast)
+    result = run("--check", "--run-name", "demo", "--no-snapshot", "--", "true")
+    assert result.exit_code == 0, result.output
+    assert words in result.stderr
+    assert "as job 7" in result.stdout
+    assert calls.read_text().split("\n") == ["--test-only", "--parsable", ""]
+
+
+def test_without_a_check_and_in_a_dry_run_slurm_is_not_asked(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = sbatch_that_forecasts(elsewhere, monkeypatch, "exit 1")
+    assert run("--check", "--dry-run", "--", "true").exit_code == 0
+    assert not calls.exists()
+    assert run("--run-name", "demo", "--no-snapshot", "--", "true").exit_code == 0
+    assert calls.read_text() == "--parsable\n"
+
+
+def test_a_rehearsal_is_not_checked_by_slurm(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = sbatch_that_forecasts(elsewhere, monkeypatch, "exit 1")
+    result = run("--check", "--launcher", "local", "--run-name", "demo", "--", "true")
+    assert result.exit_code == 0, result.output
+    assert not calls.exists()

@@ -1,0 +1,110 @@
+"""The start and the end of the command: what is left out, and for whom."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = "from clusterddp.__main__ import main; main()"
+DRY_RUN = ["submit", "--dry-run", "--run-name=x"]
+
+
+def command(
+    *argv: str, code: str = COMMAND, **keywords: object
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        capture_output=True, text=True, check=False, **keywords,
+    )  # type: ignore[call-overload, no-any-return] # fmt: skip
+
+
+def test_everything_is_printed_and_the_exit_code_kept(tmp_path: Path) -> None:
+    done = command(*DRY_RUN, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("#!/bin/bash\n")
+    assert done.stdout.endswith('"${task[@]}"\n')
+    refused = command("submit", "--nodes=0", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "--nodes" in refused.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_output_that_cannot_be_written_is_no_success(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", COMMAND, *DRY_RUN],
+            cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode != 0
+    assert "No space left" in done.stderr
+
+
+def test_what_is_still_in_a_buffer_is_printed(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from clusterddp.cli import short_lived\n"
+        "short_lived.begin()\n"
+        "sys.stdout.write('words')\n"
+        "short_lived.end(SystemExit(3))"
+    )
+    done = command(code=code, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "words")
+
+
+def test_a_closed_stdout_is_no_crash(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", COMMAND, *DRY_RUN]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *argv],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_quick_command_leaves_at_once_and_a_profiled_one_does_not(tmp_path: Path) -> None:
+    registered = "import atexit; atexit.register(print, 'at exit')\n"
+    assert "at exit" not in command(*DRY_RUN, code=registered + COMMAND, cwd=tmp_path).stdout
+    profiled = "import sys; sys.setprofile(lambda *_: None)\n"
+    code = registered + profiled + COMMAND
+    assert "at exit" in command(*DRY_RUN, code=code, cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "goes_on"),
+    [
+        (["status", "--help"], False),
+        (["exec", "--", sys.executable, "-c", "pass"], True),
+        (["env"], True),
+    ],
+)
+def test_garbage_is_looked_for_where_a_command_can_take_long(
+    argv: list[str], goes_on: bool, tmp_path: Path
+) -> None:
+    code = (
+        "import gc, json, os, sys\n"
+        "from clusterddp.cli import short_lived\n"
+        "def end(leaving): print(json.dumps(gc.isenabled()), file=sys.stderr); os._exit(0)\n"
+        "def become(*_, **__): raise SystemExit(0)\n"
+        "short_lived.end = end; os.execvp = os.execvpe = os.execve = become\n" + COMMAND
+    )
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = command(*argv, code=code, cwd=tmp_path, env=environ)
+    assert json.loads(done.stderr.splitlines()[-1]) is goes_on, done.stderr
+
+
+def test_a_submission_looks_for_garbage_as_soon_as_it_is_no_dry_run(tmp_path: Path) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    code = (
+        "import gc, sys\n"
+        "from clusterddp import slurm\n"
+        "sbatch = slurm.sbatch\n"
+        "def watched(*a, **k): print(gc.isenabled(), file=sys.stderr); return sbatch(*a, **k)\n"
+        "slurm.sbatch = watched\n" + COMMAND
+    )
+    environ = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    done = command("submit", "--no-snapshot", "--", "true", code=code, cwd=tmp_path, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "True\n"
