@@ -8,26 +8,36 @@ from typing import Any
 
 from clusterddp import forms
 from clusterddp.errors import RequestError
+from clusterddp.recipes import RECIPES
 
-MODELS = ("convnet",)
+MODELS = ("convnet", "fastnet", "deepnet")
 DATASETS = ("mnist", "synthetic")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 LR_SCALINGS = ("linear", "sqrt", "none")
 BACKENDS = ("auto", "nccl", "gloo")
 DEVICES = ("auto", "cuda", "cpu")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+CUDA_GRAPHS = ("auto", "on", "off")
+COMM_HOOKS = ("none", "bf16", "fp16")
+DATA_PIPELINES = ("memory", "loader")
+AUGMENTATIONS = ("none", "affine")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """What every task trains; each field is a flag of `clusterddp train` of the same name."""
 
+    recipe: str = ""
+    """The recipe whose settings the other fields have taken up; by itself it decides nothing."""
     model: str = "convnet"
     dataset: str = "mnist"
     data_dir: str = "data"
     """The folder that holds MNIST/raw, torchvision's layout."""
     epochs: int = 2
     batch_size: int = 64
-    """Images per rank and step."""
+    """Images per rank in one forward pass."""
+    accumulate: int = 1
+    """Forward and backward passes of one optimizer step, which so takes that many batches."""
     lr: float = 0.001
     """Learning rate of one rank; see lr_scaling."""
     lr_scaling: str = "linear"
@@ -37,16 +47,36 @@ class TrainConfig:
     optimizer: str = "adam"
     """Of the three, adam keeps its accuracy best when the global batch grows with the ranks."""
     momentum: float = 0.9
+    """Of sgd; adam's and adamw's first beta."""
+    beta2: float = 0.999
+    """Adam's and adamw's second beta."""
     weight_decay: float = 0.0
+    label_smoothing: float = 0.0
+    """What the training's loss takes from each label and gives evenly to all classes."""
+    augment: str = "none"
+    """How training images are changed at random, each time anew."""
     seed: int = 0
     deterministic: bool = False
     """Only algorithms that give the same result each time; the CPU's do so anyway."""
+    precision: str = "auto"
+    """Of forward and backward, by autocast; weights, gradients and updates are fp32. auto is bf16
+    where the processor computes in it, fp32 elsewhere."""
     backend: str = "auto"
     device: str = "auto"
     threads: int = 0
     """Compute threads per rank; 0 takes the CPUs that the rank was given."""
     bucket_cap_mb: float = 25.0
     """Size of DDP's gradient buckets, megabytes (torch's own default is 25)."""
+    comm_hook: str = "none"
+    """What DDP rounds gradients to for their exchange."""
+    cuda_graph: str = "auto"
+    """Whether a GPU replays the whole step as one graph; auto does at a world size of 1."""
+    compile: bool = False
+    """Have torch.compile generate code for the model."""
+    data_pipeline: str = "memory"
+    """memory keeps the set as bytes on the device; loader reads image by image (DataLoader)."""
+    workers: int = 2
+    """Processes of each rank that read images for the loader; 0 reads in the rank itself."""
     save_every: str = "1epoch"
     keep_last: int = 3
     """Checkpoints that are kept, beside the best one."""
@@ -69,18 +99,26 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for option, value, known in (
+            ("--recipe", self.recipe, ("", *RECIPES)),
             ("--model", self.model, MODELS),
             ("--dataset", self.dataset, DATASETS),
             ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--lr-scaling", self.lr_scaling, LR_SCALINGS),
             ("--backend", self.backend, BACKENDS),
             ("--device", self.device, DEVICES),
+            ("--precision", self.precision, PRECISIONS),
+            ("--comm-hook", self.comm_hook, COMM_HOOKS),
+            ("--cuda-graph", self.cuda_graph, CUDA_GRAPHS),
+            ("--data-pipeline", self.data_pipeline, DATA_PIPELINES),
+            ("--augment", self.augment, AUGMENTATIONS),
         ):
             if value not in known:
-                raise RequestError(f"{option}: {value!r} is none of {', '.join(known)}.")
+                names = ", ".join(name for name in known if name)
+                raise RequestError(f"{option}: {value!r} is none of {names}.")
         for option, count in (
             ("--epochs", self.epochs),
             ("--batch-size", self.batch_size),
+            ("--accumulate", self.accumulate),
             ("--log-every", self.log_every),
             ("--rendezvous-timeout", self.rendezvous_timeout),
             ("--process-group-timeout", self.process_group_timeout),
@@ -95,15 +133,23 @@ class TrainConfig:
             ("--warmup-steps", self.warmup_steps, False),
             ("--max-steps", self.max_steps, False),
             ("--threads", self.threads, False),
+            ("--workers", self.workers, False),
             ("--watchdog", self.watchdog, False),
         ):
             if not math.isfinite(number) or number < 0 or (positive and number == 0):
                 bound = "above 0" if positive else "of at least 0"
                 raise RequestError(f"{option}: {number} is not a finite number {bound}.")
+        for option, number in (
+            ("--beta2", self.beta2),
+            ("--label-smoothing", self.label_smoothing),
+        ):
+            if not 0 <= number < 1:
+                raise RequestError(f"{option}: {number} is not a number from 0 to below 1.")
         if not 0 <= self.seed < 2**32:
             raise RequestError(f"--seed: {self.seed} is not within 0 and {2**32 - 1}.")
         if self.backend == "nccl" and self.device == "cpu":
             raise RequestError("--backend nccl exchanges between GPUs, but --device is cpu.")
+        self._check_graph()
         Interval.parse("--save-every", self.save_every, minutes=True)
         Interval.parse("--eval-every", self.eval_every)
         forms.text("--data-dir", self.data_dir)
@@ -111,15 +157,34 @@ class TrainConfig:
         if not self.data_dir:
             raise RequestError("--data-dir is empty; name the folder that holds MNIST/raw.")
 
+    def _check_graph(self) -> None:
+        if self.cuda_graph != "on":
+            return
+        for option, given, why in (
+            ("--device cpu", self.device == "cpu", "graphs are replayed by GPUs"),
+            ("--precision fp16", self.precision == "fp16", "its loss scale is chosen step by step"),
+            ("--compile", self.compile, "torch.compile captures by itself"),
+        ):
+            if given:
+                raise RequestError(f"--cuda-graph on against {option}: {why}. Leave one of them.")
+
+    @property
+    def step_size(self) -> int:
+        """Images per rank in one optimizer step."""
+        return self.batch_size * self.accumulate
+
     def to_argv(self) -> list[str]:
-        """Every field as a flag, so that a command line carries the whole configuration."""
+        """Every field as a flag, so that a command line carries the whole configuration.
+
+        All but the recipe's name: where the flags are read, it must not add anything to them.
+        """
         argv = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool):
                 if value:
                     argv.append(f"--{field.name.replace('_', '-')}")
-            elif field.name != "resume" or value:
+            elif field.name != "recipe" and (field.name != "resume" or value):
                 argv.append(f"--{field.name.replace('_', '-')}={value}")
         return argv
 
@@ -127,7 +192,8 @@ class TrainConfig:
 # What decides the weights that a training ends with; the rest may change between two starts.
 _DECISIVE = (
     "model", "dataset", "epochs", "batch_size", "lr", "lr_scaling", "warmup_steps", "optimizer",
-    "momentum", "weight_decay", "seed", "bucket_cap_mb",
+    "momentum", "weight_decay", "seed", "bucket_cap_mb", "accumulate", "precision", "comm_hook",
+    "beta2", "label_smoothing", "augment",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
@@ -78,6 +79,11 @@ def test_a_request_that_cannot_be_met_is_refused_showing_both_sides(
         ({"eval_every": "10minutes"}, "--eval-every"),
         ({"keep_last": 0}, "--keep-last"),
         ({"watchdog": -1}, "--watchdog"),
+        ({"recipe": "slow"}, "--recipe: 'slow' is none of fast, accurate"),
+        ({"beta2": 1.0}, "--beta2"),
+        ({"label_smoothing": -0.1}, "--label-smoothing"),
+        ({"label_smoothing": float("nan")}, "--label-smoothing"),
+        ({"augment": "mirror"}, "--augment"),
         ({"data_dir": ""}, "--data-dir"),
         ({"data_dir": "a\nb"}, "--data-dir"),
     ],
@@ -188,6 +194,26 @@ def test_every_training_field_is_on_the_command_line() -> None:
     assert "--lr=0.5" in argv
     assert "--data-dir=/a b" in argv
     bare = [field.name for field in dataclasses.fields(TrainConfig) if field.type is bool]
-    assert len(argv) == len(TrainConfig.__dataclass_fields__) - len(["resume", *bare])
+    assert len(argv) == len(TrainConfig.__dataclass_fields__) - len(["recipe", "resume", *bare])
     for name in ("allow_changed", *bare):
         assert f"--{name.replace('_', '-')}" in TrainConfig(**{name: True}).to_argv()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"precision": "int8"}, "--precision: 'int8' is none of auto, fp32, bf16, fp16"),
+        ({"accumulate": 0}, "--accumulate: 0 is not a positive"),
+        ({"comm_hook": "zip"}, "--comm-hook: 'zip' is none of"),
+        ({"data_pipeline": "tape"}, "--data-pipeline: 'tape' is none of"),
+        ({"workers": -1}, "--workers: -1 is not"),
+        ({"cuda_graph": "on", "device": "cpu"}, "--cuda-graph on against --device cpu"),
+        ({"cuda_graph": "on", "precision": "fp16"}, "--cuda-graph on against --precision fp16"),
+        ({"cuda_graph": "on", "compile": True}, "--cuda-graph on against --compile"),
+    ],
+)
+def test_options_of_the_step_that_cannot_be_are_refused(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        TrainConfig(**fields)  # type: ignore[arg-type]

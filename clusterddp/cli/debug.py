@@ -84,7 +84,7 @@ def command(
     clusterddp debug                 in this process: a breakpoint in the model stops there
     clusterddp debug --procs 2       two ranks; rank 0 prints here, each has its log
     """
-    config = config_from(options)
+    config = config_from(options, click.get_current_context())
     if run_dir and run_name:
         raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
     name = run_name or time.strftime("debug-%Y%m%d-%H%M%S")

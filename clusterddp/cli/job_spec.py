@@ -47,7 +47,7 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
     """Everything that was asked for, checked."""
     assert isinstance(ctx.obj, Site)
     task_command = ctx.meta["command"]
-    train = None if task_command else _train_config(options)
+    train = None if task_command else _train_config(ctx, options)
     if task_command:
         _refuse_training_options(ctx)
     for name, value in options.items():
@@ -114,12 +114,12 @@ def _python(value: str) -> str:
     return os.path.abspath(value) if "/" in value else value
 
 
-def _train_config(options: dict[str, Any]) -> TrainConfig:
+def _train_config(ctx: click.Context, options: dict[str, Any]) -> TrainConfig:
     config = {name: options[name] for name in TRAIN_OPTION_NAMES}
     config["data_dir"] = os.path.abspath(config["data_dir"]) if config["data_dir"] else ""
     if config["resume"]:
         config["resume"] = _resume_path(config["resume"], options["output_root"])
-    return config_from(config)
+    return config_from(config, ctx)
 
 
 def _resume_path(value: str, output_root: str) -> str:
@@ -158,7 +158,7 @@ def _environment(
     environment = tuple((n, v) for n, v in values.items() if v is not None)
     passed = tuple(n for n, v in values.items() if v is None)
     if passed:
-        from clusterddp.slurm import submission_environment
+        from clusterddp.slurm.environment import submission_environment
 
         arriving = submission_environment(os.environ)
         for name in passed:

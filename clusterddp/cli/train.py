@@ -36,7 +36,7 @@ def command(
 
     A run directory that holds checkpoints is gone on with, from its newest.
     """
-    config = config_from(options)
+    config = config_from(options, click.get_current_context())
     env = DistEnv.from_environ(os.environ)
 
     def child() -> int:

@@ -5,14 +5,21 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
+from clusterddp.recipes import RECIPES
 from clusterddp.train_config import (
+    AUGMENTATIONS,
     BACKENDS,
+    COMM_HOOKS,
+    CUDA_GRAPHS,
+    DATA_PIPELINES,
     DATASETS,
     DEVICES,
     LR_SCALINGS,
     MODELS,
     OPTIMIZERS,
+    PRECISIONS,
     TrainConfig,
 )
 
@@ -20,6 +27,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Field of TrainConfig -> keyword arguments of click.option. Types and defaults are the field's.
 _OPTIONS: dict[str, dict[str, Any]] = {
+    "recipe": {
+        "metavar": "NAME",
+        "show_default": "none",
+        "help": "Settings that go together, for those that are not given: "
+        + "; ".join(f"{name}, {recipe.summary}" for name, recipe in RECIPES.items())
+        + ".",
+    },
     "model": {"type": click.Choice(MODELS), "help": "Model to train."},
     "dataset": {
         "type": click.Choice(DATASETS),
@@ -27,7 +41,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "data_dir": {"metavar": "DIR", "help": "Folder that holds MNIST/raw, torchvision's layout."},
     "epochs": {"help": "Passes over the training set."},
-    "batch_size": {"help": "Images per rank and step."},
+    "batch_size": {"help": "Images per rank in one forward pass."},
+    "accumulate": {"help": "Batches whose gradients are summed up for one optimizer step."},
     "lr": {"help": "Learning rate of one rank; see --lr-scaling."},
     "lr_scaling": {
         "type": click.Choice(LR_SCALINGS),
@@ -36,13 +51,23 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "warmup_steps": {"help": "Steps over which the learning rate rises to its full value."},
     "optimizer": {"type": click.Choice(OPTIMIZERS), "help": "Optimizer."},
     "momentum": {"help": "Momentum of sgd, first beta of adam and adamw."},
+    "beta2": {"help": "Second beta of adam and adamw."},
     "weight_decay": {"help": "Weight decay."},
+    "label_smoothing": {"help": "Share of each label that the loss gives evenly to all classes."},
+    "augment": {
+        "type": click.Choice(AUGMENTATIONS),
+        "help": "Change training images at random: affine turns, stretches and shifts them a bit.",
+    },
     "seed": {"help": "Seed of the weights and of the order of the images."},
     "deterministic": {
         "is_flag": True,
         "show_default": False,
         "help": "On GPUs use only algorithms that repeat bit for bit; an operation that has none "
         "is an error.",
+    },
+    "precision": {
+        "type": click.Choice(PRECISIONS),
+        "help": "Precision of the passes; auto is bf16 where the processor has it. fp32 is exact.",
     },
     "backend": {
         "type": click.Choice(BACKENDS),
@@ -54,6 +79,25 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "threads": {"help": "Compute threads per rank; 0 takes the CPUs that a rank was given."},
     "bucket_cap_mb": {"help": "Size of DDP's gradient buckets, megabytes."},
+    "comm_hook": {
+        "type": click.Choice(COMM_HOOKS),
+        "help": "What gradients are rounded to for their exchange between ranks.",
+    },
+    "cuda_graph": {
+        "type": click.Choice(CUDA_GRAPHS),
+        "help": "Replay the whole step as one CUDA graph; auto does on a single rank, on also with "
+        "the exchange of several in it (experimental).",
+    },
+    "compile": {
+        "is_flag": True,
+        "show_default": False,
+        "help": "Compile the model with torch.compile, which takes its time at the start.",
+    },
+    "data_pipeline": {
+        "type": click.Choice(DATA_PIPELINES),
+        "help": "Keep the set in memory on the device, or read it by torch's DataLoader.",
+    },
+    "workers": {"help": "Processes of each rank that read for --data-pipeline loader."},
     "save_every": {
         "metavar": "INTERVAL",
         "help": "Interval of checkpoints, such as 1epoch, 500steps or 10minutes; one at the end in "
@@ -106,9 +150,19 @@ def train_options(function: F, *, settings: bool) -> F:
     return function
 
 
-def config_from(params: Mapping[str, Any]) -> TrainConfig:
+def recipe_settings(name: str) -> Mapping[str, Any]:
+    """What a recipe gives to fields of TrainConfig, which itself refuses an unknown name."""
+    return RECIPES[name].settings if name in RECIPES else {}
+
+
+def config_from(params: Mapping[str, Any], ctx: click.Context) -> TrainConfig:
     """The checked configuration from a command's parameters; others among them are left aside.
 
-    Raises RequestError for a value that cannot be.
+    A recipe gives those that have their default in `ctx`, the command's. Raises RequestError for
+    a value that cannot be.
     """
-    return TrainConfig(**{name: params[name] for name in TRAIN_OPTION_NAMES})
+    values = {name: params[name] for name in TRAIN_OPTION_NAMES}
+    for name, value in recipe_settings(params["recipe"]).items():
+        if ctx.get_parameter_source(name) is ParameterSource.DEFAULT:
+            values[name] = value
+    return TrainConfig(**values)

@@ -32,6 +32,8 @@ class Hello:
     """Compute threads that this rank could use."""
     torch: str
     """Version of torch."""
+    bf16: bool = False
+    """Whether the rank's processor computes in bf16."""
     warning: str = ""
 
     @property
@@ -49,6 +51,10 @@ class Agreement:
     threads: int
     """Compute threads of each rank."""
     world_size: int
+    precision: str = "fp32"
+    """`fp32`, `bf16` or `fp16`."""
+    cuda_graph: bool = False
+    """Whether the step is captured into a graph."""
     hosts: tuple[str, ...] = ()
     """In the order of their lowest rank."""
     where: tuple[str, ...] = ()
@@ -110,6 +116,11 @@ def decide(
         if backend == "auto" and recorded["kind"] == kind:
             backend = recorded["backend"]
         threads = config.threads or int(recorded["threads"])
+    precision = config.precision
+    if precision == "auto" and recorded and recorded["kind"] == kind:
+        precision = recorded.get("precision", "fp32")
+    if precision == "auto":
+        precision = "bf16" if all(hello.bf16 for hello in hellos) else "fp32"
     if backend == "auto":
         backend = "nccl" if kind == "cuda" else "gloo"
     if backend == "nccl" and kind == "cpu":
@@ -122,6 +133,8 @@ def decide(
         kind=kind,
         threads=threads,
         world_size=len(hellos),
+        precision=precision,
+        cuda_graph=_wants_graph(config, kind, len(hellos), precision),
         hosts=tuple(dict.fromkeys(hello.host for hello in hellos)),
         where=_where(hellos),
         warnings=tuple(
@@ -129,6 +142,16 @@ def decide(
             for host, warning in dict.fromkeys((h.host, h.warning) for h in hellos if h.warning)
         ),
     )
+
+
+def _wants_graph(config: TrainConfig, kind: str, world_size: int, precision: str) -> bool:
+    if config.cuda_graph == "on" and kind == "cpu":
+        raise TrainingError(
+            "--cuda-graph on: the ranks compute on CPUs, and graphs are replayed by GPUs. Leave it "
+            "at auto, or start the ranks where they have GPUs."
+        )
+    fits = world_size == 1 and precision != "fp16" and not config.compile
+    return kind == "cuda" and (config.cuda_graph == "on" or (config.cuda_graph == "auto" and fits))
 
 
 def _check_torch(hellos: Sequence[Hello]) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clusterddp.errors import TrainingError
 
@@ -68,6 +69,17 @@ def choose(
             f"Start at most {visible} tasks per node, or use --device cpu."
         )
     return Choice("cuda", local_rank)
+
+
+def computes_in_bf16(kind: str) -> bool:
+    """Whether this process's processor has instructions for bf16, of which emulations are slow."""
+    import torch
+
+    if kind == "cuda":
+        return torch.cuda.get_device_capability() >= (8, 0)  # Ampere, the first with bf16 cores
+    # Of newer versions of torch; by an older one, auto stays at fp32.
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def granted_gpus(environ: Mapping[str, str]) -> int:

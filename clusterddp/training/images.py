@@ -13,11 +13,10 @@ _STRETCH = 8192
 
 
 class Images:
-    """A set of images as two tensors; a batch is a slice of them in order, and one normalisation.
+    """A set of images as two tensors of bytes (47 MB for MNIST); a batch is a slice of them.
 
-    Kept as bytes (47 MB for MNIST) and normalised batch by batch, with the very values that
-    torchvision's per-image transforms give: reading 64 images one by one costs as much as
-    training on them.
+    Batches stay bytes until `as_images` makes images of them, within the step: reading 64 images
+    one by one costs as much as training on them.
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
@@ -29,7 +28,7 @@ class Images:
         return len(self._labels)
 
     def batches(self, order: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Normalised images (N, 1, 28, 28) and labels (N,), in the order of these indices."""
+        """Bytes (N, 28, 28) and labels (N,), in the order of these indices."""
         stretch = max(_STRETCH // batch_size, 1) * batch_size
         order = order.to(self._labels.device)
         for begin in range(0, len(order), stretch):
@@ -37,12 +36,17 @@ class Images:
             pixels, labels = self._pixels[indices], self._labels[indices]
             for start in range(0, len(indices), batch_size):
                 some = slice(start, start + batch_size)
-                yield normalised(pixels[some]), labels[some]
+                yield pixels[some], labels[some]
 
 
-def normalised(pixels: Tensor) -> Tensor:
-    """Bytes (N, 28, 28) as images (N, 1, 28, 28), step by step as ToTensor and Normalize do."""
-    return pixels.unsqueeze(1).to(torch.float32).div_(255).sub_(PIXEL_MEAN).div_(PIXEL_STD)
+def as_images(batch: Tensor) -> Tensor:
+    """A batch as normalised images (N, 1, 28, 28): made of bytes (N, 28, 28), or as they came.
+
+    With the very values that torchvision's ToTensor and Normalize give, as it goes their steps.
+    """
+    if batch.dtype is not torch.uint8:
+        return batch
+    return batch.unsqueeze(1).to(torch.float32).div_(255).sub_(PIXEL_MEAN).div_(PIXEL_STD)
 
 
 def training_order(

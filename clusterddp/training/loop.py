@@ -10,21 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.attempt import Attempt, attempts
 from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.stop import REASONS, StopRequest
 from clusterddp.train_config import Interval, TrainConfig
-from clusterddp.training import checkpoint, models, optimizer
+from clusterddp.training import checkpoint, memory, models, optimizer, parallel
 from clusterddp.training.agreement import Agreement
+from clusterddp.training.augment import AUGMENTATIONS
 from clusterddp.training.checkpoint import Position
 from clusterddp.training.checkpoint_file import Best
+from clusterddp.training.compiled import Compiled
 from clusterddp.training.deadline import Deadline
-from clusterddp.training.images import Images, evaluation_order, training_order
+from clusterddp.training.graph import GraphedStep
+from clusterddp.training.images import Images, as_images, evaluation_order, training_order
+from clusterddp.training.loader import Loaded
 from clusterddp.training.metrics import Figures, Journal, Tally
 from clusterddp.training.poll import Poll
 from clusterddp.training.saver import Saver
+from clusterddp.training.step import Step
 from clusterddp.training.watchdog import Phase, Progress
 
 # Images a rank evaluates at once; it changes the speed and the memory, not the result.
@@ -43,14 +47,18 @@ class Training:
         *,
         rank: int,
         device: torch.device,
-        train_set: Images,
-        test_set: Images,
+        train_set: Images | Loaded,
+        test_set: Images | Loaded,
         attempt: Attempt,
         request: StopRequest,
         progress: Progress | None = None,
         deadline: Deadline | None = None,
+        resume_content: dict[str, Any] | None = None,
     ) -> None:
-        """`request` is this rank's; any rank's stops all of them. `deadline` is rank 0's."""
+        """`request` is this rank's; any rank's stops all of them. `deadline` is rank 0's.
+
+        resume_content: what the checkpoint to go on from holds, where it was loaded already.
+        """
         self.config, self.agreed, self.rank = config, agreed, rank
         self.world_size, self.device = agreed.world_size, device
         self.train_set, self.test_set = train_set, test_set
@@ -58,25 +66,39 @@ class Training:
         self.progress = progress or Progress()
         self.deadline = deadline or Deadline()
 
+        if device.type == "cpu":
+            memory.keep_freed()
         torch.manual_seed(config.seed)  # the same weights on every rank
         self.model = models.build(config.model).to(device)
-        if device.type == "cpu":  # convolutions on the CPU are a third faster in this layout
-            self.model = self.model.to(memory_format=torch.channels_last)
-        self.optimizer = optimizer.build(config, self.model)
+        # Convolutions are faster in this layout, on CPUs as on GPUs.
+        self.model = self.model.to(memory_format=torch.channels_last)
+        self.optimizer = optimizer.build(config, self.model, captured=agreed.cuda_graph)
         self.position = Position()
         self.best: Best | None = None
+        self._scaler_state: dict[str, Any] = {}
         torch.manual_seed(config.seed + rank)  # from here on each rank draws its own numbers
         if agreed.resume:
-            self._restore(Path(agreed.resume))
-        self.ddp = DistributedDataParallel(
-            self.model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
+            self._restore(Path(agreed.resume), resume_content)
+        self.tally = Tally(device)
+        self.ddp = parallel.wrap(self.model, config, self.world_size, captured=agreed.cuda_graph)
+        self.step = Step(
+            Compiled(self.ddp) if config.compile else self.ddp,
+            self.optimizer,
+            self.tally,
+            device=device,
+            precision=agreed.precision,
+            accumulate=config.accumulate,
+            label_smoothing=config.label_smoothing,
+            mark=lambda phase: self.progress.mark(self.position.step + 1, phase),
         )
-
+        if self._scaler_state and self.step.scaler.is_enabled():
+            self.step.scaler.load_state_dict(self._scaler_state)
+        self._train = GraphedStep(self.step, self.model) if agreed.cuda_graph else self.step
+        self._augment = AUGMENTATIONS[config.augment]
         self.schedule = optimizer.Schedule(config, agreed.reference_world_size, len(train_set))
         self.saving = Interval.parse("--save-every", config.save_every, minutes=True)
         self.evaluating = Interval.parse("--eval-every", config.eval_every)
         self.last_step = config.max_steps or sys.maxsize
-        self.tally = Tally(device)
         self.journal = Journal(attempt, rank, self.position, self._planned_steps())
         self.saver = (
             Saver(
@@ -111,7 +133,8 @@ class Training:
         """
         position = self.position
         self.progress.mark(position.step, Phase.START)
-        self._settle_buckets()
+        if self.world_size > 1:
+            self._settle_buckets()
         self.tally.restart()
         reason = self._ask()  # a request may have come during the imports
         while not reason and position.epoch < self.config.epochs and position.step < self.last_step:
@@ -141,18 +164,8 @@ class Training:
             seen=position.samples,
         )
         for images, labels in self.train_set.batches(order, self.agreed.batch_size):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.schedule.lr(position)
-            self.optimizer.zero_grad()
-            progress.mark(position.step + 1, Phase.FORWARD)
-            scores = self.ddp(images)
-            loss = cross_entropy(scores, labels)
-            progress.mark(position.step + 1, Phase.BACKWARD)
-            loss.backward()  # type: ignore[no-untyped-call] # torch declares no types for it
-            progress.mark(position.step + 1, Phase.UPDATE)
-            self.optimizer.step()
-
-            self.tally.add(loss.detach(), scores.detach(), labels)
+            self.step.set_lr(self.schedule.lr(position))
+            self._train(self._augment(images), labels)
             position.advance(len(labels) * self.world_size)
             self.journal.step()
             if position.step % self.config.log_every == 0:
@@ -177,7 +190,9 @@ class Training:
         """
         self.model.eval()
         [(images, labels)] = self.train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
-        cross_entropy(self.ddp(images), labels).backward()  # type: ignore[no-untyped-call]
+        with self.step.autocast():
+            loss = cross_entropy(self.ddp(as_images(images)).float(), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         self.model.train()
 
@@ -251,14 +266,17 @@ class Training:
         that have no batch left.
         """
         step = self.position.step
+        for buffer in self.model.buffers():  # of rank 0, as saved; DDP does so before each forward
+            dist.broadcast(buffer, src=0)
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.model.eval()
         with torch.no_grad():
             share = evaluation_order(len(self.test_set), self.rank, self.world_size)
             for images, labels in self.test_set.batches(share, _EVALUATION_BATCH):
                 self.progress.mark(step, Phase.EVALUATE)
-                scores = self.model(images)
-                totals[0] += cross_entropy(scores, labels, reduction="sum")
+                with self.step.autocast():
+                    scores = self.model(as_images(images))
+                totals[0] += cross_entropy(scores.float(), labels, reduction="sum")
                 totals[1] += (scores.argmax(1) == labels).sum()
                 totals[2] += len(labels)
         self.model.train()
@@ -292,6 +310,7 @@ class Training:
             data_sha256=self.agreed.data_sha256,
             best=self.best,
             random_states=self._random_states,
+            scaler=self.step.scaler.state_dict(),
         )
 
     def _finish_saving(self, *, must: bool) -> None:
@@ -308,12 +327,13 @@ class Training:
                 "and start the run again: it goes on from there."
             )
 
-    def _restore(self, path: Path) -> None:
+    def _restore(self, path: Path, content: dict[str, Any] | None) -> None:
         own = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        restored = checkpoint.restore(path, self.config, self.model, self.optimizer)
+        restored = checkpoint.restore(path, self.config, self.model, self.optimizer, content)
         for group, settings in zip(self.optimizer.param_groups, own, strict=True):
             group.update(settings)  # this configuration's, where it was changed on purpose
         self.position, self.best = restored.position, restored.best
+        self._scaler_state = restored.scaler
         states = restored.random_states
         if states is not None and len(states) == self.world_size:
             checkpoint.set_random_state(states[self.rank], self.device)

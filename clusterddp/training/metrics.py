@@ -120,11 +120,19 @@ class Tally:
         self.steps = 0
         self._began = time.perf_counter()
 
+    @property
+    def sums(self) -> list[Tensor]:
+        """What `add` changes."""
+        return [self._loss, self._correct]
+
     def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
-        """Take in one batch of this rank; `loss` is its mean."""
+        """Sum up one pass of this rank, on the device alone; `loss` is its mean."""
         self._loss.add_(loss, alpha=len(labels))
         self._correct.add_((scores.argmax(1) == labels).sum())
-        self._count += len(labels)
+
+    def count(self, images: int) -> None:
+        """One step over so many images of this rank is done."""
+        self._count += images
         self.steps += 1
 
     def collect(self) -> tuple[float, float, float]:

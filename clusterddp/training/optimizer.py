@@ -2,20 +2,33 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn, optim
+import torch
+from torch import Tensor, nn, optim
 
 from clusterddp.train_config import TrainConfig
 from clusterddp.training.checkpoint import Position
 
 
-def build(config: TrainConfig, model: nn.Module) -> optim.Optimizer:
-    """The optimizer that the configuration names; `momentum` is Adam's first beta too."""
-    rate, decay = config.lr, config.weight_decay
+def build(
+    config: TrainConfig, model: nn.Module, *, fused: bool = True, captured: bool = False
+) -> optim.Optimizer:
+    """The optimizer that the configuration names; `momentum` is Adam's first beta too.
+
+    fused: all parameters in one kernel, on CPUs and GPUs that have it.
+    captured: its state and its rate stay in tensors on the device, for a CUDA graph to read.
+    """
+    parameters = list(model.parameters())
+    rate: float | Tensor = config.lr
+    if captured:
+        rate = torch.tensor(config.lr, device=parameters[0].device)
+    settings: dict[str, Any] = {"weight_decay": config.weight_decay, "fused": fused}
     if config.optimizer == "sgd":
-        return optim.SGD(model.parameters(), rate, momentum=config.momentum, weight_decay=decay)
+        return optim.SGD(parameters, rate, momentum=config.momentum, **settings)
     kind: type[optim.Adam] = {"adam": optim.Adam, "adamw": optim.AdamW}[config.optimizer]
-    return kind(model.parameters(), rate, betas=(config.momentum, 0.999), weight_decay=decay)
+    betas = (config.momentum, config.beta2)
+    return kind(parameters, rate, betas=betas, capturable=captured, **settings)
 
 
 def peak_lr(config: TrainConfig, world_size: int) -> float:

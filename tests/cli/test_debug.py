@@ -166,13 +166,14 @@ def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
 HANGING = """
 import signal, sys
 from clusterddp.training.images import Images
-batch, seen = Images.batch, []
-def hang(self, indices):
-    seen.append(1)
-    while len(seen) > 30:
-        signal.pause()
-    return batch(self, indices)
-Images.batch = hang
+batches, seen = Images.batches, []
+def hang(self, *order):
+    for batch in batches(self, *order):
+        seen.append(1)
+        while len(seen) > 30:
+            signal.pause()
+        yield batch
+Images.batches = hang
 from clusterddp.__main__ import main
 main()
 """

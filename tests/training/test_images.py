@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from clusterddp.training import data
-from clusterddp.training.images import Images, evaluation_order, training_order
+from clusterddp.training.images import Images, as_images, evaluation_order, training_order
 
 
 def test_a_batch_holds_the_very_values_of_the_datasets_own_transform(synthetic_dir: Path) -> None:
@@ -14,7 +14,10 @@ def test_a_batch_holds_the_very_values_of_the_datasets_own_transform(synthetic_d
     indices = torch.tensor([3, 1999, 0])
     [(pixels, labels)] = images.batches(indices, 7)
     assert len(images) == len(dataset)
+    assert pixels.dtype is torch.uint8
+    pixels = as_images(pixels)
     assert pixels.shape == (3, 1, 28, 28)
+    assert as_images(pixels) is pixels
     for position, index in enumerate(indices.tolist()):
         image, label = dataset[index]
         assert torch.equal(pixels[position], image)

@@ -133,8 +133,11 @@ def test_sums_start_anew_after_each_line(alone: None) -> None:
     tally = Tally(torch.device("cpu"))
     scores = torch.eye(10)[:4]
     tally.add(torch.tensor(2.0), scores, torch.tensor([0, 1, 2, 9]))
+    tally.count(4)
     tally.add(torch.tensor(4.0), scores[:2], torch.tensor([0, 1]))
+    tally.count(2)
     assert tally.steps == 2
     assert tally.collect() == pytest.approx(((2 * 4 + 4 * 2) / 6, 5 / 6, 6))
     tally.add(torch.tensor(1.0), scores, torch.tensor([1, 2, 3, 4]))
+    tally.count(4)
     assert tally.collect() == (1.0, 0.0, 4.0)

@@ -23,3 +23,18 @@ def test_one_seed_gives_one_set_of_weights() -> None:
         weights.append(next(models.build("convnet").parameters()).detach())
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+def test_the_convnet_pools_before_its_relus_to_the_same_end() -> None:
+    ours, textbook = models.ConvNet(), models.ConvNet()
+    textbook.load_state_dict(ours.state_dict())
+    for layer in (textbook.layer1, textbook.layer2):
+        layer[1], layer[2] = layer[2], layer[1]
+    assert isinstance(textbook.layer1[1], torch.nn.ReLU)
+    images = torch.randn(16, 1, 28, 28)
+    images[:8] = images[:8].round()  # ties, and windows with nothing above zero
+    for model in (ours, textbook):
+        model(images).square().sum().backward()
+    assert torch.equal(ours(images), textbook(images))
+    for one, other in zip(ours.parameters(), textbook.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]

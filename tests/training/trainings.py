@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.attempt import Attempt
 from clusterddp.run_dir import RunDir
@@ -68,10 +69,13 @@ def build(rank: int, settings: TrainConfig, agreed: Agreement, **more: Any) -> T
         agreed,
         rank=rank,
         device=CPU,
-        train_set=_images(settings.data_dir, True),
-        test_set=_images(settings.data_dir, False),
         attempt=Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt),
-        **{"request": StopRequest(), **more},
+        **{
+            "train_set": _images(settings.data_dir, True),
+            "test_set": _images(settings.data_dir, False),
+            "request": StopRequest(),
+            **more,
+        },
     )
 
 
@@ -108,9 +112,16 @@ def train_rank(
         "sha256": checkpoint.weights_sha256(ours.model),
         "accuracy": ours.accuracy,
         "best": ours.best,
-        "buckets": ours.ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes", ""),
+        "buckets": _buckets(ours.ddp),
         "draws": (torch.rand(3).tolist(), random.random(), np.random.random()),
     }
+
+
+def _buckets(model: torch.nn.Module) -> str:
+    """The sizes of DDP's buckets as it has settled them; empty for a rank alone."""
+    if not isinstance(model, DistributedDataParallel):
+        return ""
+    return str(model._get_ddp_logging_data().get("rebuilt_bucket_sizes", ""))
 
 
 def train_alone(

@@ -1,0 +1,112 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+from clusterddp.training import models
+from clusterddp.training.metrics import Tally
+from clusterddp.training.step import Step
+from clusterddp.training.watchdog import Phase
+
+CPU = torch.device("cpu")
+
+
+def digits(count: int = 40) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(count, 1, 28, 28, generator=generator)
+    return images, torch.arange(count) % 10
+
+
+def step(model: nn.Module, **settings: Any) -> Step:
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    return Step(model, optim.SGD(bare.parameters(), 0.1), Tally(CPU), device=CPU, **settings)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return models.build("convnet")
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(("count", "accumulate"), [(40, 4), (10, 4), (3, 7)])
+def test_a_batch_in_several_passes_is_one_step(count: int, accumulate: int) -> None:
+    whole, pieces = net(), net()
+    step(whole)(*digits(count))
+    step(pieces, accumulate=accumulate)(*digits(count))
+    assert (weights(whole) - weights(net())).abs().max() > 1e-3
+    assert torch.allclose(weights(whole), weights(pieces), atol=1e-6)
+
+
+def test_gradients_are_exchanged_once_a_step(alone: None) -> None:
+    model = DistributedDataParallel(net())
+    exchanges = []
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        exchanges.append(bucket.index())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model.register_comm_hook(None, hook)
+    step(model, accumulate=4)(*digits())
+    assert exchanges == [0]
+
+
+def test_the_sums_count_every_image_of_every_pass(alone: None) -> None:
+    model = net()
+    images, labels = digits(10)
+    with torch.no_grad():
+        scores = model(images)
+        loss = nn.functional.cross_entropy(scores, labels)
+        correct = (scores.argmax(1) == labels).double().mean()
+    ours = step(model, accumulate=4)
+    ours(images, labels)
+    assert ours.tally.steps == 1
+    assert ours.tally.collect() == pytest.approx((float(loss), float(correct), 10), rel=1e-5)
+
+
+def test_in_bf16_the_network_computes_and_the_weights_stay_fp32() -> None:
+    model, exact = net(), net()
+    kinds = []
+    model.layer1[0].register_forward_hook(lambda *a: kinds.append(a[-1].dtype))  # type: ignore
+    ours, theirs = step(model, precision="bf16"), step(exact)
+    ours(*digits())
+    theirs(*digits())
+    assert kinds == [torch.bfloat16]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    moved = weights(exact) - weights(net())
+    assert 0 < (weights(model) - weights(exact)).norm() < 0.05 * moved.norm()
+
+
+def test_a_step_whose_gradients_overflow_fp16_is_left_out_and_the_scale_lowered() -> None:
+    model = net()
+    ours = step(model, precision="fp16")
+    before = ours.scaler.get_scale()
+    images, labels = digits()
+    ours(images * 1e6, labels)
+    assert torch.equal(weights(model), weights(net()))
+    assert ours.scaler.get_scale() < before
+
+
+def test_each_phase_is_told_of_as_it_begins() -> None:
+    seen: list[Phase] = []
+    step(net(), accumulate=2, mark=seen.append)(*digits())
+    passes = [Phase.FORWARD, Phase.BACKWARD]
+    assert seen == [*passes, *passes, Phase.UPDATE]
+
+
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)])
+def test_the_rate_is_set_where_the_optimizer_reads_it(rate: float | Tensor) -> None:
+    model = net()
+    ours = Step(model, optim.SGD(model.parameters(), rate), Tally(CPU), device=CPU)
+    held = ours.optimizer.param_groups[0]["lr"]
+    ours.set_lr(0.25)
+    now = ours.optimizer.param_groups[0]["lr"]
+    assert float(now) == 0.25
+    assert now is held or not isinstance(rate, Tensor)  # a captured step reads this very tensor
