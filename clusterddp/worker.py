@@ -3,6 +3,7 @@
 The only writer of os.environ in a task.
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -10,13 +11,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from clusterddp import slurm, stop
+from clusterddp import stop
 from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import (
@@ -26,16 +26,17 @@ from clusterddp.errors import (
     ClusterDDPError,
     TrainingError,
 )
-from clusterddp.run_dir import RunDir, write_atomically
-from clusterddp.slurm import is_rehearsal
+from clusterddp.run_dir import write_atomically
+from clusterddp.slurm import own_job
+from clusterddp.slurm.own_job import is_rehearsal, own_name
 from clusterddp.train_config import TrainConfig
+from clusterddp.training import listener, lookups, node_data
 from clusterddp.training.deadline import Deadline
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.distributed_c10d import Store
 
-    from clusterddp.training.agreement import Agreement, Hello
+    from clusterddp.training.joining import Joined
     from clusterddp.training.loop import Training
     from clusterddp.training.watchdog import Progress
 
@@ -43,18 +44,6 @@ if TYPE_CHECKING:
 _SAVE_SECONDS = 20.0
 # Between two questions after the time limit, which an administrator can move.
 _LIMIT_SECONDS = 600.0
-# What torch says when the other end of an exchange has gone: gloo finds
-# its sockets reset or closed, NCCL aborts or times out.
-_PEER_LOST = (
-    "Connection reset by peer",
-    "Connection closed by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "remote process exited",
-    "communicator was aborted",
-    "Socket Timeout",
-    "failed to recv, got 0 bytes",
-)
 
 
 def run_task(
@@ -77,35 +66,68 @@ def run_task(
     """
     began = time.time()
     give_back = stop.requested.listen()
+    try:
+        return _run(config, run_dir, env, attempt, Deadline(signal_lead), began)
+    finally:
+        give_back()
+        stop.requested.forget()
+        gc.unfreeze()
+
+
+def _run(
+    config: TrainConfig,
+    run_dir: Path | None,
+    env: DistEnv | None,
+    attempt: int | None,
+    deadline: Deadline,
+    began: float,
+) -> int:
     _require_torch()
     env = env or DistEnv.from_environ(os.environ)
     os.environ.update(env.to_environ())
+    bound = listener.bind(env, os.environ)  # first of all, so that no rank has to ask again
+    reading = None
+    if config.data_pipeline == "memory" and 0 in (env.local_rank, env.rank):
+        reading = node_data.Reading(config.dataset, config.data_dir, digest=env.rank == 0)
+    asked = lookups.Lookups(env) if env.world_size > 1 else None
 
-    import torch.distributed as dist
+    with _imports():
+        import torch
+        import torch.distributed as dist
 
-    from clusterddp.training import rendezvous
-    from clusterddp.training.watchdog import Progress, Watchdog, connect
+        from clusterddp.training import joining, leaving, rendezvous
+        from clusterddp.training.watchdog import Progress, Watchdog, connect
+
+        # The first optimizer imports as much again (torch._dynamo, sympy: some 900 modules). Here,
+        # so that ranks which are slow at it are waited for once: when all meet.
+        torch.optim.SGD([torch.zeros(())])
 
     store = dog = None
     progress = Progress()
     try:
-        store = rendezvous.open_store(env, os.environ, config.rendezvous_timeout)
-        start = _meet(config, run_dir, attempt, env, store)
+        store = rendezvous.open_store(
+            env, os.environ, config.rendezvous_timeout,
+            bound=bound, answered=lambda: asked is None or asked.master_answered,
+        )  # fmt: skip
+        joined = joining.join(
+            config, run_dir, attempt, env, store, os.environ, _say,
+            fingerprint=reading.fingerprint if reading else None, asked=asked,
+        )  # fmt: skip
         if config.watchdog:
             dog = Watchdog(
                 connect(env, os.environ, 10.0), env, progress,
-                silent_seconds=config.watchdog, say=_say, host=start.hello.host,
+                silent_seconds=config.watchdog, say=_say, host=joined.hello.host,
             )  # fmt: skip
             dog.start()
-        reason = _train(config, start, env, progress, Deadline(signal_lead), began)
+        reason = _train(config, joined, env, store, reading, progress, deadline, began)
         dist.barrier()
     except ClusterDDPError:
-        _break_off(env)
+        leaving.break_off(env, _say)
         raise
     except BaseException as error:
         suspect = dog.latest_suspect() if dog else ""
-        _break_off(env)
-        if _blames_a_peer(error):
+        leaving.break_off(env, _say)
+        if leaving.blames_a_peer(error):
             seen = f" ({suspect})" if suspect else ""
             raise rendezvous.PeerError(
                 f"rank {env.rank} on {socket.gethostname()} lost another rank{seen}: "
@@ -115,8 +137,6 @@ def run_task(
     finally:
         if dog:
             dog.stop()
-        give_back()
-        stop.requested.forget()
     dist.destroy_process_group()
     rendezvous.leave(store, env)
     if not reason:
@@ -124,105 +144,71 @@ def run_task(
     return EXIT_INTERRUPTED if reason == "interrupt" else EXIT_PAUSED
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What a rank knows once all have met."""
-
-    hello: "Hello"
-    agreed: "Agreement"
-    device: "torch.device"
-
-    @property
-    def attempt(self) -> Attempt:
-        return Attempt(RunDir(Path(self.agreed.run_dir)), self.agreed.attempt)
-
-
 def _require_torch() -> None:
-    for name in ("torch", "torchvision"):
-        if importlib.util.find_spec(name) is None:
-            raise TrainingError(
-                f"{name} is not installed for {sys.executable} on {socket.gethostname()}. "
-                f"Install it there: {sys.executable} -m pip install torch torchvision; or choose "
-                "another interpreter with --python."
-            )
+    if importlib.util.find_spec("torch") is None:
+        raise TrainingError(
+            f"torch is not installed for {sys.executable} on {socket.gethostname()}. "
+            f"Install it there: {sys.executable} -m pip install torch; or choose another "
+            "interpreter with --python."
+        )
 
 
-def _meet(
-    config: TrainConfig, run_dir: Path | None, attempt: int | None, env: DistEnv, store: "Store"
-) -> _Start:
-    """Introduce this rank, learn what was agreed on, and join the process group."""
-    import torch
+@contextmanager
+def _imports() -> Iterator[None]:
+    """Import without looking for garbage, then or later: what modules make stays.
 
-    from clusterddp.training import rendezvous, start
-    from clusterddp.training.agreement import Agreement
-
+    To look through it time and again is a fifth of what importing torch takes.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
     try:
-        hello = _introduce(config, env, os.environ)
-    except ClusterDDPError as error:
-        rendezvous.decline(store, env, error)
-        raise
-    verdict = rendezvous.agree(
-        store,
-        env,
-        hello.__dict__,
-        lambda hellos: start.decide(
-            config, run_dir, attempt, hellos, _identity(os.environ), _say
-        ).to_dict(),
-        config.rendezvous_timeout,
-    )
-    agreed = Agreement.from_dict(verdict)
-    device = torch.device(hello.device)
-    _settle(agreed, device, deterministic=config.deterministic)
-    _start_group(config, agreed, env, store, device)
-    _announce(config, agreed, hello, env)
-    return _Start(hello, agreed, device)
-
-
-def _identity(environ: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "job_id": environ.get("SLURM_JOB_ID", ""),
-        "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-    }
+        yield
+    finally:
+        if was_on:
+            gc.freeze()
+            gc.enable()
 
 
 def _train(
     config: TrainConfig,
-    start: _Start,
+    joined: "Joined",
     env: DistEnv,
+    store: "Store",
+    reading: node_data.Reading | None,
     progress: "Progress",
-    deadline: "Deadline",
+    deadline: Deadline,
     began: float,
 ) -> str:
     """Train; returns the reason where the ranks have stopped early, for rank 0 to have noted."""
-    import torch.distributed as dist
-
-    from clusterddp.training import data, report
-    from clusterddp.training.images import Images
+    from clusterddp.training import checkpoint, datasets, report
     from clusterddp.training.loop import Training
     from clusterddp.training.presence import Presence
 
-    attempt = start.attempt
+    attempt, agreed = joined.attempt, joined.agreed
     presence = Presence(attempt, stop.requested)
     with presence if env.rank == 0 else nullcontext():
         if env.rank == 0:
             _learn_time_limit(deadline)
-        elif env.local_rank == 0:
-            data.ensure(config.dataset, config.data_dir, progress=_say, may_fetch=False)
-        dist.barrier()
+        train_set, test_set, held = datasets.obtain(
+            config, env, store, reading, joined.device, _say
+        )
         training = Training(
             config,
-            start.agreed,
+            agreed,
             rank=env.rank,
-            device=start.device,
-            train_set=Images(*data.load(config.dataset, config.data_dir, train=True), start.device),
-            test_set=Images(*data.load(config.dataset, config.data_dir, train=False), start.device),
+            device=joined.device,
+            train_set=train_set,
+            test_set=test_set,
+            resume_content=checkpoint.load_together(Path(agreed.resume), joined.device)
+            if agreed.resume
+            else None,
             attempt=attempt,
             request=stop.requested,
             progress=progress,
             deadline=deadline,
         )
+        if held:
+            held.close()  # DDP has begun on every rank, so all of them have mapped it
         presence.step = lambda: training.position.step
         try:
             reason = training.run()
@@ -232,7 +218,7 @@ def _train(
         if env.rank == 0:
             try:
                 if not reason:
-                    _say(report.write(config, start.agreed, env, training, began, os.environ))
+                    _say(report.write(config, agreed, env, training, began, os.environ))
                 _note_end(attempt, reason, training)
             except OSError as error:
                 raise TrainingError(
@@ -264,14 +250,14 @@ def _note_end(attempt: Attempt, reason: str, training: "Training") -> None:
     write_atomically(attempt.end, json.dumps(end).encode())
 
 
-def _learn_time_limit(deadline: "Deadline") -> None:
+def _learn_time_limit(deadline: Deadline) -> None:
     """Ask Slurm in a thread: a controller that is away takes its time to answer."""
     job_id = os.environ.get("SLURM_JOB_ID", "")
     if job_id:
         threading.Thread(target=lambda: _keep_learning(deadline, job_id), daemon=True).start()
 
 
-def _keep_learning(deadline: "Deadline", job_id: str) -> None:
+def _keep_learning(deadline: Deadline, job_id: str) -> None:
     while True:
         deadline.set(_seconds_left(job_id, os.environ))
         time.sleep(_LIMIT_SECONDS)
@@ -279,143 +265,9 @@ def _keep_learning(deadline: "Deadline", job_id: str) -> None:
 
 def _seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
     """By the controller's clock; by this host's own where squeue does not answer from here."""
-    left = None if is_rehearsal(environ) else slurm.seconds_left(slurm.own_name(environ, job_id))
+    left = None if is_rehearsal(environ) else own_job.seconds_left(own_name(environ, job_id))
     end = environ.get("SLURM_JOB_END_TIME", "")  # set by newer versions
     return int(end) - time.time() if left is None and end.isdigit() else left
-
-
-def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> "Hello":
-    import torch
-
-    from clusterddp.training import device
-    from clusterddp.training.agreement import Hello
-
-    choice = device.choose(
-        config.device,
-        visible=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        local_rank=env.local_rank,
-        local_world_size=env.local_world_size,
-        granted=device.granted_gpus(environ),
-        driver=device.NVIDIA_DRIVER.exists(),
-    )
-    gpu = ""
-    if choice.kind == "cuda":
-        # Absent in old versions of torch: then nobody notices two ranks on one GPU.
-        gpu = str(getattr(torch.cuda.get_device_properties(choice.index), "uuid", ""))
-    return Hello(
-        rank=env.rank,
-        world_size=env.world_size,
-        local_rank=env.local_rank,
-        host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        pid=os.getpid(),
-        kind=choice.kind,
-        device=choice.name,
-        gpu=gpu,
-        threads=usable_threads(environ, env.local_world_size),
-        torch=torch.__version__,
-        warning=choice.warning,
-    )
-
-
-def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
-    """The CPUs that Slurm gave this task, or its share of those that the process may run on."""
-    given = environ.get("SLURM_CPUS_PER_TASK", "")
-    if given.isdigit() and int(given):
-        return int(given)
-    try:
-        usable = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        usable = os.cpu_count() or 1
-    return max(usable // local_world_size, 1)
-
-
-def _settle(agreed: "Agreement", device: "torch.device", *, deterministic: bool) -> None:
-    import torch
-
-    torch.set_num_threads(agreed.threads)
-    if deterministic:
-        # cuBLAS repeats itself only with a fixed workspace (torch.use_deterministic_algorithms).
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # Otherwise cuDNN may choose algorithms whose sums differ from run to run.
-        torch.backends.cudnn.deterministic = True
-
-
-def _start_group(
-    config: TrainConfig,
-    agreed: "Agreement",
-    env: DistEnv,
-    store: "Store",
-    device: "torch.device",
-) -> None:
-    from datetime import timedelta
-
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    dist.init_process_group(
-        agreed.backend,
-        store=PrefixStore("group", store),
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timedelta(seconds=config.process_group_timeout),
-        device_id=device if device.type == "cuda" and agreed.backend == "nccl" else None,
-    )
-
-
-def _announce(config: TrainConfig, agreed: "Agreement", hello: "Hello", env: DistEnv) -> None:
-    from clusterddp.training import optimizer
-
-    _say(
-        f"rank {env.rank} of {env.world_size} on {hello.host} (local rank {env.local_rank}): "
-        f"{hello.device}, {agreed.threads} {'thread' if agreed.threads == 1 else 'threads'}, "
-        f"{agreed.backend}"
-    )
-    if env.rank:
-        return
-    if env.world_size > 1:
-        for line in agreed.where:
-            _say(line)
-    for warning in agreed.warnings:
-        _say(f"warning: {warning}")
-    peak = optimizer.peak_lr(config, agreed.reference_world_size)
-    _say(
-        f"lr {config.lr:g} x {peak / config.lr:g} ({config.lr_scaling}) = {peak:g}, warm-up "
-        f"{config.warmup_steps} steps; batch {agreed.batch_size} x {env.world_size} = "
-        f"{agreed.global_batch_size}"
-    )
-    _say(f"attempt {agreed.attempt} of the run")
-    if agreed.resume:
-        _say(f"resuming from {agreed.resume}")
-    _say(f"run directory: {agreed.run_dir}")
-
-
-def _break_off(env: DistEnv) -> None:
-    """Leave the process group without waiting for ranks that may be gone.
-
-    The process ends soon after and takes its sockets with it; a destructor that hangs must not
-    keep it, so it gets a few seconds.
-    """
-    import torch.distributed as dist
-
-    from clusterddp.training import rendezvous
-
-    if not dist.is_initialized():
-        return
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-    leave = abort if dist.get_backend() == "nccl" else dist.destroy_process_group
-    try:
-        rendezvous.bounded(lambda: (leave(), True), 1.0 if env.world_size == 1 else 5.0)
-    except Exception as error:
-        _say(f"leaving the process group: {error or 'it did not answer'}")
-
-
-def _blames_a_peer(error: BaseException) -> bool:
-    if not isinstance(error, RuntimeError):
-        return False
-    return any(mark in str(error) for mark in _PEER_LOST)
 
 
 def _say(line: str) -> None:

@@ -1,3 +1,4 @@
+import gc
 import importlib.util
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clusterddp import slurm, worker
+from clusterddp import worker
 from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import (
@@ -24,11 +25,13 @@ from clusterddp.errors import (
     TrainingError,
 )
 from clusterddp.run_dir import RunDir, read_json
+from clusterddp.slurm import own_job
 from clusterddp.train_config import TrainConfig
-from clusterddp.training import device, presence
+from clusterddp.training import device, joining, presence
 from clusterddp.training.checkpoint_file import name_of
+from clusterddp.training.joining import usable_threads
 from clusterddp.training.metrics import Journal
-from clusterddp.worker import run_task, usable_threads
+from clusterddp.worker import run_task
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +67,7 @@ def test_a_single_process_trains_and_reports(
         "num_nodes", "hosts", "backend", "device", "threads", "model", "dataset", "parameters",
         "steps", "epochs", "train_images", "test_images", "versions", "warnings", "weights_sha256",
         "resumed_from", "attempt", "starts", "steps_done_twice", "seconds_lost", "attempts",
-        "saving", "job_id", "restart", "finished",
+        "saving", "job_id", "restart", "finished", "precision", "cuda_graph",
     }  # fmt: skip
     assert report["hosts"] == [socket.gethostname()]
     assert (report["parameters"], report["steps"], report["world_size"]) == (28_938, 3, 1)
@@ -153,7 +156,7 @@ def test_a_signal_before_the_training_begins_is_noted_and_loses_nothing(
 def test_ctrl_c_before_the_training_begins_ends_at_once(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_announce", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(joining, "announce", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         run_task(config, tmp_path)
     assert not list(tmp_path.rglob("*.pt"))
@@ -178,7 +181,7 @@ def test_the_job_is_over_in_time_without_a_signal(
     synthetic_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(slurm, "seconds_left", lambda job_id: {"17": 8.0}[job_id])
+    monkeypatch.setattr(own_job, "seconds_left", lambda job_id: {"17": 8.0}[job_id])
     settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
     assert run_task(settings, tmp_path) == EXIT_PAUSED
     assert json.loads(Attempt(RunDir(tmp_path), 1).end.read_text())["reason"] == "time limit"
@@ -208,6 +211,26 @@ def test_the_environment_is_exported_once_and_whole(config: TrainConfig, tmp_pat
     run_task(config, tmp_path)
     expected = DistEnv.from_environ({}).to_environ()
     assert {name: os.environ[name] for name in expected} == expected
+
+
+def test_the_loader_trains_to_the_same_weights(synthetic_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    reports = []
+    for pipeline in ("memory", "loader"):
+        run_task(make_config(synthetic_dir, data_pipeline=pipeline, workers=0), tmp_path / pipeline)
+        reports.append(read_json(RunDir(tmp_path / pipeline).report) or {})
+    assert reports[0]["weights_sha256"] == reports[1]["weights_sha256"]
+
+
+def test_the_garbage_collector_is_as_it_was(config: TrainConfig, tmp_path: Path) -> None:
+    run_task(config, tmp_path)
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    gc.disable()
+    try:
+        run_task(config, tmp_path)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_missing_dataset_names_the_ways_to_it(tmp_path: Path) -> None:
@@ -258,7 +281,7 @@ def test_the_process_group_is_gone_after_every_error(
         assert dist.is_initialized()
         raise error
 
-    monkeypatch.setattr(worker, "_announce", fail)
+    monkeypatch.setattr(joining, "announce", fail)
     with pytest.raises(type(error)):
         run_task(config, tmp_path)
     assert not dist.is_initialized()

@@ -27,6 +27,7 @@ from clusterddp.errors import CheckpointError
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import checkpoint_file
 from clusterddp.training.checkpoint_file import Best
+from clusterddp.training.rendezvous import PeerError
 
 FORMAT = 2
 
@@ -37,6 +38,8 @@ _LAYOUT = 1
 _HEADER = struct.Struct("<3I")
 _PYTHON = struct.Struct("<625IId")
 _NUMPY = struct.Struct("<624IIId")
+# Of a checkpoint, in one exchange: a network stack may want to hold it twice.
+_PIECE_BYTES = 64 << 20
 
 
 @dataclass
@@ -81,6 +84,8 @@ class Restored:
     best: Best | None
     random_states: Tensor | None
     """As `gather_random_states` gave them; one row a rank of the world that saved."""
+    scaler: dict[str, Any]
+    """Of fp16's loss scale; empty at other precisions."""
     world_size: int
     global_batch_size: int
     config: dict[str, Any]
@@ -99,11 +104,13 @@ def collect(
     data_sha256: str,
     best: Best | None,
     random_states: Tensor | None,
+    scaler: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of a checkpoint, every tensor a copy on the CPU: training may go on at once.
 
     model: the bare module, not its DDP wrapper.
     data_sha256: of the training set, or empty where it is not known.
+    scaler: the state of fp16's loss scale.
     """
     content: dict[str, Any] = _copied({
         "format": FORMAT,
@@ -112,6 +119,7 @@ def collect(
         **asdict(position),
         "best": asdict(best) if best else None,
         "random_states": random_states,
+        "scaler": scaler or {},
         "world_size": world_size,
         "global_batch_size": global_batch_size,
         "data_sha256": data_sha256,
@@ -138,7 +146,42 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError when it is missing, torn, has no checksum, or is of another format.
     """
-    data = checkpoint_file.read(path)
+    return _parsed(path, checkpoint_file.read(path))
+
+
+def load_together(path: Path, device: torch.device) -> dict[str, Any]:
+    """As `load`, on every rank, but rank 0 alone reads the file; the others get its bytes.
+
+    Collective over the default process group; `device` is this rank's. Raises CheckpointError as
+    `load` does, and PeerError where rank 0 could not read it.
+    """
+    first = dist.get_rank() == 0
+    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    data, failure = b"", None
+    if first:
+        try:
+            data = checkpoint_file.read(path)
+        except CheckpointError as error:
+            failure = error
+    size = torch.tensor([-1 if failure else len(data)], dtype=torch.int64, device=on)
+    dist.broadcast(size, src=0)
+    if failure:
+        raise failure
+    if int(size) < 0:
+        raise PeerError(f"rank 0 could not read the checkpoint {path}. Its log says why.")
+    for begin in range(0, int(size), _PIECE_BYTES):
+        if first:
+            piece = _tensor(data[begin : begin + _PIECE_BYTES]).to(on)
+        else:
+            count = min(int(size) - begin, _PIECE_BYTES)
+            piece = torch.empty(count, dtype=torch.uint8, device=on)
+        dist.broadcast(piece, src=0)
+        if not first:
+            data += piece.cpu().numpy().tobytes()
+    return _parsed(path, data)
+
+
+def _parsed(path: Path, data: bytes) -> dict[str, Any]:
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         form = content["format"]
@@ -177,13 +220,19 @@ def check_fits(
         )
 
 
-def restore(path: Path, config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> Restored:
+def restore(
+    path: Path,
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    content: dict[str, Any] | None = None,
+) -> Restored:
     """Load weights and optimizer state from a checkpoint, and return what else it holds.
 
-    `model` is the bare module, not its DDP wrapper. Raises CheckpointError as `load` does, and
-    when the checkpoint does not fit.
+    `model` is the bare module, not its DDP wrapper. `content` is what was loaded from `path`
+    already. Raises CheckpointError as `load` does, and when the checkpoint does not fit.
     """
-    content = load(path)
+    content = load(path) if content is None else content
     try:
         check_fits(path, content, config)
         model.load_state_dict(content["model"])
@@ -192,6 +241,7 @@ def restore(path: Path, config: TrainConfig, model: nn.Module, optimizer: Optimi
             position=Position(**{name: content[name] for name in Position.__dataclass_fields__}),
             best=Best(**content["best"]) if content["best"] else None,
             random_states=content["random_states"],
+            scaler=content.get("scaler") or {},
             world_size=content["world_size"],
             global_batch_size=content["global_batch_size"],
             config=content["config"],

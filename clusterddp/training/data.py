@@ -80,7 +80,7 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
             f"Move that folder away, then get the set again:\n{ways(dataset, data_dir)}"
         ) from None
     except OSError as error:
-        raise _unreadable(root / idx.RAW, error) from None
+        raise unreadable(root / idx.RAW, error) from None
 
 
 def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
@@ -140,7 +140,7 @@ def fingerprint(dataset: str, data_dir: str) -> str:
     try:
         digests = [idx.digest(raw / name) for name in idx.FILES]
     except OSError as error:
-        raise _unreadable(raw, error) from None
+        raise unreadable(raw, error) from None
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
@@ -158,7 +158,7 @@ def load(dataset: str, data_dir: str, *, train: bool) -> tuple["Tensor", "Tensor
     try:
         pixels, digits = idx.content(raw / images), idx.content(raw / labels)
     except OSError as error:
-        raise _unreadable(raw, error) from None
+        raise unreadable(raw, error) from None
     shape = (-1, idx.SIDE, idx.SIDE)
     return (
         torch.frombuffer(pixels, dtype=torch.uint8).view(shape),
@@ -219,7 +219,7 @@ def missing_files(root: Path) -> list[str]:
         except (FileNotFoundError, NotADirectoryError):
             missing.append(name)
         except OSError as error:
-            raise _unreadable(root / idx.RAW, error) from None
+            raise unreadable(root / idx.RAW, error) from None
     return missing
 
 
@@ -251,7 +251,8 @@ def _absence(dataset: str, data_dir: str) -> str:
     )
 
 
-def _unreadable(raw: Path, error: OSError) -> DataError:
+def unreadable(raw: Path, error: OSError) -> DataError:
+    """The error for a dataset whose files cannot be read."""
     return DataError(
         f"the dataset at {raw} cannot be read: {error.filename or raw}: {error.strerror}. "
         "Ask its owner for read permission, or choose another folder with --data-dir."

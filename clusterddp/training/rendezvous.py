@@ -3,22 +3,19 @@
 Every wait has a deadline of its own. torch's TCPStore alone would hang for minutes on a listener
 that is no store, and could not say which rank never came.
 
-Whoever reaches the port can read and write the store. So each message carries a proof that its
-writer holds the run's nonce, and nothing but JSON is read. It keeps strangers from being taken for
-a rank; it does not keep them from disturbing a start, which then ends with an error.
+Whoever reaches the port can read and write the store. So each message carries a proof (`seal`).
+It keeps strangers from being taken for a rank; it does not keep them from disturbing a start, which
+then ends with an error.
 """
 
-import errno
-import hashlib
-import hmac
+import contextlib
 import ipaddress
-import json
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,6 +25,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import ClusterDDPError, TrainingError
+from clusterddp.training import listener, lookups
+from clusterddp.training.seal import NONCE, Seal, UnprovenError, printable
 
 T = TypeVar("T")
 
@@ -35,7 +34,6 @@ T = TypeVar("T")
 _GRACE_SECONDS = 10.0
 # How long a rank under an agent waits in one round before it looks for a later one.
 _LOOK_SECONDS = 1.0
-_NONCE = "CLUSTERDDP_NONCE"
 _PREFIX = "clusterddp"
 
 
@@ -48,35 +46,44 @@ class PeerError(TrainingError):
 class RunStore(PrefixStore):
     """The keys of one meeting of the ranks, and the seal that their messages carry."""
 
-    def __init__(self, prefix: str, store: Store, seal: "_Seal") -> None:
+    def __init__(self, prefix: str, store: Store, seal: Seal) -> None:
         super().__init__(prefix, store)
         self.seal = seal
 
 
-def open_store(env: DistEnv, environ: Mapping[str, str], timeout: float) -> "RunStore":
+def open_store(
+    env: DistEnv,
+    environ: Mapping[str, str],
+    timeout: float,
+    *,
+    bound: socket.socket | None = None,
+    answered: Callable[[], bool] = lambda: True,
+) -> "RunStore":
     """Rank 0 listens at the master address and the others connect, within `timeout` seconds.
 
     Under a torchrun agent, which listens there itself, all connect, and return once all are there.
     A single process needs no port. No rank writes to a store before it knows that it is its own
     run's: the same CLUSTERDDP_NONCE, which never leaves the process, or without one the same job.
 
+    bound: rank 0's socket where `listener.bind` has made it already; taken over.
+    answered: whether name servers answer; where they do not, none is asked from here on.
+
     Raises TrainingError with the rank, the address and what to do.
     """
-    seal = _Seal.from_environ(environ)
+    seal = Seal.from_environ(environ)
     if env.world_size == 1:
         return RunStore(_PREFIX, HashStore(), seal)
     deadline = time.monotonic() + timeout
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        agents = _join(env, deadline)
+        agents = _join(env, deadline, answered)
         if env.rank == 0:
             return _open_round(agents, env, seal, timeout)
         return _enter_round(agents, env, seal, timeout)
-    store = RunStore(
-        _PREFIX, _listen(env, timeout) if env.rank == 0 else _join(env, deadline), seal
-    )
     if env.rank == 0:
+        store = RunStore(_PREFIX, _listen(env, environ, timeout, bound, answered), seal)
         _identify(store)
     else:
+        store = RunStore(_PREFIX, _join(env, deadline, answered), seal)
         _await_identity(store, env, deadline)
         _check_identity(store, env)
     return store
@@ -135,6 +142,16 @@ def decline(store: Store, env: DistEnv, error: BaseException) -> None:
         _put(store, f"hello/{env.rank}", {"declines": str(error)})
 
 
+def tell(store: Store, key: str, content: Mapping[str, Any]) -> None:
+    """Leave a message for other ranks of this run."""
+    _put(store, key, dict(content))
+
+
+def ask(store: Store, env: DistEnv, key: str, what: str) -> dict[str, Any] | None:
+    """A message that was left before now, or None; raises TrainingError for a stranger's."""
+    return _take(store, env, key, what) if store.check([key]) else None
+
+
 def leave(store: Store, env: DistEnv, timeout: float = 5.0) -> None:
     """Keep rank 0's store open until every rank has left, or for `timeout` seconds."""
     store.set(f"left/{env.rank}", "1")
@@ -169,64 +186,75 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
     return outcome[0]
 
 
-def _listen(env: DistEnv, timeout: float) -> Store:
-    # Bound here and handed over, so that the error is Python's own and names its reason.
-    try:
-        listener = _bind(env)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise TrainingError(
-                f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: the "
-                "port is in use, perhaps by another run on this host. Unset MASTER_PORT to have "
-                "one derived, or set it to a free port for every rank."
-            ) from None
-        raise TrainingError(
-            f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: "
-            f"{error.strerror}. Set MASTER_PORT to a port from 1024 to 65535."
-        ) from None
-    store: Store = TCPStore(
-        env.master_addr,
-        env.master_port,
-        env.world_size,
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+def _listen(
+    env: DistEnv,
+    environ: Mapping[str, str],
+    timeout: float,
+    bound: socket.socket | None,
+    answered: Callable[[], bool],
+) -> Store:
+    bound = bound or listener.bind(env, environ)
+    assert bound is not None, "this rank listens"
+    silent = not answered()
+    with lookups.without_name_servers() if silent else nullcontext():
+        if silent:
+            _have_torch_ask_nobody()
+        store: Store = TCPStore(
+            _own_address(bound),
+            env.master_port,
+            None,  # older versions of torch sleep up to a millisecond for each rank they know of
+            is_master=True,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=bound.detach(),
+        )
     return store
 
 
-def _bind(env: DistEnv) -> socket.socket:
-    """On every address, as the others may know this host by any of them; or on the loopback."""
-    try:
-        address = ipaddress.ip_address(env.master_addr)
-    except ValueError:
-        address = None
-    if address is not None and address.is_loopback:
-        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-        return socket.create_server((env.master_addr, env.master_port), family=family, backlog=2048)
-    dual = socket.has_dualstack_ipv6()
-    return socket.create_server(
-        ("", env.master_port),
-        family=socket.AF_INET6 if dual else socket.AF_INET,
-        dualstack_ipv6=dual,
-        backlog=2048,
-    )
+def _own_address(bound: socket.socket) -> str:
+    """Where rank 0 itself reaches its store: no name to look up, and no other host's way to it."""
+    address = ipaddress.ip_address(str(bound.getsockname()[0]))
+    if not address.is_unspecified:
+        return str(address)
+    # A socket for both kinds of addresses takes IPv4 as well.
+    return "127.0.0.1"
 
 
-def _join(env: DistEnv, deadline: float) -> Store:
-    _await_listener(env, deadline)
-    return _connect(env, max(deadline - time.monotonic(), 1.0))
+def _have_torch_ask_nobody() -> None:
+    """Let torch find now that name servers do not answer, before a rank waits for it.
+
+    It looks up every peer's name, and gives that up for good after the first that is not answered
+    (c10d's formatSockAddr, since torch 2.9). In this thread nobody is asked, so it takes no time;
+    the thread in which rank 0's store serves the others would wait. The peer is an IPv4 loopback,
+    which every hosts file has.
+    """
+    with contextlib.suppress(RuntimeError, OSError):
+        bound = socket.create_server(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        TCPStore(
+            "127.0.0.1", port, 1, is_master=True, wait_for_workers=False,
+            master_listen_fd=bound.detach(),
+        )  # fmt: skip
 
 
-def _await_listener(env: DistEnv, deadline: float) -> None:
-    """Return once somebody listens at the master address."""
+def _join(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> Store:
+    address = _await_listener(env, deadline)
+    return _connect(env, address, max(deadline - time.monotonic(), 1.0), answered)
+
+
+def _await_listener(env: DistEnv, deadline: float) -> str:
+    """Return the master's numeric address once somebody listens there.
+
+    The kernel accepts the connection as soon as rank 0 has bound its socket, which it does first
+    of all; so this asks again only where rank 0's process began later, and the pauses are short.
+    """
     where = f"{env.master_addr}:{env.master_port}"
     pause = 0.02
     while True:
         try:
-            socket.create_connection((env.master_addr, env.master_port), timeout=5.0).close()
-            return
+            address = (env.master_addr, env.master_port)
+            with socket.create_connection(address, timeout=5.0) as probe:
+                return str(probe.getpeername()[0])
         except socket.gaierror as error:
             if error.errno != socket.EAI_AGAIN or time.monotonic() > deadline:
                 raise TrainingError(
@@ -241,34 +269,52 @@ def _await_listener(env: DistEnv, deadline: float) -> None:
                     f"nobody answered: {error.strerror or error}. The log of rank 0 says whether "
                     "it started; a firewall between the hosts looks the same."
                 ) from None
-        time.sleep(pause)  # rank 0 is still importing torch: there is no event to wait for
+        time.sleep(pause)  # rank 0 has not begun: there is no event to wait for
         pause = min(pause * 1.5, 0.5)
 
 
-def _connect(env: DistEnv, seconds: float) -> Store:
+def _connect(env: DistEnv, address: str, seconds: float, answered: Callable[[], bool]) -> Store:
     def connect() -> Store:
-        store: Store = TCPStore(
-            env.master_addr,
-            env.master_port,
-            env.world_size,
-            is_master=False,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )
+        with nullcontext() if answered() else lookups.without_name_servers():
+            store: Store = TCPStore(
+                address,
+                env.master_port,
+                None,
+                is_master=False,
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,
+            )
         return store
 
+    began = time.monotonic()
     try:
         return bounded(connect, seconds)
     except (TimeoutError, RuntimeError) as error:
-        seen = f": {error}" if str(error) else f" within {seconds:.0f} s"
+        if not _somebody_listens(env):
+            raise PeerError(
+                f"rank {env.rank} on {socket.gethostname()} reached rank 0 at {env.master_addr}:"
+                f"{env.master_port}, but it has ended since. Its log says why."
+            ) from None
+        seen = f": {error}" if str(error) else f" within {time.monotonic() - began:.0f} s"
         raise TrainingError(
             f"rank {env.rank} on {socket.gethostname()}: something listens at "
             f"{env.master_addr}:{env.master_port}, but it does not answer as rank 0's store "
-            f"does{seen}. Another program holds the port: set MASTER_PORT to a free one."
+            f"does{seen}. Another program holds the port: set MASTER_PORT to a free one; or rank 0 "
+            "is still starting, as its log tells."
         ) from None
 
 
-def _open_round(agents: Store, env: DistEnv, seal: "_Seal", timeout: float) -> RunStore:
+def _somebody_listens(env: DistEnv) -> bool:
+    try:
+        socket.create_connection((env.master_addr, env.master_port), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _open_round(agents: Store, env: DistEnv, seal: Seal, timeout: float) -> RunStore:
     """Rank 0's side of a start under torchrun: begin a new round and wait for all to enter it.
 
     The agents' store outlives the workers, so a round of its own keeps each start apart from
@@ -301,7 +347,7 @@ def _open_round(agents: Store, env: DistEnv, seal: "_Seal", timeout: float) -> R
     return store
 
 
-def _enter_round(agents: Store, env: DistEnv, seal: "_Seal", timeout: float) -> RunStore:
+def _enter_round(agents: Store, env: DistEnv, seal: Seal, timeout: float) -> RunStore:
     """The other ranks' side: enter rounds until rank 0 begins one with this very process in it."""
     token, number, entered = secrets.token_hex(8), 1, 0
     deadline = time.monotonic() + timeout
@@ -328,7 +374,7 @@ def _enter_round(agents: Store, env: DistEnv, seal: "_Seal", timeout: float) -> 
             return store
 
 
-def _round(agents: Store, number: int, seal: "_Seal") -> RunStore:
+def _round(agents: Store, number: int, seal: Seal) -> RunStore:
     return RunStore(f"{_PREFIX}/{number}", agents, seal.of_round(number))
 
 
@@ -368,13 +414,13 @@ def _check_identity(store: RunStore, env: DistEnv) -> None:
         content = store.seal.open("identity", message)
         if content.get("run") == store.seal.run:
             return
-    except _UnprovenError as error:
+    except UnprovenError as error:
         content = error.content
         if content.get("run") == store.seal.run:
-            hint = f" They differ in {_NONCE}" + ("." if store.seal.key else ", not set here.")
+            hint = f" They differ in {NONCE}" + ("." if store.seal.key else ", not set here.")
     except ValueError:
         raise _strange(env, "what names the run", message) from None
-    theirs = _printable(str(content.get("run", ""))) or "no Slurm step"
+    theirs = printable(str(content.get("run", ""))) or "no Slurm step"
     raise TrainingError(
         f"rank {env.rank} reached another run's rank 0 at {env.master_addr}:{env.master_port}: "
         f"that one is {theirs}, this one {own}.{hint} Set MASTER_PORT to another port for this job."
@@ -460,11 +506,11 @@ def _take(store: Store, env: DistEnv, key: str, what: str) -> dict[str, Any]:
     message = store.get(key)
     try:
         return _seal_of(store).open(key, message)
-    except _UnprovenError:
+    except UnprovenError:
         raise TrainingError(
             f"rank {env.rank}: {what} in the store at {env.master_addr}:{env.master_port} lacks "
             "the proof that it comes from this run: its writer was not started with this "
-            f"attempt's {_NONCE}. Start all ranks from one script; if a stranger reached the port, "
+            f"attempt's {NONCE}. Start all ranks from one script; if a stranger reached the port, "
             "set MASTER_PORT to another."
         ) from None
     except ValueError:
@@ -474,76 +520,11 @@ def _take(store: Store, env: DistEnv, key: str, what: str) -> dict[str, Any]:
 def _strange(env: DistEnv, what: str, message: bytes) -> TrainingError:
     return TrainingError(
         f"rank {env.rank}: {what} in the store at {env.master_addr}:{env.master_port} is not what "
-        f"a rank writes: {_printable(message.decode(errors='replace'))}. Somebody else reached "
+        f"a rank writes: {printable(message.decode(errors='replace'))}. Somebody else reached "
         "the port: set MASTER_PORT to another."
     )
 
 
-def _seal_of(store: Store) -> "_Seal":
+def _seal_of(store: Store) -> Seal:
     assert isinstance(store, RunStore), "not from open_store"
     return store.seal
-
-
-def _printable(text: str) -> str:
-    """At most a line of what a stranger may have written, safe for a log."""
-    return text if text.isprintable() and len(text) <= 200 else ascii(text[:200])
-
-
-class _UnprovenError(ValueError):
-    """A message without the right proof; `content` is what it says."""
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        super().__init__("no proof")
-        self.content = content
-
-
-@dataclass(frozen=True)
-class _Seal:
-    """Writes messages with a proof that this run wrote them under this key, and checks them.
-
-    The proof is an HMAC keyed by the nonce. It covers the run's identity and the round, so that a
-    message of another attempt does not pass; without a nonce it is empty.
-    """
-
-    run: str
-    key: bytes = field(repr=False)
-    round: int = 0
-
-    @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> "_Seal":
-        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
-        run = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
-        if environ.get(_NONCE) == "":
-            raise TrainingError(
-                f"{_NONCE} is empty: expected the random hex digits that all ranks of a run "
-                "share. Unset it to start ranks without."
-            )
-        return cls(run, environ.get(_NONCE, "").encode(errors="surrogateescape"))
-
-    def of_round(self, number: int) -> "_Seal":
-        return _Seal(self.run, self.key, number)
-
-    def wrap(self, name: str, content: dict[str, Any]) -> str:
-        text = json.dumps(content)
-        return json.dumps({"content": text, "proof": self._proof(name, text)})
-
-    def open(self, name: str, message: bytes) -> dict[str, Any]:
-        """What was wrapped under `name`; raises ValueError, or _UnprovenError where it is one."""
-        try:
-            outer = json.loads(message)
-            text, proof = outer["content"], outer["proof"].encode()
-            proven = hmac.compare_digest(proof, self._proof(name, text).encode())
-            content = json.loads(text)
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ValueError("no message of a rank") from error
-        if not isinstance(content, dict):
-            raise ValueError("no message of a rank")
-        if not proven:
-            raise _UnprovenError(content)
-        return content
-
-    def _proof(self, name: str, text: str) -> str:
-        if not self.key:
-            return ""
-        scope = json.dumps([self.run, self.round, name, text])
-        return hmac.new(self.key, scope.encode(), hashlib.sha256).hexdigest()

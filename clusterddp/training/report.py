@@ -5,7 +5,7 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ def write(
         "backend": agreed.backend,
         "device": agreed.kind,
         "threads": agreed.threads,
+        "precision": agreed.precision,
+        "cuda_graph": agreed.cuda_graph,
         "model": config.model,
         "dataset": config.dataset,
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
@@ -60,7 +62,7 @@ def write(
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "torchvision": version("torchvision"),
+            "torchvision": _version("torchvision"),
             "clusterddp": __version__,
         },
         "warnings": list(agreed.warnings),
@@ -80,6 +82,14 @@ def write(
         f"{position.seconds:.1f} s of training, {images_per_second:,.0f} images/s, "
         f"{env.world_size} {'rank' if env.world_size == 1 else 'ranks'}"
     )
+
+
+def _version(name: str) -> str | None:
+    """That of a package which may be absent; importing it would take longer."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _interruptions(run: RunDir, step: int) -> dict[str, Any]:

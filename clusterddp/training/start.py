@@ -25,11 +25,13 @@ def decide(
     hellos: Sequence[Mapping[str, Any]],
     identity: Mapping[str, Any],
     say: Callable[[str], None],
+    fingerprint: Callable[[], str] | None = None,
 ) -> Agreement:
     """What holds for all ranks of this attempt.
 
     number: the attempt that the starting side has made; without it one is made here.
     identity: job_id, restart, host and pid, for attempt.json.
+    fingerprint: gives the dataset's where it was read already; else its files are read for it.
 
     Raises TrainingError, DataError, CheckpointError, NotStarted or Superseded.
     """
@@ -37,9 +39,8 @@ def decide(
     recorded = read_json(run.resolved)
     agreed = agreement.decide(config, [Hello(**hello) for hello in hellos], recorded)
     data.ensure(config.dataset, config.data_dir, progress=say, may_fetch=False)
-    agreed = dataclasses.replace(
-        agreed, run_dir=str(run.path), data_sha256=data.fingerprint(config.dataset, config.data_dir)
-    )
+    sha256 = fingerprint() if fingerprint else data.fingerprint(config.dataset, config.data_dir)
+    agreed = dataclasses.replace(agreed, run_dir=str(run.path), data_sha256=sha256)
     _check_data(config, recorded, agreed)
     try:
         run.make(run.attempts)
@@ -104,22 +105,23 @@ def _go_on(
         content = checkpoint.load(source)
         checkpoint.check_fits(source, content, config, data_sha256=agreed.data_sha256)
         _check_configuration(source, content["config"], config)
-        step, before = int(content["step"]), content["config"]["batch_size"]
+        step, earlier = int(content["step"]), content["config"]
+        before = earlier["batch_size"] * earlier.get("accumulate", 1)
         best = Best(**content["best"]) if content["best"] else None
         # Where the batch size was changed on purpose, it counts for the ranks that there are now.
         reference = agreed.world_size
-        if before == config.batch_size:
+        if before == config.step_size:
             reference = content["global_batch_size"] // before
     agreed = dataclasses.replace(
         agreed,
         attempt=attempt.number,
         reference_world_size=reference,
-        global_batch_size=config.batch_size * reference,
+        global_batch_size=config.step_size * reference,
     )
     if agreed.global_batch_size % agreed.world_size:
         raise TrainingError(
             f"the run's batch of {agreed.global_batch_size} images over all ranks (--batch-size "
-            f"{config.batch_size} x {reference} ranks at its start) cannot be shared by "
+            f"{config.step_size} x {reference} ranks at its start) cannot be shared by "
             f"{agreed.world_size} ranks evenly. Start it on a number of ranks that divides "
             f"{agreed.global_batch_size}."
         )

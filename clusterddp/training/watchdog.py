@@ -221,7 +221,7 @@ def connect(env: DistEnv, environ: Mapping[str, str], timeout: float) -> Store |
         store: Store = TCPStore(
             env.master_addr,
             env.master_port,
-            env.world_size,
+            None,  # older versions of torch sleep up to a millisecond for each rank they know of
             is_master=False,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,

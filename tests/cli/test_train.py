@@ -30,13 +30,14 @@ fork = clusterddp.supervise.supervise
 def supervise(run_dir, env, child, **more):
     def failing():
         from clusterddp.training.images import Images
-        batch, seen = Images.batch, []
-        def fail(self, indices):
-            seen.append(1)
-            if env.rank == 1 and len(seen) == 3:  # the first is that before the first step
-                raise RuntimeError("boom")
-            return batch(self, indices)
-        Images.batch = fail
+        batches, seen = Images.batches, []
+        def failing_batches(self, *order):
+            for batch in batches(self, *order):
+                seen.append(1)
+                if env.rank == 1 and len(seen) == 3:  # the first is that before the first step
+                    raise RuntimeError("boom")
+                yield batch
+        Images.batches = failing_batches
         return child()
     return fork(run_dir, env, failing, **more)
 clusterddp.supervise.supervise = supervise
@@ -294,13 +295,13 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
     text = " ".join(process.stdout.split())
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')} " in text
-        shown = field.default if field.name != "resume" else "(none)"
+        shown = field.default if field.name not in ("resume", "recipe") else "(none)"
         assert field.type is bool or f"[default: {shown}]" in text
 
 
 def options_command(settings: bool) -> click.Command:
     def run(**params: Any) -> TrainConfig:
-        return config_from({**params, "nodes": 2})
+        return config_from({**params, "nodes": 2}, click.get_current_context())
 
     return click.command()(train_options(run, settings=settings))
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from clusterddp import __version__
 from clusterddp.errors import CheckpointError
 from clusterddp.train_config import TrainConfig
-from clusterddp.training import checkpoint, models, optimizer
+from clusterddp.training import checkpoint, checkpoint_file, models, optimizer
 from clusterddp.training.checkpoint import Position
 from clusterddp.training.checkpoint_file import Best, checksum_of, name_of
+from clusterddp.training.rendezvous import PeerError
 from tests.training.made_checkpoints import rehash
 from tests.training.ranks import run_ranks
 
@@ -319,3 +320,44 @@ def test_rank_0_has_the_random_states_of_all_ranks() -> None:
     for row, (_, _, expected) in zip(rows, results, strict=True):
         checkpoint.set_random_state(torch.tensor(list(row), dtype=torch.uint8), CPU)
         assert drawn() == expected
+
+
+def load_and_count(
+    rank: int, world_size: int, path: Path, piece_bytes: int
+) -> tuple[int, list[Any] | str]:
+    """How often this rank read the file, and its tensors or the error."""
+    read, counted = checkpoint_file.read, []
+
+    def count(asked: Path) -> bytes:
+        counted.append(asked)
+        return read(asked)
+
+    checkpoint_file.read, checkpoint._PIECE_BYTES = count, piece_bytes
+    try:
+        content = checkpoint.load_together(path, CPU)
+        return len(counted), [tensor.numpy().copy() for tensor in tensors(content)]
+    except CheckpointError as error:
+        return len(counted), str(error)
+    except PeerError as error:
+        return -1, str(error)
+    finally:
+        checkpoint_file.read = read
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 30, 10_007])
+def test_rank_0_alone_reads_the_file_and_all_have_it(tmp_path: Path, piece_bytes: int) -> None:
+    path = written(tmp_path, collected())
+    expected = tensors(checkpoint.load(path))
+    got = run_ranks(3, load_and_count, path, piece_bytes)
+    assert [count for count, _ in got] == [1, 0, 0]
+    for _, ours in got:
+        assert all(np.array_equal(a, b.numpy()) for a, b in zip(ours, expected, strict=True))
+
+
+def test_a_file_that_rank_0_cannot_read_ends_all_ranks_and_blames_rank_0(tmp_path: Path) -> None:
+    path = written(tmp_path, collected())
+    path.write_bytes(path.read_bytes()[:-1])
+    first, *others = run_ranks(3, load_and_count, path, 1 << 20)
+    assert first[0] == 1 and "step-00001200" in first[1]
+    assert [count for count, _ in others] == [-1, -1]
+    assert all("rank 0 could not read the checkpoint" in said for _, said in others)

@@ -12,8 +12,9 @@ from torch.distributed.distributed_c10d import Store
 
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import TrainingError
-from clusterddp.training import rendezvous
+from clusterddp.training import listener, rendezvous
 from clusterddp.training.rendezvous import PeerError, agree, open_store
+from clusterddp.training.seal import Seal
 
 PATIENCE = 20
 
@@ -170,8 +171,8 @@ def test_another_runs_store_is_not_joined(port: int) -> None:
 
 def test_a_loopback_address_is_the_only_one_listened_at(port: int) -> None:
     ours = env(0, 2, port)
-    with rendezvous._bind(ours) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
+    with listener._bind(ours) as bound:
+        assert bound.getsockname()[0] == "127.0.0.1"
 
 
 def test_bounded_gives_up_on_what_does_not_return() -> None:
@@ -209,15 +210,15 @@ def client(port: int) -> Any:
 
 
 def written_by(environ: Mapping[str, str], key: str, content: dict[str, Any]) -> str:
-    return rendezvous._Seal.from_environ(environ).wrap(key, content)
+    return Seal.from_environ(environ).wrap(key, content)
 
 
 def test_the_nonce_is_in_no_message(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Store] = []
     listen = rendezvous._listen
 
-    def listen_and_keep(ours: DistEnv, timeout: float) -> Store:
-        kept.append(listen(ours, timeout))
+    def listen_and_keep(*arguments: Any) -> Store:
+        kept.append(listen(*arguments))
         return kept[0]
 
     monkeypatch.setattr(rendezvous, "_listen", listen_and_keep)
@@ -297,7 +298,7 @@ HELLO = {"rank": 1, "world_size": 2}
         written_by(UNPROVEN, "hello/1", HELLO),
         written_by(RUN_B, "hello/1", HELLO),
         written_by(RUN_A_AGAIN, "hello/1", HELLO),
-        rendezvous._Seal.from_environ(RUN_A).of_round(1).wrap("hello/1", HELLO),
+        Seal.from_environ(RUN_A).of_round(1).wrap("hello/1", HELLO),
         written_by(RUN_A, "hello/2", HELLO),
         written_by(RUN_A, "hello/1", {**HELLO, "device": "cpu"}).replace("cpu", "gpu"),
     ],
@@ -373,7 +374,7 @@ def test_an_empty_nonce_is_no_nonce_and_refused(port: int) -> None:
 
 
 def test_a_traceback_does_not_show_the_nonce() -> None:
-    assert NONCE not in repr(rendezvous._Seal.from_environ(RUN_A))
+    assert NONCE not in repr(Seal.from_environ(RUN_A))
 
 
 @pytest.fixture
@@ -420,7 +421,7 @@ def test_a_rank_0_that_died_before_all_had_come_is_followed_to_its_next_round(ag
 
 
 def _seal(environ: Mapping[str, str]) -> Any:
-    return rendezvous._Seal.from_environ(environ)
+    return Seal.from_environ(environ)
 
 
 def test_ranks_that_never_came_to_an_agents_store_are_listed(agent: Any) -> None:

@@ -1,0 +1,208 @@
+"""How a rank joins the others: it says what it is, learns what holds for all, enters the group."""
+
+import os
+import socket
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from clusterddp.attempt import Attempt
+from clusterddp.dist_env import DistEnv
+from clusterddp.errors import ClusterDDPError
+from clusterddp.run_dir import RunDir
+from clusterddp.train_config import TrainConfig
+from clusterddp.training import device as devices
+from clusterddp.training import lookups, optimizer, rendezvous, start
+from clusterddp.training.agreement import Agreement, Hello
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a rank knows once all have met."""
+
+    hello: Hello
+    agreed: Agreement
+    device: torch.device
+
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt(RunDir(Path(self.agreed.run_dir)), self.agreed.attempt)
+
+
+def join(
+    config: TrainConfig,
+    run_dir: Path | None,
+    attempt: int | None,
+    env: DistEnv,
+    store: Store,
+    environ: MutableMapping[str, str],
+    say: Callable[[str], None],
+    *,
+    fingerprint: Callable[[], str] | None = None,
+    asked: lookups.Lookups | None = None,
+) -> Joined:
+    """Introduce this rank, learn what was agreed on, and join the process group.
+
+    fingerprint: of the dataset, on rank 0, where it is known without reading the files again.
+    asked: what the name look-ups of this start have come to.
+
+    Raises ClusterDDPError, a PeerError where another rank is to blame.
+    """
+    try:
+        hello = _introduce(config, env, environ)
+    except ClusterDDPError as error:
+        rendezvous.decline(store, env, error)
+        raise
+    verdict = rendezvous.agree(
+        store,
+        env,
+        hello.__dict__,
+        lambda hellos: start.decide(
+            config, run_dir, attempt, hellos, _identity(environ), say, fingerprint
+        ).to_dict(),
+        config.rendezvous_timeout,
+    )
+    agreed = Agreement.from_dict(verdict)
+    device = torch.device(hello.device)
+    _settle(agreed, device, environ, deterministic=config.deterministic)
+    if asked and agreed.backend == "gloo" and lookups.GLOO_INTERFACE not in environ:
+        interface = asked.gloo_interface()
+        if interface:
+            environ[lookups.GLOO_INTERFACE] = interface
+    _start_group(config, agreed, env, store, device)
+    announce(config, agreed, hello, env, say)
+    return Joined(hello, agreed, device)
+
+
+def _identity(environ: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "job_id": environ.get("SLURM_JOB_ID", ""),
+        "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+
+
+def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
+    choice = devices.choose(
+        config.device,
+        visible=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        local_rank=env.local_rank,
+        local_world_size=env.local_world_size,
+        granted=devices.granted_gpus(environ),
+        driver=devices.NVIDIA_DRIVER.exists(),
+    )
+    gpu = ""
+    if choice.kind == "cuda":
+        torch.cuda.set_device(choice.index)  # or what follows would open the first GPU as well
+        # Absent in old versions of torch: then nobody notices two ranks on one GPU.
+        gpu = str(getattr(torch.cuda.get_device_properties(choice.index), "uuid", ""))
+    return Hello(
+        rank=env.rank,
+        world_size=env.world_size,
+        local_rank=env.local_rank,
+        host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        pid=os.getpid(),
+        kind=choice.kind,
+        device=choice.name,
+        gpu=gpu,
+        threads=usable_threads(environ, env.local_world_size),
+        torch=torch.__version__,
+        bf16=devices.computes_in_bf16(choice.kind),
+        warning=choice.warning,
+    )
+
+
+def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
+    """The CPUs that Slurm gave this task, or its share of those that the process may run on."""
+    given = environ.get("SLURM_CPUS_PER_TASK", "")
+    if given.isdigit() and int(given):
+        return int(given)
+    try:
+        usable = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        usable = os.cpu_count() or 1
+    return max(usable // local_world_size, 1)
+
+
+def _settle(
+    agreed: Agreement,
+    device: torch.device,
+    environ: MutableMapping[str, str],
+    *,
+    deterministic: bool,
+) -> None:
+    torch.set_num_threads(agreed.threads)
+    if deterministic:
+        # cuBLAS repeats itself only with a fixed workspace (torch.use_deterministic_algorithms).
+        environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if agreed.cuda_graph and agreed.world_size > 1:
+        # Before the group is made: NCCL's own watch over it would query events in mid-capture.
+        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # Otherwise cuDNN may choose algorithms whose sums differ from run to run.
+        torch.backends.cudnn.deterministic = True
+
+
+def _start_group(
+    config: TrainConfig,
+    agreed: Agreement,
+    env: DistEnv,
+    store: Store,
+    device: torch.device,
+) -> None:
+    dist.init_process_group(
+        agreed.backend,
+        store=PrefixStore("group", store),
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=config.process_group_timeout),
+        device_id=device if device.type == "cuda" and agreed.backend == "nccl" else None,
+    )
+
+
+def _passes(config: TrainConfig) -> str:
+    return f", in {config.accumulate} passes" if config.accumulate > 1 else ""
+
+
+def announce(
+    config: TrainConfig,
+    agreed: Agreement,
+    hello: Hello,
+    env: DistEnv,
+    say: Callable[[str], None],
+) -> None:
+    """Say what this rank computes on; rank 0 also what was agreed on."""
+    say(
+        f"rank {env.rank} of {env.world_size} on {hello.host} (local rank {env.local_rank}): "
+        f"{hello.device}, {agreed.threads} {'thread' if agreed.threads == 1 else 'threads'}, "
+        f"{agreed.backend}"
+    )
+    if env.rank:
+        return
+    if env.world_size > 1:
+        for line in agreed.where:
+            say(line)
+    for warning in agreed.warnings:
+        say(f"warning: {warning}")
+    peak = optimizer.peak_lr(config, agreed.reference_world_size)
+    say(
+        f"lr {config.lr:g} x {peak / config.lr:g} ({config.lr_scaling}) = {peak:g}, warm-up "
+        f"{config.warmup_steps} steps; batch {agreed.batch_size} x {env.world_size} = "
+        f"{agreed.global_batch_size}{_passes(config)}"
+    )
+    auto = " (auto)" if config.precision == "auto" else ""
+    graph = ", the step as one CUDA graph" if agreed.cuda_graph else ""
+    say(f"precision {agreed.precision}{auto}{graph}")
+    say(f"attempt {agreed.attempt} of the run")
+    if agreed.resume:
+        say(f"resuming from {agreed.resume}")
+    say(f"run directory: {agreed.run_dir}")
