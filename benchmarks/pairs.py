@@ -22,14 +22,16 @@ class Row:
     """Of the n-th pair at index n, as in `baseline_seconds`."""
     images: int = 0
     """Processed in each sample; when set, the row speaks of images/s instead of milliseconds."""
+    of_memory: bool = False
+    """The samples are MiB, not seconds."""
     peak_mib: float | None = None
     """Peak resident memory of a process that does this alone."""
     baseline_peak_mib: float | None = None
 
     @property
     def unit(self) -> str:
-        """`images/s`, of which more is better, or `ms`, of which less is."""
-        return "images/s" if self.images else "ms"
+        """`images/s`, of which more is better, or `ms` or `MiB`, of which less is."""
+        return "MiB" if self.of_memory else "images/s" if self.images else "ms"
 
     @property
     def ratios(self) -> list[float]:
@@ -70,7 +72,18 @@ class Row:
         }
 
     def _in_unit(self, seconds: float) -> float:
+        if self.of_memory:
+            return seconds
         return self.images / seconds if self.images else 1000 * seconds
+
+
+NOTES: list[str] = []
+"""What is to be told below the table: what was not measured and why, and what is no ratio."""
+
+
+def note(line: str) -> None:
+    """Add a line to NOTES."""
+    NOTES.append(line)
 
 
 def alternate(

@@ -1,128 +1,104 @@
-"""The training loop as it stands, against its bare step on batches that are in memory already.
+"""The training step: our loop against others' on the same images, and against what it costs alone.
 
-One process, one thread, on the CPU. The loop's seconds are those that it reports itself: order,
-batches, learning rate, DDP, step, sums and log lines; not the evaluation and the checkpoint.
+Two ranks with a thread each on CPUs; on a GPU, where there is one, a single rank. All train the
+same network (28,938 parameters) at 100 images a rank and step; each program is started once and
+then trains in turn with the others. The loop's seconds are those that it reports itself: order,
+batches, learning rate, step, exchange, sums and log lines.
 """
 
-import contextlib
-import functools
-import io
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
+from benchmarks.contenders.serving import Request
+from benchmarks.pairs import Row, note
+from benchmarks.turns import Contender, interpreters, measured
 
-from benchmarks.pairs import Row, alternate
-from clusterddp.attempt import begin
-from clusterddp.run_dir import RunDir
-from clusterddp.stop import StopRequest
-from clusterddp.train_config import TrainConfig
-from clusterddp.training import data, models, optimizer
-from clusterddp.training.agreement import Agreement
-from clusterddp.training.images import Images
-from clusterddp.training.loop import Training
-from clusterddp.training.synthetic import synthesise
-
-_TRAIN_IMAGES, _TEST_IMAGES = 3200, 64
-_PAIRS = 12
-_CPU = torch.device("cpu")
+_BATCH, _STEPS, _ROUNDS = 100, 100, 5
+_PEERS = {"lightning_ddp": "lightning", "accelerate_ddp": "accelerate"}
+_NAMES = {
+    "article": "a tutorial's DDP script", "lightning_ddp": "Lightning",
+    "accelerate_ddp": "Accelerate", "ours": "clusterddp", "bound": "the step alone",
+}  # fmt: skip
 
 
 def measure() -> list[Row]:
-    """Two rows: against the step of the bare model, and against the step under DDP."""
-    with tempfile.TemporaryDirectory() as name, _alone():
+    """Ours at each precision against each of the others, and against the step alone."""
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = TrainConfig(dataset="synthetic", data_dir=name, epochs=1, device="cpu")
-        synthesise(
-            name, train_images=_TRAIN_IMAGES, test_images=_TEST_IMAGES, progress=lambda _: None
-        )
-        train_set, test_set = (
-            Images(*data.load(config.dataset, name, train=train), _CPU) for train in (True, False)
-        )
-        batches = list(train_set.batches(torch.arange(len(train_set)), config.batch_size))
-        loop = functools.partial(_loop, config, train_set, test_set, folder)
-        rows = []
-        for under_ddp, baseline in (
-            (False, "the same step, tensors in memory"),
-            (True, "the same step under DDP, tensors in memory"),
-        ):
-            bare = functools.partial(_steps, config, batches, under_ddp)
-            before, seconds = alternate(bare, loop, pairs=_PAIRS)
-            rows.append(
-                Row(
-                    f"training loop, batches of {config.batch_size}",
-                    baseline,
-                    before,
-                    seconds,
-                    images=len(train_set),
-                )
-            )
+        root = _images(folder)
+        rows = _two_ranks(root, folder) + _one_rank(root, folder, "cpu")
+        if _has_gpu():
+            rows += _one_rank(root, folder, "cuda")
+        else:
+            note("step: not measured on a GPU: torch sees none")
         return rows
 
 
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """A world of one rank with one thread; what it prints is not shown."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    store = dist.HashStore()  # type: ignore[attr-defined] # torch does not mark it as exported
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    hidden = io.StringIO()  # no terminal either, hence no progress bar
-    try:
-        with contextlib.redirect_stdout(hidden), contextlib.redirect_stderr(hidden):
-            yield
-    finally:
-        dist.destroy_process_group()
-        torch.set_num_threads(threads)
+def _two_ranks(root: str, folder: Path) -> list[Row]:
+    peers, missing = interpreters(_PEERS)
+    for line in missing:
+        note(f"step: {line}")
+    by = {}
+    for precision in ("fp32", "bf16"):
+        for module in ("article", *peers, "ours", "bound"):
+            by[module, precision] = _contender(module, root, precision, 2, "cpu")
+            if module in peers:
+                by[module, precision].interpreter = peers[module]
+    with measured(list(by.values()), _ROUNDS, folder / "two.log"):
+        others = ["article", *peers]
+        return [
+            *(_row(by["ours", "bf16"], by[other, "fp32"]) for other in others),
+            *(_row(by["ours", "fp32"], by[other, "fp32"]) for other in others),
+            *(_row(by["ours", "bf16"], by[other, "bf16"]) for other in others),
+            *(_row(by["ours", each], by["bound", each]) for each in ("fp32", "bf16")),
+        ]
 
 
-def _loop(config: TrainConfig, train_set: Images, test_set: Images, folder: Path) -> float:
-    """Train one epoch from the start, in a run of its own; the seconds that the run reports."""
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        attempt = begin(RunDir(Path(name)))
-        attempt.checkpoints.mkdir()
-        agreed = Agreement(
-            backend="gloo",
-            kind="cpu",
-            threads=1,
-            world_size=1,
-            global_batch_size=config.batch_size,
-            reference_world_size=1,
-        )
-        training = Training(
-            config,
-            agreed,
-            rank=0,
-            device=_CPU,
-            train_set=train_set,
-            test_set=test_set,
-            attempt=attempt,
-            request=StopRequest(),
-        )
-        training.run()
-    return training.position.seconds
+def _one_rank(root: str, folder: Path, device: str) -> list[Row]:
+    by = {
+        (module, precision): _contender(module, root, precision, 1, device)
+        for precision in ("fp32", "bf16")
+        for module in ("ours", "bound", *(["article"] if device == "cuda" else []))
+    }
+    with measured(list(by.values()), _ROUNDS, folder / f"{device}.log"):
+        rows = [_row(by["ours", each], by["bound", each]) for each in ("fp32", "bf16")]
+        if device == "cuda":
+            rows.append(_row(by["ours", "bf16"], by["article", "fp32"]))
+        return rows
 
 
-def _steps(config: TrainConfig, batches: list[tuple[Tensor, Tensor]], under_ddp: bool) -> float:
-    """Forward, backward and update over batches that are ready; seconds."""
-    torch.manual_seed(config.seed)
-    model: nn.Module = models.build(config.model)
-    model = model.to(memory_format=torch.channels_last)  # as the loop does on the CPU
-    update = optimizer.build(config, model)
-    if under_ddp:
-        model = DistributedDataParallel(
-            model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
-        )
-    began = time.perf_counter()
-    for images, labels in batches:
-        update.zero_grad()
-        loss = cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call] # torch declares no types for it
-        update.step()
-    return time.perf_counter() - began
+def _contender(module: str, root: str, precision: str, ranks: int, device: str) -> Contender:
+    steps = _STEPS if device == "cpu" else 600
+    where = f"{ranks} {'rank' if ranks == 1 else 'ranks'}{', GPU' if device == 'cuda' else ''}"
+    return Contender(
+        f"{_NAMES[module]}, {precision}, {where}",
+        module,
+        Request(root, precision, device, steps, _BATCH),
+        ranks,
+    )
+
+
+def _row(ours: Contender, other: Contender) -> Row:
+    return Row(
+        f"training, {ours.name.partition(', ')[2]}",
+        ", ".join(other.name.split(", ")[:2]),
+        tuple(other.seconds),
+        tuple(ours.seconds),
+        images=ours.images,
+        peak_mib=ours.peak_mib,
+        baseline_peak_mib=other.peak_mib,
+    )
+
+
+def _images(folder: Path) -> str:
+    """As many digits as the ranks see in a sample, rendered."""
+    from clusterddp.training.synthetic import synthesise
+
+    synthesise(str(folder), train_images=20_000, test_images=64, progress=lambda _: None)
+    return str(folder / "synthetic")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,40 @@
+"""The same by Hugging Face's Accelerate."""
+
+import itertools
+
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from benchmarks.contenders.serving import mnist, request, serve
+from clusterddp.training.models import ConvNet
+
+
+def main() -> None:
+    asked = request()
+    accelerator = Accelerator(
+        cpu=asked.device == "cpu", mixed_precision="bf16" if asked.precision == "bf16" else "no"
+    )
+    torch.manual_seed(0)
+    net = ConvNet()
+    loader = DataLoader(mnist(asked.root), batch_size=asked.batch_size, shuffle=True)
+    model, optimizer, batches = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), 1e-4), loader
+    )
+
+    def train() -> None:
+        accelerator.wait_for_everyone()
+        for images, labels in itertools.islice(batches, asked.steps):
+            with accelerator.autocast():
+                loss = cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+        if asked.device == "cuda":
+            torch.cuda.synchronize()
+
+    serve(train)
+
+
+main()

@@ -1,0 +1,62 @@
+"""DDP as tutorials write it: DataLoader, DistributedSampler, ToTensor, plain SGD."""
+
+import itertools
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from benchmarks.contenders.serving import mnist, request, serve
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer1 = nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2))
+        self.layer2 = nn.Sequential(nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2))
+        self.fc = nn.Linear(7 * 7 * 32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.layer2(self.layer1(images))
+        scores: Tensor = self.fc(features.reshape(features.size(0), -1))
+        return scores
+
+
+def main() -> None:
+    asked = request()
+    world_size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("nccl" if asked.device == "cuda" else "gloo")
+    device = torch.device(asked.device)
+    torch.manual_seed(0)
+    net = ConvNet().to(device)
+    model = DistributedDataParallel(net) if world_size > 1 else net
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    dataset = mnist(asked.root)
+    sampler: DistributedSampler[int] = DistributedSampler(dataset)
+    loader = DataLoader(
+        dataset, batch_size=asked.batch_size, shuffle=False, sampler=sampler, pin_memory=True
+    )
+
+    def train() -> None:
+        dist.barrier()
+        for images, labels in itertools.islice(loader, asked.steps):
+            images, labels = images.to(device), labels.to(device)  # noqa: PLW2901
+            lower = asked.precision == "bf16"
+            with torch.autocast(asked.device, torch.bfloat16) if lower else nullcontext():
+                loss = criterion(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if asked.device == "cuda":
+            torch.cuda.synchronize()
+
+    serve(train)
+
+
+main()

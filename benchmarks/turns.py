@@ -1,0 +1,122 @@
+"""Several programs of several ranks each, started once and measured in turn."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO
+
+from benchmarks.contenders.serving import Request
+from clusterddp.cli.debug import free_port
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Contender:
+    """One program, as many processes as it has ranks."""
+
+    name: str
+    module: str
+    """In benchmarks.contenders."""
+    request: Request
+    ranks: int
+    interpreter: Path = field(default_factory=lambda: Path(sys.executable))
+    seconds: list[float] = field(default_factory=list)
+    """Of each sample: that of the slowest rank."""
+    peak_mib: float = 0.0
+    """Peak resident memory of one rank."""
+    _processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, log: IO[str]) -> None:
+        """Start the processes; they answer once all of them have met."""
+        port = free_port()
+        for rank in range(self.ranks):
+            environ = {
+                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0",
+                "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks),
+                "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": "benchmark", "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(_ROOT),
+            }  # fmt: skip
+            self._processes.append(
+                subprocess.Popen(
+                    [str(self.interpreter), "-m", f"benchmarks.contenders.{self.module}",
+                     json.dumps(asdict(self.request))],
+                    env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                    text=True,
+                )
+            )  # fmt: skip
+        for process in self._processes:
+            self._read(process)
+
+    def sample(self) -> None:
+        """Have it train once, and note how long it took."""
+        for process in self._processes:
+            assert process.stdin
+            process.stdin.write("\n")
+            process.stdin.flush()
+        answers = [json.loads(self._read(process)) for process in self._processes]
+        self.seconds.append(max(answer["seconds"] for answer in answers))
+        self.peak_mib = max(answer["peak_mib"] for answer in answers)
+
+    @property
+    def images(self) -> int:
+        """Of all ranks together, in a sample."""
+        return self.ranks * self.request.steps * self.request.batch_size
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream:
+                    stream.close()
+
+    def _read(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout
+        line = process.stdout.readline()
+        if not line:
+            raise ContenderError(f"{self.name} ended with {process.wait()} instead of an answer")
+        return line
+
+
+class ContenderError(Exception):
+    """A program did not do what it was asked; the message names it."""
+
+
+@contextmanager
+def measured(contenders: Sequence[Contender], rounds: int, log: Path) -> Iterator[None]:
+    """Every contender once a round, in turn, after one round unseen; gone at the end."""
+    with log.open("w") as said:
+        try:
+            for contender in contenders:
+                contender.start(said)
+            for _ in range(rounds + 1):
+                for contender in contenders:
+                    contender.sample()
+            for contender in contenders:
+                del contender.seconds[0]
+            yield
+        finally:
+            for contender in contenders:
+                contender.end()
+
+
+def interpreters(peers: Mapping[str, str]) -> tuple[dict[str, Path], list[str]]:
+    """Of each peer (module -> package) the interpreter, and a line for each that cannot be had."""
+    from benchmarks import peers as environments
+
+    found, missing = {}, []
+    for module, package in peers.items():
+        interpreter = environments.python([package])
+        if interpreter:
+            found[module] = interpreter
+        else:
+            missing.append(f"{package}: not measured: {environments.why_not([package])}")
+    return found, missing
