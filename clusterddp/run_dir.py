@@ -22,6 +22,7 @@ A run is one directory below the output root. What is in it:
 """
 
 import json
+import math
 import os
 import shlex
 import tempfile
@@ -83,9 +84,6 @@ class RunDir:
     @property
     def outcomes(self) -> Path:
         return self.path / "outcomes"
-
-    def outcome(self, rank: int) -> Path:
-        return self.outcomes / f"rank-{rank}.json"
 
     @property
     def attempts(self) -> Path:
@@ -224,6 +222,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def first_number(*values: object, as_type: type = float) -> Any:
+    """Of values that a record holds, the first that is a number, as that type; else None."""
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if as_type is float or math.isfinite(value):
+            return as_type(value)
+    return None
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import slurm
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.slurm import JobState, State
+from clusterddp.slurm import control
+from clusterddp.slurm.environment import submission_environment
+from clusterddp.slurm.queries import partitions, query
+from clusterddp.slurm.sbatch import sbatch
+from clusterddp.slurm.states import JobState, State, parse_exit_code, parse_state
 
 SCRIPT = "#!/bin/bash\n#SBATCH --comment=clusterddp:one\ntrue\n"
 COMMENT = "clusterddp:one"
@@ -39,7 +42,7 @@ def calls(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "LOOKUP_PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("clusterddp.slurm.sbatch.LOOKUP_PAUSES_SECONDS", (0.0, 0.0))
 
 
 # -- the environment of a submission ---------------------------------------------------------
@@ -86,14 +89,14 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_submission_environment_keeps_what_a_login_shell_has(name: str, kept: bool) -> None:
-    assert (name in slurm.submission_environment({name: "x"})) is kept
+    assert (name in submission_environment({name: "x"})) is kept
 
 
 @pytest.mark.parametrize(
     "name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"]
 )
 def test_devices_of_a_surrounding_job_are_not_handed_on(name: str) -> None:
-    assert slurm.submission_environment({name: "0", "SLURM_JOB_ID": "7", "A": "b"}) == {"A": "b"}
+    assert submission_environment({name: "0", "SLURM_JOB_ID": "7", "A": "b"}) == {"A": "b"}
 
 
 # -- sbatch ----------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ def test_devices_of_a_surrounding_job_are_not_handed_on(name: str) -> None:
     ],
 )
 def test_sbatch_gives_the_job_id(fake: Fake, printed: str, job_id: str) -> None:
-    assert slurm.sbatch(SCRIPT, fake(sbatch=printed), comment=COMMENT) == job_id
+    assert sbatch(SCRIPT, fake(sbatch=printed), comment=COMMENT) == job_id
 
 
 def test_sbatch_gets_the_script_on_stdin_and_a_clean_environment(
@@ -116,7 +119,7 @@ def test_sbatch_gets_the_script_on_stdin_and_a_clean_environment(
 ) -> None:
     body = f'/bin/cat >{tmp_path}/stdin; echo "$SLURM_NTASKS$RANK$KEPT" >{tmp_path}/env; echo 1'
     environ = {**fake(sbatch=body), "SLURM_NTASKS": "8", "RANK": "3", "KEPT": "kept"}
-    slurm.sbatch(SCRIPT, environ, comment=COMMENT)
+    sbatch(SCRIPT, environ, comment=COMMENT)
     assert (tmp_path / "stdin").read_text() == SCRIPT
     assert (tmp_path / "env").read_text() == "kept\n"
     assert calls(tmp_path) == ["sbatch --parsable"]
@@ -125,25 +128,25 @@ def test_sbatch_gets_the_script_on_stdin_and_a_clean_environment(
 def test_what_sbatch_says_while_it_queues_the_job_is_passed_on(fake: Fake) -> None:
     said: list[str] = []
     environ = fake(sbatch="echo 'sbatch: your project has 3 h left' >&2; echo 5")
-    assert slurm.sbatch(SCRIPT, environ, comment=COMMENT, say=said.append) == "5"
+    assert sbatch(SCRIPT, environ, comment=COMMENT, say=said.append) == "5"
     assert said == ["sbatch: your project has 3 h left"]
 
 
 def test_no_sbatch_on_path_says_what_to_do_instead(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no sbatch on PATH.*--launcher local.*--dry-run"):
-        slurm.sbatch(SCRIPT, {"PATH": str(tmp_path)}, comment=COMMENT)
+        sbatch(SCRIPT, {"PATH": str(tmp_path)}, comment=COMMENT)
 
 
 def test_a_refusal_carries_sbatchs_own_words(fake: Fake) -> None:
     environ = fake(sbatch="echo 'sbatch: error: invalid partition specified: nope' >&2; exit 1")
     with pytest.raises(RequestError, match="invalid partition specified: nope") as caught:
-        slurm.sbatch(SCRIPT, environ, comment=COMMENT)
+        sbatch(SCRIPT, environ, comment=COMMENT)
     assert caught.value.exit_code == 2
 
 
 def test_a_silent_refusal_names_the_exit_code(fake: Fake) -> None:
     with pytest.raises(RequestError, match=r"it said nothing \(exit code 255\)"):
-        slurm.sbatch(SCRIPT, fake(sbatch="exit 255"), comment=COMMENT)
+        sbatch(SCRIPT, fake(sbatch="exit 255"), comment=COMMENT)
 
 
 LOST = [
@@ -161,29 +164,29 @@ LOST = [
 ]
 
 
-@pytest.mark.parametrize(("sbatch", "seen"), LOST)
-def test_a_lost_submission_is_found_by_its_comment(fake: Fake, sbatch: str, seen: str) -> None:
+@pytest.mark.parametrize(("answer", "seen"), LOST)
+def test_a_lost_submission_is_found_by_its_comment(fake: Fake, answer: str, seen: str) -> None:
     now = time.strftime("%Y-%m-%dT%H:%M:%S")
     old = "2001-01-01T00:00:00"
     rows = [f"9|{old}|{COMMENT}", f"41|{now}|other", f"42|{now}|{COMMENT}", f"43|{now}|(null)"]
     squeue = "\n".join(f"echo '{row}'" for row in rows)
-    assert slurm.sbatch(SCRIPT, fake(sbatch=sbatch, squeue=squeue), comment=COMMENT) == "42"
+    assert sbatch(SCRIPT, fake(sbatch=answer, squeue=squeue), comment=COMMENT) == "42"
 
 
-@pytest.mark.parametrize(("sbatch", "seen"), LOST)
+@pytest.mark.parametrize(("answer", "seen"), LOST)
 def test_a_submission_that_is_not_found_is_called_unknown(
-    fake: Fake, tmp_path: Path, sbatch: str, seen: str
+    fake: Fake, tmp_path: Path, answer: str, seen: str
 ) -> None:
     with pytest.raises(SlurmError, match=rf"(?s){seen}.*not known whether.*squeue --me"):
-        slurm.sbatch(SCRIPT, fake(sbatch=sbatch, squeue="exit 0"), comment=COMMENT)
+        sbatch(SCRIPT, fake(sbatch=answer, squeue="exit 0"), comment=COMMENT)
     assert len([call for call in calls(tmp_path) if call.startswith("squeue")]) == 2
 
 
 def test_an_sbatch_that_hangs_is_given_up(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "SBATCH_SECONDS", 0.3)
+    monkeypatch.setattr("clusterddp.slurm.sbatch.SBATCH_SECONDS", 0.3)
     environ = fake(sbatch="exec /bin/sleep 100", squeue="exit 1")
     with pytest.raises(SlurmError, match=r"no answer within 0.3 s.*not known whether"):
-        slurm.sbatch(SCRIPT, environ, comment=COMMENT)
+        sbatch(SCRIPT, environ, comment=COMMENT)
 
 
 # -- states ----------------------------------------------------------------------------------
@@ -218,7 +221,7 @@ def test_an_sbatch_that_hangs_is_given_up(fake: Fake, monkeypatch: pytest.Monkey
     ],
 )
 def test_state_words(text: str, state: State) -> None:
-    assert slurm.parse_state(text) is state
+    assert parse_state(text) is state
 
 
 def test_only_ended_states_are_final() -> None:
@@ -245,7 +248,7 @@ def test_only_ended_states_are_final() -> None:
 def test_exit_codes_are_the_same_from_each_command(
     text: str, source: str, code: int | None
 ) -> None:
-    assert slurm.parse_exit_code(text, source) == code
+    assert parse_exit_code(text, source) == code
 
 
 # -- query -----------------------------------------------------------------------------------
@@ -260,7 +263,7 @@ def test_one_squeue_call_answers_for_all_jobs(fake: Fake, tmp_path: Path) -> Non
     environ = fake(
         squeue="echo '1|PENDING|(Resources, or so)'; echo '2|RUNNING|None'", sacct=NO_ACCOUNTING
     )
-    assert slurm.query(["1", "2"], environ) == {
+    assert query(["1", "2"], environ) == {
         "1": JobState(State.PENDING, "Resources, or so", None, "squeue"),
         "2": JobState(State.RUNNING, "", None, "squeue"),
     }
@@ -273,15 +276,13 @@ def test_an_ended_job_gets_its_exit_code_from_scontrol(fake: Fake) -> None:
         "Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=137:0 RunTime=0"
     )
     environ = fake(squeue="echo '1|FAILED|NonZeroExitCode'", scontrol=f"echo '{record}'")
-    assert slurm.query(["1"], environ)["1"] == JobState(
-        State.FAILED, "NonZeroExitCode", 137, "scontrol"
-    )
+    assert query(["1"], environ)["1"] == JobState(State.FAILED, "NonZeroExitCode", 137, "scontrol")
 
 
 def test_accounting_answers_for_what_the_controller_forgot(fake: Fake, tmp_path: Path) -> None:
     sacct = "echo '1|NODE_FAIL|0:0'; echo '1|CANCELLED by 0|0:15'; echo '2|COMPLETED|0:0'"
     environ = fake(squeue=NO_JOB, sacct=sacct)
-    assert slurm.query(["1", "2", "3"], environ) == {
+    assert query(["1", "2", "3"], environ) == {
         "1": JobState(State.CANCELLED, "", 143, "sacct"),  # the last row: it was requeued
         "2": JobState(State.DONE, "", 0, "sacct"),
         "3": JobState(State.UNKNOWN),
@@ -290,45 +291,45 @@ def test_accounting_answers_for_what_the_controller_forgot(fake: Fake, tmp_path:
 
 
 def test_a_forgotten_job_without_accounting_is_unknown_and_never_done(fake: Fake) -> None:
-    assert slurm.query(["1"], fake(**FORGETFUL)) == {"1": JobState(State.UNKNOWN)}
+    assert query(["1"], fake(**FORGETFUL)) == {"1": JobState(State.UNKNOWN)}
 
 
 @pytest.mark.parametrize("body", [DOWN, "exit 7", "exec /bin/sleep 100"])
 def test_a_silent_controller_is_a_problem_and_not_a_forgotten_job(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    monkeypatch.setattr(slurm, "QUERY_SECONDS", 0.5)
-    seen = slurm.query(["1"], fake(squeue=body, sacct=NO_ACCOUNTING))["1"]
+    monkeypatch.setattr("clusterddp.slurm.queries.QUERY_SECONDS", 0.5)
+    seen = query(["1"], fake(squeue=body, sacct=NO_ACCOUNTING))["1"]
     assert seen.state is State.UNKNOWN
     assert seen.problem.startswith("squeue")
 
 
 def test_garbage_is_unknown(fake: Fake) -> None:
     squeue = "echo 'CLUSTER: west'; echo '1'; echo '|'; echo '2|WEIRD|None'; echo 'x|RUNNING|None'"
-    states = slurm.query(["1", "2"], fake(squeue=squeue, sacct="echo '1'; echo '|||'"))
+    states = query(["1", "2"], fake(squeue=squeue, sacct="echo '1'; echo '|||'"))
     assert [states["1"].state, states["2"].state] == [State.UNKNOWN, State.UNKNOWN]
 
 
 def test_an_array_is_as_alive_as_its_liveliest_element(fake: Fake) -> None:
     squeue = "echo '7_1|COMPLETED|None'; echo '7_2|RUNNING|None'; echo '7_3|FAILED|None'"
-    assert slurm.query(["7"], fake(squeue=squeue))["7"].state is State.RUNNING
+    assert query(["7"], fake(squeue=squeue))["7"].state is State.RUNNING
 
 
 def test_no_slurm_on_path_leaves_every_job_unknown(tmp_path: Path) -> None:
-    states = slurm.query(["1", "local-5", ""], {"PATH": str(tmp_path)})
+    states = query(["1", "local-5", ""], {"PATH": str(tmp_path)})
     assert {state.state for state in states.values()} == {State.UNKNOWN}
     assert "no squeue on PATH" in states["1"].problem
     assert set(states) == {"1", "local-5", ""}
 
 
 def test_ids_that_are_none_of_slurms_are_never_passed_to_it(fake: Fake, tmp_path: Path) -> None:
-    slurm.query(["local-5", "--me", "1;x"], fake(squeue="exit 0"))
+    query(["local-5", "--me", "1;x"], fake(squeue="exit 0"))
     assert calls(tmp_path) == []
 
 
 def test_a_persons_own_squeue_settings_hide_no_job(fake: Fake, tmp_path: Path) -> None:
     environ = {**fake(squeue=f'echo "$SQUEUE_PARTITION." >{tmp_path}/env', sacct=NO_ACCOUNTING)}
-    slurm.query(["1"], {**environ, "SQUEUE_PARTITION": "high"})
+    query(["1"], {**environ, "SQUEUE_PARTITION": "high"})
     assert (tmp_path / "env").read_text() == ".\n"
 
 
@@ -339,21 +340,21 @@ def test_cancel_passes_scancels_words_on(fake: Fake) -> None:
     words = "scancel: error: Kill job error on job id 1: Access/permission denied"
     environ = fake(scancel=f"echo '{words}' >&2; exit 1")
     with pytest.raises(SlurmError, match=f"scancel 1: {words}"):
-        slurm.cancel("1", environ)
+        control.cancel("1", environ)
 
 
 def test_cancel_without_slurm_says_so(tmp_path: Path) -> None:
     with pytest.raises(SlurmError, match="no scancel on PATH"):
-        slurm.cancel("1", {"PATH": str(tmp_path)})
+        control.cancel("1", {"PATH": str(tmp_path)})
 
 
 def test_partitions_are_named_once(fake: Fake) -> None:
-    assert slurm.partitions(fake(sinfo="echo main; echo high; echo main")) == ["main", "high"]
+    assert partitions(fake(sinfo="echo main; echo high; echo main")) == ["main", "high"]
 
 
 @pytest.mark.parametrize("body", ["echo half; exit 1", "exec /bin/sleep 100", None])
 def test_partitions_are_none_where_no_slurm_answers(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, body: str | None
 ) -> None:
-    monkeypatch.setattr(slurm, "COMPLETION_SECONDS", 0.3)
-    assert slurm.partitions(fake(**({"sinfo": body} if body else {}))) == []
+    monkeypatch.setattr("clusterddp.slurm.queries.COMPLETION_SECONDS", 0.3)
+    assert partitions(fake(**({"sinfo": body} if body else {}))) == []

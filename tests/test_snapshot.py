@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import snapshot
+from clusterddp import code_files
 from clusterddp.errors import RequestError
 from clusterddp.snapshot import Snapshot, difference, fingerprint, take
 from tests.hostile import CARRIED, REFUSED
@@ -510,7 +510,7 @@ def test_too_many_files_are_refused(
         if not shutil.which("git"):
             pytest.skip("no git on this machine")
         git(tree, "init", "--quiet")
-    monkeypatch.setattr(snapshot, "MOST_FILES", 20)
+    monkeypatch.setattr(code_files, "MOST_FILES", 20)
     with pytest.raises(RequestError) as refused:
         take(tree, target)
     said = str(refused.value)
@@ -519,7 +519,7 @@ def test_too_many_files_are_refused(
     assert "--no-snapshot" in said
     assert not target.exists()
     assert fingerprint(tree) is None
-    monkeypatch.setattr(snapshot, "MOST_FILES", 21)
+    monkeypatch.setattr(code_files, "MOST_FILES", 21)
     assert take(tree, target).files == 21
 
 
@@ -527,7 +527,7 @@ def test_counting_stops_in_a_tree_that_is_no_code_at_all(
     tree: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tree, {f"home/{number}": "" for number in range(100)})
-    monkeypatch.setattr(snapshot, "MOST_FILES", 5)
+    monkeypatch.setattr(code_files, "MOST_FILES", 5)
     with pytest.raises(RequestError, match="has at least 51 files"):
         take(tree, target)
 
@@ -536,7 +536,7 @@ def test_too_many_ignored_files_beside_code_are_refused(
     repository: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(repository, {f"package/{number}.so": "x" for number in range(20)})
-    monkeypatch.setattr(snapshot, "MOST_FILES", 23)
+    monkeypatch.setattr(code_files, "MOST_FILES", 23)
     with pytest.raises(RequestError, match=r"21 files .* 20 of them in package; at most 23 "):
         take(repository, target)
     assert not target.exists()
@@ -600,13 +600,13 @@ def test_a_full_disk_is_said_and_nothing_is_left(tree: Path, tmp_path: Path) -> 
 def test_a_file_that_vanishes_while_it_is_copied_is_passed_over(
     tree: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links = snapshot._links
+    links = code_files.links
 
-    def remove_one(plan: snapshot._Plan) -> dict[str, str]:
+    def remove_one(plan: code_files.Plan) -> dict[str, str]:
         (tree / "train.py").unlink()
         return links(plan)
 
-    monkeypatch.setattr(snapshot, "_links", remove_one)
+    monkeypatch.setattr(code_files, "links", remove_one)
     assert take(tree, target).digests == {"package/model.py": digest("two")}
     assert below(target) == {"package/model.py"}
 
@@ -635,7 +635,7 @@ def test_a_git_that_does_not_answer_is_not_waited_for(
     write(tmp_path, {"bin/git": "#!/bin/sh\nexec sleep 60\n"})
     (tmp_path / "bin/git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(snapshot, "GIT_SECONDS", 0.2)
+    monkeypatch.setattr("clusterddp.git.GIT_SECONDS", 0.2)
     with pytest.raises(RequestError, match=r"git ls-files gave no answer within 0.2 s"):
         take(tree, target)
     assert not target.exists()

@@ -55,7 +55,7 @@ class Task:
         return self.process.returncode
 
     def outcome(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self.run.outcome(0).read_text())
+        content: dict[str, Any] = json.loads((self.run.outcomes / "rank-0.json").read_text())
         return content
 
 
@@ -140,7 +140,7 @@ def test_a_running_task_has_a_record_without_an_end(task: Any) -> None:
     started.process.stdin.flush()
     assert started.read_line() == "ready"
     # Written once the child is let go, so it may come a moment after the child's first line.
-    with_deadline(lambda: started.run.outcome(0).exists())
+    with_deadline((started.run.outcomes / "rank-0.json").exists)
     assert "ended" not in started.outcome()
     started.process.stdin.write("\n")
     assert started.end() == 0
@@ -339,7 +339,7 @@ def test_a_full_disk_under_the_log_does_not_keep_the_parent_from_its_record(
         "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
         "def child():\n    os.kill(os.getpid(), signal.SIGSTOP)\n    return 5"
     )
-    with_deadline(lambda: started.run.outcome(0).exists())
+    with_deadline((started.run.outcomes / "rank-0.json").exists)
     child = started.outcome()["pid"]
     with_deadline(lambda: " (stopped)" in Path(f"/proc/{child}/status").read_text())
     os.kill(child, signal.SIGCONT)

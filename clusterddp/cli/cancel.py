@@ -1,5 +1,6 @@
 """`clusterddp cancel`: ends runs, whether Slurm or this workstation runs them."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -8,21 +9,15 @@ from pathlib import Path
 
 import click
 
-from clusterddp import slurm
 from clusterddp.cli import runs
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError, SlurmError
+from clusterddp.local_process import process_alive
 from clusterddp.run_dir import RunDir
-from clusterddp.run_status import (
-    CREATED,
-    ENDED,
-    FORGOTTEN,
-    UNKNOWN,
-    RunStatus,
-    Submission,
-    latest_submission,
-    process_alive,
-)
+from clusterddp.run_state import CREATED, ENDED, FORGOTTEN, UNKNOWN
+from clusterddp.run_status import RunStatus
+from clusterddp.slurm import control
+from clusterddp.submission import Submission, latest_submission
 
 
 @dataclass(frozen=True)
@@ -48,13 +43,8 @@ def command(run: tuple[str, ...], output_root: Path, as_json: bool) -> None:
 
     Exit codes: 0 cancelled or ended already, 1 it could not be cancelled, 2 there is no such run.
     """
-    found = list({one.path: one for one in (runs.find_run(output_root, r) for r in run)}.values())
-    done = []
-    for one, status in zip(found, runs.statuses(found), strict=True):
-        result = cancel(one, status)
-        done.append(result)
-        if not as_json:
-            click.echo(result.message)
+    found = runs.find_each(output_root, run)
+    done = runs.on_each(found, cancel, None if as_json else lambda result: result.message)
     if as_json:
         click.echo(runs.as_json([dataclasses.asdict(result) for result in done]))
 
@@ -62,8 +52,9 @@ def command(run: tuple[str, ...], output_root: Path, as_json: bool) -> None:
 def cancel(run: RunDir, status: RunStatus) -> Cancellation:
     """Ask for the end of a run, and record that first, so that its end is not taken for a failure.
 
-    Raises SlurmError with scancel's words, or RequestError for a run of another machine; the
-    record is then taken back.
+    A disk on which nothing can be recorded keeps no run from being ended; that is said. Raises
+    SlurmError with scancel's words, or RequestError for a run of another machine; the record is
+    then taken back.
     """
     submission = latest_submission(run.read_events())
     if submission is None or status.state == CREATED:
@@ -77,11 +68,19 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
         return Cancellation(run.name, submission.job_id, False, message)
     if submission.is_local:
         _check_local(run, submission)
-    run.add_event("cancelled", job_id=submission.job_id)
+    try:
+        run.add_event("cancelled", job_id=submission.job_id)
+    except OSError as error:
+        click.echo(
+            f"clusterddp: warning: {run.path} cannot be written ({error.strerror}): 'status' can "
+            "take the end of this run for a failure",
+            err=True,
+        )
     try:
         _end(submission)
     except (SlurmError, OSError) as error:
-        run.add_event("cancel_failed", job_id=submission.job_id)
+        with contextlib.suppress(OSError):
+            run.add_event("cancel_failed", job_id=submission.job_id)
         if isinstance(error, OSError):
             raise RequestError(
                 f"{run.name}: process {submission.pid} cannot be signalled: {error.strerror}."
@@ -102,7 +101,7 @@ def _check_local(run: RunDir, submission: Submission) -> None:
 
 def _end(submission: Submission) -> None:
     if not submission.is_local:
-        slurm.cancel(submission.job_id)
+        control.cancel(submission.job_id)
     elif submission.pid is not None:
         try:
             os.kill(submission.pid, signal.SIGTERM)

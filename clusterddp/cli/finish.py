@@ -14,14 +14,14 @@ from typing import Any
 
 import click
 
-from clusterddp import requeue, slurm
+from clusterddp import requeue
 from clusterddp.attempt import Attempt
 from clusterddp.cli import next_start
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
 from clusterddp.outcome import Failure, first_failure, read_outcomes
 from clusterddp.requeue import Policy, Start, decide, gained, starts_since_submission
 from clusterddp.run_dir import RunDir, read_json
-from clusterddp.slurm import Ending, is_rehearsal
+from clusterddp.slurm.own_job import Ending, ending, is_rehearsal, own_name
 
 # srun's lines stand at the log's end; a set-up can have written a great deal before them.
 _LAST_LINES = 10
@@ -207,7 +207,7 @@ def _slurms_word(run: RunDir, job_id: str, restart: int) -> Ending:
         return Ending.TIME_LIMIT  # the controller of a rehearsal says so
     if is_rehearsal(os.environ):
         return Ending.NONE
-    return slurm.ending(slurm.own_name(os.environ, job_id), restart)
+    return ending(own_name(os.environ, job_id), restart)
 
 
 def _stop_asked(attempt: Attempt, job_id: str) -> bool:

@@ -12,24 +12,14 @@ from typing import BinaryIO
 
 import click
 
-from clusterddp import slurm
 from clusterddp.cli import runs
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PAUSED
 from clusterddp.run_dir import RunDir
-from clusterddp.run_status import (
-    CREATED,
-    DONE,
-    FAILED,
-    QUEUED,
-    RUNNING,
-    STOPPED,
-    UNKNOWN,
-    RunStatus,
-    Submission,
-    jobs_to_ask,
-    latest_submission,
-    run_status,
-)
+from clusterddp.run_state import CREATED, DONE, FAILED, QUEUED, RUNNING, STOPPED, UNKNOWN
+from clusterddp.run_status import RunStatus, run_status
+from clusterddp.slurm.queries import query
+from clusterddp.slurm.states import JobState, State
+from clusterddp.submission import Submission, jobs_to_ask, latest_submission
 
 FILES_SECONDS = 0.3
 """Between two looks at the run's files."""
@@ -176,7 +166,7 @@ class _Watch:
     def __init__(self, run: RunDir) -> None:
         self.is_over = False
         self._run = run
-        self._states: dict[str, slurm.JobState] = {}
+        self._states: dict[str, JobState] = {}
         self._pause = SLURM_SECONDS[0]
         self._next_question = 0.0
         self._said = ("", "")
@@ -203,7 +193,7 @@ class _Watch:
         asked = jobs_to_ask([self._submission])
         answered = bool(asked) and (now >= self._next_question or changed)
         if answered:
-            self._states = slurm.query(asked)
+            self._states = query(asked)
             self._say_problem(self._states[asked[0]].problem)
         local = self._submission is not None and self._submission.is_local
         if changed or answered or local or self._status is None:
@@ -235,7 +225,7 @@ class _Watch:
             return
         self._pause = SLURM_SECONDS[0]  # the end is near
         self._ended_at = self._ended_at or time.monotonic()
-        leaving = job.state is not slurm.State.UNKNOWN and not job.state.is_final
+        leaving = job.state is not State.UNKNOWN and not job.state.is_final
         if leaving and time.monotonic() < self._ended_at + SETTLE_SECONDS:
             return
         answer = f"{status.state} {job.state.value}"

@@ -12,7 +12,8 @@ from clusterddp.cli.follow import LogPrinter, follow
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError
 from clusterddp.run_dir import RunDir
-from clusterddp.run_status import FAILED, RunStatus
+from clusterddp.run_state import FAILED
+from clusterddp.run_status import RunStatus
 
 
 @click.command(name="logs", cls=SettingsCommand)

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 import click
 
-from clusterddp import requeue, slurm
+from clusterddp import requeue
 from clusterddp.attempt import Attempt, Superseded
 from clusterddp.errors import EXIT_FAILED, ClusterDDPError, RequestError, SlurmError
 from clusterddp.run_dir import RunDir
-from clusterddp.slurm import is_rehearsal
+from clusterddp.slurm import control
+from clusterddp.slurm.own_job import Ending, ending, is_rehearsal, own_name
+from clusterddp.slurm.sbatch import sbatch
 from clusterddp.spec import submission_comment
 
 T = TypeVar("T")
@@ -32,8 +34,8 @@ def start(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) ->
         return EXIT_FAILED
     who = {"attempt": attempt.number, "why": why}
     try:
-        patiently(attempt, lambda: _requeue(slurm.own_name(os.environ, job_id), restart))
-    except slurm.RequeueRefused as refused:
+        patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart))
+    except control.RequeueRefused as refused:
         say(f"clusterddp: requeue is refused here ({refused}); submitting the next job")
         return _in_place_of(run, attempt, job_id, who)
     except (Superseded, _Cancelled) as error:
@@ -53,12 +55,12 @@ class _Cancelled(ClusterDDPError):
 
 def _requeue(name: str, restart: int) -> None:
     """Requeue a job, unless it was cancelled: Slurm would put that back as well."""
-    word = slurm.ending(name, restart)
-    if word is slurm.Ending.UNKNOWN:
+    word = ending(name, restart)
+    if word is Ending.UNKNOWN:
         raise SlurmError("Slurm does not say how the job is doing")
-    if word is slurm.Ending.CANCELLED:
+    if word is Ending.CANCELLED:
         raise _Cancelled("the job was cancelled, and is not put back into the queue")
-    slurm.requeue(name)
+    control.requeue(name)
 
 
 def patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
@@ -75,7 +77,7 @@ def patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
             )
         try:
             return ask()
-        except slurm.RequeueRefused:
+        except control.RequeueRefused:
             raise
         except SlurmError as error:
             if time.monotonic() > deadline:
@@ -94,7 +96,7 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, who: dict[str, Any]
             raise SlurmError(f"an array's element goes on by itself: sbatch --array={element} FILE")
         comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
         script = run.script.read_text()
-        successor = patiently(attempt, lambda: slurm.sbatch(script, os.environ, comment=comment))
+        successor = patiently(attempt, lambda: sbatch(script, os.environ, comment=comment))
         if successor == job_id:
             raise SlurmError("sbatch gave no answer, and Slurm shows no other job of this run")
     except (ClusterDDPError, OSError) as error:
@@ -115,7 +117,7 @@ def withdraw(run: RunDir, job_id: str) -> None:
     """Take a job out of the queue; one that stays there all the same starts nothing (`begin`)."""
     record(run, "cancelled", job_id=job_id)
     try:
-        slurm.cancel(job_id)
+        control.cancel(job_id)
     except SlurmError as error:
         say(f"clusterddp: {error}")
     say(f"clusterddp: job {job_id} is cancelled: a person has taken it back")

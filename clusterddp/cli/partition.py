@@ -23,12 +23,12 @@ class PartitionName(click.types.StringParamType):
     ) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        from clusterddp import slurm
+        from clusterddp.slurm.queries import partitions
 
         before, comma, last = incomplete.rpartition(",")
         return [
             CompletionItem(f"{before}{comma}{name}")
-            for name in slurm.partitions()
+            for name in partitions()
             if name.startswith(last) and name not in before.split(",")
         ]
 

@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from clusterddp import slurm
 from clusterddp.errors import RequestError
 from clusterddp.run_dir import RunDir, find_runs
-from clusterddp.run_status import RunStatus, jobs_to_ask, latest_submission, run_status
+from clusterddp.run_status import RunStatus, run_status
+from clusterddp.slurm.queries import query
+from clusterddp.submission import jobs_to_ask, latest_submission
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 DEFAULT_ROOT = "jobs"
 
@@ -99,8 +101,28 @@ def find_run(root: Path, text: str | None) -> RunDir:
 def statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
     """How the runs are doing; Slurm is asked once for all of them, and only where it must be."""
     submissions = [latest_submission(run.read_events()) for run in runs]
-    states = slurm.query(jobs_to_ask(submissions))
+    states = query(jobs_to_ask(submissions))
     return [run_status(run, states) for run in runs]
+
+
+def find_each(root: Path, texts: Sequence[str]) -> list[RunDir]:
+    """The runs that are meant, as `find_run` finds them; one that is named twice is there once."""
+    return list({one.path: one for one in (find_run(root, text) for text in texts)}.values())
+
+
+def on_each(
+    runs: Sequence[RunDir],
+    act: Callable[[RunDir, RunStatus], T],
+    tell: Callable[[T], str] | None,
+) -> list[T]:
+    """What `act` has made of each run; `tell` words it for a person, who reads it at once."""
+    done = []
+    for run, status in zip(runs, statuses(runs), strict=True):
+        result = act(run, status)
+        done.append(result)
+        if tell:
+            click.echo(tell(result))
+    return done
 
 
 def as_json(value: object) -> str:

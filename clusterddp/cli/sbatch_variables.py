@@ -1,7 +1,7 @@
 """The submitter's SBATCH_* variables: settings below CLUSTERDDP_*, above site.cfg.
 
 sbatch would let them override the script's own directives, so they are read here, rendered, and
-scrubbed from the submission (`slurm.submission_environment`). The names are those of sbatch(1).
+scrubbed from the submission (`slurm.environment`). The names are those of sbatch(1).
 """
 
 import re

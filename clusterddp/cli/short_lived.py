@@ -23,8 +23,13 @@ def go_on() -> None:
         gc.enable()
 
 
+def done() -> None:
+    """What went on has flushed and closed all that it had: let `end` leave at once after all."""
+    gc.disable()
+
+
 def end(leaving: SystemExit) -> NoReturn:
-    """Exit as told: at once, if there was no `go_on` and nobody traces or profiles.
+    """Exit as told: at once, if there was no `go_on`, or it is `done`, and nobody traces.
 
     At once means without the handlers of `atexit`: none of those that register one (logging,
     multiprocessing, torch) is part of a command that never went on.

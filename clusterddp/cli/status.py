@@ -8,7 +8,8 @@ import click
 
 from clusterddp.cli import runs
 from clusterddp.cli.settings import SettingsCommand
-from clusterddp.run_status import STOPPED, RunStatus
+from clusterddp.run_state import STOPPED
+from clusterddp.run_status import RunStatus
 
 _WIDTH = len("checkpoint") + 2
 _MOST_REASONS = 5

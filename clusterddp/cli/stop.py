@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from clusterddp import slurm
 from clusterddp.attempt import latest
 from clusterddp.cli import runs
 from clusterddp.cli.cancel import cancel
@@ -19,16 +18,10 @@ from clusterddp.errors import (
     RequestError,
 )
 from clusterddp.run_dir import RunDir
-from clusterddp.run_status import (
-    CREATED,
-    ENDED,
-    FAILED,
-    QUEUED,
-    UNKNOWN,
-    RunStatus,
-    Submission,
-    latest_submission,
-)
+from clusterddp.run_state import CREATED, ENDED, FAILED, QUEUED, UNKNOWN
+from clusterddp.run_status import RunStatus
+from clusterddp.slurm import control
+from clusterddp.submission import Submission, latest_submission
 
 
 @dataclass(frozen=True)
@@ -59,15 +52,8 @@ def command(run: tuple[str, ...], wait: bool, output_root: Path, as_json: bool) 
     Exit codes: 0 asked, or ended already (with --wait: and it did not fail), 1 it could not be
     asked, or failed, 2 there is no such run, 130 interrupted.
     """
-    found = list({one.path: one for one in (runs.find_run(output_root, r) for r in run)}.values())
-    done = []
-    for one, status in zip(found, runs.statuses(found), strict=True):
-        result = stop(one, status)
-        done.append(result)
-        if not as_json:
-            click.echo(result.message)
-            if result.next_command:
-                click.echo(f"  go on with: {result.next_command}")
+    found = runs.find_each(output_root, run)
+    done = runs.on_each(found, stop, None if as_json else _told)
     code = _wait(found) if wait else EXIT_DONE
     if as_json:
         click.echo(runs.as_json([dataclasses.asdict(result) for result in done]))
@@ -120,7 +106,7 @@ def _ask(run: RunDir, submission: Submission) -> str:
         attempt.ask_to_stop("stop")
     command = run.load_spec().command
     if command and not submission.is_local:
-        slurm.signal_script(submission.job_id)
+        control.signal_script(submission.job_id)
         return (
             f"sent SIGUSR1 to its command through the script of job {submission.job_id}; it is "
             "not started again"
@@ -135,6 +121,11 @@ def _ask(run: RunDir, submission: Submission) -> str:
         f"{run.name} is still starting, and has nothing to save yet. Ask again in a few seconds, "
         f"or use 'clusterddp cancel {run.shown}'."
     )
+
+
+def _told(result: Stop) -> str:
+    again = f"\n  go on with: {result.next_command}" if result.next_command else ""
+    return f"{result.message}{again}"
 
 
 def _begins_by_script(run: RunDir) -> bool:

@@ -51,7 +51,7 @@ class SubmitCommand(settings.SettingsCommand):
         "What the tasks train (without a COMMAND)": list(TRAIN_OPTION_NAMES),
     },
     epilog="Precedence: flag, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this shell, "
-    "site.cfg, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
+    "site.cfg, --recipe, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
     "75 it was stopped and has saved, 130 interrupted.",
 )
 @request_options.request_options
@@ -168,10 +168,10 @@ def _check_inputs(spec: JobSpec) -> None:
 
 def _say_outlook(script: str) -> None:
     """Slurm's own forecast on stderr; what can never run, sbatch refuses by itself."""
-    from clusterddp import slurm
+    from clusterddp.slurm.sbatch import outlook
 
     try:
-        found, words = slurm.outlook(script, os.environ)
+        found, words = outlook(script, os.environ)
     except SlurmError as error:
         found, words = False, f"Slurm could not be asked: {error}."
     else:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from clusterddp import stop
+from clusterddp.cli import short_lived
 from clusterddp.cli.train_options import config_from, train_options
 from clusterddp.dist_env import DistEnv
 
@@ -45,7 +46,9 @@ def command(
         return run_task(config, run_dir, env, attempt=attempt, signal_lead=signal_lead)
 
     if run_dir is None:
-        return child()
+        code = child()
+        short_lived.done()  # the process group is gone, and torch is slow to take apart
+        return code
     run_dir = run_dir.absolute()
 
     from clusterddp.supervise import redirect_output, supervise

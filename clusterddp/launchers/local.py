@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp import forms, slurm
+from clusterddp import forms
 from clusterddp.errors import RequestError
 from clusterddp.launchers import Submission, sbatch
 from clusterddp.launchers.srun import (
@@ -31,6 +31,7 @@ from clusterddp.launchers.srun import (
     signal_session,
 )
 from clusterddp.run_dir import RunDir
+from clusterddp.slurm.environment import submission_environment
 from clusterddp.spec import JobSpec
 from clusterddp.supervise import die_with_parent
 
@@ -52,7 +53,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
     own = os.getpid()
     controller = subprocess.Popen(
         [sys.executable, "-m", "clusterddp.launchers.local", str(run.path)],
-        env=slurm.submission_environment(os.environ),
+        env=submission_environment(os.environ),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # the terminal's Ctrl-C is ours: it becomes an orderly cancel
         preexec_fn=lambda: die_with_parent(own, signal.SIGTERM),  # noqa: PLW1509 -- no threads yet

@@ -16,9 +16,9 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
 
 def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
     """Queue the script; its job id is recorded in the run."""
-    from clusterddp import slurm  # not needed for a dry run
+    from clusterddp.slurm.sbatch import sbatch  # not needed for a dry run
 
     comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
-    job_id = slurm.sbatch(script, os.environ, comment=comment)
+    job_id = sbatch(script, os.environ, comment=comment)
     run.add_event("submitted", job_id=job_id, launcher="sbatch", folder=str(Path.cwd()))
     return Submission(job_id)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from clusterddp.launchers.processes import TaskGroup
 from clusterddp.nodelist import expand_nodelist
-from clusterddp.slurm import REHEARSAL_VARIABLE
+from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
 from clusterddp.supervise import die_with_parent
 
 KILL_WAIT_SECONDS = 30

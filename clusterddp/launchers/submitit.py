@@ -18,14 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp import forms, render, requeue, slurm
+from clusterddp import forms, render, requeue
 from clusterddp.attempt import Attempt
 from clusterddp.errors import EXIT_PAUSED, RequestError
 from clusterddp.launchers import Submission
 from clusterddp.outcome import read_outcomes
 from clusterddp.requeue import Policy, Start
 from clusterddp.run_dir import RunDir, read_json
-from clusterddp.slurm import Ending
+from clusterddp.slurm.environment import submission_environment
+from clusterddp.slurm.own_job import Ending, ending
 from clusterddp.spec import JobSpec
 
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
@@ -73,7 +74,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
         patience_seconds=max(spec.signal_lead, _LEAST_PATIENCE_SECONDS),
         by_protocol=_by_protocol(spec),
     )
-    with _environment(slurm.submission_environment(os.environ)):
+    with _environment(submission_environment(os.environ)):
         try:
             job = executor.submit(task)
         except submitit.core.utils.FailedJobError as error:
@@ -155,7 +156,7 @@ class Task:
             return False  # 'clusterddp stop' came first
         asked = [e["event"] for e in run.read_events() if e.get("job_id") == job_id]
         restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        if "cancelled" in asked or slurm.ending(job_id, restart) is Ending.CANCELLED:
+        if "cancelled" in asked or ending(job_id, restart) is Ending.CANCELLED:
             return False
         own = Start(attempt.number, requeue.SIGNAL, requeue.gained(attempt))
         starts = requeue.starts_since_submission(run)

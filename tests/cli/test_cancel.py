@@ -1,5 +1,6 @@
 """`clusterddp cancel`."""
 
+import errno
 import json
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 
 import pytest
 
+from clusterddp.run_dir import RunDir
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]
@@ -63,6 +65,25 @@ def test_scancels_words_reach_the_person_and_the_record_is_taken_back(workplace:
     assert got.code == 1
     assert "Access/permission denied" in got.err
     assert [event["event"] for event in run.read_events()[-2:]] == ["cancelled", "cancel_failed"]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_full_disk_keeps_no_run_from_being_ended(
+    code: int, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workplace.run("one", submitted("12"), started("12"))
+    workplace.command("squeue", "echo '12|RUNNING|None'")
+    workplace.command("scancel", f"echo 'scancel: error: no' >&2; exit {code}")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RunDir, "add_event", full)
+    got = workplace.invoke("cancel", "one")
+    assert got.code == code
+    assert workplace.calls[-1] == "scancel 12"
+    assert "cannot be written (No space left on device)" in got.err
+    assert ("scancel: error: no" in got.err) == bool(code)
 
 
 @pytest.mark.parametrize("successor", ["12", "13"], ids=["requeued", "the next job"])

@@ -14,7 +14,7 @@ import pytest
 from clusterddp.attempt import Attempt
 from clusterddp.cli import next_start
 from clusterddp.run_dir import RunDir
-from clusterddp.slurm import REHEARSAL_VARIABLE
+from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
 from clusterddp.spec import JobSpec, Resources
 from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
 

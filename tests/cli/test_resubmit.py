@@ -293,6 +293,17 @@ def test_allowed_on_purpose_it_reaches_the_tasks(workplace: Workplace) -> None:
     assert (train.lr, train.allow_changed) == (0.5, True)
 
 
+def test_a_recipe_is_refused_or_taken_with_all_that_it_says(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    said = refused(workplace, run, "--recipe", "fast", "--lr", "0.5")
+    assert "--model convnet, now fastnet" in said
+    assert "--lr 0.001, now 0.5;" in said
+    assert "is none of fast" in refused(workplace, run, "--recipe", "slow")
+    accepted(workplace, "one", "--recipe", "fast", "--lr", "0.5", "--allow-changed")
+    assert "--batch-size=250" in sent(workplace)
+    assert "--lr=0.5" in sent(workplace)
+
+
 def test_the_same_value_is_no_change(workplace: Workplace) -> None:
     run = stopped(workplace)
     accepted(workplace, "one", "--lr", "0.001")

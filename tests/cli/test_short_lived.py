@@ -54,6 +54,24 @@ def test_what_is_still_in_a_buffer_is_printed(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (3, "words")
 
 
+@pytest.mark.parametrize(("done", "left_at_once"), [("short_lived.done()", True), ("", False)])
+def test_what_went_on_leaves_at_once_only_when_it_is_done(
+    done: str, left_at_once: bool, tmp_path: Path
+) -> None:
+    code = (
+        "import atexit, sys\n"
+        "from clusterddp.cli import short_lived\n"
+        "short_lived.begin()\n"
+        "short_lived.go_on()\n"
+        "atexit.register(print, 'taken apart')\n"
+        "sys.stdout.write('words ')\n"
+        f"{done}\n"
+        "short_lived.end(SystemExit(0))"
+    )
+    expected = "words " if left_at_once else "words taken apart\n"
+    assert command(code=code, cwd=tmp_path).stdout == expected
+
+
 def test_a_closed_stdout_is_no_crash(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", COMMAND, *DRY_RUN]
     done = subprocess.run(
@@ -99,10 +117,10 @@ def test_a_submission_looks_for_garbage_as_soon_as_it_is_no_dry_run(tmp_path: Pa
     (tmp_path / "sbatch").chmod(0o755)
     code = (
         "import gc, sys\n"
-        "from clusterddp import slurm\n"
-        "sbatch = slurm.sbatch\n"
+        "from clusterddp.slurm import sbatch as client\n"
+        "sbatch = client.sbatch\n"
         "def watched(*a, **k): print(gc.isenabled(), file=sys.stderr); return sbatch(*a, **k)\n"
-        "slurm.sbatch = watched\n" + COMMAND
+        "client.sbatch = watched\n" + COMMAND
     )
     environ = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
     done = command("submit", "--no-snapshot", "--", "true", code=code, cwd=tmp_path, env=environ)

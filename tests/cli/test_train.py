@@ -155,7 +155,7 @@ def wait_until(process: "subprocess.Popen[str]", word: str = "images/s") -> None
 
 def pid_of(run_dir: Path, rank: int) -> int:
     """The task itself, not its small parent."""
-    return int(json.loads(RunDir(run_dir).outcome(rank).read_text())["pid"])
+    return int(json.loads((RunDir(run_dir).outcomes / f"rank-{rank}.json").read_text())["pid"])
 
 
 def test_a_signal_to_one_rank_has_all_save_and_leave_and_the_run_goes_on(

@@ -20,10 +20,10 @@ def script(*lines: str, comment: str = "") -> str:
 
 
 def client(cluster: SlurmCluster, code: str, *arguments: str, **env: str) -> Any:
-    """What `code` (an expression on `slurm`, `args` and `os`) gives on the login host, as JSON."""
+    """What `code` (an expression on modules of `slurm`, `args` and `os`) gives on a login host."""
     program = (
         "import dataclasses, json, os, sys\n"
-        "from clusterddp import slurm\n"
+        "from clusterddp.slurm import control, queries, sbatch\n"
         "args = sys.argv[1:]\n"
         f"print(json.dumps({code}, default=dataclasses.asdict))\n"
     )
@@ -32,7 +32,7 @@ def client(cluster: SlurmCluster, code: str, *arguments: str, **env: str) -> Any
 
 
 def query(cluster: SlurmCluster, *job_ids: str, **env: str) -> dict[str, dict[str, Any]]:
-    answer: dict[str, dict[str, Any]] = client(cluster, "slurm.query(args)", *job_ids, **env)
+    answer: dict[str, dict[str, Any]] = client(cluster, "queries.query(args)", *job_ids, **env)
     return answer
 
 
@@ -58,7 +58,7 @@ def test_states_of_real_jobs(cluster: SlurmCluster) -> None:
     wait_state(cluster, running, "RUNNING")
     wait_state(cluster, cancelled, "RUNNING")
     wait_state(cluster, overdue, "RUNNING")
-    client(cluster, "[slurm.cancel(a) for a in args]", cancelled, dropped)
+    client(cluster, "[control.cancel(a) for a in args]", cancelled, dropped)
     cluster.wait_job(cancelled)
     # A limit is looked at every 30 s and is a minute at least: bring the end forward.
     cluster.run(["scontrol", "update", f"jobid={overdue}", "EndTime=now"], check=True)
@@ -94,7 +94,7 @@ def test_a_job_that_slurm_does_not_know_is_unknown(cluster: SlurmCluster) -> Non
     for asked in (["9999"], ["9998", "9999"]):
         seen = query(cluster, *asked)
         assert [(s["state"], s["problem"]) for s in seen.values()] == [("unknown", "")] * len(asked)
-    client(cluster, "slurm.cancel('9999')")  # scancel passes it over too
+    client(cluster, "control.cancel('9999')")  # scancel passes it over too
 
 
 def test_a_persons_squeue_settings_hide_no_job(cluster: SlurmCluster) -> None:
@@ -104,13 +104,14 @@ def test_a_persons_squeue_settings_hide_no_job(cluster: SlurmCluster) -> None:
 
 
 def test_partitions_come_from_sinfo(cluster: SlurmCluster) -> None:
-    assert client(cluster, "slurm.partitions()") == ["main", "high"]
+    assert client(cluster, "queries.partitions()") == ["main", "high"]
 
 
 def test_sbatchs_words_on_an_unknown_partition(cluster: SlurmCluster) -> None:
     program = (
-        "import os, sys\nfrom clusterddp import errors, slurm\n"
-        "try:\n    slurm.sbatch(sys.argv[1], os.environ, comment='c')\n"
+        "import os, sys\nfrom clusterddp import errors\n"
+        "from clusterddp.slurm.sbatch import sbatch\n"
+        "try:\n    sbatch(sys.argv[1], os.environ, comment='c')\n"
         "except errors.RequestError as error:\n    sys.exit(str(error))\n"
     )
     text = script("#SBATCH --partition=nope", "true")
@@ -122,7 +123,7 @@ def test_sbatchs_words_on_an_unknown_partition(cluster: SlurmCluster) -> None:
 def test_a_lost_submission_is_found_by_its_comment(cluster: SlurmCluster) -> None:
     mine = cluster.sbatch(script("true", comment="clusterddp:a|b"), "--hold")
     cluster.sbatch(script("true", comment="clusterddp:other"), "--hold")
-    code = "slurm._lost('sbatch said nothing', os.environ, args[0], float(args[1]))"
+    code = "sbatch._lost('sbatch said nothing', os.environ, args[0], float(args[1]))"
     assert client(cluster, code, "clusterddp:a|b", str(time.time())) == mine
 
 
@@ -142,8 +143,8 @@ def test_submission_from_inside_a_job_is_as_from_a_login_shell(
 ) -> None:
     child = script(f"env -0 >{tmp_path}/$SLURM_JOB_NAME.env")
     program = (
-        "import os, sys\nfrom clusterddp import slurm\n"
-        "print(slurm.sbatch(open(sys.argv[1]).read(), os.environ, comment='c'))\n"
+        "import os, sys\nfrom clusterddp.slurm.sbatch import sbatch\n"
+        "print(sbatch(open(sys.argv[1]).read(), os.environ, comment='c'))\n"
     )
     for name in ("outside", "inside"):
         text = child.replace("#!/bin/bash", f"#!/bin/bash\n#SBATCH --job-name={name}")

@@ -1,0 +1,166 @@
+"""What a run is asked for now against what it was asked for before, and what of it may change."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clusterddp import forms, launchers
+from clusterddp.errors import RequestError
+from clusterddp.progress import newest_checkpoint
+from clusterddp.run_dir import RunDir, read_json, run_folders
+from clusterddp.spec import JobSpec, Resources
+from clusterddp.train_config import TrainConfig, changes
+
+_MOST_CHANGES = 20
+
+
+def changed_request(
+    before: JobSpec, given: Mapping[str, Any], trained: Mapping[str, Any], allow_changed: bool
+) -> JobSpec:
+    """The request with what was typed in the place of what was recorded; raises RequestError."""
+    fields: dict[str, Any] = {}
+    resources = _resources(before.resources, given)
+    if resources != before.resources:
+        fields["resources"] = resources
+    for name in ("job_name", "requeue", "max_requeues", "restart_on_failure", "restart_in_job"):
+        if name in given:
+            fields[name] = given[name]
+    if "signal" in given:
+        fields["signal"] = "" if given["signal"] == "none" else given["signal"]
+    elif "resources" in fields and dataclasses.replace(before, signal=None) == before:
+        fields["signal"] = None  # the default follows the time limit
+    if before.train is not None:
+        values = dict(trained)
+        if values.get("data_dir"):
+            values["data_dir"] = os.path.abspath(values["data_dir"])
+        if allow_changed:
+            values["allow_changed"] = True
+        fields["train"] = dataclasses.replace(before.train, **values)
+    return dataclasses.replace(before, **fields)
+
+
+def check_changes(run: RunDir, before: JobSpec, after: JobSpec, allow_changed: bool) -> None:
+    """Refuse, with the difference shown, what would train to other weights."""
+    if allow_changed:
+        return
+    if before.train and after.train:
+        changed = changes(dataclasses.asdict(before.train), after.train)
+        if changed:
+            raise RequestError(
+                f"{run.name} was trained with another configuration: {'; '.join(changed)}. Leave "
+                "the options as they were, add --allow-changed, or submit a new run."
+            )
+    if run.code.is_dir() or not run.code_record.is_file():
+        return
+    from clusterddp import snapshot
+
+    recorded = snapshot.Snapshot.from_json(run.code_record.read_text(errors="replace"))
+    now = snapshot.fingerprint(Path.cwd(), leave_out=run_folders(run))
+    if now is None:
+        click.echo(
+            f"clusterddp: warning: the code in {Path.cwd()} cannot be compared with what was "
+            "submitted",
+            err=True,
+        )
+        return
+    changed = snapshot.difference(recorded, now)
+    if changed:
+        more = f" and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
+        raise RequestError(
+            f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
+            f"{', '.join(changed[:_MOST_CHANGES])}{more}. Put it back, or add --allow-changed."
+        )
+
+
+def check_ranks(run: RunDir, spec: JobSpec) -> None:
+    """The batch over all ranks stays what it was, so the ranks must share it evenly."""
+    if spec.train is None or newest_checkpoint(run) is None:
+        return
+    agreed = read_json(run.resolved) or {}
+    whole, reference = agreed.get("global_batch_size"), agreed.get("reference_world_size")
+    if not isinstance(whole, int) or not isinstance(reference, int):
+        return
+    same_batch = whole == reference * spec.train.batch_size
+    if same_batch and whole % spec.world_size:
+        raise RequestError(
+            f"--nodes and --tasks-per-node: {spec.layout} cannot share the run's batch of {whole} "
+            "images over all ranks evenly. Use a number of ranks that divides it."
+        )
+
+
+def check_template(
+    run: RunDir,
+    before: JobSpec,
+    launcher: launchers.Launcher,
+    template_dir: Path | None,
+    allow_changed: bool,
+) -> None:
+    """The script is rendered anew: nothing else in it may change unseen."""
+    if allow_changed or not run.script.is_file():
+        return
+    old, again = recorded_script(run), launcher.prepare(before, template_dir)
+    if old != again and _version(old) == _version(again):
+        raise RequestError(
+            f"{run.script} is not what template {before.template} gives for this run: it was "
+            "edited, or rendered from a template of your own, or by another state of "
+            "clusterddp. Name its folder with --template-dir, "
+            "edit the script and resubmit without options, or add --allow-changed to have it "
+            "rendered anew."
+        )
+
+
+def recorded_script(run: RunDir) -> str:
+    """The script that was sent last; raises RequestError when it cannot be read."""
+    try:
+        return run.script.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{run.script} cannot be read: {error}.") from None
+
+
+def has_more(before: JobSpec, after: JobSpec) -> bool:
+    """Whether a training that is done has something left to train by the new options."""
+    if before.train is None or after.train is None:
+        return False
+    old = dataclasses.asdict(before.train)
+    return bool(changes(old, after.train)) or before.train.max_steps != after.train.max_steps
+
+
+def differences(before: JobSpec, after: JobSpec) -> list[str]:
+    """What the request was changed in, `time 1:00:00, now 2:00:00`."""
+    lines = []
+    for one, other in (
+        (before, after),
+        (before.resources, after.resources),
+        (before.train, after.train),
+    ):
+        if one is None or other is None:
+            continue
+        for field in dataclasses.fields(one):
+            old, new = getattr(one, field.name), getattr(other, field.name)
+            if old != new and not isinstance(old, Resources | TrainConfig):
+                lines.append(f"{field.name} {old}, now {new}")
+    return lines
+
+
+def _resources(before: Resources, given: Mapping[str, Any]) -> Resources:
+    names = {field.name for field in dataclasses.fields(Resources)}
+    fields = {name: value for name, value in given.items() if name in names}
+    if "gpus_per_node" in fields:
+        fields["gpu_type"], fields["gpus_per_node"] = forms.gpus(
+            "--gpus-per-node", fields["gpus_per_node"]
+        )
+        usual = before.tasks_per_node == (before.gpus_per_node or 1)
+        if usual and "tasks_per_node" not in fields:
+            fields["tasks_per_node"] = 0  # one a GPU, as before
+    if "tasks_per_node" in given:
+        forms.positive("--tasks-per-node", given["tasks_per_node"])
+    return dataclasses.replace(before, **fields)
+
+
+def _version(script: str) -> str:
+    """The line that says which version has rendered a script."""
+    return next((line for line in script.splitlines() if "rendered by clusterddp" in line), "")

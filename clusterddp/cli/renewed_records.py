@@ -1,0 +1,77 @@
+"""Submits a run once more, its records renewed; they are put back where that is refused."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from clusterddp import launchers
+from clusterddp.cli.changed_request import differences
+from clusterddp.errors import RequestError, SlurmError
+from clusterddp.run_dir import RunDir, write_atomically
+from clusterddp.spec import JobSpec, submission_comment
+
+
+def submit_again(
+    run: RunDir, before: JobSpec, after: JobSpec, script: str, launcher: launchers.Launcher
+) -> launchers.Submission:
+    """Lay the records down, submit, and put the former records back where that is refused."""
+    kept: dict[Path, Path | None] = {}
+    try:
+        if after != before:
+            kept = _renew_records(run, after, script)
+        elif not run.script.is_file():  # of `debug`
+            kept = {run.script: None}
+            write_atomically(run.script, script.encode())
+        # Before the submission: the job's first line may come before the record of its id.
+        run.add_event("resubmit", changes=differences(before, after))
+        return launcher.submit(after, script, run)
+    except RequestError:
+        _put_back(kept)
+        raise
+    except KeyboardInterrupt:
+        click.echo(
+            f"clusterddp: interrupted; the job may be queued. Look for it by its comment, "
+            f"{submission_comment(after.run_name)}.",
+            err=True,
+        )
+        raise
+    except OSError as error:
+        raise SlurmError(
+            f"the run's records cannot be written: {error}. The job may be queued; look for it "
+            f"by its comment, {submission_comment(after.run_name)}."
+        ) from None
+
+
+def _renew_records(run: RunDir, spec: JobSpec, script: str) -> dict[Path, Path | None]:
+    """Write spec.json and the script anew; the former ones stay as spec-N.json, script-N.sbatch.
+
+    Returns where the former ones are; None for one that was not there. Raises OSError.
+    """
+    number = 1
+    while any(_former(path, number).exists() for path in (run.spec, run.script)):
+        number += 1
+    kept: dict[Path, Path | None] = {}
+    created = run.spec.stat()
+    for path, content in ((run.spec, spec.to_json()), (run.script, script)):
+        kept[path] = None
+        if path.is_file():
+            shutil.copy2(path, _former(path, number))
+            kept[path] = _former(path, number)
+        write_atomically(path, content.encode())
+    os.utime(run.spec, ns=(created.st_atime_ns, created.st_mtime_ns))  # runs are listed by it
+    return kept
+
+
+def _former(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+def _put_back(kept: Mapping[Path, Path | None]) -> None:
+    for path, former in kept.items():
+        if former:
+            former.replace(path)
+        else:
+            path.unlink(missing_ok=True)

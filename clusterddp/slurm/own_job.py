@@ -1,0 +1,92 @@
+"""What a process inside a job asks of that job: its name, why it is ending, how long it has."""
+
+import os
+import re
+from collections.abc import Mapping
+from enum import Enum
+
+from clusterddp.errors import SlurmError
+from clusterddp.slurm.command import QUERY_SECONDS, ask
+from clusterddp.slurm.states import State, parse_state
+
+REHEARSAL_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
+"""Set in the tasks of the local launcher: the folder in which its steps note their tasks."""
+
+
+class Ending(str, Enum):
+    """Why a job whose script is still there is coming to its end, as the controller sees it."""
+
+    NONE = "none"
+    """It is not: it runs."""
+    TIME_LIMIT = "time limit"
+    PREEMPTED = "preempted"
+    REQUEUED = "requeued"
+    """It is in the queue again already."""
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+
+def own_name(environ: Mapping[str, str], job_id: str) -> str:
+    """By what Slurm's commands know the job that this process is in.
+
+    The SLURM_JOB_ID of an array's last element is that of the array, and means all of it.
+    """
+    array, element = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{element}" if array and element else job_id
+
+
+def is_rehearsal(environ: Mapping[str, str]) -> bool:
+    """Whether the local launcher plays the part of Slurm, so that no controller can be asked."""
+    return REHEARSAL_VARIABLE in environ
+
+
+def ending(job_id: str, restart: int, environ: Mapping[str, str] | None = None) -> Ending:
+    """Why the job is ending; asked from inside, it shows COMPLETING for every reason.
+
+    restart: the SLURM_RESTART_COUNT of the start that asks. Seen on 22.05: a requeue has raised
+    Restarts by then, preemption with a grace leaves the job RUNNING with a PreemptTime, and the
+    time limit and scancel differ only in how long the job ran.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        answer = ask(["scontrol", "show", "job", "-o", job_id], environ, QUERY_SECONDS)
+    except SlurmError:
+        return Ending.UNKNOWN
+    # The last of each name: a job's name and comment, which can hold anything, stand before them.
+    fields = dict(re.findall(r" ([A-Za-z]+)=(\S*)", answer.stdout.partition(" Command=")[0]))
+    if answer.returncode or "JobState" not in fields:
+        return Ending.UNKNOWN
+    if int(fields.get("Restarts") or 0) > restart or parse_state(fields["JobState"]) is (
+        State.PENDING
+    ):
+        return Ending.REQUEUED
+    if fields.get("PreemptTime", "None") not in ("None", ""):
+        return Ending.PREEMPTED
+    state = parse_state(fields["JobState"])
+    if state is State.RUNNING:
+        return Ending.NONE
+    if state is State.TIMEOUT:
+        return Ending.TIME_LIMIT
+    ran, limit = _seconds(fields.get("RunTime", "")), _seconds(fields.get("TimeLimit", ""))
+    if ran is not None and limit is not None and ran >= limit:
+        return Ending.TIME_LIMIT
+    return Ending.CANCELLED
+
+
+def seconds_left(job_id: str, environ: Mapping[str, str] | None = None) -> float | None:
+    """Seconds until the job's time limit; None where it has none or nobody can say."""
+    environ = os.environ if environ is None else environ
+    try:
+        answer = ask(["squeue", "-h", "-j", job_id, "-o", "%L"], environ, QUERY_SECONDS)
+    except SlurmError:
+        return None
+    return _seconds(answer.stdout.strip())
+
+
+def _seconds(text: str) -> float | None:
+    """Slurm's [D-]HH:MM:SS or MM:SS in seconds; None for UNLIMITED and the like."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

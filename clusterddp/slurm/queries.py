@@ -1,0 +1,116 @@
+"""Asks how jobs are doing, and which partitions there are."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from clusterddp.errors import SlurmError
+from clusterddp.slurm.command import QUERY_SECONDS, ask
+from clusterddp.slurm.states import JobState, State, parse_exit_code, parse_state
+
+COMPLETION_SECONDS = 3.0
+MOST_SCONTROL_CALLS = 8
+"""scontrol shows one job a call; it only adds the exit code of a job that recorded none."""
+_JOB_ID = re.compile(r"\d+(_\d+)?")
+_UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
+_SCONTROL = re.compile(
+    r"JobState=(?P<state>\w+) Reason=(?P<reason>.*?) Dependency=.*"
+    r" Reboot=\d+ ExitCode=(?P<exit_code>\d+:\d+) RunTime=",
+    re.DOTALL,
+)
+
+
+def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, JobState]:
+    """The state of each job, from one squeue call, then scontrol and sacct for what it lacks.
+
+    Never raises: a job that no command knows, an id that is none of Slurm's, and every job on a
+    machine without Slurm are `State.UNKNOWN`; `problem` says when Slurm could not be asked.
+    """
+    environ = os.environ if environ is None else environ
+    asked = [job_id for job_id in dict.fromkeys(job_ids) if _JOB_ID.fullmatch(job_id)]
+    unknown = JobState(State.UNKNOWN)
+    found: dict[str, JobState] = {}
+    if asked:
+        try:
+            found = _squeue(asked, environ)
+            _add_exit_codes(found, environ)
+        except SlurmError as error:
+            unknown = replace(unknown, problem=str(error))
+        missing = [job_id for job_id in asked if job_id not in found]
+        if missing:
+            found |= _sacct(missing, environ)
+    return {job_id: found.get(job_id, unknown) for job_id in job_ids}
+
+
+def partitions(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The names of the partitions, or none where no Slurm answers quickly."""
+    environ = os.environ if environ is None else environ
+    try:
+        answer = ask(["sinfo", "-h", "-o", "%R"], environ, COMPLETION_SECONDS)
+    except SlurmError:
+        return []
+    return list(dict.fromkeys(answer.stdout.split())) if answer.returncode == 0 else []
+
+
+def _squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState]:
+    """The jobs that the controller remembers, ended ones included; SlurmError when it is silent."""
+    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%k"]
+    answer = ask(argv, environ, QUERY_SECONDS)
+    if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
+        raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
+    found: dict[str, JobState] = {}
+    for line in answer.stdout.splitlines():
+        job_id, bar, rest = line.partition("|")
+        state, second_bar, rest = rest.partition("|")
+        reason, _, comment = rest.partition("|")
+        if not (bar and second_bar):
+            continue  # `CLUSTER: name` of a multi-cluster squeue, or a site's remark
+        if job_id not in job_ids:
+            job_id = job_id.partition("_")[0]  # an element of an array: the job is the array
+        seen = JobState(
+            parse_state(state), _reason(reason), source="squeue", comment=_reason(comment)
+        )
+        if job_id in job_ids and (job_id not in found or found[job_id].state.is_final):
+            found[job_id] = seen
+    return found
+
+
+def _add_exit_codes(found: dict[str, JobState], environ: Mapping[str, str]) -> None:
+    ended = [job_id for job_id, seen in found.items() if seen.state.is_final]
+    for job_id in ended[-MOST_SCONTROL_CALLS:]:
+        try:
+            answer = ask(["scontrol", "show", "job", "-o", job_id], environ, QUERY_SECONDS)
+        except SlurmError:
+            return  # the states are known; only their exit codes are not
+        record = _SCONTROL.search(answer.stdout)
+        # The state is squeue's: a job name with " JobState=" in it stands before the real one here.
+        if answer.returncode == 0 and record:
+            code = parse_exit_code(record["exit_code"])
+            found[job_id] = replace(found[job_id], exit_code=code, source="scontrol")
+
+
+def _sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState]:
+    """What accounting remembers; nothing where it is switched off, as on many sites."""
+    fields = ["-P", "-n", "-D", "-X", "-j", ",".join(job_ids), "-o", "JobIDRaw,State,ExitCode"]
+    try:
+        answer = ask(["sacct", *fields], environ, QUERY_SECONDS)
+    except SlurmError:
+        return {}
+    found: dict[str, JobState] = {}
+    if answer.returncode == 0:
+        for line in answer.stdout.splitlines():
+            job_id, _, rest = line.partition("|")
+            state, _, exit_code = rest.partition("|")
+            if job_id in job_ids:  # requeues repeat the id: the last row is the latest
+                word = parse_state(state)
+                code = parse_exit_code(exit_code, "sacct") if word.is_final else None
+                found[job_id] = JobState(word, "", code, "sacct")
+    return found
+
+
+def _reason(text: str) -> str:
+    text = text.strip()
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
+    return "" if text in ("None", "null") else text

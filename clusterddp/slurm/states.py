@@ -1,0 +1,103 @@
+"""Slurm's words for the state of a job, as plain values."""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+# sacct shows an exit code of 128 + signal without the 128; these are signals more often than codes.
+_SACCT_SIGNALS = (6, 9, 11, 15)
+
+
+class State(str, Enum):
+    """What a job is doing, whatever the version of Slurm calls it."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    COMPLETING = "completing"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    PREEMPTED = "preempted"
+    NODE_FAIL = "node_fail"
+    OUT_OF_MEMORY = "out_of_memory"
+    DEADLINE = "deadline"
+    BOOT_FAIL = "boot_fail"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job is over, as far as this word can tell: a requeue may follow."""
+        return self not in (
+            State.PENDING, State.RUNNING, State.SUSPENDED, State.COMPLETING, State.UNKNOWN,
+        )  # fmt: skip
+
+
+# squeue(1), sacct(1), scontrol(1): JOB STATE CODES.
+STATES = {
+    "PENDING": State.PENDING,
+    "CONFIGURING": State.PENDING,
+    "REQUEUED": State.PENDING,
+    "REQUEUE_FED": State.PENDING,
+    "REQUEUE_HOLD": State.PENDING,
+    "RESV_DEL_HOLD": State.PENDING,
+    "SPECIAL_EXIT": State.PENDING,
+    "RUNNING": State.RUNNING,
+    "RESIZING": State.RUNNING,
+    "SIGNALING": State.RUNNING,
+    "SUSPENDED": State.SUSPENDED,
+    "STOPPED": State.SUSPENDED,
+    "COMPLETING": State.COMPLETING,
+    "STAGE_OUT": State.COMPLETING,
+    "COMPLETED": State.DONE,
+    "FAILED": State.FAILED,
+    "LAUNCH_FAILED": State.FAILED,
+    "RECONFIG_FAIL": State.FAILED,
+    "CANCELLED": State.CANCELLED,
+    "REVOKED": State.CANCELLED,
+    "TIMEOUT": State.TIMEOUT,
+    "PREEMPTED": State.PREEMPTED,
+    "NODE_FAIL": State.NODE_FAIL,
+    "OUT_OF_MEMORY": State.OUT_OF_MEMORY,
+    "DEADLINE": State.DEADLINE,
+    "BOOT_FAIL": State.BOOT_FAIL,
+}
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm knows of one job."""
+
+    state: State
+    reason: str = ""
+    """Slurm's reason for the state, such as Resources or NonZeroExitCode."""
+    exit_code: int | None = None
+    """Of an ended job, as a shell would show it: 128 + N for signal N."""
+    source: str = ""
+    """Which command said so: squeue, scontrol or sacct; empty for an unknown job."""
+    problem: str = ""
+    """Why Slurm could not be asked. Unknown without a problem: Slurm knows no such job."""
+    comment: str = ""
+    """The job's comment, by which a run knows a job of its own."""
+
+
+def parse_state(text: str) -> State:
+    """The state behind Slurm's word, which may be decorated: `CANCELLED by 0`, `RUNNING+`."""
+    words = re.findall(r"[A-Z_]+", text.upper())
+    return STATES.get(words[0], State.UNKNOWN) if words else State.UNKNOWN
+
+
+def parse_exit_code(text: str, source: str = "scontrol") -> int | None:
+    """`CODE:SIGNAL` as a shell shows it, the same number from scontrol and from sacct.
+
+    For a job whose srun was killed by signal 9, scontrol shows 137:0 and sacct 9:0: sacct takes
+    128 off, so that its 9:0 can be either. The signals that end ranks are taken for signals.
+    """
+    found = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if not found:
+        return None
+    code, signal = int(found[1]), int(found[2])
+    if signal:
+        return 128 + signal
+    return code + 128 if source == "sacct" and code in _SACCT_SIGNALS else code
