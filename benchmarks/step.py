@@ -13,10 +13,11 @@ from benchmarks.contenders.serving import Request
 from benchmarks.pairs import Row, note
 from benchmarks.turns import Contender, interpreters, measured
 
-_BATCH, _STEPS, _ROUNDS = 100, 100, 5
+_BATCH, _STEPS, _ROUNDS = 100, 80, 5
 _PEERS = {"lightning_ddp": "lightning", "accelerate_ddp": "accelerate"}
 _NAMES = {
-    "article": "a tutorial's DDP script", "lightning_ddp": "Lightning",
+    "article": "a tutorial's DDP script", "tensors": "the same, tensors in memory",
+    "lightning_ddp": "Lightning",
     "accelerate_ddp": "Accelerate", "ours": "clusterddp", "bound": "the step alone",
 }  # fmt: skip
 
@@ -40,7 +41,7 @@ def _two_ranks(root: str, folder: Path) -> list[Row]:
         note(f"step: {line}")
     by = {}
     for precision in ("fp32", "bf16"):
-        for module in ("article", *peers, "ours", "bound"):
+        for module in ("article", *peers, "tensors", "ours", "bound"):
             by[module, precision] = _contender(module, root, precision, 2, "cpu")
             if module in peers:
                 by[module, precision].interpreter = peers[module]
@@ -50,6 +51,7 @@ def _two_ranks(root: str, folder: Path) -> list[Row]:
             *(_row(by["ours", "bf16"], by[other, "fp32"]) for other in others),
             *(_row(by["ours", "fp32"], by[other, "fp32"]) for other in others),
             *(_row(by["ours", "bf16"], by[other, "bf16"]) for other in others),
+            *(_row(by["ours", each], by["tensors", each]) for each in ("fp32", "bf16")),
             *(_row(by["ours", each], by["bound", each]) for each in ("fp32", "bf16")),
         ]
 

@@ -193,7 +193,7 @@ class TrainConfig:
 _DECISIVE = (
     "model", "dataset", "epochs", "batch_size", "lr", "lr_scaling", "warmup_steps", "optimizer",
     "momentum", "weight_decay", "seed", "bucket_cap_mb", "accumulate", "precision", "comm_hook",
-    "beta2", "label_smoothing", "augment",
+    "compile", "beta2", "label_smoothing", "augment",
 )  # fmt: skip
 
 

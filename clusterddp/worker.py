@@ -209,6 +209,7 @@ def _train(
         )
         if held:
             held.close()  # DDP has begun on every rank, so all of them have mapped it
+            held = None  # a GPU has the set in its own memory
         presence.step = lambda: training.position.step
         try:
             reason = training.run()

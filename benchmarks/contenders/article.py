@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import time
 from contextlib import nullcontext
 
 import torch
@@ -43,8 +44,9 @@ def main() -> None:
         dataset, batch_size=asked.batch_size, shuffle=False, sampler=sampler, pin_memory=True
     )
 
-    def train() -> None:
+    def train() -> float:
         dist.barrier()
+        began = time.perf_counter()
         for images, labels in itertools.islice(loader, asked.steps):
             images, labels = images.to(device), labels.to(device)  # noqa: PLW2901
             lower = asked.precision == "bf16"
@@ -55,8 +57,10 @@ def main() -> None:
             optimizer.step()
         if asked.device == "cuda":
             torch.cuda.synchronize()
+        return time.perf_counter() - began
 
     serve(train)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ is captured into a graph.
 """
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -31,18 +32,20 @@ def main() -> None:
         model, optimizer.build(config, model, captured=captured), Tally(device),
         device=device, precision=asked.precision,
     )  # fmt: skip
-    train_step = GraphedStep(step, model) if captured else step
+    train_step = GraphedStep(step, model, asked.batch_size) if captured else step
     images = Images(*data.load("mnist", asked.root, train=True), device)
     first = int(os.environ["RANK"]) * asked.steps * asked.batch_size
     order = (torch.arange(asked.steps * asked.batch_size) + first) % len(images)
     batches = list(images.batches(order, asked.batch_size))
 
-    def train() -> None:
+    def train() -> float:
         dist.barrier()
+        began = time.perf_counter()
         for pixels, labels in batches:
             train_step(pixels, labels)
         if captured:
             torch.cuda.synchronize()
+        return time.perf_counter() - began
 
     serve(train)
 

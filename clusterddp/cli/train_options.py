@@ -42,7 +42,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "data_dir": {"metavar": "DIR", "help": "Folder that holds MNIST/raw, torchvision's layout."},
     "epochs": {"help": "Passes over the training set."},
     "batch_size": {"help": "Images per rank in one forward pass."},
-    "accumulate": {"help": "Batches whose gradients are summed up for one optimizer step."},
+    "accumulate": {"help": "Batches over whose gradients one optimizer step takes the mean."},
     "lr": {"help": "Learning rate of one rank; see --lr-scaling."},
     "lr_scaling": {
         "type": click.Choice(LR_SCALINGS),

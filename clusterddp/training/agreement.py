@@ -134,7 +134,7 @@ def decide(
         threads=threads,
         world_size=len(hellos),
         precision=precision,
-        cuda_graph=_wants_graph(config, kind, len(hellos), precision),
+        cuda_graph=_wants_graph(config, kind, len(hellos), precision, backend),
         hosts=tuple(dict.fromkeys(hello.host for hello in hellos)),
         where=_where(hellos),
         warnings=tuple(
@@ -144,11 +144,18 @@ def decide(
     )
 
 
-def _wants_graph(config: TrainConfig, kind: str, world_size: int, precision: str) -> bool:
+def _wants_graph(
+    config: TrainConfig, kind: str, world_size: int, precision: str, backend: str
+) -> bool:
     if config.cuda_graph == "on" and kind == "cpu":
         raise TrainingError(
             "--cuda-graph on: the ranks compute on CPUs, and graphs are replayed by GPUs. Leave it "
             "at auto, or start the ranks where they have GPUs."
+        )
+    if config.cuda_graph == "on" and world_size > 1 and backend != "nccl":
+        raise TrainingError(
+            f"--cuda-graph on with {world_size} ranks: what --backend {backend} exchanges goes "
+            "through the hosts, which a graph cannot hold. Use --backend nccl, or --cuda-graph off."
         )
     fits = world_size == 1 and precision != "fp16" and not config.compile
     return kind == "cuda" and (config.cuda_graph == "on" or (config.cuda_graph == "auto" and fits))

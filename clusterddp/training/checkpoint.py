@@ -105,12 +105,14 @@ def collect(
     best: Best | None,
     random_states: Tensor | None,
     scaler: dict[str, Any] | None = None,
+    precision: str = "fp32",
 ) -> dict[str, Any]:
     """The content of a checkpoint, every tensor a copy on the CPU: training may go on at once.
 
     model: the bare module, not its DDP wrapper.
     data_sha256: of the training set, or empty where it is not known.
     scaler: the state of fp16's loss scale.
+    precision: what the ranks agreed on, where the configuration says auto.
     """
     content: dict[str, Any] = _copied({
         "format": FORMAT,
@@ -120,6 +122,7 @@ def collect(
         "best": asdict(best) if best else None,
         "random_states": random_states,
         "scaler": scaler or {},
+        "precision": precision,
         "world_size": world_size,
         "global_batch_size": global_batch_size,
         "data_sha256": data_sha256,

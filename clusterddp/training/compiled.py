@@ -15,7 +15,9 @@ class Compiled:
     def __init__(self, model: nn.Module) -> None:
         """model: DDP's wrapper where there is one."""
         self._model = model
-        self._call = torch.compile(model)
+        # With shapes as they come: torch would generalise over them after the first odd batch, and
+        # a run that goes on from a checkpoint would compute with other code than one in a piece.
+        self._call = torch.compile(model, dynamic=False)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Images (N, 1, 28, 28) to scores (N, classes); raises TrainingError without a compiler."""

@@ -34,17 +34,19 @@ def obtain(
     it failed.
     """
     key = f"data/{env.node_rank}"
-    held = None
+    held, fault = None, None
     if env.local_rank == 0:
         try:
             if env.rank:  # rank 0 has made sure of it already
                 data.ensure(config.dataset, config.data_dir, progress=say, may_fetch=False)
             held = reading.held() if reading else None
         except DataError as error:
-            rendezvous.tell(store, key, {"error": str(error)})
-            raise
-        rendezvous.tell(store, key, held.offer() if held else {})
+            fault = error
+        offer = {"error": str(fault)} if fault else held.offer() if held else {}
+        rendezvous.tell(store, key, offer)
     dist.barrier()
+    if fault:  # only now: the others would wait here for this rank
+        raise fault
     if config.data_pipeline == "loader":
         read = data.torchvision_set
         train_set, test_set = (

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from clusterddp.errors import TrainingError
 from clusterddp.training.step import Step
 
 # DDP settles its buckets within the first of them; torch's documentation asks for eleven.
@@ -23,31 +24,36 @@ class GraphedStep:
         self,
         step: Step,
         model: nn.Module,
+        size: int,
         capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     ) -> None:
         """model: the bare module, whose weights the warm-up must leave as they are.
 
+        size: images of a full batch, the one that is captured.
         capture: records a piece of work and returns what repeats it; CUDA's own by default.
         """
-        self._step, self._model = step, model
+        self._step, self._model, self._size = step, model, size
         self._capture = capture or _cuda_graph
         self._replay: Callable[[], None] | None = None
         self._images = self._labels = torch.empty(0)
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
         """Train on a batch, as `images.as_images` takes it, and its labels (N,)."""
-        if self._replay is None:
-            self._record(images, labels)
-        if self._replay is None or not _alike(images, self._images):
+        if len(labels) != self._size:
             self._step(images, labels)
             return
+        if self._replay is None:
+            self._replay = self._recorded(images, labels)
         self._images.copy_(images)
         self._labels.copy_(labels)
         self._replay()
         self._step.tally.count(len(labels))
 
-    def _record(self, images: Tensor, labels: Tensor) -> None:
-        """Warm up and capture on this batch, and put everything back as it was."""
+    def _recorded(self, images: Tensor, labels: Tensor) -> Callable[[], None]:
+        """Warm up and capture on this batch, and put everything back as it was.
+
+        Raises TrainingError where the step cannot be captured.
+        """
         self._images, self._labels = images.clone(), labels.clone()
         before = {id(tensor): tensor.clone() for tensor in self._state()}
         cpu, cuda = torch.get_rng_state(), None
@@ -57,9 +63,16 @@ class GraphedStep:
         def work() -> None:
             self._step.compute(self._images, self._labels)
 
-        _aside(work, self._step.device)
-        self._step.optimizer.zero_grad(set_to_none=True)  # gradients belong to the graph's memory
-        replay = self._capture(work)
+        try:
+            _aside(work, self._step.device)
+            # Gradients belong to the graph's memory.
+            self._step.optimizer.zero_grad(set_to_none=True)
+            replay = self._capture(work)
+        except RuntimeError as error:
+            raise TrainingError(
+                f"the step cannot be captured into a CUDA graph: {str(error).splitlines()[0]}. "
+                "Train without one: --cuda-graph off."
+            ) from error
         with torch.no_grad():
             for tensor in self._state():
                 if id(tensor) in before:
@@ -69,7 +82,7 @@ class GraphedStep:
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, self._step.device)
-        self._replay = replay
+        return replay
 
     def _state(self) -> list[Tensor]:
         """Every tensor that a step changes."""
@@ -77,10 +90,6 @@ class GraphedStep:
         kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         own = [*self._model.parameters(), *self._model.buffers()]
         return [*own, *kept, *self._step.tally.sums]
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _aside(work: Callable[[], None], device: torch.device) -> None:
@@ -97,7 +106,8 @@ def _aside(work: Callable[[], None], device: torch.device) -> None:
 
 def _cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # What another thread does, as one that pins a loader's batches, is none of this work.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     replay: Callable[[], None] = graph.replay
     return replay

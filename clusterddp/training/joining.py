@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
-from clusterddp.errors import ClusterDDPError
+from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.run_dir import RunDir
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import device as devices
@@ -100,9 +100,7 @@ def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) ->
     )
     gpu = ""
     if choice.kind == "cuda":
-        torch.cuda.set_device(choice.index)  # or what follows would open the first GPU as well
-        # Absent in old versions of torch: then nobody notices two ranks on one GPU.
-        gpu = str(getattr(torch.cuda.get_device_properties(choice.index), "uuid", ""))
+        gpu = _take_gpu(choice.index)
     return Hello(
         rank=env.rank,
         world_size=env.world_size,
@@ -117,6 +115,21 @@ def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) ->
         bf16=devices.computes_in_bf16(choice.kind),
         warning=choice.warning,
     )
+
+
+def _take_gpu(index: int) -> str:
+    """Have CUDA use this GPU from the first; returns the GPU's own identifier.
+
+    Empty with a torch that does not tell it: then nobody notices two ranks on one GPU.
+    """
+    try:
+        torch.cuda.set_device(index)  # or what follows would open the first GPU as well
+        return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+    except RuntimeError as error:
+        raise TrainingError(
+            f"GPU {index} of {socket.gethostname()} cannot be used: {str(error).splitlines()[0]}. "
+            "Another process may have it to itself, or it is broken: see nvidia-smi there."
+        ) from None
 
 
 def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:

@@ -1,5 +1,7 @@
 """A dataset of single images, read by torch's DataLoader: for sets that do not fit into memory."""
 
+import hashlib
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,11 +30,25 @@ class Loaded:
             # One batch, as when the buckets are settled, is not worth a process.
             num_workers=self._workers if len(cuts) > 1 else 0,
             pin_memory=self._device.type == "cuda",
+            worker_init_fn=_leave_signals_to_the_rank,
             # Of its own: the rank's would be drawn from at every epoch, and so at every start.
-            generator=torch.Generator(),
+            generator=torch.Generator().manual_seed(_seed(order)),
         )
         for images, labels in loader:
             yield (
                 images.to(self._device, non_blocking=True),
                 labels.to(self._device, non_blocking=True),
             )
+
+
+def _leave_signals_to_the_rank(_: int) -> None:
+    """Slurm signals every process of a step: a worker that dies of it would fail the rank, which
+    is about to save. Workers go when the rank lets them, or has gone."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _seed(order: Tensor) -> int:
+    """What random transforms of a dataset start from: another with every epoch and rank."""
+    digest = hashlib.sha256(order.cpu().numpy().tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

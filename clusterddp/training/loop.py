@@ -93,7 +93,11 @@ class Training:
         )
         if self._scaler_state and self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(self._scaler_state)
-        self._train = GraphedStep(self.step, self.model) if agreed.cuda_graph else self.step
+        self._train = (
+            GraphedStep(self.step, self.model, agreed.batch_size)
+            if agreed.cuda_graph
+            else self.step
+        )
         self._augment = AUGMENTATIONS[config.augment]
         self.schedule = optimizer.Schedule(config, agreed.reference_world_size, len(train_set))
         self.saving = Interval.parse("--save-every", config.save_every, minutes=True)
@@ -311,6 +315,7 @@ class Training:
             best=self.best,
             random_states=self._random_states,
             scaler=self.step.scaler.state_dict(),
+            precision=self.agreed.precision,
         )
 
     def _finish_saving(self, *, must: bool) -> None:
@@ -332,6 +337,9 @@ class Training:
         restored = checkpoint.restore(path, self.config, self.model, self.optimizer, content)
         for group, settings in zip(self.optimizer.param_groups, own, strict=True):
             group.update(settings)  # this configuration's, where it was changed on purpose
+        for parameter, state in self.optimizer.state.items():
+            if "step" in state:  # where fused optimizers count, wherever the file's one did
+                state["step"] = torch.as_tensor(state["step"]).to(parameter.device, torch.float32)
         self.position, self.best = restored.position, restored.best
         self._scaler_state = restored.scaler
         states = restored.random_states

@@ -136,7 +136,9 @@ def take(offer: Mapping[str, Any]) -> Held:
     if not offer:
         raise ValueError("it could not be put into memory that ranks can share")
     sizes = tuple(int(size) for size in offer["sizes"])
-    handle = os.open(f"/proc/{int(offer['pid'])}/fd/{int(offer['handle'])}", os.O_RDONLY)
+    place = f"/proc/{int(offer['pid'])}/fd/{int(offer['handle'])}"
+    # Where it is another process's, it can be anything, even a pipe that nobody writes to.
+    handle = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
     try:
         seen = os.fstat(handle)
         # A process id is another process's where tasks have process ids of their own.

@@ -1,5 +1,8 @@
 """How the ranks' gradients come together: torch's DistributedDataParallel, set up."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,9 +20,7 @@ def wrap(
     """
     if world_size == 1:
         return model
-    device = next(model.parameters()).device
-    stream = torch.cuda.Stream(device) if captured else None  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):  # of None it is no context at all
+    with _aside(next(model.parameters()).device) if captured else nullcontext():
         wrapped = DistributedDataParallel(
             model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
         )
@@ -29,3 +30,14 @@ def wrap(
         hook = getattr(default_hooks, f"{config.comm_hook}_compress_hook")
         wrapped.register_comm_hook(None, hook)
     return wrapped
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """A stream of its own, in order with what comes before and after."""
+    usual = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(usual)
+    with torch.cuda.stream(stream):
+        yield
+    usual.wait_stream(stream)

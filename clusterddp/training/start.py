@@ -108,6 +108,8 @@ def _go_on(
         step, earlier = int(content["step"]), content["config"]
         before = earlier["batch_size"] * earlier.get("accumulate", 1)
         best = Best(**content["best"]) if content["best"] else None
+        if config.precision == "auto":
+            agreed = dataclasses.replace(agreed, precision=content.get("precision", "fp32"))
         # Where the batch size was changed on purpose, it counts for the ranks that there are now.
         reference = agreed.world_size
         if before == config.step_size:

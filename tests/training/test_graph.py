@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from clusterddp.errors import TrainingError
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import models, optimizer
 from clusterddp.training.graph import GraphedStep
@@ -40,7 +41,7 @@ def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_captured_step_trains_as_the_plain_one_does(kind: str, before: int, alone: None) -> None:
     """Also where the optimizer has a history, and with a batch of another size at the end."""
-    data = batches([10, 10, 10, 10, 4])
+    data = batches([10, 10, 4, 10, 10, 4]) if before else batches([4, 10, 10, 10, 10, 4])
     plain, captured = net(), net()
     ours, theirs = step(plain, kind), step(captured, kind)
     recorded: list[Work] = []
@@ -49,7 +50,7 @@ def test_a_captured_step_trains_as_the_plain_one_does(kind: str, before: int, al
         recorded.append(work)
         return work
 
-    graphed = GraphedStep(theirs, captured, capture)
+    graphed = GraphedStep(theirs, captured, 10, capture)
     torch.manual_seed(5)
     for batch in data:
         ours(*batch)
@@ -69,10 +70,20 @@ def test_what_is_replayed_reads_the_batch_of_now(alone: None) -> None:
     seen: list[Tensor] = []
     model.register_forward_pre_hook(lambda _, given: seen.append(given[0].clone()))
     data = batches([6, 6])
-    graphed = GraphedStep(step(model, "sgd"), model, lambda work: work)
+    graphed = GraphedStep(step(model, "sgd"), model, 6, lambda work: work)
     for batch in data:
         graphed(*batch)
     assert torch.equal(seen[-1], data[1][0])
+
+
+def test_a_step_that_cannot_be_captured_is_told_with_the_way_out(alone: None) -> None:
+    def refuses(_: Work) -> Work:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    model = net()
+    graphed = GraphedStep(step(model, "sgd"), model, 6, refuses)
+    with pytest.raises(TrainingError, match=r"is capturing\. Train without one: --cuda-graph off"):
+        graphed(*batches([6])[0])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -86,7 +97,7 @@ def test_on_a_gpu_the_replayed_step_trains_as_the_plain_one_does(kind: str, alon
         model = models.build("convnet").to(device)
         update = optimizer.build(config, model, captured=captured)
         ours = Step(model, update, Tally(device), device=device)
-        train = GraphedStep(ours, model) if captured else ours
+        train = GraphedStep(ours, model, 16) if captured else ours
         for images, labels in batches([16, 16, 16, 5]):
             ours.set_lr(0.01)
             train(images.to(device), labels.to(device))

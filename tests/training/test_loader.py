@@ -1,3 +1,6 @@
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,38 @@ def test_reading_draws_no_number_of_the_ranks_own(synthetic_dir: Path) -> None:
     before = torch.get_rng_state()
     list(loaded.batches(torch.arange(40), 20))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_signal_to_every_process_of_the_step_leaves_the_reading_alone(
+    synthetic_dir: Path,
+) -> None:
+    """As Slurm sends it: the rank is to save, and does not know how without its workers."""
+    loaded = Loaded(data.torchvision_set("synthetic", str(synthetic_dir), train=True), CPU, 2)
+    batches = loaded.batches(torch.arange(200), 20)
+    next(batches), next(batches)  # one from each: both are at work
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    for worker in workers:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            assert worker.pid
+            os.kill(worker.pid, number)
+    assert len(list(batches)) == 8
+
+
+def test_a_datasets_own_random_numbers_differ_from_epoch_to_epoch() -> None:
+    noisy = [(torch.zeros(1), 0)] * 40
+
+    class Noisy(list):  # type: ignore[type-arg]
+        def __getitem__(self, index: object) -> tuple[torch.Tensor, int]:
+            return torch.rand(1), 0
+
+    loaded = Loaded(Noisy(noisy), CPU, 1)
+    one, again, other = (
+        torch.cat([images for images, _ in loaded.batches(order, 20)])
+        for order in (torch.arange(40), torch.arange(40), torch.arange(40).flip(0))
+    )
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
 
 
 def test_an_epoch_that_is_over_has_no_batch(synthetic_dir: Path) -> None:

@@ -97,7 +97,7 @@ def test_the_model_is_compiled_where_that_is_asked_for(
     synthetic_dir: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    monkeypatch.setattr(torch, "compile", lambda model: calls.append(model) or model)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: calls.append(model) or model)
     for chosen in (False, True):
         settings = config(synthetic_dir, max_steps=1, compile=chosen)
         build(0, settings, agree(settings, tmp_path / str(chosen))).run()
@@ -112,7 +112,7 @@ def test_a_compiler_that_is_missing_is_told_without_a_traceback(
     def broken(_: object) -> object:
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(torch, "compile", lambda _: broken)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
     model = Compiled(torch.nn.Identity())
     with pytest.raises(TrainingError, match=r"(?s)--compile: .*needs a C\+\+ compiler") as told:
         model(torch.zeros(1))
@@ -122,7 +122,7 @@ def test_a_compiler_that_is_missing_is_told_without_a_traceback(
 def test_what_the_model_itself_raises_is_no_matter_of_the_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch, "compile", lambda model: model)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     with pytest.raises(RuntimeError, match="shape"):
         Compiled(torch.nn.Linear(3, 3))(torch.zeros(2, 2))
 
@@ -173,6 +173,22 @@ def test_a_single_gpu_captures_its_step(
     options: dict[str, Any], kind: str, ranks: int, expected: bool
 ) -> None:
     assert decided(options, kind, [True] * ranks).cuda_graph is expected
+
+
+def test_a_graph_that_would_hold_gloos_exchange_is_refused() -> None:
+    with pytest.raises(TrainingError, match="--cuda-graph on with 2 ranks: what --backend gloo"):
+        decided({"cuda_graph": "on", "backend": "gloo"}, "cuda", [True, True])
+
+
+def test_a_checkpoints_precision_is_kept_by_another_run_that_leaves_it_at_auto(
+    synthetic_dir: Path, tmp_path: Path, alone: None
+) -> None:
+    for before in ("bf16", "fp32"):
+        first = config(synthetic_dir, precision=before, max_steps=2)
+        build(0, first, agree(first, tmp_path / before)).run()
+        source = str(tmp_path / before)
+        later = config(synthetic_dir, max_steps=3, resume=source, allow_changed=True)
+        assert agree(later, tmp_path / f"after {before}").precision == before
 
 
 def test_a_graph_on_cpus_is_refused() -> None:
