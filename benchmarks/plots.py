@@ -11,7 +11,7 @@ def draw(tables: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams.update({"svg.hashsalt": "clusterddp", "font.size": 9})
+    mpl.rcParams.update({"svg.hashsalt": "clusterddp", "svg.fonttype": "none", "font.size": 9})
     from matplotlib import pyplot
 
     folder.mkdir(parents=True, exist_ok=True)
