@@ -127,7 +127,7 @@ def test_the_stand_in_gives_the_variables_of_a_real_step(
         assert stand_in == real, name
 
 
-SAVED = [*TRAINING[:-2], "--batch-size", "32", "--max-steps", "120", "--epochs", "100",
+SAVED = [*TRAINING[:-2], "--batch-size", "32", "--max-steps", "600", "--epochs", "100",
          "--save-every", "30steps", "--log-every", "10"]  # fmt: skip
 
 

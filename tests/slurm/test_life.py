@@ -11,11 +11,11 @@ from tests.processes import wait_for
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.test_submit import CLUSTERDDP, submit
 
-STEPS = 500
+STEPS = 3000
 # Steps long enough that a request comes in the middle, and a checkpoint before it.
 TRAINING = [
     "--nodes", "1", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
-    "--batch-size", "32", "--warmup-steps", "2", "--epochs", "50", "--max-steps", str(STEPS),
+    "--batch-size", "32", "--warmup-steps", "2", "--epochs", "100", "--max-steps", str(STEPS),
     "--save-every", "50steps", "--log-every", "50", "--eval-every", "1000epochs",
 ]  # fmt: skip
 
