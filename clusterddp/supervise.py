@@ -163,6 +163,8 @@ def _become_task(
         code = _run(child, report_writer, mask)
         sys.stdout.flush()
         sys.stderr.flush()
+    except KeyboardInterrupt:  # a second one, while the first was answered
+        code = EXIT_INTERRUPTED
     finally:
         # The parent's exit handlers are not the child's, and a process group that has lost a
         # peer may hang in its destructor.

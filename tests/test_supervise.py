@@ -302,11 +302,22 @@ def test_to_have_saved_and_left_is_no_failure_to_slurm_or_an_agent(
 
 
 def test_ctrl_c_ends_the_task_with_130(task: Any) -> None:
-    started = task(WAIT)
+    started = task(WAIT, {"SLURM_STEP_ID": "0"})  # so that one Ctrl-C stays one
     started.read_line()
     os.killpg(started.process.pid, signal.SIGINT)
     assert started.end() == 130
     assert "interrupted" in started.stderr
+
+
+def test_a_second_ctrl_c_while_the_first_is_answered_ends_it_with_130_too(task: Any) -> None:
+    started = task(
+        "class Interrupting:\n"
+        "    def write(self, text):\n        raise KeyboardInterrupt\n"
+        "    def flush(self):\n        pass\n"
+        "def child():\n    sys.stderr = Interrupting()\n    raise KeyboardInterrupt"
+    )
+    assert started.end() == 130
+    assert started.outcome()["exit_code"] == 130
 
 
 def test_a_killed_parent_leaves_no_orphan(task: Any) -> None:
