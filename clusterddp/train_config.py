@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp import forms
+from clusterddp import forms, references
 from clusterddp.errors import RequestError
 from clusterddp.recipes import RECIPES
 
-MODELS = ("convnet", "fastnet", "deepnet")
+MODELS = ("convnet", "mlp", "bn-convnet", "keras-convnet", "fastnet", "deepnet")
+STRATEGIES = ("ddp", "dp", "single")
 DATASETS = ("mnist", "synthetic")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 LR_SCALINGS = ("linear", "sqrt", "none")
@@ -30,7 +31,14 @@ class TrainConfig:
     recipe: str = ""
     """The recipe whose settings the other fields have taken up; by itself it decides nothing."""
     model: str = "convnet"
+    """A name of MODELS, or `package.module:function` that returns a module."""
+    strategy: str = "ddp"
+    """How processors share a step: ddp a rank each (DistributedDataParallel), dp one process that
+    drives all GPUs of its host (DataParallel), single one processor."""
+    sync_batchnorm: bool = False
+    """Have BatchNorm take its statistics over the batches of all ranks."""
     dataset: str = "mnist"
+    """A name of DATASETS, or `package.module:function` that returns a set."""
     data_dir: str = "data"
     """The folder that holds MNIST/raw, torchvision's layout."""
     epochs: int = 2
@@ -87,6 +95,12 @@ class TrainConfig:
     """Stop after that many steps of the run; 0 is no limit."""
     resume: str = ""
     """A run directory or a checkpoint file to start from."""
+    profile: str = ""
+    """The rank of which torch.profiler records a few steps; empty for none."""
+    tensorboard: bool = False
+    """Have rank 0 write the metrics as TensorBoard files too."""
+    find_batch_size: bool = False
+    """Try batch sizes, say how fast each is, and leave without training."""
     allow_changed: bool = False
     """Go on from a checkpoint of another configuration."""
     rendezvous_timeout: int = 300
@@ -100,8 +114,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for option, value, known in (
             ("--recipe", self.recipe, ("", *RECIPES)),
-            ("--model", self.model, MODELS),
-            ("--dataset", self.dataset, DATASETS),
+            ("--model", self.model, _names_or_own(MODELS, self.model)),
+            ("--dataset", self.dataset, _names_or_own(DATASETS, self.dataset)),
+            ("--strategy", self.strategy, STRATEGIES),
             ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--lr-scaling", self.lr_scaling, LR_SCALINGS),
             ("--backend", self.backend, BACKENDS),
@@ -114,7 +129,8 @@ class TrainConfig:
         ):
             if value not in known:
                 names = ", ".join(name for name in known if name)
-                raise RequestError(f"{option}: {value!r} is none of {names}.")
+                own = " (your own is MODULE:FUNCTION)" if option in _OWN else ""
+                raise RequestError(f"{option}: {value!r} is none of {names}{own}.")
         for option, count in (
             ("--epochs", self.epochs),
             ("--batch-size", self.batch_size),
@@ -149,6 +165,8 @@ class TrainConfig:
             raise RequestError(f"--seed: {self.seed} is not within 0 and {2**32 - 1}.")
         if self.backend == "nccl" and self.device == "cpu":
             raise RequestError("--backend nccl exchanges between GPUs, but --device is cpu.")
+        if self.profile and not (self.profile.isascii() and self.profile.isdigit()):
+            raise RequestError(f"--profile: {self.profile!r} is no rank, such as 0.")
         self._check_graph()
         Interval.parse("--save-every", self.save_every, minutes=True)
         Interval.parse("--eval-every", self.eval_every)
@@ -156,6 +174,12 @@ class TrainConfig:
         forms.text("--resume", self.resume)
         if not self.data_dir:
             raise RequestError("--data-dir is empty; name the folder that holds MNIST/raw.")
+
+    @property
+    def own_functions(self) -> tuple[tuple[str, str], ...]:
+        """The options that name a person's own function, each with its reference."""
+        values = (("--model", self.model), ("--dataset", self.dataset))
+        return tuple((option, value) for option, value in values if ":" in value)
 
     def _check_graph(self) -> None:
         if self.cuda_graph != "on":
@@ -184,16 +208,23 @@ class TrainConfig:
             if isinstance(value, bool):
                 if value:
                     argv.append(f"--{field.name.replace('_', '-')}")
-            elif field.name != "recipe" and (field.name != "resume" or value):
+            elif field.name != "recipe" and value != "":
                 argv.append(f"--{field.name.replace('_', '-')}={value}")
         return argv
+
+
+_OWN = ("--model", "--dataset")
+
+
+def _names_or_own(known: tuple[str, ...], value: str) -> tuple[str, ...]:
+    return (*known, value) if references.is_reference(value) else known
 
 
 # What decides the weights that a training ends with; the rest may change between two starts.
 _DECISIVE = (
     "model", "dataset", "epochs", "batch_size", "lr", "lr_scaling", "warmup_steps", "optimizer",
     "momentum", "weight_decay", "seed", "bucket_cap_mb", "accumulate", "precision", "comm_hook",
-    "compile", "beta2", "label_smoothing", "augment",
+    "compile", "beta2", "label_smoothing", "augment", "sync_batchnorm",
 )  # fmt: skip
 
 

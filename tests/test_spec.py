@@ -194,7 +194,7 @@ def test_every_training_field_is_on_the_command_line() -> None:
     assert "--lr=0.5" in argv
     assert "--data-dir=/a b" in argv
     bare = [field.name for field in dataclasses.fields(TrainConfig) if field.type is bool]
-    assert len(argv) == len(TrainConfig.__dataclass_fields__) - len(["recipe", "resume", *bare])
+    assert len(argv) == len(TrainConfig.__dataclass_fields__) - len(["recipe", "resume", "profile", *bare])
     for name in ("allow_changed", *bare):
         assert f"--{name.replace('_', '-')}" in TrainConfig(**{name: True}).to_argv()
 

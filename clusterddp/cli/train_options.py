@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -20,8 +20,32 @@ from clusterddp.train_config import (
     MODELS,
     OPTIMIZERS,
     PRECISIONS,
+    STRATEGIES,
     TrainConfig,
 )
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+
+class NameOrOwn(click.types.StringParamType):
+    """A name of those that there are, or MODULE:FUNCTION; `TrainConfig` checks which."""
+
+    name = "NAME|MODULE:FUNCTION"
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def get_metavar(self, param: click.Parameter, ctx: Any = None) -> str:
+        return self.name
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> "list[CompletionItem]":
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(name) for name in self._names if name.startswith(incomplete)]
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,10 +58,24 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         + "; ".join(f"{name}, {recipe.summary}" for name, recipe in RECIPES.items())
         + ".",
     },
-    "model": {"type": click.Choice(MODELS), "help": "Model to train."},
+    "model": {
+        "type": NameOrOwn(MODELS),
+        "help": f"Model to train: {', '.join(MODELS)}, or your own function that returns one.",
+    },
+    "strategy": {
+        "type": click.Choice(STRATEGIES),
+        "help": "How processors share a step: ddp, a rank each; dp, one process with all GPUs of "
+        "its host (DataParallel); single, one of them.",
+    },
+    "sync_batchnorm": {
+        "is_flag": True,
+        "show_default": False,
+        "help": "Have BatchNorm take its statistics over the batches of all ranks.",
+    },
     "dataset": {
-        "type": click.Choice(DATASETS),
-        "help": "Dataset; synthetic is rendered on first use, without a network.",
+        "type": NameOrOwn(DATASETS),
+        "help": f"Dataset: {', '.join(DATASETS)} (rendered on first use, without a network), or "
+        "your own function that returns one.",
     },
     "data_dir": {"metavar": "DIR", "help": "Folder that holds MNIST/raw, torchvision's layout."},
     "epochs": {"help": "Passes over the training set."},
@@ -114,6 +152,23 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "RUN|FILE",
         "show_default": "none",
         "help": "Run directory or checkpoint to start from; a run's own checkpoints come first.",
+    },
+    "profile": {
+        "metavar": "[RANK]",
+        "is_flag": False,
+        "flag_value": "0",
+        "show_default": "none",
+        "help": "Record a few steps of a rank (0 when none is named) with torch.profiler.",
+    },
+    "tensorboard": {
+        "is_flag": True,
+        "show_default": False,
+        "help": "Write the metrics as TensorBoard files too.",
+    },
+    "find_batch_size": {
+        "is_flag": True,
+        "show_default": False,
+        "help": "Try batch sizes, say how fast each is, and leave without training.",
     },
     "allow_changed": {
         "is_flag": True,
