@@ -23,8 +23,9 @@ from pathlib import Path
 
 from benchmarks import peers
 from benchmarks.pairs import Row, Sample, alternate, timed
+from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec, Resources
+from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig
 
 _PAIRS = 40

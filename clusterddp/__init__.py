@@ -1,3 +1,48 @@
-"""Takes a PyTorch distributed training run onto a Slurm cluster."""
+"""Takes a PyTorch distributed training run onto a Slurm cluster.
+
+The names below are the Python API; each is imported when it is first used, so that importing the
+package costs nothing (PEP 562).
+"""
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from clusterddp.api import launch, render, submit
+    from clusterddp.dist_env import DistEnv
+    from clusterddp.errors import ClusterDDPError
+    from clusterddp.resources import Resources
+    from clusterddp.spec import JobSpec
+    from clusterddp.train_config import TrainConfig
+
+__all__ = [
+    "ClusterDDPError", "DistEnv", "JobSpec", "Resources", "TrainConfig", "launch", "render",
+    "submit",
+]  # fmt: skip
+
+# name -> the module that holds it
+_MODULES = {
+    "ClusterDDPError": "errors",
+    "DistEnv": "dist_env",
+    "JobSpec": "spec",
+    "Resources": "resources",
+    "TrainConfig": "train_config",
+    "launch": "api",
+    "render": "api",
+    "submit": "api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,15 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NoReturn
 
-from clusterddp import slurm_step, variables
-from clusterddp.errors import DistEnvError
+from clusterddp import slurm_step, torch_env, variables
 
 Origin = Literal["torch", "slurm", "single"]
-
-# torch's env:// needs these four (torch/distributed/rendezvous.py).
-TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _LOWEST_PORT = 12000
 _PORTS = 20000
@@ -56,7 +52,7 @@ class DistEnv:
 
         Raises DistEnvError for variables that are empty, malformed, half set or contradictory.
         """
-        if _uses_torch(environ):
+        if torch_env.are_set(environ):
             return _from_torch(environ)
         if slurm_step.step_id_of(environ) is not None:
             return _from_step(environ)
@@ -133,56 +129,30 @@ def master_port(job_id: int, step_id: int, restart_count: int, candidate: int = 
     return _LOWEST_PORT + offset % _PORTS
 
 
-def _uses_torch(environ: Mapping[str, str]) -> bool:
-    if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        return False
-    missing = [name for name in TORCH_VARIABLES if name not in environ]
-    if missing:
-        names = (*TORCH_VARIABLES, "LOCAL_RANK")
-        raise DistEnvError(
-            f"{variables.shown(environ, names)}, but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set: torch's variables come all four "
-            f"({', '.join(TORCH_VARIABLES)}) or not at all. Set the missing, or unset the others "
-            "(unset RANK WORLD_SIZE LOCAL_RANK) to derive them from Slurm."
-        )
-    return True
-
-
 def _from_torch(environ: Mapping[str, str]) -> DistEnv:
-    rank, world_size = variables.integer(environ, "RANK"), variables.integer(environ, "WORLD_SIZE")
-    step_is_ours = _step_agrees(environ, rank, world_size)
-    place = _torch_place(environ, rank, world_size, step_is_ours)
-    master_addr = variables.text(environ, "MASTER_ADDR")
-    hostnames: tuple[str, ...] = ()
-    hostnames_source = "unknown: torch's variables name the first host only"
-    if step_is_ours and "SLURM_STEP_NODELIST" in environ:
-        hostnames, hostnames_source = (
-            slurm_step.hosts_of(environ, "SLURM_STEP_NODELIST"),
-            "SLURM_STEP_NODELIST",
-        )
-    elif place.num_nodes.value == 1:
-        hostnames, hostnames_source = (master_addr,), "MASTER_ADDR"
+    place = torch_env.read(environ)
+    layout = place.layout
     return DistEnv(
-        rank=rank,
-        local_rank=place.local_rank.value,
-        node_rank=place.node_rank.value,
-        world_size=world_size,
-        local_world_size=place.local_world_size.value,
-        num_nodes=place.num_nodes.value,
-        master_addr=master_addr,
-        master_port=variables.integer(environ, "MASTER_PORT"),
-        hostnames=hostnames,
+        rank=place.rank,
+        local_rank=layout.local_rank.value,
+        node_rank=layout.node_rank.value,
+        world_size=place.world_size,
+        local_world_size=layout.local_world_size.value,
+        num_nodes=layout.num_nodes.value,
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+        hostnames=place.hostnames,
         origin="torch",
         sources={
             "rank": "RANK",
-            "local_rank": place.local_rank.source,
-            "node_rank": place.node_rank.source,
+            "local_rank": layout.local_rank.source,
+            "node_rank": layout.node_rank.source,
             "world_size": "WORLD_SIZE",
-            "local_world_size": place.local_world_size.source,
-            "num_nodes": place.num_nodes.source,
+            "local_world_size": layout.local_world_size.source,
+            "num_nodes": layout.num_nodes.source,
             "master_addr": "MASTER_ADDR",
             "master_port": "MASTER_PORT",
-            "hostnames": hostnames_source,
+            "hostnames": place.hostnames_source,
         },
     )
 
@@ -257,126 +227,6 @@ def _single(environ: Mapping[str, str]) -> DistEnv:
     )
 
 
-class _Number(NamedTuple):
-    """A number and where it came from; true in a condition even where the number is 0."""
-
-    value: int
-    source: str
-
-
-class _Place(NamedTuple):
-    """Where a rank of torch's variables lives."""
-
-    local_rank: _Number
-    local_world_size: _Number
-    node_rank: _Number
-    num_nodes: _Number
-
-
-def _torch_place(
-    environ: Mapping[str, str], rank: int, world_size: int, step_is_ours: bool
-) -> _Place:
-    """Take what LOCAL_* and GROUP_* say, and fill in the rest where it is beyond doubt."""
-    local_rank = _optional(environ, "LOCAL_RANK")
-    local_world_size = _optional(environ, "LOCAL_WORLD_SIZE")
-    node_rank = _group_rank(environ)
-    num_nodes = _optional(environ, "GROUP_WORLD_SIZE")
-    if None in (local_rank, local_world_size, node_rank, num_nodes) and step_is_ours:
-        # A wrapper that copied Slurm's variables under torch's names, but not all of them.
-        step = slurm_step.read_step(environ)
-        local_rank = local_rank or _Number(step.local_rank, "SLURM_LOCALID")
-        local_world_size = local_world_size or _Number(
-            step.tasks_per_node[step.node_rank], step.local_world_size_source
-        )
-        node_rank = node_rank or _Number(step.node_rank, "SLURM_NODEID")
-        num_nodes = num_nodes or _Number(len(step.hosts), step.num_nodes_source)
-    if local_rank is None and local_world_size is None and num_nodes is None and node_rank is None:
-        assumed = "all ranks on one host, as LOCAL_RANK and LOCAL_WORLD_SIZE are not set"
-        local_rank = _Number(rank, f"RANK ({assumed})")
-        local_world_size = _Number(world_size, f"WORLD_SIZE ({assumed})")
-        num_nodes = _Number(1, assumed)
-        node_rank = _Number(0, assumed)
-    local_world_size = local_world_size or _even_share(environ, world_size, num_nodes)
-    blocks = f"RANK and {local_world_size.source}: consecutive ranks share a node"
-    if local_world_size.value < 1:
-        variables.contradiction(
-            variables.list_shown(environ, _PLACE_VARIABLES), "LOCAL_WORLD_SIZE of at least 1"
-        )
-    local_rank = local_rank or _Number(rank % local_world_size.value, blocks)
-    num_nodes = num_nodes or _even_nodes(environ, world_size, local_world_size)
-    node_rank = node_rank or (
-        _Number(0, num_nodes.source)
-        if num_nodes.value == 1
-        else _Number(rank // local_world_size.value, blocks)
-    )
-    return _Place(local_rank, local_world_size, node_rank, num_nodes)
-
-
-_PLACE_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
-    "GROUP_WORLD_SIZE",
-)  # fmt: skip
-
-
-def _group_rank(environ: Mapping[str, str]) -> _Number | None:
-    """GROUP_RANK is torchrun's name for it; NODE_RANK what other launchers and people use."""
-    group, node = _optional(environ, "GROUP_RANK"), _optional(environ, "NODE_RANK")
-    if group and node and group.value != node.value:
-        variables.contradiction(
-            variables.list_shown(environ, ("GROUP_RANK", "NODE_RANK")), "the same node rank in both"
-        )
-    return group or node
-
-
-def _even_share(environ: Mapping[str, str], world_size: int, num_nodes: _Number | None) -> _Number:
-    if world_size == 1:
-        return _Number(1, "WORLD_SIZE")
-    if num_nodes is None or num_nodes.value < 1 or world_size % num_nodes.value:
-        variables.contradiction(
-            variables.list_shown(environ, _PLACE_VARIABLES),
-            "LOCAL_WORLD_SIZE, to know how many ranks share this node",
-        )
-    return _Number(
-        world_size // num_nodes.value, f"WORLD_SIZE over {num_nodes.source}: as many on each node"
-    )
-
-
-def _even_nodes(environ: Mapping[str, str], world_size: int, local_world_size: _Number) -> _Number:
-    if world_size % local_world_size.value:
-        variables.contradiction(
-            variables.list_shown(environ, _PLACE_VARIABLES),
-            "GROUP_WORLD_SIZE, as WORLD_SIZE is no multiple of LOCAL_WORLD_SIZE",
-        )
-    return _Number(
-        world_size // local_world_size.value,
-        f"WORLD_SIZE over {local_world_size.source}: as many on each node",
-    )
-
-
-def _step_agrees(environ: Mapping[str, str], rank: int, world_size: int) -> bool:
-    """Whether torch's variables speak of the very tasks of the Slurm step around this process.
-
-    Raises when they seem to, but give this task another rank: such a set leaked in from a
-    surrounding job. torchrun's workers (TORCHELASTIC_RUN_ID) are numbered by its agent instead.
-    """
-    if "TORCHELASTIC_RUN_ID" in environ or "SLURM_PROCID" not in environ:
-        return False
-    if slurm_step.step_id_of(environ) is None or slurm_step.is_heterogeneous(environ):
-        return False
-    name = variables.first_set(environ, slurm_step.NUM_TASKS)
-    if name is None or variables.integer(environ, name) != world_size:
-        return False
-    if variables.integer(environ, "SLURM_PROCID") == rank:
-        return True
-    if world_size > 1:
-        raise DistEnvError(
-            f"{variables.shown(environ, ('RANK', 'WORLD_SIZE', 'SLURM_PROCID', name))}: expected "
-            "RANK to equal SLURM_PROCID in a step of WORLD_SIZE tasks; torch's variables seem to "
-            "be those of a surrounding job. Unset RANK, WORLD_SIZE and LOCAL_RANK before srun."
-        )
-    return False
-
-
 def _step_port(environ: Mapping[str, str]) -> tuple[int, str]:
     job_name, step_name = (
         slurm_step.required(environ, slurm_step.JOB_ID),
@@ -399,10 +249,6 @@ def _preset_port(environ: Mapping[str, str]) -> int:
             variables.list_shown(environ, ("MASTER_PORT",)), "a port from 1 to 65535"
         )
     return port
-
-
-def _optional(environ: Mapping[str, str], name: str) -> _Number | None:
-    return _Number(variables.integer(environ, name), name) if name in environ else None
 
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")

@@ -50,7 +50,7 @@ def chapters(run: RunDir) -> list[Chapter]:
                 began=began,
                 first_step=first,
                 last_step=reached,
-                cause=causes.get(one.number) or ("killed" if after else ""),
+                cause=causes.get(one.number) or _own_word(one) or ("killed" if after else ""),
                 steps_done_twice=reached - resumed if after else 0,
                 seconds_lost=(
                     round(float(after.get("began") or 0.0) - float(after.get("saved") or began), 3)
@@ -60,6 +60,11 @@ def chapters(run: RunDir) -> list[Chapter]:
             )
         )
     return told
+
+
+def _own_word(attempt: Attempt) -> str:
+    """Why it ended, as its ranks have noted it, where no script has recorded that."""
+    return str((read_json(attempt.end) or {}).get("cause") or "")
 
 
 def last_step(attempt: Attempt) -> int:

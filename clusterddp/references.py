@@ -1,17 +1,21 @@
 """A person's own function by reference, `package.module:function`: its form, where it lies, itself.
 
-What is named here is looked for as Python looks for a module, from the folder in which the command
-was typed. On the submitting side it is found without running it.
+It is looked for as Python looks for a module, from the folder in which the command was typed. On
+the submitting side it is found without running anything of it; on the tasks it is imported.
 """
 
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import RequestError, TrainingError
+
+if TYPE_CHECKING:
+    import ast
 
 FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
@@ -21,73 +25,116 @@ def is_reference(value: str) -> bool:
     return FORM.fullmatch(value) is not None
 
 
-def locate(option: str, reference: str) -> Path:
-    """The file that holds the function, found as an import would, without running anything.
+def find(reference: str, folder: Path) -> Path | None:
+    """The file of the module: from this folder first, then where Python looks; None without one.
 
-    Looked for from the current folder first, then where Python looks. Raises RequestError when
-    there is no such module, or when its file does not define that name.
+    Nothing is run: parents are not imported, as importlib.util.find_spec would.
     """
-    module, _, function = reference.partition(":")
-    path = _find(module)
-    if path is None:
-        raise RequestError(
-            f"{option} {reference}: there is no module {module} in {Path.cwd()}, nor installed. "
-            "Start from the folder that holds it, or install it."
-        )
-    if path.suffix == ".py" and function not in _names(option, reference, path):
-        raise RequestError(f"{option} {reference}: {path} defines no {function}.")
-    return path
-
-
-def load(reference: str) -> Callable[..., Any]:
-    """Import the function. Raises TrainingError when it is not there, or its module fails."""
-    import importlib
-
-    module, _, name = reference.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise TrainingError(
-            f"{reference} cannot be imported on {os.uname().nodename} in {here}: "
-            f"{type(error).__name__}: {error}."
-        ) from error
-    if not callable(function):
-        raise TrainingError(f"{reference} is no function, but {type(function).__name__}.")
-    found: Callable[..., Any] = function
-    return found
-
-
-def _find(module: str) -> Path | None:
-    """Of the module's file; parents are not imported, as find_spec by itself would."""
+    import importlib.util
     from importlib.machinery import PathFinder
 
-    search = [str(Path.cwd()), *sys.path]
-    head, *rest = module.split(".")
-    found = PathFinder.find_spec(head, search)
+    head, *rest = reference.partition(":")[0].split(".")
+    found = PathFinder.find_spec(head, [str(folder)])
+    if found is None:
+        try:
+            found = importlib.util.find_spec(head)  # also asks the finders of editable installs
+        except ValueError:  # a module that Python has made without one, such as __main__
+            return None
     for part in rest:
         if found is None or found.submodule_search_locations is None:
             return None
         found = PathFinder.find_spec(part, list(found.submodule_search_locations))
-    return Path(found.origin) if found and found.origin else None
+    if found is None or not found.has_location or not found.origin:
+        return None
+    return Path(found.origin)
 
 
-def _names(option: str, reference: str, path: Path) -> set[str]:
-    """What a file defines or imports at its top level; everything, where it imports a star."""
-    import ast
+def locate(option: str, reference: str, folder: Path) -> Path:
+    """The file that holds the function, as `find` does.
 
+    Raises RequestError when there is no such module, or when its file does not define that name.
+    """
+    module, _, function = reference.partition(":")
+    path = find(reference, folder)
+    if path is None:
+        raise RequestError(
+            f"{option} {reference}: there is no module {module} in {folder}, nor is one installed "
+            f"for {sys.executable}. Start from the folder that holds it, or install it."
+        )
+    if path.suffix != ".py":
+        return path
     try:
-        tree = ast.parse(path.read_bytes())
+        names = _names(path)
     except (OSError, SyntaxError, ValueError) as error:
         raise RequestError(f"{option} {reference}: {path} cannot be read: {error}.") from None
+    if function not in names and not names & {"*", "__getattr__"}:
+        raise RequestError(
+            f"{option} {reference}: {path} defines no {function}. Name a function of that file."
+        )
+    return path
+
+
+def load(reference: str) -> Callable[..., Any]:
+    """Import the function. Raises TrainingError as `running` does, or when it is not there."""
+    import importlib
+
+    name, _, function = reference.partition(":")
+    here = str(Path.cwd())
+    if sys.path[:1] != [here]:  # as `python -m` has it, but not an installed command
+        sys.path.insert(0, here)
+    with running(reference):
+        module = importlib.import_module(name)
+        found = getattr(module, function, None)
+    if not callable(found):
+        seen = f"is {type(found).__name__}" if hasattr(module, function) else "is not there"
+        raise TrainingError(
+            f"{reference}: {function} {seen} in {getattr(module, '__file__', name)}; expected a "
+            "function. Another module of that name comes first if that is not your file."
+        )
+    function_found: Callable[..., Any] = found
+    return function_found
+
+
+@contextmanager
+def running(reference: str) -> Iterator[None]:
+    """Around a person's own code: what it raises, in a line that a verdict can carry.
+
+    Raises TrainingError for whatever the code raises; the traceback, which the person needs, goes
+    to stderr, which is the rank's log.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # a script that reads its arguments exits at import
+        import traceback
+
+        traceback.print_exception(error)
+        first = (str(error).splitlines() or [""])[0]
+        raise TrainingError(
+            f"{reference} failed on {os.uname().nodename} in {Path.cwd()}: "
+            f"{type(error).__name__}{first and ': '}{first} (the rank's log has the traceback)"
+        ) from None
+
+
+def _names(path: Path) -> set[str]:
+    """What a file defines or imports at its top level; `*` where it imports a star."""
+    import ast
+
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+    for node in _top_level(ast.parse(path.read_bytes()).body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update((alias.asname or alias.name) for alias in node.names)
-    return names | {reference.partition(":")[2]} if "*" in names else names
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+    return names
+
+
+def _top_level(nodes: "Iterable[ast.AST]") -> "Iterator[ast.AST]":
+    """Every node but those within functions and classes, whose names are their own."""
+    import ast
+
+    for node in nodes:
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _top_level(ast.iter_child_nodes(node))

@@ -114,6 +114,16 @@ class RunDir:
     def report(self) -> Path:
         return self.path / "report.json"
 
+    @property
+    def batch_sizes(self) -> Path:
+        """How fast each batch size was, where they were tried."""
+        return self.path / "batch_sizes.json"
+
+    @property
+    def evaluation(self) -> Path:
+        """What classes were confused in the end, and the images of the highest loss."""
+        return self.path / "evaluation.json"
+
     @classmethod
     @contextmanager
     def create(cls, spec: JobSpec, script: str | None) -> Iterator["RunDir"]:

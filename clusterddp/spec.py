@@ -1,7 +1,7 @@
-"""What is asked for: `Resources` of Slurm, `JobSpec` of the run.
+"""What is asked for: `JobSpec`, one run.
 
-Both are checked when they are built, so that the code after them can trust them. Fields
-carry Slurm's names and forms. `JobSpec` goes to and from JSON.
+It is checked when it is built, so that the code after it can trust it. Fields carry Slurm's names
+and forms. It goes to and from JSON.
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from typing import Any
 
 from clusterddp import forms
 from clusterddp.errors import RequestError
+from clusterddp.resources import Resources
 from clusterddp.train_config import TrainConfig
 
 SPEC_FORMAT = 1
-GPU_REQUESTS = ("gpus-per-node", "gres", "gpus-per-task")
 MOST_LEAD_SECONDS = 120
 LAUNCHERS = ("sbatch", "submitit", "local")
 
@@ -26,103 +26,6 @@ _BASH_OWNS = {
     "IFS", "LINENO", "PIPESTATUS", "POSIXLY_CORRECT", "PPID", "RANDOM", "SECONDS", "SHELLOPTS",
     "SHLVL", "SRANDOM", "UID",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What Slurm is asked to allocate. An empty string or None leaves the choice to the site."""
-
-    nodes: int = 1
-    gpus_per_node: int = 0
-    gpu_type: str = ""
-    gpu_request: str = "gpus-per-node"
-    """Which directive asks for the GPUs: gpus-per-node, gres or gpus-per-task."""
-    tasks_per_node: int = 0
-    """Ranks on each node; 0 is resolved to one per GPU, or to one."""
-    cpus_per_task: int | None = None
-    """CPUs for each rank."""
-    mem: str = ""
-    """Memory of each node, such as 64G."""
-    time: str = ""
-    """Wall-clock limit, such as 1-02:30:00."""
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    reservation: str = ""
-    nodelist: str = ""
-    exclude: str = ""
-    dependency: str = ""
-    exclusive: bool = False
-    mail_type: str = ""
-    mail_user: str = ""
-
-    def __post_init__(self) -> None:
-        forms.positive("--nodes", self.nodes)
-        if self.gpus_per_node < 0:
-            raise RequestError(f"--gpus-per-node: {self.gpus_per_node} is negative.")
-        if self.gpu_request not in GPU_REQUESTS:
-            raise RequestError(
-                f"--gpu-request: {self.gpu_request!r} is none of {', '.join(GPU_REQUESTS)}."
-            )
-        if self.tasks_per_node == 0:
-            object.__setattr__(self, "tasks_per_node", self.gpus_per_node or 1)
-        forms.positive("--tasks-per-node", self.tasks_per_node)
-        if self.cpus_per_task is not None:
-            forms.positive("--cpus-per-task", self.cpus_per_task)
-        if self.gpus_per_node and self.gpus_per_node % self.tasks_per_node:
-            relation = (
-                "more tasks than GPUs"
-                if self.tasks_per_node > self.gpus_per_node
-                else ("the GPUs cannot be shared out evenly")
-            )
-            raise RequestError(
-                f"--tasks-per-node {self.tasks_per_node} against --gpus-per-node "
-                f"{self.gpus_per_node}: {relation}. Use one task per GPU (the default)."
-            )
-        if self.mem:
-            forms.memory("--mem", self.mem)
-        if self.time:
-            forms.time_limit("--time", self.time)
-        if self.dependency:
-            forms.dependency("--dependency", self.dependency)
-        if self.mail_type:
-            forms.mail_type("--mail-type", self.mail_type)
-        for option, value, pattern, example in (
-            ("--partition", self.partition, forms.NAMES, "gpu or gpu,long"),
-            ("--account", self.account, forms.NAME, "physics"),
-            ("--qos", self.qos, forms.NAME, "normal"),
-            ("--constraint", self.constraint, forms.CONSTRAINT, "a100&nvlink"),
-            ("--reservation", self.reservation, forms.NAMES, "maintenance"),
-            ("--mail-user", self.mail_user, forms.MAIL_USER, "me@example.org"),
-        ):
-            if value:
-                forms.matching(option, value, pattern, example)
-        self._check_hosts()
-
-    def _check_hosts(self) -> None:
-        if not (self.nodelist or self.exclude):
-            return
-        from clusterddp.nodelist import expand_nodelist
-
-        wanted = expand_nodelist(self.nodelist) if self.nodelist else []
-        unwanted = set(expand_nodelist(self.exclude)) if self.exclude else set()
-        if len(set(wanted)) > self.nodes:
-            raise RequestError(
-                f"--nodelist {self.nodelist} names {len(set(wanted))} hosts, but --nodes asks for "
-                f"{self.nodes}: Slurm gives a job every host of its list. Use --nodes "
-                f"{len(set(wanted))} or a shorter list."
-            )
-        both = [host for host in wanted if host in unwanted]
-        if both:
-            raise RequestError(
-                f"--nodelist {self.nodelist} and --exclude {self.exclude} both name {both[0]}."
-            )
-
-    @property
-    def num_tasks(self) -> int:
-        """The number of ranks of the whole job (torch's world size)."""
-        return self.nodes * self.tasks_per_node
 
 
 @dataclass(frozen=True)
@@ -170,7 +73,7 @@ class JobSpec:
     """How often an agent starts its ranks again after one has failed, without the queue."""
     snapshot: bool | None = None
     """Whether the tree from which it is submitted is copied into the run, for every start to use;
-    None copies a command's tree, a person's own code, if it is not too large."""
+    None copies it if it is not too large. Only where the tasks run a person's own code."""
     signal: str | None = None
     """Slurm's signal ahead of the time limit, `B:USR1@120`; empty for none, None for the default:
     one that leaves a training time to save, none for a command."""
@@ -182,7 +85,9 @@ class JobSpec:
                 "'.', '_' and '-', a letter or digit first."
             )
         if bool(self.command) == bool(self.train):
-            raise AssertionError("a run either trains MNIST or runs a command")
+            raise RequestError(
+                "a run either trains (train) or runs a command (command): give one of them."
+            )
         if self.requeue is False and self.restart_on_failure:
             raise RequestError(
                 f"--no-requeue against --restart-on-failure {self.restart_on_failure}: the first "
@@ -223,6 +128,29 @@ class JobSpec:
             )
         self._check_lines()
         self._check_environment()
+        if self.train:
+            self._check_ranks(self.train)
+
+    def _check_ranks(self, train: TrainConfig) -> None:
+        """That the ranks which are asked for are what the training can use."""
+        if train.strategy != "ddp" and self.world_size > 1:
+            asked = f"--nodes {self.resources.nodes}"
+            if self.resources.nodes == 1:
+                asked = f"--tasks-per-node {self.resources.tasks_per_node}"
+            raise RequestError(
+                f"--strategy {train.strategy} trains in one process on one node, against {asked}. "
+                "Use --strategy ddp, or a single task."
+            )
+        if train.strategy == "single" and self.resources.gpus_per_node > 1:
+            raise RequestError(
+                f"--strategy single uses one GPU, against --gpus-per-node "
+                f"{self.resources.gpus_per_node}: the others would lie idle. Ask for one, or use "
+                "--strategy ddp."
+            )
+        if train.profile and int(train.profile) >= self.world_size:
+            raise RequestError(
+                f"--profile {train.profile}: there is no such rank; {self.layout}, from 0."
+            )
 
     def _default_signal(self) -> str:
         """Two minutes ahead, or a fifth of a short limit: Slurm looks at limits twice a minute."""
@@ -275,6 +203,11 @@ class JobSpec:
     @property
     def world_size(self) -> int:
         return self.resources.num_tasks
+
+    @property
+    def uses_own_code(self) -> bool:
+        """Whether the tasks run a person's own code: a command, a model or a dataset."""
+        return bool(self.command or (self.train and self.train.own_functions))
 
     @property
     def requeues(self) -> bool:

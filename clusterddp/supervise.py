@@ -10,14 +10,12 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import (
     EXIT_FAILED,
@@ -26,7 +24,8 @@ from clusterddp.errors import (
     ClusterDDPError,
     TrainingError,
 )
-from clusterddp.run_dir import RunDir, write_atomically
+from clusterddp.run_dir import RunDir
+from clusterddp.task_record import TaskRecord
 
 # What Slurm, an agent or a person sends to a task and what must not end its parent.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -53,7 +52,7 @@ def supervise(
     or an agent started the task, as either would end the other ranks for it. `child` may exec.
     Call it before anything that starts threads is imported: it forks.
     """
-    record = _Record(RunDir(run_dir), env, attempt)
+    record = TaskRecord(RunDir(run_dir), env, attempt, say=_say)
     # Blocked from before the fork until both sides have their handlers, so that no signal ends
     # the parent and none is lost to the child.
     previous_mask: set[int] = set(signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS))
@@ -249,60 +248,6 @@ def _in_foreground() -> bool:
         os.close(terminal)
 
 
-class _Record:
-    """rank-R.json: written when the task starts and again when it has ended."""
-
-    def __init__(self, run: RunDir, env: DistEnv, attempt: int | None) -> None:
-        self._run = run
-        self._folder = Attempt(run, attempt).outcomes if attempt else run.outcomes
-        self._rank = env.rank
-        self._fields: dict[str, Any] = {
-            "rank": env.rank,
-            "local_rank": env.local_rank,
-            "node_rank": env.node_rank,
-            # By Slurm's name, if it has one: srun's messages use it too.
-            "host": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
-            "job_id": os.environ.get("SLURM_JOB_ID", ""),
-            "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-            "step_id": os.environ.get("SLURM_STEP_ID", ""),
-        }
-
-    def started(self, pid: int) -> None:
-        self._fields |= {"pid": pid, "started": round(time.time(), 3)}
-        self._write()
-
-    def ended(self, status: int, error: dict[str, Any] | None) -> None:
-        code = os.waitstatus_to_exitcode(status)
-        self._fields |= {
-            "ended": round(time.time(), 3),
-            "exit_code": code if code >= 0 else 128 - code,
-            "signal": _signal_name(-code) if code < 0 else None,
-            "error": error,
-        }
-        self._write()
-
-    def _write(self) -> None:
-        """A run directory that is gone or full costs the record, never the task."""
-        try:
-            if self._folder == self._run.outcomes:
-                self._run.make(self._folder)  # an attempt's is there, or the attempt is gone
-            path = self._folder / f"rank-{self._rank}.json"
-            write_atomically(path, json.dumps(self._fields).encode())
-        except OSError as error:
-            rank, host = self._rank, self._fields["host"]
-            _say(
-                f"rank {rank} on {host} cannot record its outcome in {self._folder}: "
-                f"{error.strerror}."
-            )
-
-
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # the log may lie on the disk that is full
         print(f"clusterddp: {line}", file=sys.stderr)  # noqa: T201 -- the task's own log
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"  # a real-time signal has no name of its own

@@ -8,6 +8,7 @@ from typing import Any
 
 from clusterddp import forms, references
 from clusterddp.errors import RequestError
+from clusterddp.interval import Interval
 from clusterddp.recipes import RECIPES
 
 MODELS = ("convnet", "mlp", "bn-convnet", "keras-convnet", "fastnet", "deepnet")
@@ -165,9 +166,15 @@ class TrainConfig:
             raise RequestError(f"--seed: {self.seed} is not within 0 and {2**32 - 1}.")
         if self.backend == "nccl" and self.device == "cpu":
             raise RequestError("--backend nccl exchanges between GPUs, but --device is cpu.")
+        if self.sync_batchnorm and self.strategy != "ddp":
+            raise RequestError(
+                f"--sync-batchnorm goes over ranks, against --strategy {self.strategy}, which has "
+                "one. Leave one of them."
+            )
         if self.profile and not (self.profile.isascii() and self.profile.isdigit()):
             raise RequestError(f"--profile: {self.profile!r} is no rank, such as 0.")
         self._check_graph()
+        self._check_keras()
         Interval.parse("--save-every", self.save_every, minutes=True)
         Interval.parse("--eval-every", self.eval_every)
         forms.text("--data-dir", self.data_dir)
@@ -188,9 +195,40 @@ class TrainConfig:
             ("--device cpu", self.device == "cpu", "graphs are replayed by GPUs"),
             ("--precision fp16", self.precision == "fp16", "its loss scale is chosen step by step"),
             ("--compile", self.compile, "torch.compile captures by itself"),
+            (
+                "--strategy dp",
+                self.strategy == "dp",
+                "it copies the model to each GPU at each step",
+            ),
         ):
             if given:
                 raise RequestError(f"--cuda-graph on against {option}: {why}. Leave one of them.")
+
+    def _check_keras(self) -> None:
+        if self.model != "keras-convnet":
+            return
+        for option, given, why in (
+            (
+                "--sync-batchnorm",
+                self.sync_batchnorm,
+                "Keras shares BatchNorm's statistics on TensorFlow alone",
+            ),
+            (
+                "--compile",
+                self.compile,
+                "torch.compile cuts Keras' calls into pieces, and no step gets faster",
+            ),
+        ):
+            if given:
+                raise RequestError(
+                    f"{option} against --model keras-convnet: {why}. Leave it out, or take --model "
+                    "bn-convnet, the same network in plain torch."
+                )
+
+    def lr_factor(self, world_size: int) -> float:
+        """What `lr` is multiplied by at this world size; Goyal et al. 2017, arXiv 1706.02677."""
+        factors = {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}
+        return float(factors[self.lr_scaling])
 
     @property
     def step_size(self) -> int:
@@ -238,38 +276,3 @@ def changes(before: Mapping[str, Any], after: TrainConfig) -> list[str]:
         for name in _DECISIVE
         if name in before and before[name] != getattr(after, name)
     ]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """How often something happens: every `count` epochs, steps or minutes."""
-
-    count: int
-    unit: str
-    """`epoch`, `step` or `minute`."""
-
-    @classmethod
-    def parse(cls, option: str, value: str, *, minutes: bool = False) -> "Interval":
-        """`2`, `2epochs`, `500steps`, with `minutes` also `10minutes`.
-
-        Raises RequestError for anything else.
-        """
-        digits = value[: len(value) - len(value.lstrip("0123456789"))]
-        unit = value[len(digits) :].removesuffix("s") or "epoch"
-        if not digits or int(digits) < 1 or value.endswith(f"{digits}s"):
-            unit = ""
-        if unit not in ("epoch", "step", *(["minute"] if minutes else [])):
-            more = ", 500steps or 10minutes" if minutes else " or 500steps"
-            raise RequestError(
-                f"{option}: {value!r} is no interval; valid ones are 1epoch, 2epochs{more}."
-            )
-        return cls(int(digits), unit)
-
-    def due(self, unit: str, count: int) -> bool:
-        """Whether it is time after so many epochs or steps of the run."""
-        return unit == self.unit and count % self.count == 0
-
-    @property
-    def seconds(self) -> float:
-        """The interval in seconds; infinite where it is none of time."""
-        return self.count * 60.0 if self.unit == "minute" else math.inf

@@ -9,14 +9,13 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clusterddp import stop
+from clusterddp import references, stop, time_limit
 from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import (
@@ -27,23 +26,21 @@ from clusterddp.errors import (
     TrainingError,
 )
 from clusterddp.run_dir import write_atomically
-from clusterddp.slurm import own_job
-from clusterddp.slurm.own_job import is_rehearsal, own_name
 from clusterddp.train_config import TrainConfig
-from clusterddp.training import listener, lookups, node_data
+from clusterddp.training import listener, lookups, node_data, own_data
 from clusterddp.training.deadline import Deadline
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from clusterddp.training.images import Images
     from clusterddp.training.joining import Joined
+    from clusterddp.training.loader import Loaded
     from clusterddp.training.loop import Training
-    from clusterddp.training.watchdog import Progress
+    from clusterddp.training.phases import Progress
 
 # For a checkpoint under way when a rank has failed: Slurm kills KillWait (30 s) after its TERM.
 _SAVE_SECONDS = 20.0
-# Between two questions after the time limit, which an administrator can move.
-_LIMIT_SECONDS = 600.0
 
 
 def run_task(
@@ -86,8 +83,10 @@ def _run(
     env = env or DistEnv.from_environ(os.environ)
     os.environ.update(env.to_environ())
     bound = listener.bind(env, os.environ)  # first of all, so that no rank has to ask again
-    reading = None
-    if config.data_pipeline == "memory" and 0 in (env.local_rank, env.rank):
+    reading: node_data.Reading | own_data.OwnSets | None = None
+    if references.is_reference(config.dataset):
+        reading = own_data.OwnSets(config)
+    elif config.data_pipeline == "memory" and 0 in (env.local_rank, env.rank):
         reading = node_data.Reading(config.dataset, config.data_dir, digest=env.rank == 0)
     asked = lookups.Lookups(env) if env.world_size > 1 else None
 
@@ -95,8 +94,10 @@ def _run(
         import torch
         import torch.distributed as dist
 
-        from clusterddp.training import joining, leaving, rendezvous
-        from clusterddp.training.watchdog import Progress, Watchdog, connect
+        from clusterddp.training import joining, leaving, posting_board, rendezvous
+        from clusterddp.training.messages import PeerError
+        from clusterddp.training.phases import Progress
+        from clusterddp.training.watchdog import Watchdog
 
         # The first optimizer imports as much again (torch._dynamo, sympy: some 900 modules). Here,
         # so that ranks which are slow at it are waited for once: when all meet.
@@ -115,7 +116,7 @@ def _run(
         )  # fmt: skip
         if config.watchdog:
             dog = Watchdog(
-                connect(env, os.environ, 10.0), env, progress,
+                posting_board.connect(env, os.environ, 10.0), env, progress,
                 silent_seconds=config.watchdog, say=_say, host=joined.hello.host,
             )  # fmt: skip
             dog.start()
@@ -129,7 +130,7 @@ def _run(
         leaving.break_off(env, _say)
         if leaving.blames_a_peer(error):
             seen = f" ({suspect})" if suspect else ""
-            raise rendezvous.PeerError(
+            raise PeerError(
                 f"rank {env.rank} on {socket.gethostname()} lost another rank{seen}: "
                 f"{str(error).splitlines()[0]}. The log of the rank that failed first says why."
             ) from error
@@ -174,13 +175,13 @@ def _train(
     joined: "Joined",
     env: DistEnv,
     store: "Store",
-    reading: node_data.Reading | None,
+    reading: node_data.Reading | own_data.OwnSets | None,
     progress: "Progress",
     deadline: Deadline,
     began: float,
 ) -> str:
     """Train; returns the reason where the ranks have stopped early, for rank 0 to have noted."""
-    from clusterddp.training import checkpoint, datasets, report
+    from clusterddp.training import checkpoint, datasets, fit, report
     from clusterddp.training.loop import Training
     from clusterddp.training.presence import Presence
 
@@ -188,10 +189,15 @@ def _train(
     presence = Presence(attempt, stop.requested)
     with presence if env.rank == 0 else nullcontext():
         if env.rank == 0:
-            _learn_time_limit(deadline)
+            time_limit.keep_asking(deadline, os.environ)
         train_set, test_set, held = datasets.obtain(
-            config, env, store, reading, joined.device, _say
+            config, env, store, reading, joined.device, _say, data_sha256=agreed.data_sha256
         )
+        if config.find_batch_size:
+            _find_batch_size(config, joined, env, (train_set, test_set), progress)
+            if held:
+                held.close()  # the ranks have exchanged, so all of them have mapped it
+            return ""
         training = Training(
             config,
             agreed,
@@ -207,6 +213,8 @@ def _train(
             progress=progress,
             deadline=deadline,
         )
+        if config.own_functions:
+            fit.check(config, training.model, train_set, test_set)
         if held:
             held.close()  # DDP has begun on every rank, so all of them have mapped it
             held = None  # a GPU has the set in its own memory
@@ -220,7 +228,8 @@ def _train(
             try:
                 if not reason:
                     _say(report.write(config, agreed, env, training, began, os.environ))
-                _note_end(attempt, reason, training)
+                saved = training.saver.last_step if training.saver else None
+                _note_end(attempt, reason, training.position.step, saved)
             except OSError as error:
                 raise TrainingError(
                     f"rank 0 on {socket.gethostname()} cannot write how the training ended to "
@@ -232,43 +241,49 @@ def _train(
 
 def _let_save_end(training: "Training") -> None:
     """A checkpoint that is being written when another rank fails is worth a few seconds."""
-    from clusterddp.training import rendezvous
+    from clusterddp.training.bounded_call import bounded
 
     if training.saver:
         with suppress(Exception):  # the training's own failure is what is told
-            rendezvous.bounded(training.saver.wait, _SAVE_SECONDS)
+            bounded(training.saver.wait, _SAVE_SECONDS)
 
 
-def _note_end(attempt: Attempt, reason: str, training: "Training") -> None:
+def _find_batch_size(
+    config: TrainConfig,
+    joined: "Joined",
+    env: DistEnv,
+    sets: "tuple[Images | Loaded, Images | Loaded]",
+    progress: "Progress",
+) -> None:
+    """Instead of training, of whose two sets one is taken. The ranks are done with it together."""
+    from clusterddp.training import batch_size, fit, models
+
+    if config.own_functions:
+        fit.check(config, models.build(config.model).to(joined.device), *sets)
+    rows = batch_size.find(
+        config, joined.agreed, rank=env.rank, train_set=sets[0], device=joined.device,
+        say=_say, mark=progress.mark,
+    )  # fmt: skip
+    if env.rank == 0:
+        run = joined.attempt.run
+        try:
+            batch_size.write(run.batch_sizes, rows)
+            _note_end(joined.attempt, "", 0, None)
+        except OSError as error:
+            raise TrainingError(
+                f"rank 0 on {socket.gethostname()} cannot write what it found to {run.path}: "
+                f"{error.strerror}."
+            ) from None
+
+
+def _note_end(attempt: Attempt, reason: str, step: int, saved: int | None) -> None:
     """By this the batch script knows how the ranks left; srun's exit code could not tell."""
-    step, saver = training.position.step, training.saver
     if reason:
         _say(f"stopped at step {step} ({reason}); start the run again to go on from there")
-    saved = saver.last_step if saver else None
     end = {
         "cause": "stopped" if reason else "done", "reason": reason, "step": step, "saved": saved,
     }  # fmt: skip
     write_atomically(attempt.end, json.dumps(end).encode())
-
-
-def _learn_time_limit(deadline: Deadline) -> None:
-    """Ask Slurm in a thread: a controller that is away takes its time to answer."""
-    job_id = os.environ.get("SLURM_JOB_ID", "")
-    if job_id:
-        threading.Thread(target=lambda: _keep_learning(deadline, job_id), daemon=True).start()
-
-
-def _keep_learning(deadline: Deadline, job_id: str) -> None:
-    while True:
-        deadline.set(_seconds_left(job_id, os.environ))
-        time.sleep(_LIMIT_SECONDS)
-
-
-def _seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
-    """By the controller's clock; by this host's own where squeue does not answer from here."""
-    left = None if is_rehearsal(environ) else own_job.seconds_left(own_name(environ, job_id))
-    end = environ.get("SLURM_JOB_END_TIME", "")  # set by newer versions
-    return int(end) - time.time() if left is None and end.isdigit() else left
 
 
 def _say(line: str) -> None:

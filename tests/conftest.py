@@ -1,5 +1,6 @@
 """What every test starts from: no settings or ranks of the surrounding shell, and datasets."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -38,3 +39,14 @@ def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data")
     synthesise(str(path), train_images=2_000, test_images=500, progress=print)
     return path
+
+
+@pytest.fixture(scope="session")
+def keras_installed() -> None:
+    """Skips where Keras is not installed; fails instead where nothing may be skipped, as in CI."""
+    if importlib.util.find_spec("keras"):
+        return
+    message = "Keras is not installed. To run these tests: pip install 'clusterddp[keras]'"
+    if os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
+        pytest.fail(message)
+    pytest.skip(message)

@@ -26,8 +26,9 @@ from clusterddp.requeue import (
     starts_since_submission,
     withdrawn,
 )
+from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec, Resources
+from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig
 
 Event = dict[str, Any]

@@ -193,6 +193,3 @@ def test_slurm_is_asked_only_where_it_has_something_to_say() -> None:
     going_on = latest_submission([submitted("4"), started("4")])
     here = latest_submission([local()])
     assert jobs_to_ask([settled, failed, given_up, going_on, here, None]) == ["2", "4"]
-
-
-# -- the whole status ------------------------------------------------------------------------

@@ -10,10 +10,11 @@ import pytest
 from clusterddp import requeue
 from clusterddp.attempt import Attempt
 from clusterddp.progress import latest_metrics
+from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
 from clusterddp.run_status import run_status
 from clusterddp.slurm.states import JobState, State
-from clusterddp.spec import JobSpec, Resources
+from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig
 from tests.made_events import (
     BOOM,

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import RequestError
-from clusterddp.spec import JobSpec, Resources
-from clusterddp.train_config import Interval, TrainConfig, changes
+from clusterddp.interval import Interval
+from clusterddp.resources import Resources
+from clusterddp.spec import JobSpec
+from clusterddp.train_config import TrainConfig, changes
 from tests.hostile import CARRIED, REFUSED
 
 
@@ -194,7 +196,9 @@ def test_every_training_field_is_on_the_command_line() -> None:
     assert "--lr=0.5" in argv
     assert "--data-dir=/a b" in argv
     bare = [field.name for field in dataclasses.fields(TrainConfig) if field.type is bool]
-    assert len(argv) == len(TrainConfig.__dataclass_fields__) - len(["recipe", "resume", "profile", *bare])
+    assert len(argv) == len(TrainConfig.__dataclass_fields__) - len(
+        ["recipe", "resume", "profile", *bare]
+    )
     for name in ("allow_changed", *bare):
         assert f"--{name.replace('_', '-')}" in TrainConfig(**{name: True}).to_argv()
 
@@ -210,6 +214,18 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ({"cuda_graph": "on", "device": "cpu"}, "--cuda-graph on against --device cpu"),
         ({"cuda_graph": "on", "precision": "fp16"}, "--cuda-graph on against --precision fp16"),
         ({"cuda_graph": "on", "compile": True}, "--cuda-graph on against --compile"),
+        ({"cuda_graph": "on", "strategy": "dp"}, "--cuda-graph on against --strategy dp"),
+        (
+            {"model": "keras-convnet", "sync_batchnorm": True},
+            "--sync-batchnorm against --model keras-convnet",
+        ),
+        ({"model": "keras-convnet", "compile": True}, "--compile against --model keras-convnet"),
+        ({"strategy": "fsdp"}, "--strategy: 'fsdp' is none of ddp, dp, single"),
+        ({"sync_batchnorm": True, "strategy": "dp"}, "--sync-batchnorm goes over ranks, against"),
+        ({"profile": "-1"}, "--profile: '-1' is no rank"),
+        ({"profile": "²"}, "--profile: '²' is no rank"),
+        ({"model": "resnet"}, "(your own is MODULE:FUNCTION)"),
+        ({"model": "a b:c"}, "--model: 'a b:c' is none of"),
     ],
 )
 def test_options_of_the_step_that_cannot_be_are_refused(
@@ -217,3 +233,34 @@ def test_options_of_the_step_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=re.escape(message)):
         TrainConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("resources", "train", "words"),
+    [
+        ({"nodes": 2}, {"strategy": "dp"}, ["--strategy dp", "--nodes 2"]),
+        (
+            {"tasks_per_node": 2},
+            {"strategy": "single"},
+            ["--strategy single", "--tasks-per-node 2"],
+        ),
+        (
+            {"gpus_per_node": 4, "tasks_per_node": 1},
+            {"strategy": "single"},
+            ["--strategy single uses one GPU", "--gpus-per-node 4"],
+        ),
+        ({"nodes": 2}, {"profile": "2"}, ["--profile 2", "2 ranks, from 0"]),
+    ],
+)
+def test_a_training_that_cannot_use_what_is_asked_for_is_refused(
+    resources: dict[str, Any], train: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        spec(resources=Resources(**resources), train=TrainConfig(**train))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_one_task_may_drive_all_gpus_of_its_node() -> None:
+    resources = Resources(gpus_per_node=4, tasks_per_node=1)
+    assert spec(resources=resources, train=TrainConfig(strategy="dp")).world_size == 1

@@ -2,6 +2,7 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -67,8 +68,20 @@ def test_a_single_process_trains_and_reports(
         "num_nodes", "hosts", "backend", "device", "threads", "model", "dataset", "parameters",
         "steps", "epochs", "train_images", "test_images", "versions", "warnings", "weights_sha256",
         "resumed_from", "attempt", "starts", "steps_done_twice", "seconds_lost", "attempts",
-        "saving", "job_id", "restart", "finished", "precision", "cuda_graph",
+        "saving", "job_id", "restart", "finished", "precision", "cuda_graph", "strategy",
+        "peak_memory_bytes", "ranks",
     }  # fmt: skip
+    [rank] = report["ranks"]
+    assert (rank["rank"], rank["host"]) == (0, socket.gethostname())
+    assert rank["images_per_second"] > 0
+    assert report["peak_memory_bytes"] == rank["peak_memory_bytes"] > 10_000_000
+    evaluation = read_json(run.evaluation)
+    assert evaluation is not None
+    assert evaluation["step"] == 3
+    assert sum(map(sum, evaluation["confusion"])) == report["test_images"] == 500
+    right = sum(row[digit] for digit, row in enumerate(evaluation["confusion"]))
+    assert right / 500 == report["accuracy"]
+    assert all(one["label"] != one["predicted"] for one in evaluation["worst"][:3])
     assert report["hosts"] == [socket.gethostname()]
     assert (report["parameters"], report["steps"], report["world_size"]) == (28_938, 3, 1)
     assert report["total_seconds"] > report["train_seconds"] > 0
@@ -85,6 +98,32 @@ def test_a_single_process_trains_and_reports(
     assert (resolved["backend"], resolved["threads"], resolved["global_batch_size"]) == (
         "gloo", 1, 64,
     )  # fmt: skip
+
+
+def test_batch_sizes_are_tried_instead_of_training(
+    synthetic_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = make_config(synthetic_dir, find_batch_size=True, batch_size=1000, precision="fp32")
+    assert run_task(asked, tmp_path) == 0
+    run = RunDir(tmp_path)
+    rows = json.loads(run.batch_sizes.read_text())
+    assert rows[-1]["batch_size"] <= 2000 and all(row["images_per_second"] > 0 for row in rows)
+    assert re.search(r"^use: --batch-size \d+", capsys.readouterr().out, re.MULTILINE)
+    assert not run.report.exists() and not list(Attempt(run, 1).checkpoints.iterdir())
+    end = read_json(Attempt(run, 1).end)
+    assert end is not None and end["cause"] == "done"
+
+
+def test_a_rank_that_is_profiled_and_a_board_leave_their_files(
+    synthetic_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    asked = make_config(synthetic_dir, profile="0", tensorboard=True, max_steps=16)
+    assert run_task(asked, tmp_path) == 0
+    attempt = Attempt(RunDir(tmp_path), 1).path
+    assert (attempt / "profile" / "rank-0.trace.json.gz").stat().st_size > 1000
+    assert list((attempt / "tensorboard").glob("events.out.tfevents.*"))
+    assert "rank-0.trace.json.gz" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_from_its_own_newest_checkpoint(

@@ -1,14 +1,15 @@
 """The same by Hugging Face's Accelerate."""
 
 import itertools
-import time
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from benchmarks.contenders.serving import mnist, request, serve
+from benchmarks.contenders.timing import timed
 from clusterddp.training.models import ConvNet
 
 
@@ -24,18 +25,16 @@ def main() -> None:
         net, torch.optim.SGD(net.parameters(), 1e-4), loader
     )
 
+    def step(images: Tensor, labels: Tensor) -> None:
+        with accelerator.autocast():
+            loss = cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+
     def train() -> float:
         accelerator.wait_for_everyone()
-        began = time.perf_counter()
-        for images, labels in itertools.islice(batches, asked.steps):
-            with accelerator.autocast():
-                loss = cross_entropy(model(images), labels)
-            optimizer.zero_grad()
-            accelerator.backward(loss)
-            optimizer.step()
-        if asked.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return timed(itertools.islice(batches, asked.steps), step, asked.device)
 
     serve(train)
 

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-import time
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from benchmarks.contenders.serving import mnist, request, serve
+from benchmarks.contenders.serving import Request, mnist, request, serve
+from benchmarks.contenders.timing import timed
 
 
 class ConvNet(nn.Module):
@@ -28,6 +29,22 @@ class ConvNet(nn.Module):
         return scores
 
 
+def step_of(model: nn.Module, asked: Request) -> Callable[[Tensor, Tensor], None]:
+    """The step over one batch on the model's device."""
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    lower = asked.precision == "bf16"
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        with torch.autocast(asked.device, torch.bfloat16) if lower else nullcontext():
+            loss = criterion(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
 def main() -> None:
     asked = request()
     world_size = int(os.environ["WORLD_SIZE"])
@@ -36,8 +53,7 @@ def main() -> None:
     torch.manual_seed(0)
     net = ConvNet().to(device)
     model = DistributedDataParallel(net) if world_size > 1 else net
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    step = step_of(model, asked)
     dataset = mnist(asked.root)
     sampler: DistributedSampler[int] = DistributedSampler(dataset)
     loader = DataLoader(
@@ -46,18 +62,10 @@ def main() -> None:
 
     def train() -> float:
         dist.barrier()
-        began = time.perf_counter()
-        for images, labels in itertools.islice(loader, asked.steps):
-            images, labels = images.to(device), labels.to(device)  # noqa: PLW2901
-            lower = asked.precision == "bf16"
-            with torch.autocast(asked.device, torch.bfloat16) if lower else nullcontext():
-                loss = criterion(model(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        if asked.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+        batches = itertools.islice(loader, asked.steps)
+        return timed(
+            batches, lambda images, labels: step(images.to(device), labels.to(device)), asked.device
+        )
 
     serve(train)
 

@@ -5,12 +5,12 @@ is captured into a graph.
 """
 
 import os
-import time
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.contenders.serving import request, serve
+from benchmarks.contenders.timing import timed
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import data, memory, models, optimizer
 from clusterddp.training.graph import GraphedStep
@@ -40,12 +40,7 @@ def main() -> None:
 
     def train() -> float:
         dist.barrier()
-        began = time.perf_counter()
-        for pixels, labels in batches:
-            train_step(pixels, labels)
-        if captured:
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return timed(batches, train_step, asked.device)
 
     serve(train)
 

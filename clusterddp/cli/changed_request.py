@@ -11,8 +11,9 @@ import click
 from clusterddp import forms, launchers
 from clusterddp.errors import RequestError
 from clusterddp.progress import newest_checkpoint
+from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir, read_json, run_folders
-from clusterddp.spec import JobSpec, Resources
+from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig, changes
 
 _MOST_CHANGES = 20

@@ -9,8 +9,8 @@ import click
 from clusterddp.cli import runs
 from clusterddp.cli.jobs import table
 from clusterddp.cli.settings import SettingsCommand
-from clusterddp.training import checkpoint_file
-from clusterddp.training.checkpoint_file import Entry
+from clusterddp.training import run_checkpoints
+from clusterddp.training.run_checkpoints import Entry
 
 _HEADER = ("STEP", "AGE", "SIZE", "", "STATE")
 
@@ -30,7 +30,7 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     run.
     """
     found_run = runs.find_run(output_root, run)
-    entries = checkpoint_file.listing(found_run)[::-1]
+    entries = run_checkpoints.listing(found_run)[::-1]
     if as_json:
         fields = [dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in entries]
         click.echo(runs.as_json(fields))

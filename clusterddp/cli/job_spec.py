@@ -12,8 +12,9 @@ from clusterddp.cli import sbatch_variables, settings
 from clusterddp.cli.templates import full_name
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from
 from clusterddp.errors import RequestError
+from clusterddp.resources import Resources
 from clusterddp.site import Site
-from clusterddp.spec import JobSpec, Resources
+from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig
 
 # Directives that an option stands for, and those that would take the logs away from the run.
@@ -62,7 +63,8 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         gpus_per_node=gpu_count,
         gpu_type=gpu_type,
         gpu_request=options["gpu_request"],
-        tasks_per_node=options["tasks_per_node"] or 0,
+        # What drives all GPUs of its node by itself is a single task.
+        tasks_per_node=options["tasks_per_node"] or (1 if train and train.strategy != "ddp" else 0),
         cpus_per_task=options["cpus_per_task"],
         exclusive=options["exclusive"],
         **{

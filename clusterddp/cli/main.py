@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "submit": ("submit", "Render, check and submit a run to Slurm."),
     "debug": ("debug", "Train in this very process, or in --procs N of them."),
+    "compare": ("compare", "Train on one device and on several: a table, and a picture."),
     "train": ("train", "What every task runs; also by hand and under torchrun."),
     "exec": ("exec", "Derive the distributed environment and become COMMAND."),
     "env": ("env", "Show who this task is, and where each value came from."),
@@ -26,6 +27,7 @@ COMMANDS = {
     "status": ("status", "Show how a run is doing."),
     "logs": ("logs", "Show or follow the logs of a run."),
     "checkpoints": ("checkpoints", "List and verify the checkpoints of a run."),
+    "report": ("report", "Show what runs achieved, also as a page of HTML."),
     "stop": ("stop", "Ask a run to save and leave."),
     "cancel": ("cancel", "Cancel a run."),
     "resubmit": ("resubmit", "Submit a run once more: it goes on from its last checkpoint."),
@@ -38,7 +40,7 @@ COMMANDS = {
 }
 HIDDEN = {"begin", "finish"}
 # They read, print and leave, whatever they are asked; `submit` says itself when it does more.
-QUICK = {"submit", "jobs", "status", "templates", "site", "completion"}
+QUICK = {"submit", "jobs", "status", "report", "templates", "site", "completion"}
 
 
 class LazyGroup(click.Group):

@@ -136,7 +136,7 @@ def _give_up(run: RunDir, job_id: str, who: dict[str, Any], error: Exception) ->
 def go_to_submission_folder() -> None:
     """Where the person was: a name or a path that is shown, and the next job, start from there.
 
-    The script itself may be in the copy of a command's tree.
+    The script itself may be in the copy of the person's code.
     """
     with contextlib.suppress(OSError):
         os.chdir(os.environ.get("SLURM_SUBMIT_DIR") or ".")

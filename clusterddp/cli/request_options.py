@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 import click
 
 from clusterddp.cli.partition import PARTITION
-from clusterddp.spec import GPU_REQUESTS, LAUNCHERS
+from clusterddp.resources import GPU_REQUESTS
+from clusterddp.spec import LAUNCHERS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -138,7 +139,7 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
     "What runs": {
         "snapshot": {
             "flag": "snapshot/--no-snapshot", "default": None,
-            "show_default": "on for a COMMAND, if it is not too large",
+            "show_default": "on for code of your own, if it is not too large",
             "help": "Copy this folder's files, but those that git ignores, into the run: every "
             "start uses the copy, whatever is edited meanwhile.",
         },

@@ -18,7 +18,6 @@ from clusterddp.cli.changed_request import (
     check_template,
     recorded_script,
 )
-from clusterddp.cli.inputs import make_sure
 from clusterddp.cli.renewed_records import submit_again
 from clusterddp.cli.request_options import REQUEST
 from clusterddp.cli.resubmittable import check_directory, check_state
@@ -30,6 +29,7 @@ from clusterddp.errors import (
     CheckpointError,
     RequestError,
 )
+from clusterddp.inputs import in_another_python, make_sure
 from clusterddp.progress import newest_checkpoint
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec
@@ -192,7 +192,12 @@ def _check_inputs(run: RunDir, spec: JobSpec) -> None:
     if spec.train:
         own = newest_checkpoint(run) is not None
         resume = "" if own else spec.train.resume  # its own come first
-        make_sure(dataclasses.replace(spec.train, resume=resume), may_fetch=True)
+        make_sure(
+            dataclasses.replace(spec.train, resume=resume),
+            may_fetch=True,
+            code=run.code if run.code.is_dir() else None,
+            elsewhere=in_another_python(spec),
+        )
 
 
 def _print_dry_run(spec: JobSpec, script: str, as_json: bool) -> None:
@@ -234,10 +239,10 @@ def _follow_up(
 
 def _goes_on(run: RunDir, spec: JobSpec) -> str:
     """From where the run will train, by the same look at its checkpoints as its ranks will take."""
-    from clusterddp.training import checkpoint_file
+    from clusterddp.training import checkpoint_file, run_checkpoints
 
     try:
-        found = checkpoint_file.newest(run, lambda line: click.echo(line, err=True))
+        found = run_checkpoints.newest(run, lambda line: click.echo(line, err=True))
     except CheckpointError:
         found = None
     if found:

@@ -10,7 +10,6 @@ import click
 
 from clusterddp import launchers
 from clusterddp.cli import request_options, sbatch_variables, settings, short_lived
-from clusterddp.cli.inputs import make_sure
 from clusterddp.cli.job_spec import job_spec
 from clusterddp.cli.templates import SHIPPED
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, train_options
@@ -18,10 +17,9 @@ from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     RequestError,
-    SlurmError,
 )
-from clusterddp.run_dir import RunDir, run_folders, write_atomically
-from clusterddp.spec import JobSpec, submission_comment
+from clusterddp.run_dir import RunDir
+from clusterddp.spec import JobSpec
 
 
 class SubmitCommand(settings.SettingsCommand):
@@ -86,8 +84,7 @@ def command(
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
     with settings.naming_sources(ctx):
         spec = job_spec(ctx, run_name or _made_up_name(), options)
-    launcher = launchers.load(spec.launcher)
-    script = launcher.prepare(spec, _template_folder(options))
+    script = launchers.load(spec.launcher).prepare(spec, template_folder(options))
     if dry_run:
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
@@ -97,25 +94,15 @@ def command(
             click.echo(script, nl=False)
         return EXIT_DONE
     short_lived.go_on()
-    _check_inputs(spec)
-    if options["check"] and spec.launcher != "local":
-        _say_outlook(script)
-    with RunDir.create(spec, script) as run:
-        try:
-            keep_code(spec, run, options["snapshot_limit"])
-            submission = launcher.submit(spec, script, run)
-        except KeyboardInterrupt:
-            click.echo(
-                f"clusterddp: interrupted; the job may be queued. Look for it by its comment, "
-                f"{submission_comment(spec.run_name)}; its directory {run.path} is kept.",
-                err=True,
-            )
-            return EXIT_INTERRUPTED
-        except OSError as error:
-            raise SlurmError(
-                f"the run's records cannot be written: {error}. The job may be queued; look for it "
-                f"by its comment, {submission_comment(spec.run_name)}."
-            ) from None
+    from clusterddp import submitting  # what follows has no part in a dry run
+
+    try:
+        run, submission = submitting.submit(
+            spec, script, snapshot_limit_mb=options["snapshot_limit"], say=_say,
+            check=options["check"],
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     following = wait or submission.stop is not None
     if not as_json:
         _announce(spec, run, submission)
@@ -141,7 +128,7 @@ def _made_up_name() -> str:
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
-def _template_folder(options: dict[str, Any]) -> Path | None:
+def template_folder(options: dict[str, Any]) -> Path | None:
     """The folder of a person's own templates; it must be there when it was named."""
     path = Path(options["template"])
     if "/" in options["template"] and not path.is_file():
@@ -156,56 +143,8 @@ def _template_folder(options: dict[str, Any]) -> Path | None:
     return folder
 
 
-def _check_inputs(spec: JobSpec) -> None:
-    """Make sure on this side of the queue of what a task would otherwise miss."""
-    if Path(spec.run_dir).exists():
-        raise RequestError(
-            f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
-        )
-    if spec.train:
-        make_sure(spec.train, may_fetch=True)
-
-
-def _say_outlook(script: str) -> None:
-    """Slurm's own forecast on stderr; what can never run, sbatch refuses by itself."""
-    from clusterddp.slurm.sbatch import outlook
-
-    try:
-        found, words = outlook(script, os.environ)
-    except SlurmError as error:
-        found, words = False, f"Slurm could not be asked: {error}."
-    else:
-        words = f"Slurm says: {words}"
-        if not found:
-            words += (
-                ". Queued all the same, it waits for a node or a partition that is down, or for "
-                "ever: see sinfo."
-            )
-    click.echo(f"clusterddp: {'' if found else 'warning: '}{words}", err=True)
-
-
-def keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
-    """Copy a command's tree into the run, or note what it is like where it is not to be copied.
-
-    Raises RequestError when it is too large or cannot be read.
-    """
-    if not spec.command:
-        return
-    from clusterddp import snapshot
-
-    tree, taken = Path.cwd(), None
-    leave_out = run_folders(run)
-    if spec.snapshot is not False:
-        try:
-            taken = snapshot.take(tree, run.code, limit_mb=limit_mb, leave_out=leave_out)
-        except RequestError as error:
-            if spec.snapshot:  # it was asked for
-                raise
-            click.echo(f"clusterddp: warning: your code is not copied: {error}", err=True)
-    if taken is None:
-        taken = snapshot.fingerprint(tree, leave_out=leave_out)
-    if taken:
-        write_atomically(run.code_record, taken.to_json().encode())
+def _say(line: str) -> None:
+    click.echo(f"clusterddp: {line}", err=True)
 
 
 def _announce(spec: JobSpec, run: RunDir, submission: launchers.Submission) -> None:

@@ -60,6 +60,6 @@ def copy(name: str, target: Path) -> None:
 
 
 def _read(name: str) -> str:
-    from clusterddp.render import shipped_folder
+    from clusterddp.rendering import shipped_folder
 
     return (shipped_folder() / name).read_text()

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from clusterddp import stop
+from clusterddp import by_hand, stop
 from clusterddp.cli import short_lived
 from clusterddp.cli.train_options import config_from, train_options
 from clusterddp.dist_env import DistEnv
@@ -22,23 +22,68 @@ from clusterddp.dist_env import DistEnv
     show_default="jobs/train-<time>",
     help="Where metrics, checkpoints, the report and each rank's outcome go.",
 )
+@click.option("--rank", type=int, help="This rank, where ranks are started by hand; from 0.")
+@click.option("--world-size", type=int, help="How many ranks are started by hand.")
+@click.option(
+    "--master-addr",
+    metavar="HOST",
+    show_default="127.0.0.1",
+    help="The host of rank 0, where ranks are started by hand.",
+)
+@click.option("--master-port", type=int, help="A free port of that host, the same for all ranks.")
+@click.option(
+    "--local-world-size",
+    type=int,
+    show_default="all ranks",
+    help="Ranks on each host, where those that are started by hand are on several.",
+)
+@click.option(
+    "--local-rank",
+    type=int,
+    show_default="from --rank, host by host",
+    help="This rank among those of its host.",
+)
 @click.option("--own-log", is_flag=True, hidden=True)
 @click.option("--attempt", type=int, hidden=True)
 @click.option("--signal-lead", type=int, default=0, hidden=True)
 def command(
-    run_dir: Path | None, own_log: bool, attempt: int | None, signal_lead: int, **options: Any
+    run_dir: Path | None,
+    rank: int | None,
+    world_size: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+    local_world_size: int | None,
+    local_rank: int | None,
+    own_log: bool,
+    attempt: int | None,
+    signal_lead: int,
+    **options: Any,
 ) -> int:
-    """Train as one rank, which this process learns from its environment.
+    """Train as one rank, which this process learns from its environment, or from --rank.
 
     \b
     srun clusterddp train                                      ranks from Slurm's variables
     torchrun --nproc-per-node 2 --no-python clusterddp train   ranks from torchrun's
+    clusterddp train --rank 0 --world-size 2 --master-port N   by hand: --rank 1 in another shell
     clusterddp train                                           a single process
 
     A run directory that holds checkpoints is gone on with, from its newest.
     """
     config = config_from(options, click.get_current_context())
-    env = DistEnv.from_environ(os.environ)
+    env = by_hand.from_flags(
+        rank, world_size, master_addr, master_port, local_rank, local_world_size
+    )
+    if env:
+        for name in by_hand.foreign(os.environ):  # of a job in whose shell it was typed
+            del os.environ[name]
+        if env.world_size > 1:
+            click.echo(
+                f"clusterddp: rank {env.rank} waits up to {config.rendezvous_timeout} s for all "
+                f"{env.world_size} at {env.master_addr}:{env.master_port}",
+                err=True,
+            )
+    else:
+        env = DistEnv.from_environ(os.environ)
 
     def child() -> int:
         from clusterddp.worker import run_task

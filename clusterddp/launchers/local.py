@@ -60,8 +60,9 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
     )
     job_id = str(controller.pid)
     run.add_event(
-        "submitted", job_id=job_id, launcher="local", pid=controller.pid, host=socket.gethostname()
-    )
+        "submitted", job_id=job_id, launcher="local", pid=controller.pid,
+        host=socket.gethostname(), folder=str(Path.cwd()),
+    )  # fmt: skip
     # Reaped as soon as it ends, so that nobody takes the dead process for a living one.
     reaper = threading.Thread(target=controller.wait, daemon=True)
     reaper.start()

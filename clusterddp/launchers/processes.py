@@ -1,18 +1,23 @@
 """A group of task processes on this machine: started together, ended together, none left behind.
 
-Waits on events only: process ends come through pidfds (Linux 5.3), output through pipes.
+Waits on events only: process ends come through pidfds (Linux 5.3), output through pipes. How a
+process can begin is left to `start_methods`.
 """
 
+import codecs
 import contextlib
 import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from clusterddp.launchers.handles import Call, Handle, Program
 from clusterddp.supervise import die_with_parent
 
 
@@ -32,6 +37,7 @@ class TaskGroup:
     ) -> None:
         """`on_exit` is told the index and the status (-N for signal N) of each task as it ends."""
         self._on_exit = on_exit
+        self._show = _shown()
         self.kill_on_bad_exit = kill_on_bad_exit
         """Whether a task that fails ends the others."""
         self.kill_wait_seconds = kill_wait_seconds
@@ -53,15 +59,11 @@ class TaskGroup:
         """Start a task and return its index.
 
         Its output, stderr included, is appended to `output`, or is this process's own; with `tee`
-        it goes to both. Its stdin is empty. Raises OSError when it cannot be started.
+        it goes to both, here by way of sys.stdout. Its stdin is empty. Raises OSError when it
+        cannot be started.
         """
         parent = os.getpid()
-        log = reader = writer = None
-        try:
-            if output is not None:
-                log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            if tee and log is not None:
-                reader, writer = os.pipe()
+        with _output(output, tee=tee) as (log, reader, writer):
             stdout = log if writer is None else writer
             process = subprocess.Popen(
                 list(argv),
@@ -70,18 +72,41 @@ class TaskGroup:
                 stdout=stdout,
                 stderr=None if stdout is None else subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: _begin(parent),  # noqa: PLW1509 -- no threads here
+                preexec_fn=lambda: _begin(parent),  # noqa: PLW1509 -- only calls of the system
             )
-        except BaseException:
-            _close(log, reader)
-            raise
-        finally:
-            _close(writer)
-        pidfd = os.pidfd_open(process.pid)
-        task = _Task(process, pidfd, reader, log)
+        return self._take_in(Program(process), reader, log)
+
+    def call(
+        self,
+        method: str,
+        function: Callable[..., None],
+        arguments: tuple[Any, ...],
+        env: Mapping[str, str],
+        output: Path | None = None,
+        *,
+        tee: bool = False,
+    ) -> int:
+        """Start a task that calls a function, by a start method of multiprocessing, as `start`.
+
+        `start_methods.get_ready` comes first, once. Raises what pickling the arguments raises.
+        """
+        from multiprocessing.connection import Connection
+
+        from clusterddp.launchers import start_methods
+
+        with _output(output, tee=tee) as (log, reader, writer):
+            if writer is None:
+                process = start_methods.begin(method, function, arguments, env, output)
+            else:
+                with Connection(os.dup(writer), readable=False) as pipe:
+                    process = start_methods.begin(method, function, arguments, env, pipe)
+        return self._take_in(Call(process, method), reader, log)
+
+    def _take_in(self, process: Handle, reader: int | None, log: int | None) -> int:
+        task = _Task(process, reader, log)
         if reader is not None:
             self._selector.register(reader, selectors.EVENT_READ, task)
-        self._selector.register(pidfd, selectors.EVENT_READ, task)
+        self._selector.register(process.events, selectors.EVENT_READ, task)
         self._tasks.append(task)
         return len(self._tasks) - 1
 
@@ -140,78 +165,89 @@ class TaskGroup:
     def _take_events(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):
             task: _Task = key.data
-            if key.fd == task.pidfd:
-                self._selector.unregister(task.pidfd)
-                task.read_status()
+            if key.fd == task.process.events:
+                self._selector.unregister(key.fd)
+                task.status = task.process.status()
                 if self._on_exit and task.status is not None:
                     self._on_exit(self._tasks.index(task), task.status)
                 if task.status and self.first_failed is None and self._kill_at is None:
                     self.first_failed = self._tasks.index(task)
                     if self.kill_on_bad_exit:
                         self.terminate()
-            elif not task.copy_output():
+            elif not task.copy_output(self._show):
                 self._selector.unregister(key.fd)
 
     def _clear_away(self) -> None:
         """Kill what is left of the sessions; reap the leaders, whose ids are ours until then."""
         for task in self._tasks:
-            if task.process.returncode is None:
+            if not task.closed:
                 task.signal(signal.SIGKILL)
-                task.process.wait()
-                task.read_rest()
+                code = task.process.reap()
+                task.read_rest(self._show)
                 if task.status is None:
-                    task.status = task.process.returncode
-            task.close()
+                    task.status = code
+                task.close()
 
 
 class _Task:
     """One process with what this side holds of it."""
 
-    def __init__(
-        self,
-        process: "subprocess.Popen[bytes]",
-        pidfd: int,
-        reader: int | None,
-        log: int | None,
-    ) -> None:
+    def __init__(self, process: Handle, reader: int | None, log: int | None) -> None:
         self.process = process
-        self.pidfd: int | None = pidfd
         self.status: int | None = None
         self.reader = reader
         """Where a tee's output comes from."""
         self.log = log
+        self.closed = False
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                if self.status is not None:
+                    raise
+                os.kill(self.process.pid, number)  # it has yet to begin a session of its own
 
-    def read_status(self) -> None:
-        """How it ended, without reaping it: its process id must not be given away yet."""
-        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        assert found is not None, "its pidfd said that it has ended"
-        self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-
-    def copy_output(self) -> bool:
+    def copy_output(self, show: Callable[[bytes], None]) -> bool:
         """Pass on what it has printed; False when nothing will come any more."""
-        assert self.reader is not None and self.log is not None, "only a tee has output to copy"
+        assert self.reader is not None, "only a tee has output to copy"
         content = os.read(self.reader, 1 << 16)
         if content:
-            _write_all(self.log, content)
+            if self.log is not None:
+                _write_all(self.log, content)
             with contextlib.suppress(OSError):  # our own reader may have gone: the log has it
-                _write_all(1, content)
+                show(content)
         return bool(content)
 
-    def read_rest(self) -> None:
+    def read_rest(self, show: Callable[[bytes], None]) -> None:
         """What it printed last; a process that has left the session may still hold the pipe."""
         if self.reader is not None:
             os.set_blocking(self.reader, False)
             with contextlib.suppress(BlockingIOError):
-                while self.copy_output():
+                while self.copy_output(show):
                     pass
 
     def close(self) -> None:
-        _close(self.pidfd, self.reader, self.log)
-        self.pidfd = self.reader = self.log = None
+        _close(self.reader, self.log)
+        self.closed = True
+
+
+@contextlib.contextmanager
+def _output(path: Path | None, *, tee: bool) -> Iterator[tuple[int | None, int | None, int | None]]:
+    """A log to append to, and of a tee a pipe's both ends, of which this side keeps the reader."""
+    log = reader = writer = None
+    try:
+        if path is not None:
+            log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        if tee:
+            reader, writer = os.pipe()
+        yield log, reader, writer
+    except BaseException:
+        _close(log, reader)
+        raise
+    finally:
+        _close(writer)
 
 
 def _begin(parent: int) -> None:
@@ -229,3 +265,20 @@ def _close(*descriptors: int | None) -> None:
 def _write_all(descriptor: int, content: bytes) -> None:
     while content:
         content = content[os.write(descriptor, content) :]
+
+
+def _shown() -> Callable[[bytes], None]:
+    """Writes to sys.stdout, which in a notebook leads to its page and not to descriptor 1."""
+    try:
+        plain = sys.stdout.fileno() == 1
+    except (OSError, ValueError):
+        plain = False
+    if plain:
+        return lambda content: _write_all(1, content)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a letter
+
+    def show(content: bytes) -> None:
+        sys.stdout.write(decoder.decode(content))
+        sys.stdout.flush()
+
+    return show

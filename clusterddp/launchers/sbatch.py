@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from clusterddp import render
+from clusterddp import rendering
 from clusterddp.launchers import Submission
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec, submission_comment
@@ -11,7 +11,7 @@ from clusterddp.spec import JobSpec, submission_comment
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:
     """The script, rendered from the chosen template."""
-    return render.render(spec, template_folder)
+    return rendering.render(spec, template_folder)
 
 
 def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:

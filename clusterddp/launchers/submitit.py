@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp import forms, render, requeue
+from clusterddp import forms, rendering, requeue
 from clusterddp.attempt import Attempt
 from clusterddp.errors import EXIT_PAUSED, RequestError
 from clusterddp.launchers import Submission
@@ -178,7 +178,7 @@ def _folder(spec: JobSpec) -> Path:
 
 def _by_protocol(spec: JobSpec) -> bool:
     """Whether submitit can tell what its signal means: it compares with the limit of --time."""
-    timed = "time" in render.directive_values(spec)
+    timed = "time" in rendering.directive_values(spec)
     limit = forms.limit_seconds(spec.resources.time) if timed else None
     return spec.requeues and bool(spec.signal) and limit is not None
 
@@ -188,13 +188,13 @@ def _python(spec: JobSpec) -> str:
 
 
 def _task_argv(spec: JobSpec) -> list[str]:
-    return [spec.python, "-m", "clusterddp", *render.task_arguments(spec)]
+    return [spec.python, "-m", "clusterddp", *rendering.task_arguments(spec)]
 
 
 def _parameters(spec: JobSpec) -> dict[str, Any]:
     """submitit's parameters; directives go through `additional_parameters`, values as they are."""
     resources = spec.resources
-    wanted = render.directive_values(spec)
+    wanted = rendering.directive_values(spec)
     limit = forms.limit_seconds(wanted.get("time") or "")
     if spec.signal:  # to the tasks, where submitit listens
         wanted["signal"] = spec.signal.removeprefix("B:")
@@ -210,7 +210,7 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
         "time": None if limit is None else math.ceil(limit / 60),
         "wckey": None,
         "job_name": _escaped(wanted.pop("job-name", None)),
-        "setup": render.render(replace(spec, template=render.SUBMITIT_SETUP)).split("\n"),
+        "setup": rendering.render(replace(spec, template=rendering.SUBMITIT_SETUP)).split("\n"),
         "additional_parameters": {
             # submitit always asks Slurm for a signal ahead of the time limit, which would end the
             # tasks: unless one was asked for, let it be one that does nothing.

@@ -103,6 +103,7 @@ def decide(
     _check_torch(hellos)
     _check_kinds(hellos)
     _check_gpus(hellos)
+    _check_ranks(config, len(hellos))
     kind = hellos[0].kind
     backend = config.backend
     threads = config.threads or min(hello.threads for hello in hellos)
@@ -158,7 +159,21 @@ def _wants_graph(
             "through the hosts, which a graph cannot hold. Use --backend nccl, or --cuda-graph off."
         )
     fits = world_size == 1 and precision != "fp16" and not config.compile
+    fits = fits and config.strategy != "dp"  # whose parts are copied to their GPUs at every step
     return kind == "cuda" and (config.cuda_graph == "on" or (config.cuda_graph == "auto" and fits))
+
+
+def _check_ranks(config: TrainConfig, world_size: int) -> None:
+    if config.strategy != "ddp" and world_size > 1:
+        raise TrainingError(
+            f"--strategy {config.strategy} trains in one process, but {world_size} were started. "
+            "Start one, or use --strategy ddp."
+        )
+    if config.profile and int(config.profile) >= world_size:
+        raise TrainingError(
+            f"--profile {config.profile}: there is no such rank; the {world_size} that were "
+            "started are numbered from 0."
+        )
 
 
 def _check_torch(hellos: Sequence[Hello]) -> None:

@@ -9,8 +9,6 @@ import hashlib
 import io
 import pickle
 import platform
-import random
-import struct
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,17 +25,9 @@ from clusterddp.errors import CheckpointError
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import checkpoint_file
 from clusterddp.training.checkpoint_file import Best
-from clusterddp.training.rendezvous import PeerError
+from clusterddp.training.messages import PeerError
 
 FORMAT = 2
-
-# Random states in bytes: the layout's number and the lengths of torch's two; then Python's
-# `random` (its 625 integers, whether half of a Gaussian pair waits, and it), then numpy's
-# (624 integers, place, the same two; nothing but zeros where its generator is another).
-_LAYOUT = 1
-_HEADER = struct.Struct("<3I")
-_PYTHON = struct.Struct("<625IId")
-_NUMPY = struct.Struct("<624IIId")
 # Of a checkpoint, in one exchange: a network stack may want to hold it twice.
 _PIECE_BYTES = 64 << 20
 
@@ -83,7 +73,7 @@ class Restored:
     position: Position
     best: Best | None
     random_states: Tensor | None
-    """As `gather_random_states` gave them; one row a rank of the world that saved."""
+    """As `random_states.gather` gave them; one row a rank of the world that saved."""
     scaler: dict[str, Any]
     """Of fp16's loss scale; empty at other precisions."""
     world_size: int
@@ -174,7 +164,8 @@ def load_together(path: Path, device: torch.device) -> dict[str, Any]:
         raise PeerError(f"rank 0 could not read the checkpoint {path}. Its log says why.")
     for begin in range(0, int(size), _PIECE_BYTES):
         if first:
-            piece = _tensor(data[begin : begin + _PIECE_BYTES]).to(on)
+            own = bytearray(data[begin : begin + _PIECE_BYTES])
+            piece = torch.frombuffer(own, dtype=torch.uint8).to(on)
         else:
             count = min(int(size) - begin, _PIECE_BYTES)
             piece = torch.empty(count, dtype=torch.uint8, device=on)
@@ -256,75 +247,6 @@ def restore(
         ) from None
 
 
-def random_state(device: torch.device) -> Tensor:
-    """All random generators of this rank as bytes, of one length on all ranks of a kind.
-
-    torch's own, Python's `random` and numpy's global one; on a GPU that of the device too.
-    """
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
-    _, integers, waiting = random.getstate()
-    data = bytearray(_HEADER.pack(_LAYOUT, len(cpu), len(cuda)))
-    data += _PYTHON.pack(*integers, waiting is not None, waiting or 0.0)
-    kind = np.random.get_state(legacy=False)
-    if isinstance(kind, dict) and kind["bit_generator"] == "MT19937":
-        twister = kind["state"]
-        data += _NUMPY.pack(
-            *twister["key"].tolist(), twister["pos"], kind["has_gauss"], kind["gauss"]
-        )
-    else:
-        data += bytes(_NUMPY.size)
-    for state in (cpu, cuda):
-        data += state.to(torch.uint8).numpy().tobytes()
-    return torch.frombuffer(data, dtype=torch.uint8).clone()
-
-
-def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Give this rank's generators back what `random_state` returned.
-
-    On another kind of device its own generator is left as it is. Raises CheckpointError when the
-    bytes are none of ours, or of a torch whose generator is another.
-    """
-    data = state.detach().cpu().contiguous().numpy().tobytes()
-    try:
-        layout, cpu_bytes, cuda_bytes = _HEADER.unpack_from(data)
-        if layout != _LAYOUT:
-            raise ValueError(f"layout {layout}")
-        place = _HEADER.size
-        *integers, waits, waiting = _PYTHON.unpack_from(data, place)
-        place += _PYTHON.size
-        *key, position, has_gauss, gauss = _NUMPY.unpack_from(data, place)
-        place += _NUMPY.size
-        if len(data) != place + cpu_bytes + cuda_bytes:
-            raise ValueError(f"{len(data)} bytes")
-        torch.set_rng_state(_tensor(data[place : place + cpu_bytes]))
-        if cuda_bytes and device.type == "cuda":
-            torch.cuda.set_rng_state(_tensor(data[place + cpu_bytes :]), device)
-        random.setstate((3, tuple(integers), waiting if waits else None))
-        if any(key):
-            words = np.array(key, dtype=np.uint32)
-            np.random.set_state(("MT19937", words, position, has_gauss, gauss))
-    except (struct.error, ValueError, TypeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the random states of the checkpoint cannot be taken up again: {error}. "
-            "Resume with the versions that wrote it."
-        ) from None
-
-
-def gather_random_states(device: torch.device) -> Tensor | None:
-    """The random states of all ranks on rank 0, shape (world size, bytes); None on the others.
-
-    Collective over the default process group: every rank calls it.
-    """
-    own = random_state(device)
-    if dist.get_backend() == "nccl":
-        own = own.to(device)
-    first = dist.get_rank() == 0
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())] if first else None
-    dist.gather(own, rows, dst=0)
-    return torch.stack(rows).cpu() if rows else None
-
-
 def weights_sha256(model: nn.Module) -> str:
     """A digest of all weights by name, type, shape and bytes: equal only for equal weights."""
     digest = hashlib.sha256()
@@ -348,7 +270,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_copied(item) for item in value)
     return value
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

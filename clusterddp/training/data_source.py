@@ -1,7 +1,6 @@
 """How MNIST comes to its place: fetched from its mirrors, or imported from a folder or archive.
 
-Every set is made whole in a draft folder beside its place, checked there, and renamed into place,
-so that an interrupted or concurrent writer never leaves half a set.
+Either way it is made in a draft folder (`data_draft`), and checked there.
 """
 
 import contextlib
@@ -10,11 +9,9 @@ import http.client
 import io
 import lzma
 import os
-import shutil
 import socket
 import sys
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,12 +31,12 @@ from clusterddp.training.data import (
     missing_files,
     ways,
 )
+from clusterddp.training.data_draft import DRAFT_PREFIX, draft_beside, put_into_place
 
 # A mirror that does not answer: torchvision itself would wait for the kernel's two minutes a try.
 _NETWORK_TIMEOUT_SECONDS = 30
 # More than any MNIST-shaped set has in a file; what a small archive can unpack to is not bounded.
 _LARGEST_FILE_BYTES = 1 << 30
-_DRAFT_PREFIX = ".draft-"
 _UNREADABLE = (OSError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError)
 
 
@@ -142,7 +139,7 @@ def _offered(source: Path) -> Iterator[list[_Offer]]:
     if os.path.isdir(source):  # noqa: PTH112 -- answers where Path's raises: no permission
         offers = []
         for place, folders, names in os.walk(source, onerror=_refuse):
-            folders[:] = sorted(name for name in folders if not name.startswith(_DRAFT_PREFIX))
+            folders[:] = sorted(name for name in folders if not name.startswith(DRAFT_PREFIX))
             for path in (Path(place, name) for name in sorted(names)):
                 # os.path's isfile answers where Path's raises; it keeps a pipe from blocking us.
                 if idx.standard_name(path.name) and os.path.isfile(path):  # noqa: PTH113
@@ -234,74 +231,6 @@ def _copy(offer: _Offer, target: Path) -> None:
                 file.write(block)
                 if file.tell() > _LARGEST_FILE_BYTES:
                     raise DataError(f"{offer.path} unpacks to over 1 GiB; it is no such set.")
-
-
-@contextmanager
-def draft_beside(root: Path) -> Iterator[Path]:
-    """A root with an empty MNIST/raw, on the file system of the set's place; gone afterwards.
-
-    Raises DataError where the folder cannot be made or written.
-    """
-    home = root / "MNIST"
-    made_root = not root.exists()
-    draft = None
-    try:
-        draft = _make_draft(home)
-        (draft / idx.RAW).mkdir(parents=True)
-        yield draft
-    except OSError as error:
-        raise DataError(
-            f"cannot write the dataset to {root}: {_words(error)}. Choose with --data-dir a folder "
-            "that you can write and that has room."
-        ) from None
-    finally:
-        if draft:
-            shutil.rmtree(draft, ignore_errors=True)
-        for place in (home, *([root] if made_root else [])):
-            try:
-                place.rmdir()  # only what was left empty, after a failure
-            except OSError:
-                pass
-
-
-def _make_draft(home: Path) -> Path:
-    for _ in range(100):
-        home.mkdir(parents=True, exist_ok=True)
-        try:
-            return Path(tempfile.mkdtemp(prefix=_DRAFT_PREFIX, dir=home))
-        except FileNotFoundError:
-            pass  # another process failed just now and took the empty folder away
-    raise OSError(f"{home} vanishes as often as it is made")
-
-
-def put_into_place(draft: Path, root: Path) -> None:
-    """Move a whole set from its draft to its place; a set that is there already stays.
-
-    Raises DataError when the files in place differ from the draft's: nothing is overwritten.
-    """
-    source, target = draft / idx.RAW, root / idx.RAW
-    for path in source.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    try:
-        os.rename(source, target)  # noqa: PTH104 -- fails, as wanted, on a non-empty target
-        return
-    except OSError:
-        if not target.is_dir():
-            raise
-    # The folder is there: another process was faster, or it holds archives or a part of the set.
-    recorded = idx.read_sums(target)
-    for name in idx.FILES:
-        new = idx.digest(source / name)
-        old = idx.digest(target / name) if (target / name).exists() else new
-        if old != new or recorded.get(name, new) != new:
-            raise DataError(
-                f"{target} holds another dataset already, or a damaged one: {name} there differs. "
-                "Nothing was changed. Move that folder away, or choose another --data-dir."
-            )
-    for name in (*idx.FILES, idx.SUMS):
-        if not (target / name).exists():
-            (source / name).replace(target / name)
 
 
 def _words(error: BaseException) -> str:

@@ -1,5 +1,7 @@
-"""How a rank comes by its two sets: from its node's one copy in memory, or read image by image."""
+"""How a rank comes by its two sets: from its node's one copy in memory, read image by image, or
+from a person's own function."""
 
+import socket
 from collections.abc import Callable
 
 import torch
@@ -7,11 +9,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp.dist_env import DistEnv
-from clusterddp.errors import DataError
+from clusterddp.errors import ClusterDDPError, DataError
 from clusterddp.train_config import TrainConfig
-from clusterddp.training import data, node_data, rendezvous
+from clusterddp.training import data, messages, node_data
 from clusterddp.training.images import Images
 from clusterddp.training.loader import Loaded
+from clusterddp.training.own_data import OwnSets
 
 Sets = tuple[Images | Loaded, Images | Loaded, node_data.Held | None]
 
@@ -20,20 +23,33 @@ def obtain(
     config: TrainConfig,
     env: DistEnv,
     store: Store,
-    reading: node_data.Reading | None,
+    reading: node_data.Reading | OwnSets | None,
     device: torch.device,
     say: Callable[[str], None],
+    *,
+    data_sha256: str,
 ) -> Sets:
     """The training set, the test set, and what this rank holds of them for others until `close`.
 
     Collective over the default process group. With --data-pipeline memory the first rank of a node
     reads the files and the others map what it has read; a rank that cannot says so and reads them.
-    reading: on the first rank of a node, what it has begun to read.
+    reading: on the first rank of a node, what it has begun to read; of a person's own dataset on
+        every rank.
+    data_sha256: the fingerprint that rank 0 has found; an own set has to be that on every rank.
 
-    Raises DataError when there is no whole set here, and PeerError where the rank that was to read
-    it failed.
+    Raises DataError when there is no whole set here, PeerError where the rank that was to read
+    it failed, and TrainingError where a person's function fails.
     """
     key = f"data/{env.node_rank}"
+    if isinstance(reading, OwnSets):
+        _in_turn(reading, env, store, key)
+        if reading.fingerprint() != data_sha256:
+            raise DataError(
+                f"--dataset {config.dataset} gives rank {env.rank} on {socket.gethostname()} "
+                "another set than rank 0. Every rank has to get the same images in the same "
+                "order: seed what is random, sort what is listed."
+            )
+        return (*reading.on(device), None)
     held, fault = None, None
     if env.local_rank == 0:
         try:
@@ -43,7 +59,7 @@ def obtain(
         except DataError as error:
             fault = error
         offer = {"error": str(fault)} if fault else held.offer() if held else {}
-        rendezvous.tell(store, key, offer)
+        messages.tell(store, key, offer)
     dist.barrier()
     if fault:  # only now: the others would wait here for this rank
         raise fault
@@ -60,12 +76,35 @@ def obtain(
     return train, test, held
 
 
+def _in_turn(sets: OwnSets, env: DistEnv, store: Store, key: str) -> None:
+    """Have a function that downloads do so once: rank 0 has called it already, then comes the
+    first rank of every node, then all others.
+    """
+    fault = None
+    if env.local_rank == 0:
+        try:
+            sets.load()
+        except ClusterDDPError as error:
+            fault = error
+        messages.tell(store, key, {"error": str(fault)} if fault else {})
+    dist.barrier()
+    if fault:  # only now: the others would wait here for this rank
+        raise fault
+    if env.local_rank:
+        offer = messages.ask(store, env, key, "the word of its node's first rank")
+        if offer and "error" in offer:
+            raise messages.PeerError(
+                f"the first rank of this node has no dataset: {offer['error']}"
+            )
+        sets.load()
+
+
 def _take(
     config: TrainConfig, env: DistEnv, store: Store, key: str, say: Callable[[str], None]
 ) -> node_data.Held:
-    offer = rendezvous.ask(store, env, key, "the offer of its node's first rank")
+    offer = messages.ask(store, env, key, "the offer of its node's first rank")
     if offer and "error" in offer:
-        raise rendezvous.PeerError(f"the first rank of this node has no dataset: {offer['error']}")
+        raise messages.PeerError(f"the first rank of this node has no dataset: {offer['error']}")
     try:
         return node_data.take(offer or {})
     except (OSError, ValueError, LookupError, TypeError) as error:

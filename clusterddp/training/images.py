@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from clusterddp.errors import DataError
 from clusterddp.training.data import PIXEL_MEAN, PIXEL_STD
 
 # Images that are put in order at once: enough to make it cheap, little beside the set itself.
@@ -13,14 +14,14 @@ _STRETCH = 8192
 
 
 class Images:
-    """A set of images as two tensors of bytes (47 MB for MNIST); a batch is a slice of them.
+    """A set of images as two tensors (of bytes, MNIST has 47 MB); a batch is a slice of them.
 
     Batches stay bytes until `as_images` makes images of them, within the step: reading 64 images
     one by one costs as much as training on them.
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
-        """pixels: (N, 28, 28), bytes; labels: (N,), int64."""
+        """pixels: (N, 28, 28), bytes, or (N, …), float32; labels: (N,), int64."""
         self._pixels = pixels.to(device)
         self._labels = labels.to(device)
 
@@ -28,7 +29,7 @@ class Images:
         return len(self._labels)
 
     def batches(self, order: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes (N, 28, 28) and labels (N,), in the order of these indices."""
+        """Images as they were given, and labels (N,), in the order of these indices."""
         stretch = max(_STRETCH // batch_size, 1) * batch_size
         order = order.to(self._labels.device)
         for begin in range(0, len(order), stretch):
@@ -38,9 +39,25 @@ class Images:
                 some = slice(start, start + batch_size)
                 yield pixels[some], labels[some]
 
+    def expect(self, classes: int) -> None:
+        """Raise DataError when a label is none of so many classes."""
+        check_labels(self._labels, classes)
+
+
+def check_labels(labels: Tensor, classes: int | None) -> None:
+    """Raise DataError when one of them is negative, or none of so many classes."""
+    lowest, highest = (int(each) for each in labels.aminmax())
+    if lowest < 0:
+        raise DataError(f"label {lowest} is negative; classes are numbered from 0.")
+    if classes is not None and highest >= classes:
+        raise DataError(
+            f"label {highest} is none of the {classes} classes that the model scores, which are "
+            f"numbered from 0 to {classes - 1}."
+        )
+
 
 def as_images(batch: Tensor) -> Tensor:
-    """A batch as normalised images (N, 1, 28, 28): made of bytes (N, 28, 28), or as they came.
+    """A batch as normalised images (N, 1, H, W): made of bytes (N, H, W), or as they came.
 
     With the very values that torchvision's ToTensor and Normalize give, as it goes their steps.
     """

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from clusterddp import extras
 from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.run_dir import RunDir
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import device as devices
-from clusterddp.training import lookups, optimizer, rendezvous, start
+from clusterddp.training import lookups, optimizer, parallel, rendezvous, start
 from clusterddp.training.agreement import Agreement, Hello
 
 
@@ -71,6 +72,8 @@ def join(
     agreed = Agreement.from_dict(verdict)
     device = torch.device(hello.device)
     _settle(agreed, device, environ, deterministic=config.deterministic)
+    if config.profile:
+        environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library tells what it does
     if asked and agreed.backend == "gloo" and lookups.GLOO_INTERFACE not in environ:
         interface = asked.gloo_interface()
         if interface:
@@ -90,6 +93,9 @@ def _identity(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
+    absent = extras.missing(config)
+    if absent:
+        raise TrainingError(absent)
     choice = devices.choose(
         config.device,
         visible=torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -101,6 +107,12 @@ def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) ->
     gpu = ""
     if choice.kind == "cuda":
         gpu = _take_gpu(choice.index)
+    warning = choice.warning
+    if config.strategy == "dp" and parallel.gpus_of_one_process("dp", choice.kind) < 2:
+        warning = warning or (
+            f"--strategy dp has {'one GPU' if choice.kind == 'cuda' else 'no GPU'} here: it trains "
+            f"on {choice.name} alone, as --strategy single does"
+        )
     return Hello(
         rank=env.rank,
         world_size=env.world_size,
@@ -113,7 +125,7 @@ def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) ->
         threads=usable_threads(environ, env.local_world_size),
         torch=torch.__version__,
         bf16=devices.computes_in_bf16(choice.kind),
-        warning=choice.warning,
+        warning=warning,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from clusterddp.dist_env import DistEnv
-from clusterddp.training import rendezvous
+from clusterddp.training.bounded_call import bounded
 
 # What torch says when the other end of an exchange has gone: gloo finds
 # its sockets reset or closed, NCCL aborts or times out.
@@ -32,7 +32,7 @@ def break_off(env: DistEnv, say: Callable[[str], None]) -> None:
     abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
     leave = abort if dist.get_backend() == "nccl" else dist.destroy_process_group
     try:
-        rendezvous.bounded(lambda: (leave(), True), 1.0 if env.world_size == 1 else 5.0)
+        bounded(lambda: (leave(), True), 1.0 if env.world_size == 1 else 5.0)
     except Exception as error:
         say(f"leaving the process group: {error or 'it did not answer'}")
 

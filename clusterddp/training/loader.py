@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from clusterddp.training.images import check_labels
+
 
 class Loaded:
     """As `images.Images`, over any map-style dataset of (image, label) pairs."""
@@ -16,12 +18,16 @@ class Loaded:
     def __init__(self, dataset: Any, device: torch.device, workers: int) -> None:
         """workers: processes that read ahead; with 0 the rank reads by itself."""
         self._dataset, self._device, self._workers = dataset, device, workers
+        self._classes: int | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def batches(self, order: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images (N, ...) and labels (N,), in the order of these indices."""
+        """Images (N, …) and labels (N,), int64, in the order of these indices.
+
+        Raises DataError for a label that is none of the classes.
+        """
         indices = order.tolist()
         cuts = range(0, len(indices), batch_size)
         loader: DataLoader[Any] = DataLoader(
@@ -35,10 +41,17 @@ class Loaded:
             generator=torch.Generator().manual_seed(_seed(order)),
         )
         for images, labels in loader:
+            check_labels(labels, self._classes)  # on a GPU a wrong one breaks all that follows
             yield (
-                images.to(self._device, non_blocking=True),
-                labels.to(self._device, non_blocking=True),
+                (images.float() if images.is_floating_point() else images).to(
+                    self._device, non_blocking=True
+                ),
+                labels.long().to(self._device, non_blocking=True),
             )
+
+    def expect(self, classes: int) -> None:
+        """Refuse, as they come, labels that are none of so many classes."""
+        self._classes = classes
 
 
 def _leave_signals_to_the_rank(_: int) -> None:

@@ -3,36 +3,33 @@
 import math
 import sys
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from clusterddp.attempt import Attempt, attempts
 from clusterddp.errors import CheckpointError, TrainingError
+from clusterddp.interval import Interval
+from clusterddp.run_dir import read_json_lines
 from clusterddp.stop import REASONS, StopRequest
-from clusterddp.train_config import Interval, TrainConfig
-from clusterddp.training import checkpoint, memory, models, optimizer, parallel
+from clusterddp.train_config import TrainConfig
+from clusterddp.training import evaluation, pace, random_states, sync_batchnorm
 from clusterddp.training.agreement import Agreement
-from clusterddp.training.augment import AUGMENTATIONS
-from clusterddp.training.checkpoint import Position
 from clusterddp.training.checkpoint_file import Best
-from clusterddp.training.compiled import Compiled
 from clusterddp.training.deadline import Deadline
-from clusterddp.training.graph import GraphedStep
-from clusterddp.training.images import Images, as_images, evaluation_order, training_order
+from clusterddp.training.images import Images, training_order
+from clusterddp.training.learner import Learner
 from clusterddp.training.loader import Loaded
-from clusterddp.training.metrics import Figures, Journal, Tally
+from clusterddp.training.metrics import Figures, Journal
+from clusterddp.training.optimizer import Schedule
+from clusterddp.training.phases import Phase, Progress
 from clusterddp.training.poll import Poll
+from clusterddp.training.profiling import Profiler
 from clusterddp.training.saver import Saver
-from clusterddp.training.step import Step
-from clusterddp.training.watchdog import Phase, Progress
+from clusterddp.training.tensorboard import Board
 
-# Images a rank evaluates at once; it changes the speed and the memory, not the result.
-_EVALUATION_BATCH = 1000
 # Until then an attempt has saved once, so that it knows what that costs.
 _FIRST_SAVE_SECONDS = 40.0
 
@@ -66,44 +63,31 @@ class Training:
         self.progress = progress or Progress()
         self.deadline = deadline or Deadline()
 
-        if device.type == "cpu":
-            memory.keep_freed()
-        torch.manual_seed(config.seed)  # the same weights on every rank
-        self.model = models.build(config.model).to(device)
-        # Convolutions are faster in this layout, on CPUs as on GPUs.
-        self.model = self.model.to(memory_format=torch.channels_last)
-        self.optimizer = optimizer.build(config, self.model, captured=agreed.cuda_graph)
-        self.position = Position()
-        self.best: Best | None = None
-        self._scaler_state: dict[str, Any] = {}
-        torch.manual_seed(config.seed + rank)  # from here on each rank draws its own numbers
-        if agreed.resume:
-            self._restore(Path(agreed.resume), resume_content)
-        self.tally = Tally(device)
-        self.ddp = parallel.wrap(self.model, config, self.world_size, captured=agreed.cuda_graph)
-        self.step = Step(
-            Compiled(self.ddp) if config.compile else self.ddp,
-            self.optimizer,
-            self.tally,
+        self.learner = Learner(
+            config,
+            agreed,
+            rank=rank,
             device=device,
-            precision=agreed.precision,
-            accumulate=config.accumulate,
-            label_smoothing=config.label_smoothing,
             mark=lambda phase: self.progress.mark(self.position.step + 1, phase),
+            resume_content=resume_content,
         )
-        if self._scaler_state and self.step.scaler.is_enabled():
-            self.step.scaler.load_state_dict(self._scaler_state)
-        self._train = (
-            GraphedStep(self.step, self.model, agreed.batch_size)
-            if agreed.cuda_graph
-            else self.step
-        )
-        self._augment = AUGMENTATIONS[config.augment]
-        self.schedule = optimizer.Schedule(config, agreed.reference_world_size, len(train_set))
+        self.model, self.optimizer = self.learner.model, self.learner.optimizer
+        self.position, self.tally = self.learner.position, self.learner.tally
+        self.paces = pace.Paces()
+        self.schedule = Schedule(config, agreed.reference_world_size, len(train_set))
         self.saving = Interval.parse("--save-every", config.save_every, minutes=True)
         self.evaluating = Interval.parse("--eval-every", config.eval_every)
         self.last_step = config.max_steps or sys.maxsize
         self.journal = Journal(attempt, rank, self.position, self._planned_steps())
+        if config.tensorboard and rank == 0:
+            history = read_json_lines(attempt.metrics)
+            self.journal.board = Board(
+                attempt.path / "tensorboard", config, history, self.journal.say
+            )
+        self.profiler = Profiler(
+            attempt.path / "profile", rank, config.profile, device,
+            self.journal.say if rank == 0 else partial(print, flush=True),
+        )  # fmt: skip
         self.saver = (
             Saver(
                 attempt.checkpoints,
@@ -119,14 +103,32 @@ class Training:
             if rank == 0
             else None
         )
+        self.ranks: list[dict[str, Any]] = []
+        """What became of each, once all is done."""
         self.poll = Poll(device)
         self.start_step = self.position.step
-        self.accuracy = self.loss = math.nan
-        """Over the whole test set, when it was last evaluated."""
+        self.warnings = list(agreed.warnings)
+        """What its person should know."""
+        poor = sync_batchnorm.poor_statistics(self.model, config, agreed)
+        if poor:
+            self.warnings.append(poor)
+            self.journal.say(f"warning: {poor}")
+        self.result: evaluation.Result | None = None
+        """Of the whole test set, when it was last evaluated."""
         self._saved = self.position.step if agreed.resume else -1
         self._random_states: Tensor | None = None  # of all ranks, when that was
         self._evaluated = -1  # the step at which it was last done
         self._saved_at = self._began = time.monotonic()
+
+    @property
+    def accuracy(self) -> float:
+        """Over the whole test set, when it was last evaluated; NaN before."""
+        return self.result.accuracy if self.result else math.nan
+
+    @property
+    def loss(self) -> float:
+        """Mean over the whole test set, when it was last evaluated; NaN before."""
+        return self.result.loss if self.result else math.nan
 
     def run(self) -> str:
         """Train until the last epoch or `max_steps`, then evaluate; save in any case.
@@ -138,7 +140,8 @@ class Training:
         position = self.position
         self.progress.mark(position.step, Phase.START)
         if self.world_size > 1:
-            self._settle_buckets()
+            [batch] = self.train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
+            self.learner.settle(*batch)
         self.tally.restart()
         reason = self._ask()  # a request may have come during the imports
         while not reason and position.epoch < self.config.epochs and position.step < self.last_step:
@@ -146,9 +149,11 @@ class Training:
             if not reason and position.samples >= len(self.train_set):
                 position.next_epoch()
                 self._pause("epoch", position.epoch)
+        self.profiler.close()
         self._log()
         if not reason:
             self._evaluate()
+            self.ranks = pace.of_ranks(self.paces, self.device)
         self._save()
         self._finish_saving(must=not reason)
         self.progress.mark(position.step, Phase.DONE)
@@ -168,10 +173,10 @@ class Training:
             seen=position.samples,
         )
         for images, labels in self.train_set.batches(order, self.agreed.batch_size):
-            self.step.set_lr(self.schedule.lr(position))
-            self._train(self._augment(images), labels)
-            position.advance(len(labels) * self.world_size)
+            self.learner.step.set_lr(self.schedule.lr(position))
+            self.learner.learn(images, labels)
             self.journal.step()
+            self.profiler.step()
             if position.step % self.config.log_every == 0:
                 self._log()
             self._pause("step", position.step)
@@ -183,22 +188,6 @@ class Training:
                     return reason
             progress.mark(position.step + 1, Phase.DATA)
         return ""
-
-    def _settle_buckets(self) -> None:
-        """Have DDP arrange its buckets before the first step rather than after it.
-
-        It does so once, in the order in which the first backward pass yields gradients; sums over
-        four ranks and more can depend on the arrangement. So a run that goes on from a checkpoint
-        would do its first step with other sums than a run in one piece. (torch's Reducer,
-        `rebuild_buckets`; in evaluation mode no statistics and no random numbers are touched.)
-        """
-        self.model.eval()
-        [(images, labels)] = self.train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
-        with self.step.autocast():
-            loss = cross_entropy(self.ddp(as_images(images)).float(), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.zero_grad()
-        self.model.train()
 
     def _ask(self) -> str:
         """All ranks together: the reason to stop here, if any has one; saves where it is time."""
@@ -229,7 +218,7 @@ class Training:
         if self.evaluating.due(unit, count):
             self._log()
             self._evaluate()
-            if self.best and self.best.step == self.position.step:
+            if self.learner.best and self.learner.best.step == self.position.step:
                 self._save()  # the best one is kept
         if self.saving.due(unit, count):
             self._log()
@@ -239,7 +228,9 @@ class Training:
         if not self.tally.steps:
             return
         self.progress.mark(self.position.step, Phase.LOG)
-        loss, accuracy, count = self.tally.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        loss, accuracy, paces = self.tally.collect(self.learner.waiting.take())
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss} by step {self.position.step}: the weights are lost. "
@@ -247,48 +238,33 @@ class Training:
             )
         seconds = self.tally.lap()
         self.position.seconds += seconds
+        self.paces.add(paces)
         rate = self.schedule.lr(self.position)
-        self.journal.train(self.position, Figures(loss, accuracy, rate, count / seconds))
+        figures = Figures(loss, accuracy, rate, paces.images / seconds)
+        self.journal.train(self.position, figures, paces.images_per_second)
 
     def _evaluate(self) -> None:
         if self._evaluated == self.position.step:
             return
         began = time.perf_counter()
-        self.accuracy, self.loss = self._test()
+        step = self.position.step
+        self.result = evaluation.evaluate(
+            self.model,
+            self.test_set,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.device,
+            autocast=self.learner.step.autocast,
+            mark=lambda phase: self.progress.mark(step, phase),
+        )
+        accuracy, loss = self.result.accuracy, self.result.loss
         speed = len(self.test_set) / (time.perf_counter() - began)
         rate = self.schedule.lr(self.position)
-        self.journal.evaluation(self.position, Figures(self.loss, self.accuracy, rate, speed))
-        self._evaluated = self.position.step
-        if self.best is None or self.accuracy > self.best.accuracy:
-            self.best = Best(self.accuracy, self.position.step)
+        self.journal.evaluation(self.position, Figures(loss, accuracy, rate, speed))
+        self._evaluated = step
+        if self.learner.best is None or accuracy > self.learner.best.accuracy:
+            self.learner.best = Best(accuracy, step)
         self.tally.restart()
-
-    def _test(self) -> tuple[float, float]:
-        """Accuracy and mean loss over the whole test set, every image counted once.
-
-        Takes the bare module: shares may differ in length, and DDP's forward would wait for ranks
-        that have no batch left.
-        """
-        step = self.position.step
-        for buffer in self.model.buffers():  # of rank 0, as saved; DDP does so before each forward
-            dist.broadcast(buffer, src=0)
-        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
-        self.model.eval()
-        with torch.no_grad():
-            share = evaluation_order(len(self.test_set), self.rank, self.world_size)
-            for images, labels in self.test_set.batches(share, _EVALUATION_BATCH):
-                self.progress.mark(step, Phase.EVALUATE)
-                with self.step.autocast():
-                    scores = self.model(as_images(images))
-                totals[0] += cross_entropy(scores.float(), labels, reduction="sum")
-                totals[1] += (scores.argmax(1) == labels).sum()
-                totals[2] += len(labels)
-        self.model.train()
-        self.progress.mark(step, Phase.COUNT)
-        dist.all_reduce(totals)
-        loss_sum, correct, count = totals.tolist()
-        assert count == len(self.test_set), f"{count} of {len(self.test_set)} images were counted"
-        return correct / count, loss_sum / count
 
     def _save(self) -> None:
         """Rank 0 copies the state and has it written behind the training's back."""
@@ -296,27 +272,12 @@ class Training:
             return
         self.progress.mark(self.position.step, Phase.SAVE)
         began = time.perf_counter()
-        self._random_states = checkpoint.gather_random_states(self.device)
+        self._random_states = random_states.gather(self.device)
         if self.saver:
-            content = self._content()
+            content = self.learner.collect(self._random_states)
             self.saver.save(content, time.perf_counter() - began)
         self._saved, self._saved_at = self.position.step, time.monotonic()
         self.tally.restart()
-
-    def _content(self) -> dict[str, Any]:
-        return checkpoint.collect(
-            config=self.config,
-            model=self.model,
-            optimizer=self.optimizer,
-            position=self.position,
-            world_size=self.world_size,
-            global_batch_size=self.agreed.global_batch_size,
-            data_sha256=self.agreed.data_sha256,
-            best=self.best,
-            random_states=self._random_states,
-            scaler=self.step.scaler.state_dict(),
-            precision=self.agreed.precision,
-        )
 
     def _finish_saving(self, *, must: bool) -> None:
         """Rank 0 waits until the last checkpoint is on the disk, and tries once more where it
@@ -324,27 +285,13 @@ class Training:
         """
         if self.saver is None or self.saver.wait() or self._saved == self.start_step:
             return
-        self.saver.save(self._content(), 0.0)
+        self.saver.save(self.learner.collect(self._random_states), 0.0)
         if not self.saver.wait() and must:
             raise CheckpointError(
                 f"the training is done, but its last checkpoint, step {self.position.step}, could "
                 f"not be written; the last whole one is of step {self.saver.last_step}. Make room "
                 "and start the run again: it goes on from there."
             )
-
-    def _restore(self, path: Path, content: dict[str, Any] | None) -> None:
-        own = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        restored = checkpoint.restore(path, self.config, self.model, self.optimizer, content)
-        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
-            group.update(settings)  # this configuration's, where it was changed on purpose
-        for parameter, state in self.optimizer.state.items():
-            if "step" in state:  # where fused optimizers count, wherever the file's one did
-                state["step"] = torch.as_tensor(state["step"]).to(parameter.device, torch.float32)
-        self.position, self.best = restored.position, restored.best
-        self._scaler_state = restored.scaler
-        states = restored.random_states
-        if states is not None and len(states) == self.world_size:
-            checkpoint.set_random_state(states[self.rank], self.device)
 
     def _planned_steps(self) -> int:
         """For the progress bar: what is done and what is left at this world size."""

@@ -1,7 +1,12 @@
 """How a task's memory is managed."""
 
 import ctypes
+import resource
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes no more on 64 bits (HEAP_MAX_SIZE / 2)
@@ -20,3 +25,14 @@ def keep_freed() -> None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_M_ARENA_MAX, 1)
+
+
+def peak_bytes(device: "torch.device") -> int:
+    """The most that this process has held: on a GPU what torch allocated there, on a CPU the
+    resident set of the whole process, its libraries included (getrusage(2), in KiB on Linux).
+    """
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

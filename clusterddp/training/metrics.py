@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 from clusterddp.attempt import Attempt
 from clusterddp.run_dir import read_json_lines, write_atomically
 from clusterddp.training.checkpoint import Position
+from clusterddp.training.pace import Paces
+from clusterddp.training.tensorboard import Board
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,16 @@ class Journal:
     def __init__(self, attempt: Attempt, rank: int, start: Position, total_steps: int) -> None:
         self._path = attempt.metrics if rank == 0 else None
         self._bar = _bar(start.step, total_steps) if rank == 0 and _on_terminal() else None
+        self.board: Board | None = None
         self._failed = False
         self._start_step = start.step
         self._known = _kinds_at(self._path, start.step) if self._path else set()
 
-    def train(self, position: Position, figures: Figures) -> None:
-        """Loss and accuracy are means over the images of all ranks since the last such line."""
+    def train(self, position: Position, figures: Figures, of_ranks: Sequence[float] = ()) -> None:
+        """Loss and accuracy are means over the images of all ranks since the last such line.
+
+        of_ranks: images/s of each rank by itself, as `Paces` has them.
+        """
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{figures.loss:.4f}", refresh=False)
         else:
@@ -50,7 +57,8 @@ class Journal:
                 f"accuracy {figures.accuracy:.2%}, lr {figures.lr:.4g}, "
                 f"{figures.images_per_second:,.0f} images/s"
             )
-        self._write("train", position, figures)
+        shown = [round(rate, 1) for rate in of_ranks]
+        self._write("train", position, figures, rank_images_per_second=shown)
 
     def evaluation(self, position: Position, figures: Figures) -> None:
         """Loss and accuracy over the whole test set."""
@@ -76,10 +84,12 @@ class Journal:
                 print(line, flush=True)
 
     def close(self) -> None:
+        if self.board:
+            self.board.close()
         if self._bar is not None:
             self._bar.close()
 
-    def _write(self, kind: str, position: Position, figures: Figures) -> None:
+    def _write(self, kind: str, position: Position, figures: Figures, **more: Any) -> None:
         if self._path is None:
             return
         if position.step == self._start_step and kind in self._known:
@@ -89,9 +99,12 @@ class Journal:
             "step": position.step,
             "epoch": position.epoch_shown,
             **asdict(figures),
+            **more,
             "seconds": round(position.seconds, 3),
             "time": round(time.time(), 3),
         }
+        if self.board:
+            self.board.add(line)
         try:
             with self._path.open("a") as file:
                 # What failed before may have left a torn line.
@@ -135,17 +148,22 @@ class Tally:
         self._count += images
         self.steps += 1
 
-    def collect(self) -> tuple[float, float, float]:
-        """Mean loss, mean accuracy and number of images over all ranks; starts a new sum."""
-        sums = torch.stack(
-            [self._loss, self._correct.double(), torch.full_like(self._loss, self._count)]
-        )
-        dist.all_reduce(sums)
-        loss, correct, count = sums.tolist()
+    def collect(self, waited: float = 0.0) -> tuple[float, float, Paces]:
+        """Mean loss and accuracy over all ranks, and each rank's pace; starts a new sum.
+
+        waited: seconds that this rank has waited for others since the last lap or restart.
+        """
+        busy = time.perf_counter() - self._began - waited
+        own = torch.tensor([self._count, busy], dtype=torch.float64, device=self._loss.device)
+        own = torch.cat([torch.stack([self._loss, self._correct.double()]), own])
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        losses, correct, images, seconds = torch.stack(everyone).T.tolist()
         self._loss.zero_()
         self._correct.zero_()
         self._count = self.steps = 0
-        return loss / count, correct / count, count
+        count = sum(images)
+        return sum(losses) / count, sum(correct) / count, Paces(images, seconds)
 
     def lap(self) -> float:
         """Seconds since the last lap or restart."""

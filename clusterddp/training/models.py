@@ -4,12 +4,31 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from clusterddp import references
+from clusterddp.errors import TrainingError
+from clusterddp.training.bn_convnet import BNConvNet
 from clusterddp.training.recipe_models import DeepNet, FastNet
 
 
 def build(name: str) -> nn.Module:
-    """The model of that name, its weights drawn from torch's generator as it stands."""
-    return MODELS[name]()
+    """The model of that name, its weights drawn from torch's generator as it stands.
+
+    A name that is none of ours is a person's own function, `package.module:function`. Raises
+    TrainingError where that cannot be imported or returns no module with weights to train.
+    """
+    if not references.is_reference(name):
+        return MODELS[name]()
+    function = references.load(name)
+    with references.running(name):
+        model = function()
+    if not isinstance(model, nn.Module):
+        raise TrainingError(
+            f"--model {name}: it has to return a torch.nn.Module, and returned "
+            f"{type(model).__name__}."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrainingError(f"--model {name}: the module has no parameter to train.")
+    return model
 
 
 class ConvNet(nn.Module):
@@ -36,8 +55,33 @@ class ConvNet(nn.Module):
         return scores
 
 
+class MLP(nn.Module):
+    """Three linear layers, 784-10-10-10: 8,070 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(28 * 28, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(),
+            nn.Linear(10, 10),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 1, 28, 28) images to (N, 10) scores."""
+        scores: Tensor = self.layers(images)
+        return scores
+
+
+def _keras_convnet() -> nn.Module:
+    from clusterddp.training import keras_models  # Keras takes a second to import
+
+    return keras_models.convnet()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "convnet": ConvNet,
+    "mlp": MLP,
+    "bn-convnet": BNConvNet,
+    "keras-convnet": _keras_convnet,
     "fastnet": FastNet,
     "deepnet": DeepNet,
 }

@@ -1,6 +1,7 @@
 """The optimizer, and the learning rate over the course of a run."""
 
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +32,23 @@ def build(
     return kind(parameters, rate, betas=betas, capturable=captured, **settings)
 
 
+@contextmanager
+def settings_kept(optimizer: optim.Optimizer) -> Iterator[None]:
+    """Around the loading of a state: the settings stay this configuration's, as they may have been
+    changed on purpose; what is counted lies where this optimizer counts.
+    """
+    own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
+    for parameter, state in optimizer.state.items():
+        if "step" in state:  # of fused ones on the device, wherever the file's one had it
+            state["step"] = torch.as_tensor(state["step"]).to(parameter.device, torch.float32)
+
+
 def peak_lr(config: TrainConfig, world_size: int) -> float:
     """The full learning rate at this world size, that of the run's first start."""
-    factor = {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}[config.lr_scaling]
-    return float(config.lr * factor)
+    return config.lr * config.lr_factor(world_size)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How the ranks' gradients come together: torch's DistributedDataParallel, set up."""
+"""How processors share a step, by `--strategy`: torch's DistributedDataParallel or DataParallel."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,14 +13,17 @@ from clusterddp.train_config import TrainConfig
 def wrap(
     model: nn.Module, config: TrainConfig, world_size: int, *, captured: bool = False
 ) -> nn.Module:
-    """The model as it is trained: under DDP, or by itself where a rank is alone.
+    """The model as it is trained: under DDP or DataParallel, or by itself where nothing is shared.
 
     captured: its passes will be captured into a graph, so DDP has to be made on a stream of its own
     (torch's documentation, "CUDA Graphs", usage with DistributedDataParallel).
     """
+    device = next(model.parameters()).device
+    if gpus_of_one_process(config.strategy, device.type) > 1:
+        return nn.DataParallel(model)
     if world_size == 1:
         return model
-    with _aside(next(model.parameters()).device) if captured else nullcontext():
+    with _aside(device) if captured else nullcontext():
         wrapped = DistributedDataParallel(
             model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
         )
@@ -30,6 +33,13 @@ def wrap(
         hook = getattr(default_hooks, f"{config.comm_hook}_compress_hook")
         wrapped.register_comm_hook(None, hook)
     return wrapped
+
+
+def gpus_of_one_process(strategy: str, kind: str) -> int:
+    """How many GPUs this process drives by itself; 0 on a CPU. `kind` is `cuda` or `cpu`."""
+    if kind != "cuda":
+        return 0
+    return torch.cuda.device_count() if strategy == "dp" else 1
 
 
 @contextmanager

@@ -49,6 +49,7 @@ def write(
         "hosts": list(agreed.hosts),
         "backend": agreed.backend,
         "device": agreed.kind,
+        "strategy": config.strategy,
         "threads": agreed.threads,
         "precision": agreed.precision,
         "cuda_graph": agreed.cuda_graph,
@@ -65,7 +66,11 @@ def write(
             "torchvision": _version("torchvision"),
             "clusterddp": __version__,
         },
-        "warnings": list(agreed.warnings),
+        "warnings": training.warnings,
+        # Largest of any rank: GPU memory that torch allocated, or on CPUs the resident set.
+        "peak_memory_bytes": max(rank["peak_memory_bytes"] for rank in training.ranks),
+        # A rank's images_per_second leaves out what it waited for others: the lowest is slowest.
+        "ranks": training.ranks,
         "weights_sha256": weights_sha256(training.model),
         "resumed_from": agreed.resume or None,
         "attempt": agreed.attempt,
@@ -75,8 +80,11 @@ def write(
         "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
         "finished": round(finished, 3),
     }
-    content = (json.dumps(report, indent=2) + "\n").encode()
-    write_atomically(RunDir(Path(agreed.run_dir)).report, content)
+    run = RunDir(Path(agreed.run_dir))
+    assert training.result is not None, "a training that has ended was evaluated"
+    found = {"step": position.step, **training.result.to_dict(training.test_set)}
+    write_atomically(run.evaluation, (json.dumps(found) + "\n").encode())
+    write_atomically(run.report, (json.dumps(report, indent=2) + "\n").encode())
     return (
         f"done: test accuracy {training.accuracy:.2%}, test loss {training.loss:.4f}, "
         f"{position.seconds:.1f} s of training, {images_per_second:,.0f} images/s, "

@@ -16,7 +16,7 @@ from typing import Any
 
 from clusterddp.errors import CheckpointError
 from clusterddp.run_dir import write_atomically
-from clusterddp.training import checkpoint_file
+from clusterddp.training import checkpoint_file, run_checkpoints
 from clusterddp.training.checkpoint import to_bytes
 from clusterddp.training.checkpoint_file import Best, checksum_of, files, name_of, step_of
 
@@ -57,7 +57,7 @@ class Saver:
         may_write: Callable[[], bool],
         older: Sequence[Path] = (),
     ) -> None:
-        """The folder is there (see `checkpoint_file.adopt`).
+        """The folder is there (see `handing_on.adopt`).
 
         keep_last: how many are kept, the best one apart.
         may_write: asked before each goes under its name; False once another attempt trains.
@@ -78,7 +78,7 @@ class Saver:
             checkpoint_file.remove_leftovers(folder)
         except OSError as error:
             self._say(f"warning: left-overs in {folder} stay: {error.strerror}")
-        found = checkpoint_file.newest_in(folder, self._say)
+        found = run_checkpoints.newest_in(folder, self._say)
         if found:
             self._whole[found.name] = _signature(found)
             self.last_step = step_of(found)

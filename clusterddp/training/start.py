@@ -9,11 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp import attempt as attempts
+from clusterddp import references
 from clusterddp.attempt import Attempt
 from clusterddp.errors import CheckpointError, DataError, TrainingError
 from clusterddp.run_dir import RunDir, read_json, write_atomically
 from clusterddp.train_config import TrainConfig, changes
-from clusterddp.training import agreement, checkpoint, checkpoint_file, data, metrics, optimizer
+from clusterddp.training import (
+    agreement,
+    checkpoint,
+    data,
+    handing_on,
+    metrics,
+    optimizer,
+    run_checkpoints,
+)
 from clusterddp.training.agreement import Agreement, Hello
 from clusterddp.training.checkpoint_file import Best
 
@@ -31,14 +40,16 @@ def decide(
 
     number: the attempt that the starting side has made; without it one is made here.
     identity: job_id, restart, host and pid, for attempt.json.
-    fingerprint: gives the dataset's where it was read already; else its files are read for it.
+    fingerprint: gives the dataset's where it was read already, or is a person's own; else its
+        files are read for it.
 
     Raises TrainingError, DataError, CheckpointError, NotStarted or Superseded.
     """
     run = RunDir((run_dir or Path("jobs", time.strftime("train-%Y%m%d-%H%M%S"))).resolve())
     recorded = read_json(run.resolved)
     agreed = agreement.decide(config, [Hello(**hello) for hello in hellos], recorded)
-    data.ensure(config.dataset, config.data_dir, progress=say, may_fetch=False)
+    if not references.is_reference(config.dataset):
+        data.ensure(config.dataset, config.data_dir, progress=say, may_fetch=False)
     sha256 = fingerprint() if fingerprint else data.fingerprint(config.dataset, config.data_dir)
     agreed = dataclasses.replace(agreed, run_dir=str(run.path), data_sha256=sha256)
     _check_data(config, recorded, agreed)
@@ -90,15 +101,15 @@ def _go_on(
     run = attempt.run
     # An agent starts the ranks of an attempt again, within the job, when one of them has failed.
     again = attempt.checkpoints.is_dir()
-    own = checkpoint_file.newest_in(attempt.checkpoints, say) if again else None
-    own = own or checkpoint_file.newest(run, say, before=attempt)
-    there = checkpoint_file.listing(run) if own is None else []
+    own = run_checkpoints.newest_in(attempt.checkpoints, say) if again else None
+    own = own or run_checkpoints.newest(run, say, before=attempt)
+    there = run_checkpoints.listing(run) if own is None else []
     if any(not entry.problem.startswith("superseded") for entry in there):
         raise CheckpointError(
             f"no checkpoint of {run.name} is whole, so it cannot go on: see 'clusterddp "
             f"checkpoints {run.shown}'. To train from the start, submit it under another name."
         )
-    source = own or (checkpoint_file.find(config.resume, say) if config.resume else None)
+    source = own or (run_checkpoints.find(config.resume, say) if config.resume else None)
     best = None
     step, reference = 0, int((recorded or {}).get("reference_world_size") or agreed.world_size)
     if source is not None:
@@ -129,7 +140,7 @@ def _go_on(
         )
     found = source
     if not again:
-        found = checkpoint_file.adopt(attempt, source, config.keep_last, best=best, warn=say)
+        found = handing_on.adopt(attempt, source, config.keep_last, best=best, warn=say)
     agreed = dataclasses.replace(agreed, resume=str(found.resolve()) if found else "")
     metrics.copy_history(run.metrics, attempt.metrics, step if own else 0)
     attempt.end.unlink(missing_ok=True)
@@ -163,11 +174,12 @@ def _shown(run: RunDir, source: Path | None) -> str | None:
 def _check_data(config: TrainConfig, recorded: Mapping[str, Any] | None, agreed: Agreement) -> None:
     known = (recorded or {}).get("data_sha256")
     if known and known != agreed.data_sha256:
-        where = data.folder(config.dataset, config.data_dir)
+        own = references.is_reference(config.dataset)
+        where = config.data_dir if own else data.folder(config.dataset, config.data_dir)
         raise DataError(
             f"the {config.dataset} dataset at {where} has changed since this run first started "
             f"(SHA-256 {known[:12]}…, now {agreed.data_sha256[:12]}…): it would not train to the "
-            "same weights. Put the files back, or submit a new run."
+            f"same weights. Put the {'images' if own else 'files'} back, or submit a new run."
         )
 
 

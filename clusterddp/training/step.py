@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from clusterddp.training.images import as_images
 from clusterddp.training.metrics import Tally
-from clusterddp.training.watchdog import Phase
+from clusterddp.training.phases import Phase
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,15 +29,17 @@ class Step:
         accumulate: int = 1,
         label_smoothing: float = 0.0,
         mark: Callable[[Phase], None] = lambda _: None,
+        exchanged: Callable[[], None] = lambda: None,
     ) -> None:
         """model: images to scores; DDP's wrapper where there is one.
 
         accumulate: passes into which a batch is cut; gradients are exchanged after the last.
         mark: told of each phase as it begins.
+        exchanged: called when the gradients of a batch have been exchanged.
         """
         self.model, self.optimizer, self.tally = model, optimizer, tally
         self.device, self.accumulate = device, accumulate
-        self._dtype, self._mark = _DTYPES[precision], mark
+        self._dtype, self._mark, self._exchanged = _DTYPES[precision], mark, exchanged
         self._smoothing = label_smoothing
         # Small gradients would vanish in fp16; switched off it hands everything through.
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
@@ -63,6 +65,7 @@ class Step:
                 share = loss if len(cuts) == 1 else loss * (len(theirs) / len(labels))
                 self.scaler.scale(share).backward()  # type: ignore[no-untyped-call]
             self.tally.add(loss.detach(), scores.detach(), theirs)
+        self._exchanged()
         self._mark(Phase.UPDATE)
         self.scaler.step(self.optimizer)
         self.scaler.update()

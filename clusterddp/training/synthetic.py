@@ -12,7 +12,7 @@ from clusterddp import forms
 from clusterddp.errors import DataError
 from clusterddp.training import idx
 from clusterddp.training.data import DatasetInfo, Progress, check, folder, missing_files
-from clusterddp.training.data_source import draft_beside, put_into_place
+from clusterddp.training.data_draft import draft_beside, put_into_place
 
 if TYPE_CHECKING:
     import numpy as np

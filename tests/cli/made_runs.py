@@ -13,8 +13,9 @@ import pytest
 
 from clusterddp.cli.main import main
 from clusterddp.outcome import Failure
+from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec, Resources
+from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig
 
 

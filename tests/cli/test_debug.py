@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clusterddp.attempt import Attempt
-from clusterddp.cli.debug import free_port
+from clusterddp.launchers.workstation import free_port
 from clusterddp.run_dir import RunDir
 from clusterddp.training.checkpoint_file import name_of
 from tests.processes import dying_with_us, has_gone, wait_for
@@ -124,23 +124,28 @@ def test_several_processes_train_together_and_each_has_its_log(debug: Any, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("procs", "number", "code", "reason"),
+    ("procs", "method", "number", "code", "reason"),
     [
-        (1, signal.SIGINT, 130, "interrupt"),
-        (2, signal.SIGINT, 130, "interrupt"),
-        (1, signal.SIGTERM, 75, "SIGTERM"),
-        (2, signal.SIGTERM, 75, "SIGTERM"),
-        (2, signal.SIGHUP, 75, "SIGTERM"),
+        (1, "", signal.SIGINT, 130, "interrupt"),
+        (2, "", signal.SIGINT, 130, "interrupt"),
+        (1, "", signal.SIGTERM, 75, "SIGTERM"),
+        (2, "fork", signal.SIGINT, 130, "interrupt"),
+        (2, "spawn", signal.SIGTERM, 75, "SIGTERM"),
+        (2, "forkserver", signal.SIGHUP, 75, "SIGTERM"),
     ],
 )
 def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
-    procs: int, number: int, code: int, reason: str, debug: Any, tmp_path: Path
+    procs: int, method: str, number: int, code: int, reason: str, debug: Any, tmp_path: Path
 ) -> None:
-    process = debug(f"--procs={procs}", *LONG)
+    chosen = [f"--start-method={method}"] if method else []
+    process = debug(f"--procs={procs}", *chosen, *LONG)
     wait_until_training(process)
     run = tmp_path / "run"
     pids = rank_pids(RunDir(run)) if procs > 1 else []
-    process.send_signal(number)
+    if method == "forkserver":
+        os.killpg(process.pid, number)  # as a terminal that closes: to all of the session
+    else:
+        process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, err
     end = end_of(run)
@@ -153,7 +158,7 @@ def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
 
     (said,) = [line for line in err.splitlines() if "go on with: " in line]
     argv = shlex.split(said.partition("go on with: ")[2])
-    assert argv[:2] == ["clusterddp", "debug"]
+    assert argv[:2] == ["clusterddp", "debug"] and set(chosen) <= set(argv)
     argv = [sys.executable, "-m", *argv, f"--max-steps={end['step'] + 1}"]
     again = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert again.returncode == 0, again.stderr
@@ -204,7 +209,7 @@ def test_the_second_ctrl_c_ends_at_once(procs: int, debug: Any, tmp_path: Path) 
 
 def test_ranks_that_do_not_leave_are_ended_after_a_while(debug: Any, tmp_path: Path) -> None:
     program = (
-        "import clusterddp.cli.debug as debug; debug._SAVING_SECONDS = 0.5\n"
+        "import clusterddp.launchers.workstation as here; here._SAVING_SECONDS = 0.5\n"
         "from clusterddp.__main__ import main; main()"
     )
     process = debug("--procs=2", *LONG, program=("-c", program))
@@ -245,8 +250,11 @@ def test_before_the_ranks_have_met_a_request_ends_them_at_once(
     assert all(has_gone(pid) for pid in pids)
 
 
-def test_a_rank_that_dies_ends_the_others_and_is_named(debug: Any, tmp_path: Path) -> None:
-    process = debug("--procs=2", *LONG)
+@pytest.mark.parametrize("method", ["exec", "forkserver"])
+def test_a_rank_that_dies_ends_the_others_and_is_named(
+    method: str, debug: Any, tmp_path: Path
+) -> None:
+    process = debug("--procs=2", f"--start-method={method}", *LONG)
     wait_until_training(process)
     os.kill(rank_pids(RunDir(tmp_path / "run"))[1], signal.SIGKILL)
     _, err = process.communicate(timeout=PATIENCE)
@@ -256,7 +264,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(debug: Any, tmp_path: Pat
 
 
 def test_a_wrong_request_starts_nothing(debug: Any, tmp_path: Path) -> None:
-    for argv in (["--procs=0"], ["--epochs=-1"], ["--run-name=x"]):
+    for argv in (["--procs=0"], ["--start-method=clone"], ["--epochs=-1"], ["--run-name=x"]):
         process = debug(*argv)
         _, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 2, err

@@ -13,9 +13,10 @@ import pytest
 
 from clusterddp.attempt import Attempt
 from clusterddp.cli import next_start
+from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
 from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
-from clusterddp.spec import JobSpec, Resources
+from clusterddp.spec import JobSpec
 from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
 
 __all__ = ["workplace"]

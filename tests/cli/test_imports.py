@@ -58,7 +58,8 @@ def folder(tmp_path: Path) -> Path:
     "argv",
     [
         ["--help"], ["--version"], ["submit", "--help"], ["train", "--help"], ["jobs"],
-        ["templates", "list"], ["site"], ["completion", "bash"],
+        ["templates", "list"], ["site"], ["completion", "bash"], ["compare", "--help"],
+        ["report", "--help"],
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -16,8 +16,9 @@ from clusterddp.attempt import Attempt
 from clusterddp.cli import resubmit
 from clusterddp.launchers import sbatch
 from clusterddp.requeue import causes_of
+from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir, run_folders
-from clusterddp.spec import JobSpec, Resources
+from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig
 from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
 from tests.hostile import CARRIED

@@ -13,8 +13,9 @@ import pytest
 
 from clusterddp.attempt import Attempt, latest
 from clusterddp.cli import follow as following
+from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec, Resources
+from clusterddp.spec import JobSpec
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]

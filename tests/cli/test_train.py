@@ -13,8 +13,8 @@ from typing import Any
 import click
 import pytest
 
-from clusterddp.cli.debug import free_port
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
+from clusterddp.launchers.workstation import free_port
 from clusterddp.outcome import first_failure, read_outcomes
 from clusterddp.run_dir import RunDir
 from clusterddp.train_config import TrainConfig
@@ -72,6 +72,14 @@ def start() -> Iterator[Any]:
         process.communicate()
 
 
+# Variables of a step, and of ranks of another training, as a surrounding shell may have them.
+SHELL_OF_A_JOB = {
+    "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_CPUS_PER_TASK": "3", "RANK": "3",
+    "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1",
+}  # fmt: skip
+
+
 def ranks(world_size: int, port: int) -> list[dict[str, str]]:
     return [
         {
@@ -97,8 +105,14 @@ def report_of(run_dir: Path) -> dict[str, Any]:
 def test_two_hand_started_ranks_train_to_the_weights_that_torchrun_gives(
     start: Any, synthetic_dir: Path, tmp_path: Path
 ) -> None:
+    # The last rank first, by flags in the shell of a Slurm job; then rank 0, by variables.
     argv = train_argv(synthetic_dir, tmp_path / "hand", "--max-steps=5")
-    processes = [start(argv, env) for env in ranks(2, free_port())]
+    port = free_port()
+    flags = ["--rank=1", "--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    second = start([*argv, *flags], SHELL_OF_A_JOB)
+    wait_until(second, f"rank 1 waits up to 300 s for all 2 at 127.0.0.1:{port}")
+    first = start(argv, ranks(2, port)[0])
+    processes = [first, second]
     outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     host = socket.gethostname()
@@ -106,7 +120,8 @@ def test_two_hand_started_ranks_train_to_the_weights_that_torchrun_gives(
         assert f"rank {rank} of 2 on {host} (local rank {rank}): cpu, 1 thread, gloo" in output
     assert "x 2 (linear)" in outputs[0] and "batch 64 x 2 = 128" in outputs[0]
     run = RunDir(tmp_path / "hand")
-    assert [outcome.exit_code for outcome in read_outcomes(run.outcomes)] == [0, 0]
+    outcomes = read_outcomes(run.outcomes)
+    assert [(outcome.exit_code, outcome.job_id) for outcome in outcomes] == [(0, ""), (0, "")]
     assert report_of(run.path)["world_size"] == 2
 
     agent = [
@@ -263,6 +278,8 @@ def test_a_wrong_request_is_refused_before_anything_is_written(tmp_path: Path) -
         (["--lr=nan"], {}),
         (["--save-every=often"], {}),
         (["--model=resnet"], {}),
+        (["--rank=0", "--world-size=2"], {}),
+        (["--rank=2", "--world-size=2", "--master-port=7"], {}),
         ([], {"RANK": "0"}),
     ):
         process = subprocess.run(
@@ -295,7 +312,7 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
     text = " ".join(process.stdout.split())
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')} " in text
-        shown = field.default if field.name not in ("resume", "recipe") else "(none)"
+        shown = field.default if field.name not in ("resume", "recipe", "profile") else "(none)"
         assert field.type is bool or f"[default: {shown}]" in text
 
 

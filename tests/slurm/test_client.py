@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec, Resources
+from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig
 from tests.slurm.cluster import SlurmCluster
 

@@ -7,9 +7,18 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from clusterddp.attempt import Attempt
 from clusterddp.run_dir import RunDir
-from clusterddp.training.checkpoint_file import Best, checksum_of, name_of, write_best
+from clusterddp.training.checkpoint_file import (
+    Best,
+    checksum_of,
+    files,
+    name_of,
+    step_of,
+    write_best,
+)
 
 
 def make(folder: Path, step: int) -> Path:
@@ -70,3 +79,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be read"),
 }
 """Name to what does the damage, and how the reason begins."""
+
+
+def silent(line: str) -> None:
+    pytest.fail(f"a warning: {line}")
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [step_of(path) for path in files(folder)]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

@@ -82,3 +82,22 @@ def test_it_travels_as_json() -> None:
     agreed = decide(TrainConfig(), [hello(0), hello(2)])
     content = json.loads(json.dumps({**agreed.to_dict(), "lr": 0.1}))
     assert Agreement.from_dict(content) == agreed
+
+
+@pytest.mark.parametrize("strategy", ["dp", "single"])
+def test_a_strategy_of_one_process_is_refused_with_several(strategy: str) -> None:
+    config = TrainConfig(strategy=strategy)
+    assert decide(config, [hello(0)]).world_size == 1
+    with pytest.raises(TrainingError, match=f"--strategy {strategy} .* one process, but 2 were"):
+        decide(config, [hello(0), hello(1)])
+
+
+def test_a_rank_that_does_not_exist_cannot_be_profiled() -> None:
+    assert decide(TrainConfig(profile="1"), [hello(0), hello(1)]).world_size == 2
+    with pytest.raises(TrainingError, match="--profile 2: there is no such rank; the 2 that"):
+        decide(TrainConfig(profile="2"), [hello(0), hello(1)])
+
+
+def test_a_step_over_several_gpus_of_one_process_is_not_captured() -> None:
+    assert decide(TrainConfig(), [gpu(0)]).cuda_graph
+    assert not decide(TrainConfig(strategy="dp"), [gpu(0)]).cuda_graph

@@ -1,5 +1,4 @@
 import dataclasses
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from clusterddp.train_config import TrainConfig
 from clusterddp.training import checkpoint, checkpoint_file, models, optimizer
 from clusterddp.training.checkpoint import Position
 from clusterddp.training.checkpoint_file import Best, checksum_of, name_of
-from clusterddp.training.rendezvous import PeerError
+from clusterddp.training.messages import PeerError
 from tests.training.made_checkpoints import rehash
 from tests.training.ranks import run_ranks
 
@@ -219,107 +218,6 @@ def test_another_dataset_under_the_same_name_is_refused(tmp_path: Path) -> None:
     checkpoint.check_fits(path, content, CONFIG, data_sha256="d" * 64)
     checkpoint.check_fits(path, content, CONFIG)
     checkpoint.check_fits(path, {**content, "data_sha256": ""}, CONFIG, data_sha256="e" * 64)
-
-
-def drawn() -> tuple[Any, ...]:
-    """Some numbers of every generator; an odd count of Gaussians leaves half a pair waiting."""
-    return (
-        torch.rand(3).tolist(),
-        random.random(),
-        random.gauss(0, 1),
-        np.random.rand(3).tolist(),
-        np.random.standard_normal(),
-    )
-
-
-def seeded(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-@pytest.mark.parametrize("draws", [0, 1, 2, 700])
-def test_random_states_are_taken_up_again(draws: int) -> None:
-    seeded(3)
-    for _ in range(draws):
-        drawn()
-    state = checkpoint.random_state(CPU)
-    assert state.dtype == torch.uint8 and state.dim() == 1
-    expected = [drawn() for _ in range(5)]
-    seeded(4)
-    drawn()
-    assert [drawn() for _ in range(5)] != expected
-    checkpoint.set_random_state(state, CPU)
-    assert torch.equal(checkpoint.random_state(CPU), state)
-    assert [drawn() for _ in range(5)] == expected
-
-
-def test_random_states_have_one_length() -> None:
-    lengths = set()
-    for draws in range(4):
-        seeded(draws)
-        for _ in range(draws):
-            drawn()
-        lengths.add(len(checkpoint.random_state(CPU)))
-    assert len(lengths) == 1
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_the_random_state_of_a_gpu_is_taken_up_again() -> None:
-    device = torch.device("cuda", 0)
-    state = checkpoint.random_state(device)
-    expected = torch.rand(3, device=device).tolist()
-    checkpoint.set_random_state(state, device)
-    assert torch.rand(3, device=device).tolist() == expected
-    checkpoint.set_random_state(state, CPU)
-
-
-def test_the_generator_of_a_gpu_is_passed_over_on_a_cpu() -> None:
-    """A state as a GPU's rank makes it: 16 bytes more, and their number in the header."""
-    seeded(1)
-    data = bytearray(checkpoint.random_state(CPU).tolist())
-    data[8:12] = (16).to_bytes(4, sys.byteorder)
-    expected = drawn()
-    checkpoint.set_random_state(torch.tensor([*data, *range(16)], dtype=torch.uint8), CPU)
-    assert drawn() == expected
-
-
-@pytest.mark.parametrize("cut", [0, 3, 100, 6000, 10_000])
-def test_bytes_that_are_no_random_state_are_refused(cut: int) -> None:
-    state = checkpoint.random_state(CPU)
-    before = drawn_after(state)
-    with pytest.raises(CheckpointError, match="cannot be taken up again"):
-        checkpoint.set_random_state(state[:cut], CPU)
-    assert drawn_after(state) == before
-    with pytest.raises(CheckpointError, match="layout"):
-        checkpoint.set_random_state(torch.ones(20_000, dtype=torch.uint8), CPU)
-
-
-def drawn_after(state: Tensor) -> tuple[Any, ...]:
-    checkpoint.set_random_state(state, CPU)
-    return drawn()
-
-
-def _gather(rank: int, world_size: int) -> tuple[Any, Any, Any]:
-    seeded(rank)
-    drawn()
-    rows = checkpoint.gather_random_states(CPU)
-    return (
-        None if rows is None else [bytes(row.tolist()) for row in rows],
-        bytes(checkpoint.random_state(CPU).tolist()),
-        drawn(),
-    )
-
-
-def test_rank_0_has_the_random_states_of_all_ranks() -> None:
-    results = run_ranks(3, _gather)
-    rows = results[0][0]
-    assert [result[0] for result in results[1:]] == [None, None]
-    assert rows == [result[1] for result in results]
-    assert len(set(rows)) == 3
-    for row, (_, _, expected) in zip(rows, results, strict=True):
-        checkpoint.set_random_state(torch.tensor(list(row), dtype=torch.uint8), CPU)
-        assert drawn() == expected
 
 
 def load_and_count(

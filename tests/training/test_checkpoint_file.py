@@ -1,28 +1,14 @@
-import errno
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from clusterddp.attempt import Attempt
-from clusterddp.errors import CheckpointError
 from clusterddp.run_dir import RunDir
 from clusterddp.training import checkpoint_file
-from clusterddp.training.checkpoint_file import (
-    Best,
-    UnusableError,
-    adopt,
-    find,
-    listing,
-    name_of,
-    newest,
-    read_best,
-    remove_leftovers,
-)
-from tests.hostile import CARRIED, REFUSED
-from tests.training.made_checkpoints import DAMAGE, attempt, make
+from clusterddp.training.checkpoint_file import UnusableError, name_of, remove_leftovers
+from clusterddp.training.run_checkpoints import newest
+from tests.training.made_checkpoints import DAMAGE, attempt, names_in, steps_in
 
 
 @pytest.fixture
@@ -32,21 +18,9 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir(path)
 
 
-def silent(line: str) -> None:
-    pytest.fail(f"a warning: {line}")
-
-
-def steps_in(folder: Path) -> list[int]:
-    return [checkpoint_file.step_of(path) for path in checkpoint_file.files(folder)]
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 def test_torch_and_numpy_are_not_imported() -> None:
     program = (
-        "import sys, clusterddp.training.checkpoint_file, clusterddp.cli.checkpoints\n"
+        "import sys, clusterddp.training.handing_on, clusterddp.cli.checkpoints\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     got = subprocess.run(
@@ -79,108 +53,6 @@ def test_a_damaged_newest_one_is_named_with_its_reason_and_passed_over(
     assert warnings == [f"passing over {path.name}: {caught.value}"]
 
 
-def test_each_kind_of_damage_is_told_apart(run: RunDir) -> None:
-    made = attempt(run, 1, 100)
-    for number, (harm, _) in enumerate(DAMAGE.values()):
-        harm(make(made.checkpoints, 101 + number))
-    warnings: list[str] = []
-    assert newest(run, warnings.append) == made.checkpoints / name_of(100)
-    assert len(warnings) == len(DAMAGE)
-
-
-def test_a_run_without_checkpoints_has_no_newest(run: RunDir) -> None:
-    assert newest(run, silent) is None
-    run.attempts.mkdir()
-    assert newest(run, silent) is None
-    Attempt(run, 1).path.mkdir()
-    assert newest(run, silent) is None
-    assert listing(run) == []
-
-
-def test_the_latest_attempt_comes_first_and_earlier_ones_stand_in_for_it(run: RunDir) -> None:
-    attempt(run, 1, 100, 200)
-    second = attempt(run, 2, 200, 250, start=200)
-    assert newest(run, silent) == second.checkpoints / name_of(250)
-    for path in (second.checkpoints / name_of(250), second.checkpoints / name_of(200)):
-        path.write_bytes(b"")
-    warnings: list[str] = []
-    assert newest(run, warnings.append) == Attempt(run, 1).checkpoints / name_of(200)
-    assert len(warnings) == 2
-
-
-def test_what_an_orphan_wrote_after_its_successor_started_does_not_count(run: RunDir) -> None:
-    first = attempt(run, 1, 100, 200)
-    attempt(run, 2, start=100)  # has saved nothing itself yet
-    assert newest(run, silent) == first.checkpoints / name_of(100)
-    make(first.checkpoints, 300)
-    assert newest(run, silent) == first.checkpoints / name_of(100)
-    assert {entry.step: entry.problem for entry in listing(run)} == {
-        300: "superseded: attempt 2 went on from step 100",
-        200: "superseded: attempt 2 went on from step 100",
-        100: "",
-    }
-
-
-def test_the_earliest_start_of_all_later_attempts_counts(run: RunDir) -> None:
-    first = attempt(run, 1, 100, 200, 300)
-    attempt(run, 2, start=300)
-    attempt(run, 3, start=100)
-    assert newest(run, silent) == first.checkpoints / name_of(100)
-    assert newest(run, silent, before=Attempt(run, 3)) == first.checkpoints / name_of(300)
-    attempt(run, 4, start=0)
-    assert newest(run, silent) is None
-
-
-def test_an_attempt_that_never_started_supersedes_nothing(run: RunDir) -> None:
-    first = attempt(run, 1, 100, 200)
-    attempt(run, 2, start=None)
-    Attempt(run, 3).path.mkdir()
-    Attempt(run, 3).record.write_text('{"torn')
-    assert newest(run, silent, before=Attempt(run, 4)) == first.checkpoints / name_of(200)
-
-
-def test_looking_starts_anew_when_the_newest_is_replaced_meanwhile(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = attempt(run, 1, 100).checkpoints
-    read = checkpoint_file.read
-
-    def overtaken(path: Path) -> bytes:
-        monkeypatch.setattr(checkpoint_file, "read", read)
-        make(folder, 200)
-        checkpoint_file.remove(folder / name_of(100))
-        return read(path)
-
-    monkeypatch.setattr(checkpoint_file, "read", overtaken)
-    assert newest(run, silent) == folder / name_of(200)
-
-
-def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(run: RunDir) -> None:
-    Attempt(run, 1).path.mkdir(parents=True)
-    Attempt(run, 1).checkpoints.write_text("a file")
-    for look in (lambda: newest(run, silent), lambda: listing(run)):
-        with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
-            look()
-
-
-def test_resume_takes_a_run_its_links_an_attempt_a_folder_or_a_file(run: RunDir) -> None:
-    second = attempt(run, 2, 5, start=3)
-    attempt(run, 1, 3)
-    run.current.symlink_to("attempts/0002")
-    run.checkpoints.symlink_to("current/checkpoints")
-    path = second.checkpoints / name_of(5)
-    for named in (run.path, run.checkpoints, second.path, second.checkpoints, path):
-        assert find(str(named), silent).samefile(path)
-    assert find(str(run.checkpoints / path.name), silent).samefile(path)
-    assert find(str(Attempt(run, 1).checkpoints), silent) == (
-        Attempt(run, 1).checkpoints / name_of(3)
-    )
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        find(str(run.path.parent), silent)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        find(str(run.path / "nothing.pt"), silent)
-
-
 def test_checksums_are_checked_by_sha256sum(run: RunDir) -> None:
     folder = attempt(run, 1, 1, 2).checkpoints
     got = subprocess.run(
@@ -191,143 +63,6 @@ def test_checksums_are_checked_by_sha256sum(run: RunDir) -> None:
         text=True,
     )
     assert got.returncode == 0, got.stderr
-
-
-def test_a_new_attempt_gets_its_source_those_before_it_and_the_best(run: RunDir) -> None:
-    first = attempt(run, 1, 100, 200, 300, 400, 500, best=200)
-    third = attempt(run, 3, start=None)
-    third.checkpoints.rmdir()
-    source = newest(run, silent)
-    assert source
-    got = adopt(third, source, 2)
-    assert got == third.checkpoints / name_of(500)
-    assert steps_in(third.checkpoints) == [500, 400, 200]
-    assert read_best(third.checkpoints) == Best(0.9, 200)
-    assert got.samefile(source)
-    # Neither side can take them from the other.
-    for path in first.checkpoints.iterdir():
-        path.unlink()
-    for step in (500, 400, 200):
-        checkpoint_file.read(third.checkpoints / name_of(step))
-    assert names_in(third.path) == ["checkpoints"]
-    assert third.checkpoints.stat().st_mode & 0o777 == 0o700
-
-
-def test_nothing_beyond_the_source_is_handed_on(run: RunDir) -> None:
-    first = attempt(run, 1, 100, 200, 300, 400, best=400)
-    (first.checkpoints / name_of(400)).write_bytes(b"")
-    (first.checkpoints / name_of(200)).write_bytes(b"")
-    second = Attempt(run, 2)
-    second.path.mkdir()
-    warnings: list[str] = []
-    adopt(second, newest(run, warnings.append), 3, warn=warnings.append)
-    assert steps_in(second.checkpoints) == [300, 100]
-    assert read_best(second.checkpoints) is None
-    assert [line.split(":")[0] for line in warnings] == [
-        "passing over step-00000400.pt", "passing over step-00000200.pt",
-    ]  # fmt: skip
-
-
-def test_the_best_can_be_named_by_what_the_source_holds(run: RunDir) -> None:
-    first = attempt(run, 1, 100, 200, 300, best=300)
-    second = Attempt(run, 2)
-    second.path.mkdir()
-    adopt(second, first.checkpoints / name_of(200), 1, best=Best(0.5, 100))
-    assert steps_in(second.checkpoints) == [200, 100]
-    assert read_best(second.checkpoints) == Best(0.5, 100)
-    third = Attempt(run, 3)
-    third.path.mkdir()
-    adopt(third, second.checkpoints / name_of(200), 1, best=Best(0.5, 50))  # long removed
-    assert steps_in(third.checkpoints) == [200]
-    assert read_best(third.checkpoints) is None
-
-
-def test_what_is_handed_on_comes_from_all_earlier_attempts(run: RunDir) -> None:
-    attempt(run, 1, 100, 200, 300)
-    attempt(run, 2, 250, start=200)
-    third = Attempt(run, 3)
-    third.path.mkdir()
-    adopt(third, newest(run, silent), 5)
-    assert steps_in(third.checkpoints) == [250, 200, 100]
-
-
-def test_a_checkpoint_of_another_run_stays_there(run: RunDir, tmp_path: Path) -> None:
-    other = RunDir(tmp_path / "other")
-    source = attempt(other, 1, 7).checkpoints / name_of(7)
-    for number, chosen in ((1, source), (2, None)):
-        made = Attempt(run, number)
-        made.path.mkdir(parents=True)
-        assert adopt(made, chosen, 3) == chosen
-        assert list(made.checkpoints.iterdir()) == []
-
-
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP])
-def test_where_there_are_no_hard_links_copies_are_made(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    first = attempt(run, 1, 100, 200, best=200)
-
-    def refused(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "link", refused)
-    second = attempt(run, 2, start=200)
-    second.checkpoints.rmdir()
-    source = first.checkpoints / name_of(200)
-    got = adopt(second, source, 2)
-    assert got and not got.samefile(source)
-    assert got.read_bytes() == source.read_bytes()
-    assert got.stat().st_mtime == source.stat().st_mtime
-    assert steps_in(second.checkpoints) == [200, 100]
-    assert [(entry.step, entry.attempt) for entry in listing(run)] == [(200, 2), (100, 2)]
-
-
-def test_a_folder_is_handed_on_whole_or_not_at_all(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = attempt(run, 1, 100, 200)
-    second = Attempt(run, 2)
-    second.path.mkdir()
-    link, count = os.link, iter(range(10))
-
-    def full(source: Path, target: Path) -> None:
-        if next(count) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        link(source, target)
-
-    monkeypatch.setattr(os, "link", full)
-    with pytest.raises(OSError, match="No space left"):
-        adopt(second, first.checkpoints / name_of(200), 2)
-    assert list(second.path.iterdir()) == []
-    with pytest.raises(CheckpointError, match="has gone since"):
-        adopt(second, first.checkpoints / name_of(999), 2)
-    (first.checkpoints / name_of(200)).write_bytes(b"")
-    with pytest.raises(UnusableError):
-        adopt(second, first.checkpoints / name_of(200), 2)
-    assert list(second.path.iterdir()) == []
-
-
-def test_all_are_listed_once_with_the_best_and_the_next(run: RunDir) -> None:
-    first = attempt(run, 1, 100, 200, 300, best=200)
-    second = Attempt(run, 2)
-    second.path.mkdir()
-    adopt(second, first.checkpoints / name_of(200), 2)
-    second.record.write_text('{"step": 200}')
-    make(second.checkpoints, 250)
-    DAMAGE["flipped"][0](make(second.checkpoints, 260))
-    entries = listing(run)
-    assert [(entry.step, entry.attempt, entry.problem) for entry in entries] == [
-        (300, 1, "superseded: attempt 2 went on from step 200"),
-        (260, 2, "SHA-256 differs"),
-        (250, 2, ""),
-        (200, 2, ""),
-        (100, 2, ""),
-    ]
-    assert [entry.step for entry in entries if entry.is_best] == [200]
-    [following] = [entry for entry in entries if entry.is_next]
-    assert following.path == newest(run, lambda _: None)
-    assert following.bytes == following.path.stat().st_size
-    assert following.modified == following.path.stat().st_mtime
 
 
 def test_what_a_killed_writer_left_is_removed_and_nothing_else(run: RunDir) -> None:
@@ -342,19 +77,3 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(run: RunDir) -> N
     remove_leftovers(folder)
     assert names_in(folder) == sorted([*kept, "notes.sha256"])
     remove_leftovers(run.path / "none")
-
-
-@pytest.mark.parametrize("name", [name for name in CARRIED + REFUSED if name and "\0" not in name])
-def test_hostile_folder_names(tmp_path: Path, name: str) -> None:
-    run = RunDir(tmp_path / name)
-    first = attempt(run, 1, 1, 2, 3, best=1)
-    (first.checkpoints / ".step-00000004.pt.x").write_bytes(b"")
-    remove_leftovers(first.checkpoints)
-    second = Attempt(run, 2)
-    second.path.mkdir()
-    source = newest(run, silent)
-    assert source == first.checkpoints / name_of(3)
-    assert adopt(second, source, 2) == second.checkpoints / name_of(3)
-    assert [entry.step for entry in listing(run)] == [3, 2, 1]
-    assert find(str(run.path), silent) == second.checkpoints / name_of(3)
-    assert [path.name for path in tmp_path.iterdir()] == [name]

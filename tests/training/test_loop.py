@@ -13,6 +13,7 @@ from clusterddp.run_dir import RunDir, read_json_lines
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import checkpoint, checkpoint_file, loop, saver
 from clusterddp.training.deadline import Deadline
+from clusterddp.training.evaluation import Result
 
 from .ranks import run_ranks
 from .trainings import after, agree, asked_at_once, build, config, train_alone, train_rank
@@ -120,10 +121,11 @@ def test_the_best_result_outlives_the_attempt_and_the_cleaning_up(
 ) -> None:
     accuracies = {2: 0.9, 4: 0.3, 6: 0.4, 8: 0.5}
 
-    def test(ours: loop.Training) -> tuple[float, float]:
-        return accuracies[ours.position.step], 1.0
-
-    monkeypatch.setattr(loop.Training, "_test", test)
+    left = iter(accuracies.values())
+    monkeypatch.setattr(
+        "clusterddp.training.evaluation.evaluate",
+        lambda *_, **__: Result(next(left), 1.0, torch.eye(10)),
+    )
     settings = config(
         synthetic_dir, max_steps=8, eval_every="2steps", save_every="2steps", keep_last=1
     )
@@ -275,9 +277,11 @@ def test_the_end_is_evaluated_and_saved_whatever_the_intervals(
     for line in read_json_lines(RunDir(tmp_path).metrics):
         assert set(line) == {
             "kind", "step", "epoch", "loss", "accuracy", "images_per_second", "lr", "seconds",
-            "time",
+            "time", *(["rank_images_per_second"] if line["kind"] == "train" else []),
         }  # fmt: skip
-        assert all(math.isfinite(value) for name, value in line.items() if name != "kind")
+        assert all(
+            math.isfinite(value) for value in line.values() if isinstance(value, int | float)
+        )
 
 
 def test_a_full_disk_under_the_metrics_is_said_once_and_ends_nothing(
@@ -385,7 +389,9 @@ def evaluated(rank: int, world_size: int, settings: TrainConfig, run: Path) -> t
     box = [agree(settings, run, world_size).to_dict() if rank == 0 else None]
     dist.broadcast_object_list(box)
     assert box[0] is not None
-    return build(rank, settings, Agreement.from_dict(box[0]))._test()
+    training = build(rank, settings, Agreement.from_dict(box[0]))
+    training._evaluate()
+    return training.accuracy, training.loss
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -1,6 +1,12 @@
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
+from clusterddp.errors import TrainingError
 from clusterddp.train_config import MODELS
 from clusterddp.training import models
 
@@ -11,7 +17,11 @@ def test_the_convnet_has_28938_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_of_the_request_scores_ten_classes(name: str) -> None:
+def test_every_model_of_the_request_scores_ten_classes(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    if name == "keras-convnet":
+        request.getfixturevalue("keras_installed")
     assert set(models.MODELS) == set(MODELS)
     assert models.build(name)(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
 
@@ -38,3 +48,41 @@ def test_the_convnet_pools_before_its_relus_to_the_same_end() -> None:
     assert torch.equal(ours(images), textbook(images))
     for one, other in zip(ours.parameters(), textbook.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_the_mlp_has_layers_of_784_10_10_and_10() -> None:
+    linear = [layer for layer in models.build("mlp").modules() if isinstance(layer, nn.Linear)]
+    assert [(layer.in_features, layer.out_features) for layer in linear] == [
+        (784, 10), (10, 10), (10, 10),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def build(): return 3", "has to return a torch.nn.Module, and returned int"),
+        ("import torch\nbuild = torch.nn.ReLU", "no parameter to train"),
+        ("build = 3", "build is int"),
+        ("import absent_module", "ModuleNotFoundError: No module named 'absent_module'"),
+    ],
+)
+def test_a_function_that_gives_no_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    name = f"own_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(TrainingError, match=re.escape(message)):
+        models.build(f"{name}:build")
+
+
+def test_a_persons_own_function_is_found_from_where_it_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_linear.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(3, 2)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert models.build("own_linear:build")(torch.zeros(1, 3)).shape == (1, 2)

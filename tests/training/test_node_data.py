@@ -10,7 +10,7 @@ import torch
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import DataError
 from clusterddp.train_config import TrainConfig
-from clusterddp.training import data, datasets, idx, node_data, rendezvous
+from clusterddp.training import data, datasets, idx, messages, node_data
 from clusterddp.training.node_data import Held, Reading
 
 TAKES = """
@@ -105,12 +105,12 @@ def test_a_rank_that_cannot_map_it_says_so_and_reads_the_files(
     env = DistEnv.from_environ({})
 
     def take(offer: object) -> Held:
-        monkeypatch.setattr(rendezvous, "ask", lambda *_: offer)
+        monkeypatch.setattr(messages, "ask", lambda *_: offer)
         return datasets._take(config, env, None, "data/0", said.append)  # type: ignore[arg-type]
 
     assert take(held.offer()).handle is None and not said
     for offer in ({**held.offer(), "file": [0, 0]}, {}, None, {"sizes": "?"}):
         assert take(offer).digest() == held.digest()
         assert "reads the dataset itself" in said.pop()
-    with pytest.raises(rendezvous.PeerError, match="gone"):
+    with pytest.raises(messages.PeerError, match="gone"):
         take({"error": "the files are gone"})

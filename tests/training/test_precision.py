@@ -41,12 +41,14 @@ def test_the_scale_of_fp16_is_in_the_checkpoint(
 ) -> None:
     settings = config(synthetic_dir, precision="fp16", max_steps=3)
     ours = build(0, settings, agree(settings, tmp_path))
-    ours.step.scaler.load_state_dict({**ours.step.scaler.state_dict(), "scale": 4.0})
+    ours.learner.step.scaler.load_state_dict(
+        {**ours.learner.step.scaler.state_dict(), "scale": 4.0}
+    )
     ours.run()
     path = ours.attempt.checkpoints / checkpoint_file.name_of(3)
     assert checkpoint.load(path)["scaler"]["scale"] == 4.0
     again = build(0, settings, agree(settings, tmp_path))
-    assert again.step.scaler.get_scale() == 4.0
+    assert again.learner.step.scaler.get_scale() == 4.0
 
 
 def test_two_ranks_that_accumulate_step_as_one_does_on_all_their_images(

@@ -20,7 +20,7 @@ from torch import nn
 
 from clusterddp.errors import CheckpointError
 from clusterddp.train_config import TrainConfig
-from clusterddp.training import checkpoint, checkpoint_file, saver
+from clusterddp.training import checkpoint, checkpoint_file, run_checkpoints, saver
 from clusterddp.training.checkpoint import Position
 from clusterddp.training.checkpoint_file import Best, checksum_of, name_of, read_best
 from clusterddp.training.saver import Saver
@@ -340,7 +340,7 @@ def test_whichever_step_of_a_save_fails_the_old_one_stays(
         whole = writer.wait()
     calls = next(count)
     assert (1 in place.steps) or whole
-    assert checkpoint_file.newest_in(place.folder, pytest.fail) is not None
+    assert run_checkpoints.newest_in(place.folder, pytest.fail) is not None
     assert bool(place.said) == (failing < calls)
     assert not [name for name in place.names if name.startswith(".")]
     writer.save(content_of(3))
@@ -632,7 +632,7 @@ def test_killed_at_any_moment_of_a_save_a_whole_one_is_left(place: Place, tmp_pa
             process.join()
             told = [int(line) for line in [first, *lines] if line.endswith("\n")]
         assert told and process.exitcode == -9
-        found = checkpoint_file.newest_in(place.folder, pytest.fail)  # nothing looks damaged
+        found = run_checkpoints.newest_in(place.folder, pytest.fail)  # nothing looks damaged
         assert found and checkpoint_file.step_of(found) >= told[-1]
         assert checkpoint.load(found)["step"] == checkpoint_file.step_of(found)
         leftovers += any(name.startswith(".") for name in place.names)

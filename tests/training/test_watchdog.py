@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from clusterddp.dist_env import DistEnv
-from clusterddp.training import watchdog
-from clusterddp.training.watchdog import Phase, Place, Posting, Progress, Watchdog, judge
+from clusterddp.training import posting_board
+from clusterddp.training.phases import Phase, Progress
+from clusterddp.training.watchdog import Watchdog
 from tests.processes import PATIENCE, wait_for
+from tests.training.meetings import env
 
 from .ranks import _CONTEXT as CONTEXT
 
@@ -28,199 +30,6 @@ SILENT_SECONDS = 1.5
 BEAT_SECONDS = 0.25
 
 DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
-
-
-def env(rank: int, world_size: int, port: int, **more: int) -> DistEnv:
-    variables = {
-        "RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
-    return DistEnv.from_environ({name: str(value) for name, value in (variables | more).items()})
-
-
-# --- whom to blame, from what the ranks posted
-
-
-def posting(
-    step: int, phase: Phase, still: float = 40.0, left: bool = False, host: str = "h01"
-) -> Posting:
-    return Posting(host, Place(step, 0, phase), still, 7, left)
-
-
-@pytest.mark.parametrize(
-    ("postings", "silent", "kind", "ranks", "words"),
-    [
-        pytest.param(
-            [posting(57, BACKWARD), posting(57, BACKWARD), posting(56, BACKWARD, host="h02")],
-            {2: 31.4},
-            "silent",
-            (2,),
-            [
-                "rank 2 on h02 does not answer",
-                "the last sign of rank 2 came 31 s ago, exchanging the gradients of step 56",
-            ],
-            id="stopped",
-        ),
-        pytest.param(
-            [posting(57, BACKWARD), posting(58, BACKWARD)],
-            {1: 31},
-            "silent",
-            (1,),
-            ["rank 1 on h01 does not answer"],
-            id="stopped where it is ahead",
-        ),
-        pytest.param(
-            [posting(58, BACKWARD), posting(58, DATA, host="h02"), posting(58, BACKWARD)],
-            {},
-            "behind",
-            (1,),
-            [
-                "rank 1 on h02 is behind: fetching the batch of step 58, while others are "
-                "exchanging the gradients of step 58",
-                "its log has its stack",
-            ],
-            id="behind",
-        ),
-        pytest.param(
-            [posting(58, Phase.SAVE), posting(59, BACKWARD), posting(59, BACKWARD)],
-            {},
-            "behind",
-            (0,),
-            ["rank 0 on h01 is behind: saving after step 58"],
-            id="rank 0's save comes before the next step",
-        ),
-        pytest.param(
-            [posting(58, Phase.COUNT), posting(58, Phase.EVALUATE, still=3.0)],
-            {},
-            "behind",
-            (1,),
-            ["rank 1 on h01 is behind: evaluating after step 58", "last moved 3 s ago"],
-            id="slow",
-        ),
-        pytest.param(
-            [posting(1, DATA), posting(0, Phase.START), posting(0, Phase.START, host="h02")],
-            {},
-            "behind",
-            (1, 2),
-            ["rank 1 on h01 and rank 2 on h02 are behind: starting,", "their logs have"],
-            id="two behind",
-        ),
-        pytest.param(
-            [posting(58, BACKWARD)] * 3,
-            {},
-            "level",
-            (),
-            ["all 3 ranks are at the same place, exchanging the gradients of step 58"],
-            id="level",
-        ),
-        pytest.param(
-            [posting(58, BACKWARD), posting(57, Phase.UPDATE, left=True), posting(58, BACKWARD)],
-            {},
-            "left",
-            (1,),
-            ["rank 1 on h01 left the training, updating the weights in step 57", "log of rank 1"],
-            id="left",
-        ),
-        pytest.param(
-            [posting(58, BACKWARD), posting(58, BACKWARD), posting(58, BACKWARD, left=True)],
-            {1: 31},
-            "silent",
-            (1,),
-            ["rank 1 on h01 does not answer"],
-            id="left for the want of the silent one",
-        ),
-        pytest.param(
-            [posting(60, Phase.DONE, left=True), posting(60, Phase.SAVE)],
-            {},
-            "behind",
-            (1,),
-            ["rank 1 on h01 is behind: saving after step 60, while others are done"],
-            id="done is no desertion",
-        ),
-    ],
-)
-def test_the_rank_to_blame_is_named(
-    postings: list[Posting],
-    silent: dict[int, float],
-    kind: str,
-    ranks: tuple[int, ...],
-    words: list[str],
-) -> None:
-    verdict = judge(dict(enumerate(postings)), silent, len(postings), silent_seconds=30)
-    assert (verdict.kind, verdict.ranks) == (kind, ranks)
-    for some in words:
-        assert some in verdict.text
-
-
-def test_a_rank_that_never_posted_is_named() -> None:
-    verdict = judge({0: posting(1, BACKWARD)}, {1: 31}, 2, 30)
-    assert verdict.ranks == (1,)
-    assert "rank 1 does not answer" in verdict.text and "never gave a sign" in verdict.text
-
-
-def test_many_silent_ranks_fit_in_a_line() -> None:
-    seen = {rank: posting(9, BACKWARD, host=f"h{rank // 8:03}") for rank in range(1000)}
-    verdict = judge(seen, dict.fromkeys(range(8, 1000), 31.0), 1000, 30)
-    assert "ranks 8, 9, 10, 11, 12, 13, 14, 15 on h001 and ranks 16" in verdict.text
-    assert "and 976 more do not answer" in verdict.text
-    assert len(verdict.text) < 500
-
-
-def test_the_store_sees_at_most_50_postings_a_second() -> None:
-    assert watchdog.default_beat(2) == watchdog.default_beat(64) == 2
-    assert 1000 / watchdog.default_beat(1000) == pytest.approx(50)
-
-
-def test_a_place_only_grows_in_whatever_order_a_step_goes() -> None:
-    progress, places = Progress(), []
-    for step, phase in (
-        [(0, Phase.START)]
-        + [(1, phase) for phase in (DATA, Phase.FORWARD, BACKWARD) * 2]  # gradients accumulated
-        + [(1, Phase.UPDATE), (1, Phase.SAVE), (1, Phase.EVALUATE), (2, DATA)]
-    ):
-        progress.mark(step, phase)
-        places.append(progress.place)
-    assert places == sorted(set(places))
-    assert len(places) == 11
-
-
-def test_a_mark_that_changes_nothing_is_a_sign_of_life() -> None:
-    progress = Progress()
-    progress.mark(1, Phase.EVALUATE)
-    before, place = progress.state, progress.place
-    progress.mark(1, Phase.EVALUATE)
-    assert progress.place == place and progress.state != before
-
-
-@pytest.mark.parametrize(
-    "text", [b"", b"\xff", b"[]", b"{}", b'{"host": 1}', b"null", b'"' + b"x" * 9]
-)
-def test_what_a_stranger_posts_is_passed_over(text: bytes) -> None:
-    assert Posting.from_json(text) is None
-
-
-def test_a_posting_comes_back_as_it_was_but_cannot_forge_lines() -> None:
-    sent = posting(58, DATA, host="h02\nwatchdog: all is well")
-    read = Posting.from_json(sent.to_json().encode())
-    assert read == sent._replace(host="h02watchdog: all is well")
-
-
-def test_a_rank_is_silent_by_what_the_store_says_and_not_for_the_want_of_its_answer() -> None:
-    def look(*numbers: int) -> watchdog._Look:
-        seen = {rank: posting(9, DATA)._replace(number=n) for rank, n in enumerate(numbers)}
-        return watchdog._Look(range(3), seen, "")
-
-    signs = watchdog._Signs(range(3), quiet=8)
-    first = look(5, 5)
-    for now in (0, 9, 99):
-        signs.update(first, now)
-        assert not signs.ready() and not signs.silent(now, 30)
-    signs.update(look(6, 6), 100)
-    signs.update(look(9, 6), 107)
-    assert signs.ready() and signs.silent(107, 130) == {2: 130}
-    signs.update(look(10, 6), 109)
-    assert signs.silent(110, 133) == {1: 10, 2: 133}
-    signs.update(look(11, 7), 111)
-    assert signs.silent(111, 134) == {2: 134}
 
 
 # --- one rank alone, its clock in our hands
@@ -291,15 +100,6 @@ def test_a_log_that_is_closed_does_not_end_the_watchdog() -> None:
         clock.now += 1
         dog._tick()
     assert dog._told
-
-
-def test_no_connection_is_made_where_nobody_answers_as_a_store() -> None:
-    assert watchdog.connect(DistEnv.from_environ({}), {}, PATIENCE) is None
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        began = time.monotonic()
-        ours = env(1, 2, stranger.getsockname()[1])
-        assert watchdog.connect(ours, {}, timeout=0.5) is None
-        assert time.monotonic() - began < PATIENCE
 
 
 # --- real ranks, each a process of its own
@@ -398,7 +198,7 @@ def train(
     store = None
     deadline = time.monotonic() + PATIENCE
     while store is None and time.monotonic() < deadline:
-        store = watchdog.connect(ours, {}, timeout=PATIENCE)
+        store = posting_board.connect(ours, {}, timeout=PATIENCE)
     assert store is not None
     dist.init_process_group(
         "gloo",
@@ -548,7 +348,9 @@ def test_a_process_ends_although_its_store_is_stopped(agent: StoreProcess, tmp_p
     program = f"""
 import os, time
 from clusterddp.dist_env import DistEnv
-from clusterddp.training.watchdog import Progress, Watchdog, connect
+from clusterddp.training.phases import Progress
+from clusterddp.training.posting_board import connect
+from clusterddp.training.watchdog import Watchdog
 env = DistEnv.from_environ({{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                             "MASTER_PORT": "{agent.port}"}})
 dog = Watchdog(connect(env, {{}}, {PATIENCE}), env, Progress(), silent_seconds=0.2,

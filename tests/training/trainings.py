@@ -111,8 +111,8 @@ def train_rank(
         "weights": [parameter.detach().numpy().copy() for parameter in ours.model.parameters()],
         "sha256": checkpoint.weights_sha256(ours.model),
         "accuracy": ours.accuracy,
-        "best": ours.best,
-        "buckets": _buckets(ours.ddp),
+        "best": ours.learner.best,
+        "buckets": _buckets(ours.learner.ddp),
         "draws": (torch.rand(3).tolist(), random.random(), np.random.random()),
     }
 

@@ -11,10 +11,10 @@ from typing import Any
 import jinja2.compiler
 import pytest
 
-from clusterddp import render
+from clusterddp import rendering
 from clusterddp.dist_env import master_port
 from clusterddp.errors import RequestError
-from clusterddp.spec import Resources
+from clusterddp.resources import Resources
 from tests.hostile import CARRIED, REFUSED
 from tests.test_spec import spec
 
@@ -35,7 +35,7 @@ FULL: dict[str, Any] = {
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("fields", [{}, FULL, {"command": ("python", *CARRIED)}])
 def test_the_script_is_sound_shell(template: str, fields: dict[str, Any]) -> None:
-    script = render.render(spec(template=template, **fields))
+    script = rendering.render(spec(template=template, **fields))
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     if shutil.which("shellcheck") or os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
         checked = subprocess.run(
@@ -46,7 +46,7 @@ def test_the_script_is_sound_shell(template: str, fields: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_same_request_gives_the_same_bytes(template: str) -> None:
-    assert render.render(spec(template=template, **FULL)) == render.render(
+    assert rendering.render(spec(template=template, **FULL)) == rendering.render(
         spec(template=template, **FULL)
     )
 
@@ -55,7 +55,7 @@ def test_the_same_request_gives_the_same_bytes(template: str) -> None:
 def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
     line = next(
         part
-        for part in render.render(spec(environment=(("VALUE", value),))).split("\n")
+        for part in rendering.render(spec(environment=(("VALUE", value),))).split("\n")
         if part.startswith("export VALUE=")
     )
     seen = subprocess.run(
@@ -68,7 +68,7 @@ def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("value", CARRIED)
 def test_a_command_word_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
-    script = render.render(spec(command=("prog", value, "end")))
+    script = rendering.render(spec(command=("prog", value, "end")))
     array = script[script.index("task=(") : script.index("\n)\n") + 3]
     seen = subprocess.run(
         ["bash", "-c", f'python=python\n{array}printf "%s\\0" "${{task[@]}}"'],
@@ -80,7 +80,7 @@ def test_a_command_word_reaches_bash_as_it_is(value: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("value", CARRIED)
 def test_a_directive_is_one_line_in_slurms_quoting(value: str) -> None:
-    line = render.directive("comment", value)
+    line = rendering.directive("comment", value)
     assert "\n" not in line
     assert read_as_slurm_does(line) == f"--comment={value}"
 
@@ -88,12 +88,12 @@ def test_a_directive_is_one_line_in_slurms_quoting(value: str) -> None:
 @pytest.mark.parametrize("value", REFUSED)
 def test_a_directive_that_would_become_two_lines_is_refused(value: str) -> None:
     with pytest.raises(RequestError, match="--comment"):
-        render.directive("comment", value)
+        rendering.directive("comment", value)
 
 
 def test_a_directive_longer_than_slurms_buffer_is_refused() -> None:
     with pytest.raises(RequestError, match="8001 bytes"):
-        render.directive("comment", "x" * 8001)
+        rendering.directive("comment", "x" * 8001)
 
 
 @pytest.mark.parametrize(
@@ -108,32 +108,32 @@ def test_each_style_asks_for_the_same_gpus(style: str, ddp: str, torchrun: str) 
     request = spec(
         resources=Resources(nodes=2, gpus_per_node=4, gpu_type="a100", gpu_request=style)
     )
-    assert ddp in render.directives(request)
-    assert torchrun in render.directives(request, agents=True)
+    assert ddp in rendering.directives(request)
+    assert torchrun in rendering.directives(request, agents=True)
 
 
 def test_an_agent_gets_the_cpus_of_all_its_ranks() -> None:
     request = spec(resources=Resources(nodes=2, tasks_per_node=4, cpus_per_task=3))
-    assert "--cpus-per-task=3" in render.directives(request)
-    assert "--cpus-per-task=12" in render.directives(request, agents=True)
-    assert "--ntasks=2" in render.directives(request, agents=True)
+    assert "--cpus-per-task=3" in rendering.directives(request)
+    assert "--cpus-per-task=12" in rendering.directives(request, agents=True)
+    assert "--ntasks=2" in rendering.directives(request, agents=True)
 
 
 def test_a_directive_can_be_left_out() -> None:
     request = spec(resources=Resources(mem="1G"), omit_directives=("mem", "comment"))
-    lines = render.directives(request)
+    lines = rendering.directives(request)
     assert not [line for line in lines if line.startswith(("--mem", "--comment"))]
 
 
 def test_without_the_shells_variables_only_those_passed_by_name_come_along() -> None:
-    assert "--export=NONE" in render.directives(spec(export="NONE"))
+    assert "--export=NONE" in rendering.directives(spec(export="NONE"))
     named = spec(export="NONE", pass_environment=("A", "B"))
-    assert "--export=A,B" in render.directives(named)
+    assert "--export=A,B" in rendering.directives(named)
 
 
 @pytest.mark.parametrize(("job", "restart"), [(1, 0), (7, 3), (123456, 0), (4294967, 12)])
 def test_the_scripts_port_is_the_one_that_ranks_derive(job: int, restart: int) -> None:
-    script = render.render(spec())
+    script = rendering.render(spec())
     start = script.index("listening()")
     part = script[start : script.index("export MASTER_PORT", start)]
     for taken in range(3):
@@ -165,7 +165,7 @@ def test_an_own_template_replaces_one_block(tmp_path: Path) -> None:
         tmp_path,
         '{% extends "shipped/ddp.sbatch.j2" %}\n{% block setup %}echo mine\n{% endblock %}\n',
     )
-    script = render.render(spec(template=name, setup=("echo theirs",)), tmp_path)
+    script = rendering.render(spec(template=name, setup=("echo theirs",)), tmp_path)
     assert "\necho mine\n" in script
     assert "\necho theirs\n" not in script
     assert "srun --nodes=1" in script
@@ -175,7 +175,7 @@ def test_an_own_template_can_stand_in_for_a_shipped_one(tmp_path: Path) -> None:
     (tmp_path / "ddp.sbatch.j2").write_text(
         '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}echo instead\n{% endblock %}'
     )
-    assert "echo instead" in render.render(spec(), tmp_path)
+    assert "echo instead" in rendering.render(spec(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_faulty_template_is_blamed_by_file_and_line(
 ) -> None:
     name = own(tmp_path, content)
     with pytest.raises(RequestError) as caught:
-        render.render(spec(template=name), tmp_path)
+        rendering.render(spec(template=name), tmp_path)
     for word in words:
         assert word in str(caught.value)
 
@@ -205,12 +205,12 @@ def test_a_template_with_crlf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.sbatch.j2").write_bytes(b"#!/bin/bash\r\n")
     script_spec = spec(template="own.sbatch.j2", setup=("x",))
     # Jinja itself turns the template's own line ends into plain ones.
-    assert render.render(script_spec, tmp_path) == "#!/bin/bash\n"
+    assert rendering.render(script_spec, tmp_path) == "#!/bin/bash\n"
 
 
 def test_a_template_that_is_not_there_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"gone\.j2.*torchrun\.sbatch\.j2"):
-        render.render(spec(template="gone.j2"))
+        rendering.render(spec(template="gone.j2"))
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """Compiled templates lie in a folder of the test's own, and compilations are counted."""
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    seen = Compiled(tmp_path / "prefix" / render.shipped_folder().relative_to("/"))
+    seen = Compiled(tmp_path / "prefix" / rendering.shipped_folder().relative_to("/"))
     compile_source = jinja2.Environment._compile
 
     def counted(self: Any, source: str, filename: str) -> Any:
@@ -233,10 +233,10 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
 def test_a_shipped_template_is_compiled_once_and_renders_the_same(
     compiled: Compiled, template: str
 ) -> None:
-    first = render.render(spec(template=template, **FULL))
+    first = rendering.render(spec(template=template, **FULL))
     kept = len(compiled.compilations)
     assert len(list(compiled.folder.iterdir())) == kept > 0
-    assert render.render(spec(template=template, **FULL)) == first
+    assert rendering.render(spec(template=template, **FULL)) == first
     assert len(compiled.compilations) == kept
 
 
@@ -244,7 +244,7 @@ def test_an_own_template_is_compiled_anew_and_its_shipped_parent_is_not(
     compiled: Compiled, tmp_path: Path
 ) -> None:
     name = own(tmp_path, '{% extends "shipped/ddp.sbatch.j2" %}')
-    assert render.render(spec(template=name), tmp_path) == render.render(
+    assert rendering.render(spec(template=name), tmp_path) == rendering.render(
         spec(template=name), tmp_path
     )
     assert sorted(compiled.compilations) == ["ddp.sbatch.j2", name, name]
@@ -255,7 +255,7 @@ def test_an_own_template_is_compiled_anew_and_its_shipped_parent_is_not(
 def test_a_compiled_template_that_others_could_write_is_not_read(
     compiled: Compiled, change: str
 ) -> None:
-    render.render(spec())
+    rendering.render(spec())
     [path] = compiled.folder.iterdir()
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o022) == (0o644, 0)
     if change == "owner":
@@ -264,17 +264,17 @@ def test_a_compiled_template_that_others_could_write_is_not_read(
         os.chown(path, 12345, -1)
     else:
         (path if change == "file" else path.parent).chmod(0o777)
-    render.render(spec())
+    rendering.render(spec())
     assert compiled.compilations == ["ddp.sbatch.j2"] * 2
 
 
 @pytest.mark.parametrize("keep", [0, 20, 100, -1])
 def test_a_torn_compiled_template_is_made_anew(compiled: Compiled, keep: int) -> None:
-    first = render.render(spec())
+    first = rendering.render(spec())
     [path] = compiled.folder.iterdir()
     path.write_bytes(path.read_bytes()[:keep])
-    assert render.render(spec()) == first
-    assert render.render(spec()) == first
+    assert rendering.render(spec()) == first
+    assert rendering.render(spec()) == first
     assert compiled.compilations == ["ddp.sbatch.j2"] * 2
 
 
@@ -282,25 +282,25 @@ def test_another_text_another_place_or_another_jinja_is_compiled_anew(
     compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "moved"
-    shutil.copytree(render.shipped_folder(), copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(render, "shipped_folder", lambda: copy)
-    render.render(spec())
+    shutil.copytree(rendering.shipped_folder(), copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(rendering, "shipped_folder", lambda: copy)
+    rendering.render(spec())
     kept = copy.parent / "prefix" / copy.relative_to("/") / "ddp.sbatch.cpython.jinja"
     [kept] = kept.parent.iterdir()
     with (copy / "ddp.sbatch.j2").open("a") as file:
         file.write("# more\n")
-    assert "# more" in render.render(spec())
+    assert "# more" in rendering.render(spec())
     newer = tmp_path / "compiler.py"
     newer.write_text("")
     monkeypatch.setattr(jinja2.compiler, "__file__", str(newer))
-    render.render(spec())
+    rendering.render(spec())
     elsewhere = tmp_path / "elsewhere"
     copy.rename(elsewhere)
     there = tmp_path / "prefix" / elsewhere.relative_to("/")
     there.mkdir(parents=True, mode=0o755)
     kept.rename(there / kept.name)
-    monkeypatch.setattr(render, "shipped_folder", lambda: elsewhere)
-    render.render(spec())
+    monkeypatch.setattr(rendering, "shipped_folder", lambda: elsewhere)
+    rendering.render(spec())
     assert compiled.compilations == ["ddp.sbatch.j2"] * 4
 
 
@@ -309,10 +309,10 @@ def test_where_nothing_can_or_shall_be_kept_it_renders_all_the_same(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sys, "dont_write_bytecode", True)
-        first = render.render(spec())
+        first = rendering.render(spec())
     assert not compiled.folder.exists()
     (tmp_path / "prefix").write_text("no folder")
-    assert render.render(spec()) == first
+    assert rendering.render(spec()) == first
     assert compiled.compilations == ["ddp.sbatch.j2"] * 2
 
 

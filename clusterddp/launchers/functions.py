@@ -1,0 +1,122 @@
+"""Any function on several ranks of this workstation: what they return, or who failed and why."""
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from clusterddp import by_hand
+from clusterddp.errors import EXIT_FAILED, RequestError, TrainingError
+from clusterddp.launchers import start_methods
+from clusterddp.launchers.processes import TaskGroup
+from clusterddp.launchers.workstation import free_port, rank_environment
+
+
+def call_on_ranks(
+    function: Callable[..., Any], arguments: Sequence[Any], procs: int, start_method: str
+) -> list[Any]:
+    """Call it in so many processes, each with its rank in os.environ; what they return, by rank.
+
+    All print where this process does. When one fails the others are ended. Raises TrainingError
+    with the traceback of the rank that failed first, and RequestError where the function cannot go
+    to other processes this way.
+    """
+    called: object = (function, tuple(arguments))
+    if start_method != "fork":
+        called = _pickled(function, arguments)
+    start_methods.get_ready(start_method)
+    ranks = by_hand.local_ranks(procs, free_port())
+    with tempfile.TemporaryDirectory(prefix="clusterddp-launch-") as name, TaskGroup() as group:
+        folder = Path(name)
+        with _interrupts_held():
+            for env in ranks:
+                call = (called, folder, env.rank)
+                group.call(start_method, _rank, call, rank_environment(env), tee=True)
+        statuses = group.wait()
+        if any(statuses):
+            raise TrainingError(_first_failure(folder, statuses, group.first_failed))
+        return [_read_result(folder, rank) for rank in range(procs)]
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """A Ctrl-C between a process's start and its entry in the group would leave it running."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _pickled(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+    """The function by its name, for a process that imports it anew."""
+    try:
+        main = sys.modules["__main__"]
+        if function.__module__ == "__main__" and not hasattr(main, "__file__"):
+            raise pickle.PicklingError("it is defined in a notebook's cell or at a prompt")
+        return pickle.dumps((function, tuple(arguments)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RequestError(
+            f"{getattr(function, '__qualname__', function)} cannot be sent to another process: "
+            f"{error}. Use start_method='fork', or a function of a module, and arguments that can "
+            "be pickled."
+        ) from None
+
+
+def _rank(called: Any, folder: Path, rank: int) -> None:
+    """In a rank's process. It has its environment by now: an import may read that already."""
+    try:
+        function, arguments = pickle.loads(called) if isinstance(called, bytes) else called
+        _result(folder, rank).write_bytes(pickle.dumps(function(*arguments)))
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            _result(folder, rank).write_bytes(pickle.dumps(None))
+            return
+        lines = traceback.format_exception(error)
+        del lines[1:2]  # this very function
+        content = {"time": time.time(), "words": "".join(lines).rstrip()}
+        _failure(folder, rank).write_bytes(pickle.dumps(content))
+        sys.stdout.flush()
+        # Past what the function's libraries do at an exit: a process group that has lost a peer
+        # may hang there.
+        os._exit(EXIT_FAILED)
+
+
+def _read_result(folder: Path, rank: int) -> Any:
+    try:
+        return pickle.loads(_result(folder, rank).read_bytes())
+    except FileNotFoundError:
+        raise TrainingError(f"rank {rank} left with exit code 0 and returned nothing.") from None
+
+
+def _first_failure(folder: Path, statuses: Sequence[int], first: int | None) -> str:
+    """Which rank failed first, and its own words.
+
+    first: the one whose process ended first; another may have raised before, and ended later.
+    """
+    said: dict[int, dict[str, Any]] = {}
+    for rank in range(len(statuses)):
+        path = _failure(folder, rank)
+        if path.exists():
+            said[rank] = pickle.loads(path.read_bytes())
+    if first in said or first is None:
+        first = min(said, key=lambda rank: float(said[rank]["time"]))
+        return f"rank {first} of {len(statuses)} failed first:\n{said[first]['words']}"
+    status = statuses[first]
+    words = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+    return f"rank {first} of {len(statuses)} failed first: {words}."
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"result-{rank}"
+
+
+def _failure(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}"

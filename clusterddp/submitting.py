@@ -1,0 +1,109 @@
+"""From a checked request to a job: the run's directory, the code that it uses, the launcher.
+
+The command and the Python API both submit through here, so that neither can do it differently.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from clusterddp import launchers, references
+from clusterddp.errors import RequestError, SlurmError
+from clusterddp.inputs import in_another_python, make_sure
+from clusterddp.run_dir import RunDir, run_folders, write_atomically
+from clusterddp.spec import JobSpec, submission_comment
+
+Say = Callable[[str], None]
+"""Takes a line for the person who submits."""
+
+
+def _check_new(spec: JobSpec) -> None:
+    if Path(spec.run_dir).exists():
+        raise RequestError(
+            f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
+        )
+
+
+def _say_outlook(script: str, say: Say) -> None:
+    """Slurm's own forecast; what can never run, sbatch refuses by itself."""
+    from clusterddp.slurm.sbatch import outlook
+
+    try:
+        found, words = outlook(script, os.environ)
+    except SlurmError as error:
+        found, words = False, f"Slurm could not be asked: {error}."
+    else:
+        words = f"Slurm says: {words}"
+        if not found:
+            words += (
+                ". Queued all the same, it waits for a node or a partition that is down, or for "
+                "ever: see sinfo."
+            )
+    say(f"{'' if found else 'warning: '}{words}")
+
+
+def submit(
+    spec: JobSpec, script: str, *, snapshot_limit_mb: float, say: Say, check: bool = False
+) -> tuple[RunDir, launchers.Submission]:
+    """Make sure of what the tasks will read, make the run's directory with its records and the
+    code, and submit the script.
+
+    check: ask Slurm for its forecast first. Raises RequestError, and then leaves nothing;
+    SlurmError where the job may be queued; what interrupts it is told, and passed on.
+    """
+    _check_new(spec)
+    if spec.train:
+        make_sure(spec.train, may_fetch=True, elsewhere=in_another_python(spec))
+    if check and spec.launcher != "local":
+        _say_outlook(script, say)
+    with RunDir.create(spec, script) as run:
+        try:
+            keep_code(spec, run, snapshot_limit_mb, say)
+            submission = launchers.load(spec.launcher).submit(spec, script, run)
+        except KeyboardInterrupt:
+            say(
+                f"interrupted; the job may be queued. Look for it by its comment, "
+                f"{submission_comment(spec.run_name)}; its directory {run.path} is kept."
+            )
+            raise
+        except OSError as error:
+            raise SlurmError(
+                f"the run's records cannot be written: {error}. The job may be queued; look for it "
+                f"by its comment, {submission_comment(spec.run_name)}."
+            ) from None
+    return run, submission
+
+
+def keep_code(spec: JobSpec, run: RunDir, limit_mb: float, say: Say) -> None:
+    """Copy the tree of a person's code into the run, or note what it is like without a copy.
+
+    Raises RequestError when it is too large or cannot be read.
+    """
+    tree, taken = Path.cwd(), None
+    if not _runs_code_of(spec, tree):
+        return
+    from clusterddp import snapshot
+
+    leave_out = run_folders(run)
+    if spec.train and not references.is_reference(spec.train.dataset):
+        # MNIST, which the tasks find by its absolute path, is larger than any code.
+        leave_out += [Path(spec.train.data_dir, name) for name in ("MNIST", "synthetic")]
+    if spec.snapshot is not False:
+        try:
+            taken = snapshot.take(tree, run.code, limit_mb=limit_mb, leave_out=leave_out)
+        except RequestError as error:
+            if spec.snapshot:  # it was asked for
+                raise
+            say(f"warning: your code is not copied: {error}")
+    if taken is None:
+        taken = snapshot.fingerprint(tree, leave_out=leave_out)
+    if taken:
+        write_atomically(run.code_record, taken.to_json().encode())
+
+
+def _runs_code_of(spec: JobSpec, tree: Path) -> bool:
+    """Whether the tasks run what lies in this tree, rather than ours or what is installed."""
+    if spec.train is None:
+        return True
+    files = [references.find(reference, tree) for _, reference in spec.train.own_functions]
+    return any(file and file.is_relative_to(tree) for file in files)

@@ -1,0 +1,133 @@
+"""The test set evaluated over all ranks: accuracy, loss, which classes are confused, what is worst.
+
+Every image counts once, whatever the number of ranks: nothing is padded.
+"""
+
+import base64
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from clusterddp.training.images import Images, as_images, evaluation_order
+from clusterddp.training.loader import Loaded
+from clusterddp.training.phases import Phase
+
+# Images that a rank evaluates at once; it changes the speed and the memory, not the result.
+BATCH = 1000
+_WORST = 24
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an evaluation came to; the same on every rank."""
+
+    accuracy: float
+    loss: float
+    """Mean over all images."""
+    confusion: Tensor
+    """(classes, classes) counts: a row a label, a column a prediction."""
+    worst: list[dict[str, Any]] = field(default_factory=list)
+    """The images of the highest loss, the highest first: index, label, predicted, loss."""
+
+    def to_dict(self, test_set: Images | Loaded) -> dict[str, Any]:
+        """As a record, with the worst images themselves as bytes in base64."""
+        order = torch.tensor([one["index"] for one in self.worst], dtype=torch.int64)
+        shown = [image for batch, _ in test_set.batches(order, BATCH) for image in batch.cpu()]
+        return {
+            "confusion": self.confusion.tolist(),
+            "worst": [
+                {**one, **_picture(image)} for one, image in zip(self.worst, shown, strict=True)
+            ],
+        }
+
+
+def evaluate(
+    model: nn.Module,
+    test_set: Images | Loaded,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[None]],
+    mark: Callable[[Phase], None] = lambda _: None,
+) -> Result:
+    """Evaluate the bare module: shares may differ in length, and DDP's forward would wait for ranks
+    that have no batch left. Collective over the default process group.
+
+    mark: told of each phase as it begins.
+    """
+    for buffer in model.buffers():  # of rank 0, as saved; DDP does so before each forward
+        dist.broadcast(buffer, src=0)
+    share = evaluation_order(len(test_set), rank, world_size)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    classes = torch.zeros((), dtype=torch.int64, device=device)
+    model.eval()
+    with torch.no_grad():
+        for images, labels in test_set.batches(share, BATCH):
+            mark(Phase.EVALUATE)
+            with autocast():
+                scores = model(as_images(images))
+            losses = cross_entropy(scores.float(), labels, reduction="none")
+            found.append((labels, scores.argmax(1), losses))
+            classes.fill_(scores.shape[1])
+    model.train()
+    mark(Phase.COUNT)
+    dist.all_reduce(classes, dist.ReduceOp.MAX)  # a rank can have had no image at all
+    return _joined(found, share, int(classes), len(test_set), device)
+
+
+def _joined(
+    found: list[tuple[Tensor, Tensor, Tensor]],
+    share: Tensor,
+    classes: int,
+    count: int,
+    device: torch.device,
+) -> Result:
+    nothing = [torch.zeros(0, dtype=torch.int64, device=device)] * 2
+    nothing.append(torch.zeros(0, device=device))
+    labels, predicted, losses = (
+        torch.cat([batch[part] for batch in found]) if found else nothing[part] for part in range(3)
+    )
+    confusion = torch.bincount(labels * classes + predicted, minlength=classes * classes).double()
+    totals = torch.cat([confusion, losses.double().sum().view(1)])
+    dist.all_reduce(totals)
+    confusion, loss_sum = totals[:-1].view(classes, classes), float(totals[-1])
+    seen = int(confusion.sum())
+    assert seen == count, f"{seen} of {count} images were counted"
+    highest = losses.topk(min(_WORST, len(losses))).indices
+    own = torch.full((_WORST, 4), -1.0, dtype=torch.float64, device=device)
+    own[: len(highest)] = torch.stack(
+        [part[highest].double() for part in (share.to(device), labels, predicted, losses)], 1
+    )
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    rows = [row for row in torch.cat(gathered).tolist() if row[0] >= 0]
+    rows.sort(key=lambda row: (-row[3], row[0]))
+    return Result(
+        accuracy=float(confusion.diagonal().sum()) / count,
+        loss=loss_sum / count,
+        confusion=confusion.long().cpu(),
+        worst=[
+            {"index": int(index), "label": int(label), "predicted": int(taken), "loss": loss}
+            for index, label, taken, loss in rows[:_WORST]
+        ],
+    )
+
+
+def _picture(image: Tensor) -> dict[str, Any]:
+    """One channel of an image as bytes, stretched to the whole range where it is not bytes yet;
+    what has one dimension is a row of pixels.
+    """
+    image = image.view(1, -1) if image.dim() < 2 else image
+    plane = image if image.dim() == 2 else image.reshape(-1, *image.shape[-2:])[0]
+    if plane.dtype is not torch.uint8:
+        plane = plane.float() - plane.min()
+        plane = (plane * (255 / max(float(plane.max()), 1e-9))).to(torch.uint8)
+    pixels = base64.b64encode(plane.contiguous().numpy().tobytes()).decode()
+    return {"shape": list(plane.shape), "pixels": pixels}

@@ -1,0 +1,156 @@
+"""What learns: a model with its optimizer and its step; built, restored and collected as a whole.
+
+Everything that a checkpoint holds is here, and nothing of when one is written.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from clusterddp.errors import TrainingError
+from clusterddp.train_config import TrainConfig
+from clusterddp.training import (
+    checkpoint,
+    memory,
+    models,
+    optimizer,
+    pace,
+    parallel,
+    random_states,
+    sync_batchnorm,
+)
+from clusterddp.training.agreement import Agreement
+from clusterddp.training.augment import AUGMENTATIONS
+from clusterddp.training.checkpoint import Position
+from clusterddp.training.checkpoint_file import Best
+from clusterddp.training.compiled import Compiled
+from clusterddp.training.graph import GraphedStep
+from clusterddp.training.images import as_images
+from clusterddp.training.metrics import Tally
+from clusterddp.training.phases import Phase
+from clusterddp.training.step import Step
+
+
+class Learner:
+    """One rank's, at the start or where a checkpoint left it."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        agreed: Agreement,
+        *,
+        rank: int,
+        device: torch.device,
+        mark: Callable[[Phase], None],
+        resume_content: dict[str, Any] | None = None,
+    ) -> None:
+        """mark: told of each phase of a step as it begins.
+
+        resume_content: what the checkpoint to go on from holds, where it was loaded already.
+        """
+        self.config, self.agreed, self.device = config, agreed, device
+        if device.type == "cpu":
+            memory.keep_freed()
+        torch.manual_seed(config.seed)  # the same weights on every rank
+        self.model = models.build(config.model).to(device)
+        if config.sync_batchnorm:
+            self.model = sync_batchnorm.convert(self.model, config.model)
+        # Convolutions are faster in this layout, on CPUs as on GPUs.
+        self.model = self.model.to(memory_format=torch.channels_last)
+        self.optimizer = optimizer.build(config, self.model, captured=agreed.cuda_graph)
+        self.position = Position()
+        self.best: Best | None = None
+        torch.manual_seed(config.seed + rank)  # from here on each rank draws its own numbers
+        scaler = self._restore(rank, resume_content) if agreed.resume else {}
+        self.tally, self.waiting = Tally(device), pace.Waiting(device)
+        self.ddp = parallel.wrap(self.model, config, agreed.world_size, captured=agreed.cuda_graph)
+        self.step = Step(
+            Compiled(self.ddp) if config.compile else self.ddp,
+            self.optimizer,
+            self.tally,
+            device=device,
+            precision=agreed.precision,
+            accumulate=config.accumulate,
+            label_smoothing=config.label_smoothing,
+            mark=mark,
+            exchanged=self.waiting.done,
+        )
+        if scaler and self.step.scaler.is_enabled():
+            self.step.scaler.load_state_dict(scaler)
+        self._train = (
+            GraphedStep(self.step, self.model, agreed.batch_size)
+            if agreed.cuda_graph
+            else self.step
+        )
+        self._augment = AUGMENTATIONS[config.augment]
+
+    def learn(self, images: Tensor, labels: Tensor) -> None:
+        """Train on a batch, as `images.as_images` takes it, and its labels (N,)."""
+        with _naming_the_operation():
+            self._train(self._augment(images), labels)
+        self.position.advance(len(labels) * self.agreed.world_size)
+
+    def settle(self, images: Tensor, labels: Tensor) -> None:
+        """One pass before the first step, after which all steps are done alike.
+
+        DDP arranges its buckets once, in the order in which the first backward pass yields
+        gradients; sums over four ranks and more can depend on the arrangement. So a run that goes
+        on from a checkpoint would do its first step with other sums than a run in one piece.
+        (torch's Reducer, `rebuild_buckets`.) The same pass shows which gradient comes last.
+        """
+        self.model.eval()  # so that no statistics and no random numbers are touched
+        learning = nullcontext() if self.agreed.cuda_graph else self.waiting.learn(self.model)
+        with _naming_the_operation(), learning:
+            with self.step.autocast():
+                loss = cross_entropy(self.ddp(as_images(images)).float(), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad()
+        self.model.train()
+
+    def collect(self, random_states: Tensor | None) -> dict[str, Any]:
+        """The content of a checkpoint; random_states: of all ranks, as of now."""
+        return checkpoint.collect(
+            config=self.config,
+            model=self.model,
+            optimizer=self.optimizer,
+            position=self.position,
+            world_size=self.agreed.world_size,
+            global_batch_size=self.agreed.global_batch_size,
+            data_sha256=self.agreed.data_sha256,
+            best=self.best,
+            random_states=random_states,
+            scaler=self.step.scaler.state_dict(),
+            precision=self.agreed.precision,
+        )
+
+    def _restore(self, rank: int, content: dict[str, Any] | None) -> dict[str, Any]:
+        """Take up a checkpoint; returns the state of fp16's scaler, for when there is one."""
+        path = Path(self.agreed.resume)
+        with optimizer.settings_kept(self.optimizer):
+            restored = checkpoint.restore(path, self.config, self.model, self.optimizer, content)
+        self.position, self.best = restored.position, restored.best
+        states = restored.random_states
+        if states is not None and len(states) == self.agreed.world_size:
+            random_states.restore(states[rank], self.device)
+        return restored.scaler
+
+
+@contextmanager
+def _naming_the_operation() -> Iterator[None]:
+    """Where torch has no algorithm that repeats itself, say of what, and what can be done."""
+    try:
+        yield
+    except RuntimeError as error:
+        operation, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise TrainingError(
+            f"--deterministic: {operation} has no algorithm on {os.uname().nodename} that gives "
+            "the same result each time. Leave --deterministic out, or do without that operation."
+        ) from error

@@ -1,0 +1,129 @@
+"""What one rank spends its time on: a few steps of it under torch.profiler, as a trace."""
+
+import gzip
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+# The first steps settle caches and kernels, and a graph is captured in them; the profiler's own
+# start takes a moment too, in its warm-up. A few steps show what all of them do.
+_WAIT, _WARM_UP, _RECORDED = 8, 2, 5
+_FIRST, _LAST = _WAIT + _WARM_UP + 1, _WAIT + _WARM_UP + _RECORDED
+_ROWS = 10
+
+
+class Profiler:
+    """Records steps 11 to 15 of the rank that is wanted; on every other rank it does nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        wanted: str,
+        device: torch.device,
+        say: Callable[[str], None],
+    ) -> None:
+        """folder: for the trace; made when there is one.
+
+        wanted: the rank to record, or nothing.
+        say: writes a line of this rank's log.
+        """
+        self._path = folder / f"rank-{rank}.trace.json.gz"
+        self._device, self._say = device, say
+        self._profile: profile | None = None
+        if wanted and int(wanted) == rank:
+            kinds = [ProfilerActivity.CPU]
+            if device.type == "cuda":
+                kinds.append(ProfilerActivity.CUDA)
+            self._profile = profile(
+                activities=kinds,
+                schedule=schedule(wait=_WAIT, warmup=_WARM_UP, active=_RECORDED, repeat=1),
+                on_trace_ready=self._keep,
+            )
+            self._profile.start()
+
+    def step(self) -> None:
+        """One optimizer step is done."""
+        if self._profile:
+            self._carefully(self._profile.step)
+        if self._profile and self._profile.step_num == _LAST:
+            self._end()
+
+    def close(self) -> None:
+        """The training has ended: keep what was recorded, or say that nothing was."""
+        if self._profile:
+            done = self._profile.step_num
+            self._end()
+            if done < _FIRST:
+                self._tell(
+                    f"--profile: not enough steps: the training has ended after {done}, and steps "
+                    f"{_FIRST} to {_LAST} are recorded"
+                )
+
+    def _end(self) -> None:
+        if self._profile:
+            self._carefully(self._profile.stop)
+        self._profile = None
+
+    def _carefully(self, act: Callable[[], None]) -> None:
+        """torch.profiler's own failure, as beside another profiler, costs the trace alone."""
+        try:
+            act()
+        except RuntimeError as error:
+            self._profile = None
+            self._tell(f"warning: torch.profiler failed: {error}; training goes on without it")
+
+    def _keep(self, recorded: profile) -> None:
+        """Write the trace, and say what took the most time."""
+        count = recorded.step_num - _FIRST + 1
+        if count < 1:
+            return
+        try:
+            self._write(recorded)
+        except (OSError, RuntimeError) as error:
+            why = getattr(error, "strerror", None) or error
+            self._tell(f"warning: cannot write {self._path}: {why}; training goes on without it")
+        else:
+            self._tell(
+                f"profile of {count} {'step' if count == 1 else 'steps'}: {self._path} "
+                "(open it at https://ui.perfetto.dev or chrome://tracing)"
+            )
+        on_gpu = self._device.type == "cuda"
+        operations = recorded.key_averages()
+        self._tell(
+            operations.table(
+                sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
+                row_limit=_ROWS,
+                max_name_column_width=40,
+            ).strip()
+        )
+        if on_gpu and not any(one.self_device_time_total for one in operations):
+            self._tell(
+                "warning: no kernel was recorded: this host may keep GPU counters to its "
+                "administrators (NVreg_RestrictProfilingToAdminUsers)"
+            )
+
+    def _write(self, recorded: profile) -> None:
+        """The trace whole or not at all. Raises OSError, and RuntimeError where torch wrote none.
+
+        Compressed here: torch would write it to the temporary folder first, and is silent when
+        that is full.
+        """
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=self._path.parent) as scratch:
+            plain, packed = Path(scratch, "trace.json"), Path(scratch, self._path.name)
+            recorded.export_chrome_trace(str(plain))
+            if not plain.exists():
+                raise RuntimeError("torch.profiler wrote none; the disk may be full")
+            with plain.open("rb") as source, gzip.open(packed, "wb") as target:
+                shutil.copyfileobj(source, target)
+            packed.replace(self._path)
+
+    def _tell(self, line: str) -> None:
+        with suppress(OSError):  # the log may lie on a disk that is full
+            self._say(line)

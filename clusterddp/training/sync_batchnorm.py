@@ -1,0 +1,110 @@
+"""BatchNorm whose statistics are those of all ranks' batches together, on GPUs and on CPUs.
+
+torch's SyncBatchNorm computes on GPUs alone; on CPUs its forward is done here, by two sums over
+the ranks and autograd.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from clusterddp.errors import TrainingError
+from clusterddp.train_config import TrainConfig
+from clusterddp.training.agreement import Agreement
+
+# Below it the statistics of a single rank's batch are a poor guess at those of the data.
+_SMALL_BATCH = 16
+
+
+def convert(model: nn.Module, name: str) -> nn.Module:
+    """The model, on its device, with every BatchNorm synchronised; its tensors stay the same.
+
+    name: the model's, for messages. Raises TrainingError when it has no BatchNorm to convert.
+    """
+    if not has_batchnorm(model):
+        raise TrainingError(
+            f"--sync-batchnorm: the model {name} has no BatchNorm of torch.nn. Leave the flag out."
+        )
+    if next(model.parameters()).device.type != "cpu":
+        convert_all: Any = nn.SyncBatchNorm.convert_sync_batchnorm  # untyped in torch
+        converted: nn.Module = convert_all(model)
+        return converted
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.__class__ = SyncBatchNorm
+    return model
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether any of its modules normalises over the batch."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def poor_statistics(model: nn.Module, config: TrainConfig, agreed: Agreement) -> str:
+    """The warning where ranks normalise by small batches of their own; empty where they do not."""
+    small = agreed.batch_size < _SMALL_BATCH and agreed.world_size > 1
+    if not small or config.sync_batchnorm or not has_batchnorm(model):
+        return ""
+    return (
+        f"each rank normalises by {agreed.batch_size} images of its own, a poor guess at the "
+        "statistics of all of them; --sync-batchnorm takes those of all ranks"
+    )
+
+
+class SyncBatchNorm(_BatchNorm):
+    """As torch's of that name, on CPUs (of which DDP refuses torch's own)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, C, ...) of this rank, normalised by mean and variance over all ranks' N."""
+        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
+            alone: Tensor = super().forward(input)
+            return alone
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]
+        # Under autocast the input is bf16, in which sums over a batch would lose digits.
+        values = input.float()
+        count = torch.full((1,), float(values.numel() // values.shape[1]))
+        sums = _Sum.apply(torch.cat([values.sum(dims), count]))
+        total = float(sums[-1].detach())
+        mean = sums[:-1] / total
+        centred = values - mean.view(shape)
+        # A second sum rather than the mean of squares, which cancels where the mean is large.
+        variance = _Sum.apply(centred.square().sum(dims)) / total
+        self._track(mean.detach(), variance.detach() * (total / max(total - 1, 1)))
+        result: Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            result = result * self.weight.view(shape) + self.bias.view(shape)
+        return result.to(input.dtype)
+
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        share = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if share is None:  # a mean over all batches, as in torch
+                share = 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean, share or 0.0)
+        self.running_var.lerp_(variance, share or 0.0)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Of any number of dimensions: what it was made of has its own rule."""
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all ranks, whose gradient is the sum over all ranks of theirs."""
+
+    @staticmethod
+    def forward(_: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total

@@ -1,0 +1,100 @@
+"""The metrics as TensorBoard's files, beside metrics.jsonl, which has every one of them."""
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import TrainingError
+from clusterddp.train_config import TrainConfig
+
+_SHOWN = {
+    "train": ("loss", "accuracy", "images_per_second", "lr"),
+    "eval": ("loss", "accuracy"),
+}
+_FLUSH_SECONDS = 10  # for those who look at the curves while it trains
+
+
+class Board:
+    """Rank 0's writer of `train/loss`, `eval/accuracy` and so on; no failure of it is training's.
+
+    SummaryWriter writes from a thread of its own, so the error of a full disk is raised at a later
+    call (and its traceback is in the log). It cannot go on after that: the next attempt writes the
+    whole curve again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: TrainConfig,
+        history: Iterable[Mapping[str, Any]],
+        say: Callable[[str], None],
+    ) -> None:
+        """folder: of this attempt alone; what an earlier start of it has left there goes.
+
+        history: the lines of metrics.jsonl so far, so that each attempt's folder has the whole
+        curve, without the steps that were lost.
+
+        Raises TrainingError where the package cannot be imported.
+        """
+        try:
+            # Only here: it would cost every other training its time.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise TrainingError(
+                f"--tensorboard: {error}. Install it there: pip install 'clusterddp[tensorboard]'."
+            ) from None
+        self._folder, self._say = folder, say
+        self._writer: SummaryWriter | None = None
+        try:
+            for old in folder.glob("events.out.tfevents.*"):
+                old.unlink()
+            self._writer = SummaryWriter(str(folder), flush_secs=_FLUSH_SECONDS)
+            self._writer.add_text("configuration", _listed(config), 0)
+        except OSError as error:
+            self._give_up(error)
+        for line in history:
+            self.add(line)
+        if self._writer:
+            say(f"TensorBoard's files: tensorboard --logdir {shlex.quote(str(folder))}")
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        try:
+            for name in _SHOWN.get(str(line.get("kind")), ()):
+                if self._writer and name in line:
+                    self._writer.add_scalar(
+                        f"{line['kind']}/{name}", line[name], line.get("step"), line.get("time")
+                    )
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Have everything on the disk."""
+        try:
+            if self._writer:
+                self._writer.flush()  # which raises what close would keep to itself
+                self._writer.close()
+        except OSError as error:
+            self._give_up(error)
+        self._writer = None
+
+    def _give_up(self, error: OSError) -> None:
+        writer, self._writer = self._writer, None
+        if writer and writer.file_writer:
+            with suppress(OSError):  # the same once more
+                # Not SummaryWriter's own close, which would leave before the thread has ended.
+                writer.file_writer.close()
+        with suppress(OSError):
+            self._say(
+                f"warning: cannot write TensorBoard's files to {self._folder}: {error.strerror}; "
+                "training goes on without them"
+            )
+
+
+def _listed(config: TrainConfig) -> str:
+    """As a block of code in Markdown, which needs no quoting."""
+    fields = dataclasses.asdict(config).items()
+    return "\n".join(f"    {name}: {value}" for name, value in fields)

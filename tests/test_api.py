@@ -1,0 +1,161 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import clusterddp
+from clusterddp import JobSpec, Resources, TrainConfig, launch, render, submit
+from clusterddp.cli.main import cli
+from clusterddp.errors import RequestError, TrainingError
+from clusterddp.run_dir import RunDir
+from tests.processes import PATIENCE
+
+FLAGS = ["--run-name=one", "--nodes=2", "--gpus-per-node=4", "--dataset=synthetic", "--epochs=3"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synthetic_dir: Path) -> Path:
+    """A folder to submit from: a sbatch that keeps what it is sent, and a dataset in data/."""
+    program = tmp_path / "bin" / "sbatch"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in *--test-only*) ;; *) cat > "{tmp_path}/sent";; esac\necho 7\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "data").symlink_to(synthetic_dir)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+def spec(folder: Path, **more: Any) -> JobSpec:
+    return JobSpec(
+        run_name="one",
+        run_dir=str(Path("jobs/one").absolute()),
+        resources=Resources(nodes=2, gpus_per_node=4),
+        python=sys.executable,
+        **{
+            "train": TrainConfig(dataset="synthetic", epochs=3, data_dir=f"{folder}/data"),
+            **more,
+        },
+    )
+
+
+def command(*argv: str) -> int:
+    code = cli.main(["submit", *argv], standalone_mode=False)
+    assert isinstance(code, int)
+    return code
+
+
+def test_importing_the_package_loads_nothing_and_names_are_known() -> None:
+    code = (
+        "import sys, clusterddp\n"
+        "assert not {'clusterddp.api', 'clusterddp.errors', 'click', 'torch'} & {*sys.modules}\n"
+        "from clusterddp import DistEnv, ClusterDDPError, render, submit, launch\n"
+        "assert not {'torch', 'torchvision', 'numpy', 'jinja2', 'submitit'} & {*sys.modules}\n"
+        "import clusterddp.rendering\n"
+        "assert clusterddp.render is render"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+    assert set(clusterddp.__all__) <= set(dir(clusterddp))
+    assert all(getattr(clusterddp, name) for name in clusterddp.__all__)
+    assert set(clusterddp.__all__) == set(clusterddp._MODULES)
+    with pytest.raises(AttributeError, match="no attribute 'lunch'"):
+        clusterddp.lunch  # noqa: B018
+    assert (Path(clusterddp.__file__).parent / "py.typed").exists()
+
+
+def test_render_gives_the_bytes_of_the_dry_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*FLAGS, f"--data-dir={folder}/data", f"--python={sys.executable}"]
+    assert command("--dry-run", *flags) == 0
+    assert render(spec(folder)) == capsys.readouterr().out
+    (folder / "own.sbatch.j2").write_text("#!/bin/bash\n# of my own\n")
+    assert "# of my own" in render(spec(folder, template="own.sbatch.j2"), folder)
+
+
+def test_submit_leaves_what_the_command_leaves(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*FLAGS, f"--data-dir={folder}/data", f"--python={sys.executable}"]
+    assert command(*flags) == 0
+    said = capsys.readouterr().err
+    by_command, sent = RunDir(Path("jobs/one").rename(folder / "by-command")), folder / "sent"
+    before = sent.read_text()
+    sent.unlink()
+
+    run = submit(spec(folder))
+    assert (run.job_id, run.run_dir) == ("7", Path("jobs/one").absolute())
+    assert sent.read_text() == before == RunDir(run.run_dir).script.read_text()
+    assert capsys.readouterr().err == said
+    for name in ("spec.json", "script.sbatch"):
+        assert (run.run_dir / name).read_bytes() == (by_command.path / name).read_bytes()
+    (submitted,) = RunDir(run.run_dir).read_events()
+    (earlier,) = by_command.read_events()
+    assert {**submitted, "time": 0} == {**earlier, "time": 0}
+    assert run.status().job_id == "7"
+
+
+def test_a_submitted_command_has_its_code_copied(folder: Path) -> None:
+    Path("train.py").write_text("print(1)\n")
+    run = submit(spec(folder, train=None, command=("python", "train.py")))
+    assert (run.run_dir / "code" / "train.py").read_text() == "print(1)\n"
+    digests = json.loads((run.run_dir / "code.json").read_text())
+    assert "train.py" in str(digests)
+
+
+def test_what_cannot_be_submitted_is_refused_and_leaves_nothing(folder: Path) -> None:
+    with pytest.raises(RequestError, match="nowhere does not exist"):
+        submit(spec(folder, train=TrainConfig(dataset="synthetic", resume="nowhere")))
+    Path("train.py").write_text("x" * 2_000_000)
+    with pytest.raises(RequestError):
+        submit(spec(folder, train=None, command=("true",), snapshot=True), snapshot_limit_mb=0.5)
+    assert not Path("jobs").exists()
+    assert not (folder / "sent").exists()
+    submit(spec(folder))
+    with pytest.raises(RequestError, match="exists already"):
+        submit(spec(folder))
+
+
+def test_a_configuration_is_trained_and_its_report_comes_back(folder: Path) -> None:
+    config = TrainConfig(
+        dataset="synthetic", data_dir=f"{folder}/data", threads=1, max_steps=1, device="cpu"
+    )
+    report = launch(config, procs=2, start_method="forkserver", run_dir="jobs/two")
+    assert (report["world_size"], report["steps"]) == (2, 1)
+    events = [event["event"] for event in RunDir(Path("jobs/two")).read_events()]
+    assert events == ["submitted", "started", "ended"]
+
+
+def test_a_failed_training_names_the_rank_that_failed_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forked from here, where the model that it is to train cannot be made on rank 1."""
+    from clusterddp.training import models
+
+    def broken() -> Any:
+        if os.environ["RANK"] == "1":
+            raise ValueError("no such layer")
+        return convnet()
+
+    convnet = models.MODELS["convnet"]
+    monkeypatch.setitem(models.MODELS, "convnet", broken)
+    config = TrainConfig(
+        dataset="synthetic", data_dir=f"{folder}/data", threads=1, max_steps=1, device="cpu"
+    )
+    with pytest.raises(TrainingError) as raised:
+        launch(config, procs=2, start_method="fork", run_dir="jobs/two")
+    words = str(raised.value)
+    assert words.startswith("rank 1 on ")
+    assert "failed first: ValueError: no such layer" in words
+    assert words.endswith("ValueError: no such layer") and "Traceback" in words
+    with pytest.raises(RequestError, match="'clone' is none of exec, fork, spawn, forkserver"):
+        launch(config, start_method="clone")
+    with pytest.raises(RequestError, match="args"):
+        launch(config, args=(1,))  # type: ignore[call-overload]

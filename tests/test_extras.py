@@ -1,0 +1,34 @@
+import importlib.util
+import sys
+
+import pytest
+
+from clusterddp import extras
+from clusterddp.train_config import TrainConfig
+
+CASES = [
+    (TrainConfig(model="keras-convnet"), "--model keras-convnet", "keras"),
+    (TrainConfig(tensorboard=True), "--tensorboard", "tensorboard"),
+]
+
+
+@pytest.mark.parametrize(("config", "option", "package"), CASES)
+def test_what_is_missing_is_told_with_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, config: TrainConfig, option: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    told = extras.missing(config)
+    assert told.startswith(f"{option} needs the package {package}")
+    assert f"pip install 'clusterddp[{package}]'" in told and sys.executable in told
+    assert extras.missing(TrainConfig()) == ""
+
+
+@pytest.mark.parametrize(("config", "option", "package"), CASES)
+def test_what_is_there_is_found_without_importing_it(
+    monkeypatch: pytest.MonkeyPatch, config: TrainConfig, option: str, package: str
+) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    assert extras.missing(config) == ""
+    assert package not in sys.modules

@@ -1,0 +1,256 @@
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clusterddp.errors import TrainingError
+from clusterddp.train_config import TrainConfig
+from clusterddp.training import batch_size, models
+from clusterddp.training.agreement import Agreement
+from clusterddp.training.batch_size import (
+    NEXT_TOO_LARGE,
+    NO_FASTER,
+    OUT_OF_MEMORY,
+    Row,
+    Trial,
+    Tried,
+)
+from clusterddp.training.images import Images
+from tests.training.ranks import run_ranks
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def digits(count: int) -> Images:
+    return Images(torch.zeros(count, 28, 28, dtype=torch.uint8), torch.arange(count) % 10, CPU)
+
+
+def agreed(world_size: int = 1, **fields: Any) -> Agreement:
+    return Agreement("gloo", "cpu", 1, world_size, **{"hosts": ("h01",), **fields})
+
+
+class Limited(nn.Module):
+    """Takes batches of up to `most` images; counts the passes."""
+
+    most = 64
+    passes: list[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Linear(28 * 28, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.passes.append(len(images))
+        if len(images) > self.most:
+            torch.empty(1 << 55)  # as much as no host has
+        scores: Tensor = self.weights(images.flatten(1))
+        return scores
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Limited]]:
+    Limited.passes = []
+    monkeypatch.setitem(models.MODELS, "convnet", Limited)
+    yield Limited
+
+
+class Clock:
+    """Goes on by so much at each look."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+def trial(clock: Callable[[], float], *, world_size: int = 1, **more: Any) -> Trial:
+    fields = {name: more.pop(name) for name in ("accumulate", "augment") if name in more}
+    return Trial(
+        TrainConfig(**fields), agreed(world_size), 0, digits(2000), CPU,
+        clock=clock, **{"free": lambda: None, **more},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wanted", "most", "expected"),
+    [
+        (64, 300, [16, 32, 64, 128, 256]),
+        (16, 16, [16]),
+        (100, 450, [25, 50, 100, 200, 400]),
+        (75, 200, [75, 150]),
+        (8, 40, [8, 16, 32]),
+        (64, 10, [10]),
+        (64, 0, [1]),
+    ],
+)
+def test_sizes_double_pass_the_wanted_one_and_end_at_the_share_of_a_rank(
+    wanted: int, most: int, expected: list[int]
+) -> None:
+    assert batch_size.sizes(wanted, most) == expected
+
+
+def searched(speeds: Sequence[float], *, to_the_end: bool = False, **last: bool) -> list[Row]:
+    """What comes of sizes 16, 32, … at these speeds; the last one ends as told."""
+    ends = dataclasses.replace(Tried(speeds[-1], MIB), **last)
+    results = iter([*(Tried(speed, MIB) for speed in speeds[:-1]), ends])
+    sizes = [16 << n for n in range(12)]
+    return list(batch_size.search(sizes, lambda _: next(results), to_the_end=to_the_end))
+
+
+def test_two_sizes_in_turn_that_are_no_faster_end_the_search() -> None:
+    rows = searched([100, 200, 205, 209])
+    assert [row.batch_size for row in rows] == [16, 32, 64, 128]
+    assert [row.note for row in rows] == ["", "", "", NO_FASTER]
+
+
+def test_a_size_that_is_faster_again_lets_the_search_go_on() -> None:
+    assert len(searched([100, 90, 200, 190, 400, 410, 415])) == 7
+
+
+def test_a_gpu_is_tried_until_a_size_does_not_fit() -> None:
+    rows = searched([100, 100, 100, 100, 100, 0], to_the_end=True, failed=True)
+    assert [row.note for row in rows] == ["", "", "", "", "", OUT_OF_MEMORY]
+
+
+def test_memory_that_gets_short_ends_the_search() -> None:
+    assert [row.note for row in searched([100, 200], full=True)] == ["", NEXT_TOO_LARGE]
+
+
+def rows(*speeds: float, failed: bool = False) -> list[Row]:
+    done = [Row(16 << n, speed, MIB) for n, speed in enumerate(speeds)]
+    return [*done, Row(16 << len(speeds), 0.0, MIB, OUT_OF_MEMORY)] if failed else done
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"), [((1, 2, 3), 64), ((1, 2.9, 3), 32), ((3, 2, 1), 16), ((1, 3, 2.9), 32)]
+)
+def test_the_smallest_size_about_as_fast_as_the_fastest_is_told(
+    speeds: tuple[float, ...], expected: int
+) -> None:
+    assert batch_size.best(rows(*speeds)).batch_size == expected
+    assert batch_size.best(rows(*speeds, failed=True)).batch_size == expected
+
+
+def test_where_not_even_the_first_size_fits_the_error_says_so() -> None:
+    with pytest.raises(TrainingError, match="not even 16 images per rank fit"):
+        batch_size.best(rows(failed=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (TrainConfig(batch_size=16, lr=0.01, optimizer="sgd"), "--lr 0.04, by the linear"),
+        (TrainConfig(batch_size=256, lr=0.01, optimizer="sgd"), "--lr 0.0025, by the linear"),
+        (TrainConfig(batch_size=16, lr=0.01), "adam often does better with its root, --lr 0.02"),
+        (TrainConfig(batch_size=64), "--batch-size 64 (as it is)"),
+    ],
+)
+def test_the_learning_rate_goes_with_the_size(config: TrainConfig, expected: str) -> None:
+    told = batch_size.advice(config, rows(1, 2, 3))
+    assert "use: --batch-size 64" in told and expected in told
+    assert ("root" in told) is (config.optimizer == "adam" and config.batch_size != 64)
+
+
+def test_a_size_is_measured_over_seconds_or_a_few_steps_after_warm_up(
+    limited: type[Limited],
+) -> None:
+    assert trial(Clock(0.1))(32).images_per_second == pytest.approx(32 / 0.1)
+    assert limited.passes == [32] * (2 + 3)  # 0.3 s
+    limited.passes.clear()
+    assert trial(Clock(10.0))(32).images_per_second == pytest.approx(32 / 10)
+    assert limited.passes == [32] * (2 + 2)
+
+
+def test_a_step_is_that_of_the_training(limited: type[Limited]) -> None:
+    marks: list[int] = []
+    ours = trial(Clock(1.0), accumulate=3, augment="affine")
+    assert ours._learner(16, lambda: None).agreed.batch_size == 48  # what a graph is captured for
+    tried = ours(16, lambda: marks.append(1))
+    assert limited.passes == [16] * 3 * 4 and len(marks) >= 4
+    assert tried.images_per_second == pytest.approx(48)
+    assert tried.memory_bytes > 50 * MIB  # the whole process
+
+
+def test_a_size_that_does_not_fit_is_told_and_the_next_ones_work(limited: type[Limited]) -> None:
+    ours = trial(Clock(1.0))
+    failed = ours(128)
+    assert failed.failed and failed.images_per_second == 0
+    assert not ours(64).failed
+
+
+def test_another_error_of_the_model_is_no_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(models.MODELS, "convnet", lambda: nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trial(Clock(1.0))(16)
+
+
+def test_a_capture_that_lacked_memory_is_known_by_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> float:
+        try:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        except RuntimeError as error:
+            raise TrainingError("the step cannot be captured") from error
+
+    monkeypatch.setattr(Trial, "_speed", fail)
+    assert trial(Clock(1.0))(16).failed
+
+
+@pytest.mark.parametrize(
+    ("free", "world_size", "full"),
+    [(1000, 1, False), (150, 1, True), (1000, 4, False), (700, 4, True), (None, 4, False)],
+)
+def test_a_cpu_is_not_filled_up(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, world_size: int, full: bool
+) -> None:
+    peaks = iter([500 * MIB, 600 * MIB])  # this size took 100 MiB
+    monkeypatch.setattr(batch_size.memory, "peak_bytes", lambda _: next(peaks))
+    left = None if free is None else free * MIB
+    tried = trial(Clock(1.0), world_size=world_size, free=lambda: left)(16)
+    assert tried.full is full and tried.memory_bytes == 600 * MIB
+
+
+def together(rank: int, world_size: int) -> Tried:
+    return batch_size._together(Tried(100.0 - rank, rank * MIB, full=rank == 0), world_size, CPU)
+
+
+def find(rank: int, world_size: int) -> tuple[list[Row], list[str], list[tuple[int, int]], Tried]:
+    """On the last rank a batch of 128 does not fit."""
+    Limited.passes = []
+    Limited.most = 64 if rank == world_size - 1 else 10**6
+    models.MODELS["convnet"] = Limited
+    said: list[str] = []
+    marks: list[tuple[int, int]] = []
+    found = batch_size.find(
+        TrainConfig(batch_size=32), agreed(world_size), rank=rank, train_set=digits(2000),
+        device=torch.device("cpu"), say=said.append, mark=lambda *mark: marks.append(mark),
+    )  # fmt: skip
+    return found, said, marks, together(rank, world_size)
+
+
+def test_ranks_agree_although_one_of_them_has_no_memory_left(tmp_path: Path) -> None:
+    (first, said, marks, both), (second, silence, _, same) = run_ranks(2, find)
+    assert first == second and not silence
+    assert both == same == Tried(2 * 99.0, MIB, full=True)
+    assert first[-1].batch_size <= 128
+    assert {row.batch_size for row in first if row.note == OUT_OF_MEMORY} <= {128}
+    assert all(row.images_per_second > 0 for row in first if row.note != OUT_OF_MEMORY)
+    header, *lines, advice = said
+    assert header.split() == ["batch", "per", "rank", "images/s", "memory", "per", "rank"]
+    assert [line.split()[0] for line in lines] == [str(row.batch_size) for row in first]
+    assert advice.startswith(f"use: --batch-size {batch_size.best(first).batch_size}")
+    assert {size for size, _ in marks} == {row.batch_size for row in first}
+    path = tmp_path / "batch_sizes.json"
+    batch_size.write(path, first)
+    assert json.loads(path.read_text()) == [dataclasses.asdict(row) for row in first]

@@ -1,0 +1,107 @@
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clusterddp.errors import TrainingError
+from clusterddp.training import checkpoint, models
+from clusterddp.training.agreement import Agreement
+from clusterddp.training.learner import Learner
+
+from .ranks import run_ranks
+from .trainings import config
+
+CPU = torch.device("cpu")
+
+
+class Recorded(nn.Module):
+    """Keeps which inputs its dropout has let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.layer = nn.Dropout(0.5), nn.Linear(784, 10)
+        self.seen: list[list[float]] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        kept = self.dropout(torch.ones(len(images), 784))
+        if self.training:
+            self.seen.append(kept[0, :64].tolist())
+        scores: Tensor = self.layer(images.flatten(1) * kept)
+        return scores
+
+
+@contextlib.contextmanager
+def training_with(model: Any) -> Iterator[None]:
+    plain = models.MODELS["convnet"]
+    models.MODELS["convnet"] = model
+    try:
+        yield
+    finally:
+        models.MODELS["convnet"] = plain
+
+
+def learner(rank: int, world_size: int, **settings: Any) -> Learner:
+    agreed = Agreement(
+        "gloo", "cpu", 1, world_size, global_batch_size=8 * world_size,
+        reference_world_size=world_size,
+    )  # fmt: skip
+    return Learner(config(Path("data"), **settings), agreed, rank=rank, device=CPU, mark=print)
+
+
+def batches(rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same images on every rank, so that nothing but dropout makes gradients differ."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        images = torch.randint(256, (8, 28, 28), generator=generator, dtype=torch.uint8)
+        yield images, torch.arange(8)
+
+
+def trained(rank: int, world_size: int, seed: int) -> tuple[str, list[list[float]]]:
+    with training_with(Recorded):
+        ours = learner(rank, world_size, seed=seed)
+    for images, labels in batches(rank, world_size):
+        ours.learn(images, labels)
+    assert isinstance(ours.model, Recorded)
+    return checkpoint.weights_sha256(ours.model), ours.model.seen
+
+
+def test_ranks_have_one_set_of_weights_and_each_its_own_dropout_and_a_seed_repeats_both() -> None:
+    (first, dropped), (second, dropped_there) = run_ranks(2, trained, 7)
+    assert first == second
+    assert len(dropped) == 3
+    assert all(ours != theirs for ours, theirs in zip(dropped, dropped_there, strict=True))
+    assert run_ranks(2, trained, 7) == [(first, dropped), (second, dropped_there)]
+    other, _ = run_ranks(2, trained, 8)
+    assert other[0] != first
+    assert other[1] != dropped
+
+
+class Unrepeatable(nn.Module):
+    """Uses an operation that has no deterministic algorithm, on CPUs as on GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(784, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
+        scores: Tensor = self.layer(images.flatten(1))
+        return scores
+
+
+def test_an_operation_that_cannot_repeat_itself_is_named(alone: None) -> None:
+    with training_with(Unrepeatable):
+        ours = learner(0, 1, deterministic=True)
+    [batch, *_] = batches(0, 1)
+    ours.learn(*batch)  # without the flag's effect it trains
+    torch.use_deterministic_algorithms(True)
+    try:
+        for act in (ours.learn, ours.settle):
+            with pytest.raises(TrainingError, match=r"--deterministic: put_ has no algorithm on"):
+                act(*batch)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,49 @@
+import pytest
+import torch
+from torch import nn
+
+from clusterddp.train_config import TrainConfig
+from clusterddp.training import joining, parallel
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a host where one process drives two GPUs."""
+    monkeypatch.setattr(
+        parallel, "gpus_of_one_process", lambda strategy, _: 2 if strategy == "dp" else 1
+    )
+
+
+def test_data_parallel_is_torchs_where_one_process_has_several_gpus(gpus: None) -> None:
+    model = nn.Linear(3, 2)
+    wrapped = parallel.wrap(model, TrainConfig(strategy="dp"), 1)
+    assert isinstance(wrapped, nn.DataParallel)
+    assert wrapped.module is model
+    for strategy in ("ddp", "single"):
+        assert parallel.wrap(model, TrainConfig(strategy=strategy), 1) is model
+
+
+def test_on_a_cpu_nothing_is_shared() -> None:
+    model = nn.Linear(3, 2)
+    assert parallel.gpus_of_one_process("dp", "cpu") == 0
+    assert parallel.wrap(model, TrainConfig(strategy="dp"), 1) is model
+
+
+def test_data_parallel_with_fewer_than_two_gpus_says_what_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from clusterddp.dist_env import DistEnv
+
+    env = DistEnv.from_environ({})
+    told = joining._introduce(TrainConfig(strategy="dp", device="cpu"), env, {}).warning
+    assert "--strategy dp has no GPU here" in told
+    assert joining._introduce(TrainConfig(device="cpu"), env, {}).warning == ""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not run: needs 2 GPUs")
+def test_two_gpus_of_one_process_step_as_one_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).cuda()
+    wrapped = parallel.wrap(model, TrainConfig(strategy="dp"), 1)
+    images = torch.randn(8, 3, device="cuda")
+    assert torch.allclose(wrapped(images), model(images), atol=1e-5)

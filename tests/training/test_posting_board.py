@@ -1,0 +1,23 @@
+import socket
+import time
+
+import pytest
+
+from clusterddp.dist_env import DistEnv
+from clusterddp.training import posting_board
+from tests.processes import PATIENCE
+from tests.training.meetings import env
+
+
+def test_the_store_sees_at_most_50_postings_a_second() -> None:
+    assert posting_board.default_beat(2) == posting_board.default_beat(64) == 2
+    assert 1000 / posting_board.default_beat(1000) == pytest.approx(50)
+
+
+def test_no_connection_is_made_where_nobody_answers_as_a_store() -> None:
+    assert posting_board.connect(DistEnv.from_environ({}), {}, PATIENCE) is None
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        began = time.monotonic()
+        ours = env(1, 2, stranger.getsockname()[1])
+        assert posting_board.connect(ours, {}, timeout=0.5) is None
+        assert time.monotonic() - began < PATIENCE

@@ -1,0 +1,161 @@
+from pathlib import Path
+
+import pytest
+
+from clusterddp.attempt import Attempt
+from clusterddp.errors import CheckpointError
+from clusterddp.run_dir import RunDir
+from clusterddp.training import checkpoint_file
+from clusterddp.training.checkpoint_file import name_of, remove_leftovers
+from clusterddp.training.handing_on import adopt
+from clusterddp.training.run_checkpoints import find, listing, newest
+from tests.hostile import CARRIED, REFUSED
+from tests.training.made_checkpoints import DAMAGE, attempt, make, silent
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    path = tmp_path / "run"
+    path.mkdir()
+    return RunDir(path)
+
+
+def test_each_kind_of_damage_is_told_apart(run: RunDir) -> None:
+    made = attempt(run, 1, 100)
+    for number, (harm, _) in enumerate(DAMAGE.values()):
+        harm(make(made.checkpoints, 101 + number))
+    warnings: list[str] = []
+    assert newest(run, warnings.append) == made.checkpoints / name_of(100)
+    assert len(warnings) == len(DAMAGE)
+
+
+def test_a_run_without_checkpoints_has_no_newest(run: RunDir) -> None:
+    assert newest(run, silent) is None
+    run.attempts.mkdir()
+    assert newest(run, silent) is None
+    Attempt(run, 1).path.mkdir()
+    assert newest(run, silent) is None
+    assert listing(run) == []
+
+
+def test_the_latest_attempt_comes_first_and_earlier_ones_stand_in_for_it(run: RunDir) -> None:
+    attempt(run, 1, 100, 200)
+    second = attempt(run, 2, 200, 250, start=200)
+    assert newest(run, silent) == second.checkpoints / name_of(250)
+    for path in (second.checkpoints / name_of(250), second.checkpoints / name_of(200)):
+        path.write_bytes(b"")
+    warnings: list[str] = []
+    assert newest(run, warnings.append) == Attempt(run, 1).checkpoints / name_of(200)
+    assert len(warnings) == 2
+
+
+def test_what_an_orphan_wrote_after_its_successor_started_does_not_count(run: RunDir) -> None:
+    first = attempt(run, 1, 100, 200)
+    attempt(run, 2, start=100)  # has saved nothing itself yet
+    assert newest(run, silent) == first.checkpoints / name_of(100)
+    make(first.checkpoints, 300)
+    assert newest(run, silent) == first.checkpoints / name_of(100)
+    assert {entry.step: entry.problem for entry in listing(run)} == {
+        300: "superseded: attempt 2 went on from step 100",
+        200: "superseded: attempt 2 went on from step 100",
+        100: "",
+    }
+
+
+def test_the_earliest_start_of_all_later_attempts_counts(run: RunDir) -> None:
+    first = attempt(run, 1, 100, 200, 300)
+    attempt(run, 2, start=300)
+    attempt(run, 3, start=100)
+    assert newest(run, silent) == first.checkpoints / name_of(100)
+    assert newest(run, silent, before=Attempt(run, 3)) == first.checkpoints / name_of(300)
+    attempt(run, 4, start=0)
+    assert newest(run, silent) is None
+
+
+def test_an_attempt_that_never_started_supersedes_nothing(run: RunDir) -> None:
+    first = attempt(run, 1, 100, 200)
+    attempt(run, 2, start=None)
+    Attempt(run, 3).path.mkdir()
+    Attempt(run, 3).record.write_text('{"torn')
+    assert newest(run, silent, before=Attempt(run, 4)) == first.checkpoints / name_of(200)
+
+
+def test_looking_starts_anew_when_the_newest_is_replaced_meanwhile(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = attempt(run, 1, 100).checkpoints
+    read = checkpoint_file.read
+
+    def overtaken(path: Path) -> bytes:
+        monkeypatch.setattr(checkpoint_file, "read", read)
+        make(folder, 200)
+        checkpoint_file.remove(folder / name_of(100))
+        return read(path)
+
+    monkeypatch.setattr(checkpoint_file, "read", overtaken)
+    assert newest(run, silent) == folder / name_of(200)
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(run: RunDir) -> None:
+    Attempt(run, 1).path.mkdir(parents=True)
+    Attempt(run, 1).checkpoints.write_text("a file")
+    for look in (lambda: newest(run, silent), lambda: listing(run)):
+        with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
+            look()
+
+
+def test_resume_takes_a_run_its_links_an_attempt_a_folder_or_a_file(run: RunDir) -> None:
+    second = attempt(run, 2, 5, start=3)
+    attempt(run, 1, 3)
+    run.current.symlink_to("attempts/0002")
+    run.checkpoints.symlink_to("current/checkpoints")
+    path = second.checkpoints / name_of(5)
+    for named in (run.path, run.checkpoints, second.path, second.checkpoints, path):
+        assert find(str(named), silent).samefile(path)
+    assert find(str(run.checkpoints / path.name), silent).samefile(path)
+    assert find(str(Attempt(run, 1).checkpoints), silent) == (
+        Attempt(run, 1).checkpoints / name_of(3)
+    )
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        find(str(run.path.parent), silent)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        find(str(run.path / "nothing.pt"), silent)
+
+
+def test_all_are_listed_once_with_the_best_and_the_next(run: RunDir) -> None:
+    first = attempt(run, 1, 100, 200, 300, best=200)
+    second = Attempt(run, 2)
+    second.path.mkdir()
+    adopt(second, first.checkpoints / name_of(200), 2)
+    second.record.write_text('{"step": 200}')
+    make(second.checkpoints, 250)
+    DAMAGE["flipped"][0](make(second.checkpoints, 260))
+    entries = listing(run)
+    assert [(entry.step, entry.attempt, entry.problem) for entry in entries] == [
+        (300, 1, "superseded: attempt 2 went on from step 200"),
+        (260, 2, "SHA-256 differs"),
+        (250, 2, ""),
+        (200, 2, ""),
+        (100, 2, ""),
+    ]
+    assert [entry.step for entry in entries if entry.is_best] == [200]
+    [following] = [entry for entry in entries if entry.is_next]
+    assert following.path == newest(run, lambda _: None)
+    assert following.bytes == following.path.stat().st_size
+    assert following.modified == following.path.stat().st_mtime
+
+
+@pytest.mark.parametrize("name", [name for name in CARRIED + REFUSED if name and "\0" not in name])
+def test_hostile_folder_names(tmp_path: Path, name: str) -> None:
+    run = RunDir(tmp_path / name)
+    first = attempt(run, 1, 1, 2, 3, best=1)
+    (first.checkpoints / ".step-00000004.pt.x").write_bytes(b"")
+    remove_leftovers(first.checkpoints)
+    second = Attempt(run, 2)
+    second.path.mkdir()
+    source = newest(run, silent)
+    assert source == first.checkpoints / name_of(3)
+    assert adopt(second, source, 2) == second.checkpoints / name_of(3)
+    assert [entry.step for entry in listing(run)] == [3, 2, 1]
+    assert find(str(run.path), silent) == second.checkpoints / name_of(3)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
