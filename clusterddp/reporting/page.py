@@ -1,0 +1,144 @@
+"""The page of `clusterddp report --html`: one file, with no script and nothing from elsewhere."""
+
+import base64
+import dataclasses
+import json
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from clusterddp import __version__
+from clusterddp.reporting import drawings, plots, units
+from clusterddp.reporting.evaluation import Evaluation
+from clusterddp.reporting.gather import Gathered
+from clusterddp.reporting.scaling import scalings
+from clusterddp.resources import Resources
+from clusterddp.spec import JobSpec
+from clusterddp.train_config import TrainConfig
+
+_LARGEST_MATRIX = 30
+_MOST_RANKS = 16
+_MOST_STARTS = 50
+_LEFT_OUT = "(left out)"
+
+
+def page(gathered: Sequence[Gathered]) -> str:
+    """The whole page as text. Raises ImportError without matplotlib."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_clean,
+    )
+    environment.filters.update(
+        percent=units.percent, loss=units.loss, seconds=units.seconds, rate=units.rate,
+        memory=units.memory, when=_when,
+    )  # fmt: skip
+    reports = [one.report for one in gathered]
+    return environment.get_template("page.html.j2").render(
+        version=__version__,
+        now=time.time(),
+        reports=reports,
+        overall=drawings.overall(gathered),
+        colours=drawings.colours(len(gathered)),
+        scalings=[(one, drawings.markup(plots.of_scaling(one))) for one in scalings(reports)],
+        differences=_differences(gathered),
+        runs=[_run(one) for one in gathered],
+    )
+
+
+def _run(one: Gathered) -> dict[str, Any]:
+    """What the page shows of one run beside its report."""
+    ranks = one.report.ranks
+    slowest = sorted(ranks, key=lambda rank: rank.images_per_second or float("inf"))
+    return {
+        "report": one.report,
+        "command": shlex.join(one.report.command),
+        "pace": drawings.pace(one),
+        "slow": {straggler.rank for straggler in one.report.stragglers},
+        "ranks": ranks if len(ranks) <= _MOST_RANKS else slowest[:_MOST_RANKS],
+        "fastest": max((rank.images_per_second or 0.0 for rank in ranks), default=0.0),
+        "starts": one.report.attempts[-_MOST_STARTS:],
+        "matrix": _shaded(one.evaluation),
+        "worst": [
+            (worst, f"data:image/png;base64,{base64.b64encode(picture).decode()}")
+            for worst in one.evaluation.worst
+            for picture in [plots.png(worst.height, worst.width, worst.pixels)]
+        ],
+        "settings": _settings(one.spec.train if one.spec else None, TrainConfig()),
+        "resources": _settings(one.spec.resources if one.spec else None, Resources()),
+        "script": _script(one),
+    }
+
+
+def _settings(asked: Any, usual: Any) -> list[tuple[str, Any, Any, bool]]:
+    """(name, value, default, whether it was changed), those that were changed first."""
+    if asked is None:
+        return []
+    rows = [
+        (one.name, value, default, value != default)
+        for one in dataclasses.fields(asked)
+        for value, default in [(getattr(asked, one.name), getattr(usual, one.name))]
+    ]
+    return sorted(rows, key=lambda row: not row[3])
+
+
+def _differences(gathered: Sequence[Gathered]) -> list[tuple[str, list[Any]]]:
+    """The settings in which the runs differ, each with its value in every run."""
+    trained = [one.spec.train for one in gathered if one.spec and one.spec.train]
+    if len(trained) < 2 or len(trained) < len(gathered):
+        return []
+    rows = [
+        (one.name, [getattr(config, one.name) for config in trained])
+        for one in dataclasses.fields(TrainConfig)
+    ]
+    return [(name, values) for name, values in rows if any(one != values[0] for one in values)]
+
+
+def _shaded(evaluation: Evaluation) -> list[list[tuple[int, float]]]:
+    """Counts with the opacity of their shade: mistakes against the most common one."""
+    matrix = evaluation.matrix
+    if not 0 < len(matrix) <= _LARGEST_MATRIX:
+        return []
+    most = max((one.count for one in evaluation.confusions()), default=1)
+    return [[(count, round(0.08 + 0.6 * count / most, 3)) for count in row] for row in matrix]
+
+
+def _script(one: Gathered) -> str:
+    """The script that ran, without the values of --env: they may be secret, and pages travel."""
+    if one.spec is None:
+        return ""  # nobody knows which of its lines hold such a value
+    try:
+        script = one.run.script.read_text(errors="replace")
+    except OSError:
+        return ""
+    return _without_values(script, one.spec)
+
+
+def _without_values(script: str, spec: JobSpec) -> str:
+    for name, value in spec.environment:
+        # Where the templates write it: `export NAME=…`, and the record of the request.
+        script = re.sub(rf"\b{re.escape(name)}=.*", f"{name}={_LEFT_OUT}", script)
+        script = script.replace(json.dumps([name, value]), json.dumps([name, _LEFT_OUT]))
+    return script
+
+
+def _when(seconds: float | None) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "-"
+    except (OverflowError, ValueError, OSError):
+        return "-"
+
+
+def _clean(value: object) -> object:
+    """What every expression of the template passes through before it is escaped."""
+    if value is None:
+        return ""
+    return units.clean(value) if type(value) is str else value  # Markup stays what it is
