@@ -1,0 +1,88 @@
+"""The runs of a comparison as Slurm jobs, each of which waits for the end of the one before."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from clusterddp import launchers, submitting
+from clusterddp.cli.compared_runs import trial
+from clusterddp.cli.follow import wait_for_end
+from clusterddp.comparison.results import Trial, results
+from clusterddp.comparison.rows import Row
+from clusterddp.comparison.table import figures
+from clusterddp.errors import ClusterDDPError
+from clusterddp.run_dir import RunDir
+from clusterddp.run_state import FAILED
+from clusterddp.spec import JobSpec
+
+
+class Interrupted(Exception):
+    """A Ctrl-C while the jobs were submitted or waited for; carries the runs that go on, or may."""
+
+    def __init__(self, runs: Sequence[RunDir]) -> None:
+        super().__init__()
+        self.runs = runs
+
+
+def carry_out(
+    planned: Sequence[tuple[Row, JobSpec]],
+    template_folder: Path | None,
+    snapshot_limit_mb: float,
+    say: Callable[[str], None],
+) -> list[Trial]:
+    """Submit all, wait for their ends; returns what became of each.
+
+    A job that is refused after another was queued is a row that has failed. Raises RequestError
+    or SlurmError when the first cannot be queued, Interrupted after a Ctrl-C.
+    """
+    ended: set[str] = set()
+    trials = []
+    try:
+        submitted = _submit(planned, template_folder, snapshot_limit_mb, say)
+        for number, (row, run) in enumerate(submitted, 1):
+            which = f"[{number}/{len(planned)}] {row.label}"
+            if isinstance(run, Trial):
+                trials.append(run)
+            else:
+                say(f"{which} …")
+                trials.append(trial(row, run, wait_for_end(run)))
+                ended.add(run.name)
+            say(f"{which}: {figures(results(trials[-1:])[0])}")
+    except KeyboardInterrupt:
+        left = [RunDir(Path(spec.run_dir)) for _, spec in planned if spec.run_name not in ended]
+        raise Interrupted([run for run in left if run.path.is_dir()]) from None
+    return trials
+
+
+def _submit(
+    planned: Sequence[tuple[Row, JobSpec]],
+    template_folder: Path | None,
+    snapshot_limit_mb: float,
+    say: Callable[[str], None],
+) -> list[tuple[Row, RunDir | Trial]]:
+    submitted: list[tuple[Row, RunDir | Trial]] = []
+    before = ""
+    for row, asked in planned:
+        spec = _after(asked, before)
+        script = launchers.load(spec.launcher).prepare(spec, template_folder)
+        try:
+            run, submission = submitting.submit(
+                spec, script, snapshot_limit_mb=snapshot_limit_mb, say=say
+            )
+        except ClusterDDPError as error:
+            if not before:
+                raise
+            why = f"not submitted: {error}".partition("\n")[0]
+            submitted.append((row, Trial(row, state=FAILED, why=why)))
+        else:
+            submitted.append((row, run))
+            before = submission.job_id
+    return submitted
+
+
+def _after(spec: JobSpec, job_id: str) -> JobSpec:
+    """The request with the job to wait for, however that ends: two at once could share a node."""
+    if not job_id:
+        return spec
+    resources = dataclasses.replace(spec.resources, dependency=f"afterany:{job_id}")
+    return dataclasses.replace(spec, resources=resources)

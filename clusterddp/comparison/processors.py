@@ -1,0 +1,44 @@
+"""The processors of this machine: how many GPUs there are to train on, and what all are called."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from clusterddp.training.device import NVIDIA_DRIVER
+
+_CPUS = Path("/proc/cpuinfo")
+
+
+def visible_gpus() -> int:
+    """How many GPUs torch sees: asked in a process of its own, where there is a driver."""
+    if not NVIDIA_DRIVER.exists():
+        return 0
+    asked = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    return int(answer) if answer.isdigit() else 0
+
+
+def described(kind: str) -> str:
+    """`2 x Intel(R) Xeon(R) Gold 6330`; of kind `cpu` or `cuda`, empty where it cannot be told."""
+    if kind == "cuda":
+        infos = NVIDIA_DRIVER.parent.glob("gpus/*/information")
+        return ", ".join(
+            f"{count} x {name}" for name, count in Counter(map(_model, infos)).items() if name
+        )
+    name = _model(_CPUS)
+    return f"{len(os.sched_getaffinity(0))} x {name}" if name else ""
+
+
+def _model(path: Path) -> str:
+    """The first `model name : …` or `Model: …` of a file of /proc."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        key, colon, value = line.partition(":")
+        if colon and key.strip() in ("model name", "Model"):
+            return value.strip()
+    return ""
