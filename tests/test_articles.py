@@ -1,0 +1,121 @@
+"""Runs every command of docs/articles.md, on the real MNIST where it is at hand."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clusterddp.launchers.workstation import free_port
+from clusterddp.run_dir import read_json
+
+from .processes import dying_with_us
+
+PAGE = Path(__file__).parents[1] / "docs" / "articles.md"
+BLOCKS = [
+    [line.strip() for line in block.strip().splitlines()]
+    for block in re.findall(r"(?:^    clusterddp .*\n)+", PAGE.read_text(), re.MULTILINE)
+]
+ALONE = [[line] for block in BLOCKS if "--rank" not in block[0] for line in block]
+TOGETHER = [block for block in BLOCKS if "--rank" in block[0]]
+PATIENCE = 200
+
+
+def run(lines: list[str], folder: Path, data: str) -> str:
+    """Run the commands at the same time; returns what the first one printed."""
+    port = str(free_port())
+    running = []
+    try:
+        for line in lines:
+            words = shlex.split(line.replace("29500", port).replace("--dataset synthetic", data))
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", *words],
+                    cwd=folder,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                    preexec_fn=dying_with_us(),  # noqa: PLW1509 -- no threads here
+                )
+            )
+        printed = [process.communicate(timeout=PATIENCE)[0] for process in running]
+        assert [process.returncode for process in running] == [0] * len(lines), printed
+        return printed[0]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+@pytest.fixture
+def data(request: pytest.FixtureRequest, synthetic_dir: Path) -> str:
+    """The options of the real MNIST, or of synthetic digits."""
+    try:
+        return f"--data-dir {request.getfixturevalue('mnist_dir')}"
+    except pytest.skip.Exception:
+        return f"--dataset synthetic --data-dir {synthetic_dir}"
+
+
+def reports(folder: Path) -> list[dict[str, Any]]:
+    found = [read_json(path) for path in sorted((folder / "jobs").glob("*/report.json"))]
+    return [report for report in found if report]
+
+
+def test_the_page_has_commands_of_every_article() -> None:
+    sections = PAGE.read_text().split("\n## ")[1:-1]
+    assert len(sections) == 5
+    assert all("\n    clusterddp " in section for section in sections)
+
+
+@pytest.mark.parametrize("lines", TOGETHER, ids=["ranks by hand"])
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "the last one first"])
+def test_ranks_started_by_hand_wait_for_each_other(
+    lines: list[str], order: int, tmp_path: Path, data: str
+) -> None:
+    run(lines[::order], tmp_path, data)
+    [report] = reports(tmp_path)
+    assert (report["world_size"], report["steps"]) == (2, 200)
+    assert report["total_seconds"] > report["train_seconds"] > 0
+
+
+@pytest.mark.parametrize("line", [block[0] for block in ALONE])
+def test_what_an_article_teaches_works_as_the_page_says(
+    line: str, tmp_path: Path, data: str, request: pytest.FixtureRequest
+) -> None:
+    if "keras" in line:
+        request.getfixturevalue("keras_installed")
+    printed = run([line], tmp_path, data)
+    found = reports(tmp_path)
+    if "--find-batch-size" in line:
+        assert re.search(r"--batch-size \d+", printed)
+        return
+    asked = dict(zip(shlex.split(line), [*shlex.split(line)[1:], ""], strict=True))
+    assert found and all(report["model"] == asked.get("--model", "convnet") for report in found)
+    if "compare" in line:
+        ran = [(report["strategy"], report["world_size"]) for report in found]
+        assert {("single", 1), ("ddp", 2)} <= set(ran)
+        if torch.cuda.device_count() < 2:
+            assert "not run: needs 2 GPUs" in printed
+        return
+    [report] = found
+    assert report["world_size"] == int(asked.get("--procs", "1"))
+    assert report["strategy"] == asked.get("--strategy", "ddp")
+    assert sum(map(sum, read_json_of(tmp_path)["confusion"])) == report["test_images"]
+    if "--profile" in line:
+        [trace] = tmp_path.glob("jobs/*/attempts/0001/profile/rank-0.trace.json*")
+        assert str(trace.name) in printed
+
+
+def read_json_of(folder: Path) -> dict[str, Any]:
+    [path] = folder.glob("jobs/*/evaluation.json")
+    content = read_json(path)
+    assert content
+    return content
