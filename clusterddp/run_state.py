@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clusterddp import requeue
-from clusterddp.errors import EXIT_PAUSED
+from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED
 from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import Submission
 
@@ -186,6 +186,8 @@ def _judge_code(code: int | None, job: JobState | None) -> tuple[str, str]:
         return FAILED, "the run recorded its end without an exit code"
     if code == EXIT_PAUSED:
         return STOPPED, "it was asked to stop, and has left"
+    if code == EXIT_INTERRUPTED:
+        return STOPPED, "interrupted (Ctrl-C)"
     if code == 143:
         return FAILED, "exit code 143: ended by SIGTERM (scancel, the time limit or preemption)"
     if code > 128:

@@ -87,7 +87,8 @@ def write(
     write_atomically(run.report, (json.dumps(report, indent=2) + "\n").encode())
     return (
         f"done: test accuracy {training.accuracy:.2%}, test loss {training.loss:.4f}, "
-        f"{position.seconds:.1f} s of training, {images_per_second:,.0f} images/s, "
+        f"{position.seconds:.1f} s of training ({finished - began:.1f} s in all), "
+        f"{images_per_second:,.0f} images/s, "
         f"{env.world_size} {'rank' if env.world_size == 1 else 'ranks'}"
     )
 
