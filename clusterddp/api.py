@@ -124,8 +124,8 @@ def launch(
     Raises RequestError where it cannot be started; TrainingError with the rank that failed first,
     and its traceback; KeyboardInterrupt when it was interrupted, a training after it has saved.
     """
-    if procs < 1:
-        raise RequestError(f"procs: {procs} is not a number of at least 1.")
+    if not 1 <= procs <= start_methods.MOST_PROCS:
+        raise RequestError(f"procs: {procs} is not within 1 and {start_methods.MOST_PROCS}.")
     if isinstance(target, TrainConfig):
         if args:
             raise RequestError("args are those of a function, but a TrainConfig is given.")

@@ -15,7 +15,7 @@ from clusterddp.dist_env import DistEnv
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.inputs import make_sure
 from clusterddp.launchers import workstation
-from clusterddp.launchers.start_methods import START_METHODS
+from clusterddp.launchers.start_methods import MOST_PROCS, START_METHODS
 from clusterddp.run_dir import RunDir
 from clusterddp.train_config import TrainConfig
 
@@ -24,7 +24,7 @@ from clusterddp.train_config import TrainConfig
 @functools.partial(train_options, settings=True)
 @click.option(
     "--procs",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MOST_PROCS),
     default=1,
     show_default=True,
     envvar="CLUSTERDDP_PROCS",
