@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from clusterddp import launchers, submitting
+from clusterddp.by_hand import MOST_PROCS, START_METHODS
 from clusterddp.cli import runs
 from clusterddp.errors import (
     EXIT_DONE,
@@ -22,7 +23,7 @@ from clusterddp.errors import (
     TrainingError,
 )
 from clusterddp.inputs import make_sure
-from clusterddp.launchers import functions, start_methods, workstation
+from clusterddp.launchers import functions, workstation
 from clusterddp.outcome import Failure
 from clusterddp.run_dir import RunDir, read_json
 from clusterddp.run_status import RunStatus
@@ -124,16 +125,23 @@ def launch(
     Raises RequestError where it cannot be started; TrainingError with the rank that failed first,
     and its traceback; KeyboardInterrupt when it was interrupted, a training after it has saved.
     """
-    if not 1 <= procs <= start_methods.MOST_PROCS:
-        raise RequestError(f"procs: {procs} is not within 1 and {start_methods.MOST_PROCS}.")
+    if not isinstance(procs, int):
+        raise RequestError(f"procs: {procs!r} is no number of processes; give one such as 2.")
+    if not 1 <= procs <= MOST_PROCS:
+        raise RequestError(f"procs: {procs} is not within 1 and {MOST_PROCS}.")
     if isinstance(target, TrainConfig):
         if args:
             raise RequestError("args are those of a function, but a TrainConfig is given.")
-        _check_method(start_method, start_methods.START_METHODS)
+        _check_method(start_method, START_METHODS)
         return _train(target, procs, start_method or "exec", run_dir)
+    if not callable(target):
+        raise RequestError(
+            f"target: {target!r} is neither a TrainConfig nor a function to call; for one with "
+            "arguments give the function itself, and the arguments as args."
+        )
     if run_dir is not None:
         raise RequestError("run_dir is that of a TrainConfig; a function keeps its own records.")
-    _check_method(start_method, start_methods.START_METHODS[1:])
+    _check_method(start_method, START_METHODS[1:])
     return functions.call_on_ranks(target, args, procs, start_method or "fork")
 
 

@@ -12,6 +12,14 @@ from clusterddp import variables
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import RequestError
 
+MOST_RANKS = 100_000
+"""Of a run whose ranks are started by hand: torch's store waits for no more than 128 x 1024 keys at
+once (MAX_KEY_COUNT of its TCPStoreBackend.cpp), and rank 0 waits for one of every rank."""
+MOST_PROCS = 1024
+"""Ranks of one workstation; a number above it is a slip of the finger."""
+START_METHODS = ("exec", "fork", "spawn", "forkserver")
+"""How the ranks of a workstation begin (`launchers.start_methods`)."""
+
 # A surrounding job's or agent's variables, which would tell a rank that it is its task.
 _FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "TORCHELASTIC_", "PMI", "MASTER_")
 
@@ -58,7 +66,7 @@ def from_flags(
             f"needs {', '.join(needed[:2])} and {needed[2]}, the same world size and port in every "
             "shell. Give them all, or none of them to take the ranks from the environment."
         )
-    _within("--world-size", world_size, 1, None)
+    _within("--world-size", world_size, 1, MOST_RANKS)
     _within("--rank", rank, 0, world_size - 1, f" (--world-size {world_size})")
     if master_port is not None:
         _within("--master-port", master_port, 1, 65535)
@@ -106,7 +114,6 @@ def _placed(rank: int, world_size: int, addr: str, port: int, local_world_size: 
     )
 
 
-def _within(flag: str, value: int, lowest: int, highest: int | None, why: str = "") -> None:
-    if value < lowest or (highest is not None and value > highest):
-        bound = f"from {lowest} to {highest}" if highest is not None else f"of at least {lowest}"
-        raise RequestError(f"{flag}: {value} is not a number {bound}{why}.")
+def _within(flag: str, value: int, lowest: int, highest: int, why: str = "") -> None:
+    if not lowest <= value <= highest:
+        raise RequestError(f"{flag}: {value} is not a number from {lowest} to {highest}{why}.")

@@ -15,7 +15,9 @@ def missing(config: TrainConfig) -> str:
         ("--model keras-convnet", config.model == "keras-convnet", "keras"),
         ("--tensorboard", config.tensorboard, "tensorboard"),
     ):
-        if wanted and importlib.util.find_spec(package) is None:
+        spec = importlib.util.find_spec(package) if wanted else None
+        # A folder of that name, such as one of logs, is no package.
+        if wanted and (spec is None or spec.origin is None):
             return (
                 f"{option} needs the package {package}, which is not installed for "
                 f"{sys.executable}. Install it there: pip install 'clusterddp[{package}]'."

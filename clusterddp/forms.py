@@ -51,6 +51,16 @@ NETWORK_INTERFACE = r"[=^]{0,2}[A-Za-z0-9_.:,@-]+"
 MODULE = r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]*"
 
 
+def run_name(option: str, value: str) -> str:
+    """A name that a directory, a job and a shell's word can have alike."""
+    if not RUN_NAME.fullmatch(value):
+        raise RequestError(
+            f"{option}: {value!r} is no name of a run: up to 100 letters, digits, "
+            "'.', '_' and '-', a letter or digit first."
+        )
+    return value
+
+
 def text(option: str, value: str) -> str:
     """Refuse what a line of script cannot carry: line ends, NUL, other control characters."""
     found = _CONTROL.search(value)

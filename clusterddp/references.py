@@ -35,9 +35,10 @@ def find(reference: str, folder: Path) -> Path | None:
 
     head, *rest = reference.partition(":")[0].split(".")
     found = PathFinder.find_spec(head, [str(folder)])
-    if found is None:
+    if found is None or found.loader is None:  # a bare folder comes after whatever is installed
         try:
-            found = importlib.util.find_spec(head)  # also asks the finders of editable installs
+            # Also asks the finders of editable installs.
+            found = importlib.util.find_spec(head) or found
         except ValueError:  # a module that Python has made without one, such as __main__
             return None
     for part in rest:
@@ -120,7 +121,7 @@ def _names(path: Path) -> set[str]:
     import ast
 
     names: set[str] = set()
-    for node in _top_level(ast.parse(path.read_bytes()).body):
+    for node in _top_level(ast.parse(path.read_bytes(), filename=str(path)).body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

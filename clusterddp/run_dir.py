@@ -6,7 +6,8 @@ A run is one directory below the output root. What is in it:
     script.sbatch        the exact bytes that were submitted
     events.jsonl         submitted, started, ended, requeued: Slurm job ids, times, exit codes
     resolved.json        what the ranks agreed on where the request said auto
-    code/ code.json      the person's own tree when a command was submitted, and its digests
+    code/ code.json      the person's own tree when a command, or a model or dataset of theirs, was
+                         submitted, and its digests
     logs/job.log         what the batch script and Slurm said
     logs/rank-R.log      what rank R printed (logs/node-N.log: a torchrun agent)
     attempts/0001/       one start of the run, which alone writes there (see `attempt`):
@@ -14,11 +15,15 @@ A run is one directory below the output root. What is in it:
         checkpoints/     step-00001200.pt and its .sha256, those of earlier attempts included
         metrics.jsonl    loss, accuracy, images/s, learning rate since the run's first step
         outcomes/        rank-R.json: how rank R ended
+        profile/         rank-R.trace.json.gz, with --profile
+        tensorboard/     with --tensorboard
     current              leads to the attempt that trains, or that trained last
     checkpoints          leads to current/checkpoints
     metrics.jsonl        leads to current/metrics.jsonl
     outcomes/            of ranks that were started by hand, each by itself
     report.json          what the run achieved
+    evaluation.json      which classes were confused in the end, the images of the highest loss
+    batch_sizes.json     with --find-batch-size
 """
 
 import json
@@ -180,6 +185,8 @@ class RunDir:
             raise RequestError(
                 f"{self.path} is no run: {self.spec.name}: {error.strerror}."
             ) from None
+        except RequestError as error:
+            raise RequestError(f"{self.path}: {error}") from None
 
     def add_event(self, event: str, **fields: Any) -> None:
         """Append one record; a single short write, so lines of two writers do not mix."""

@@ -79,6 +79,8 @@ def judge(
     alive: whether the process of a local run is there; None when that cannot be seen from here.
     now: seconds since the epoch.
     """
+    if submission is None and report:
+        return DONE, "its ranks were started by hand"
     if submission is None:
         return CREATED, "nothing was submitted, as far as the run's records tell"
     if submission.ended is not None:

@@ -79,11 +79,7 @@ class JobSpec:
     one that leaves a training time to save, none for a command."""
 
     def __post_init__(self) -> None:
-        if not forms.RUN_NAME.fullmatch(self.run_name):
-            raise RequestError(
-                f"--run-name: {self.run_name!r} is no name of a run: up to 100 letters, digits, "
-                "'.', '_' and '-', a letter or digit first."
-            )
+        forms.run_name("--run-name", self.run_name)
         if bool(self.command) == bool(self.train):
             raise RequestError(
                 "a run either trains (train) or runs a command (command): give one of them."

@@ -171,6 +171,11 @@ class TrainConfig:
                 f"--sync-batchnorm goes over ranks, against --strategy {self.strategy}, which has "
                 "one. Leave one of them."
             )
+        if self.compile and self.strategy == "dp":
+            raise RequestError(
+                "--compile against --strategy dp, whose copies of the model are new at each step. "
+                "Leave one of them."
+            )
         if self.profile and not (self.profile.isascii() and self.profile.isdigit()):
             raise RequestError(f"--profile: {self.profile!r} is no rank, such as 0.")
         self._check_graph()

@@ -194,10 +194,10 @@ def _train(
             config, env, store, reading, joined.device, _say, data_sha256=agreed.data_sha256
         )
         if config.find_batch_size:
-            _find_batch_size(config, joined, env, (train_set, test_set), progress)
+            reason = _find_batch_size(config, joined, env, (train_set, test_set), progress)
             if held:
                 held.close()  # the ranks have exchanged, so all of them have mapped it
-            return ""
+            return reason
         training = Training(
             config,
             agreed,
@@ -240,12 +240,17 @@ def _train(
 
 
 def _let_save_end(training: "Training") -> None:
-    """A checkpoint that is being written when another rank fails is worth a few seconds."""
+    """A checkpoint that is being written when another rank fails is worth a few seconds, and so
+    are the curves."""
     from clusterddp.training.bounded_call import bounded
 
     if training.saver:
-        with suppress(Exception):  # the training's own failure is what is told
-            bounded(training.saver.wait, _SAVE_SECONDS)
+        for ending, seconds in (
+            (training.saver.wait, _SAVE_SECONDS),
+            (training.journal.close, 5.0),
+        ):
+            with suppress(Exception):  # the training's own failure is what is told
+                bounded(ending, seconds)
 
 
 def _find_batch_size(
@@ -254,26 +259,27 @@ def _find_batch_size(
     env: DistEnv,
     sets: "tuple[Images | Loaded, Images | Loaded]",
     progress: "Progress",
-) -> None:
-    """Instead of training, of whose two sets one is taken. The ranks are done with it together."""
+) -> str:
+    """Instead of training, with one of its two sets; returns as `_train` does."""
     from clusterddp.training import batch_size, fit, models
 
     if config.own_functions:
         fit.check(config, models.build(config.model).to(joined.device), *sets)
-    rows = batch_size.find(
+    rows, reason = batch_size.find(
         config, joined.agreed, rank=env.rank, train_set=sets[0], device=joined.device,
-        say=_say, mark=progress.mark,
+        say=_say, mark=progress.mark, request=stop.requested,
     )  # fmt: skip
     if env.rank == 0:
         run = joined.attempt.run
         try:
             batch_size.write(run.batch_sizes, rows)
-            _note_end(joined.attempt, "", 0, None)
+            _note_end(joined.attempt, reason, 0, None)
         except OSError as error:
             raise TrainingError(
                 f"rank 0 on {socket.gethostname()} cannot write what it found to {run.path}: "
                 f"{error.strerror}."
             ) from None
+    return reason
 
 
 def _note_end(attempt: Attempt, reason: str, step: int, saved: int | None) -> None:

@@ -84,6 +84,9 @@ def test_ranks_started_by_hand_wait_for_each_other(
     [report] = reports(tmp_path)
     assert (report["world_size"], report["steps"]) == (2, 200)
     assert report["total_seconds"] > report["train_seconds"] > 0
+    # The other commands know the run, although nobody submitted it.
+    told = run(["clusterddp report by-hand"], tmp_path, data)
+    assert "2 ranks on" in told and "started by hand" in told
 
 
 @pytest.mark.parametrize("line", [block[0] for block in ALONE])

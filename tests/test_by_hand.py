@@ -58,7 +58,11 @@ def test_flags_give_a_ranks_place(
         ({"rank": 0, "world_size": 2}, "--rank 0, --world-size 2 without --master-port:"),
         ({"rank": 4, "world_size": 4, "master_port": 7}, "--rank: 4 is not a number from 0 to 3"),
         ({"rank": -1, "world_size": 4, "master_port": 7}, "--rank: -1 is not"),
-        ({"rank": 0, "world_size": 0}, "--world-size: 0 is not a number of at least 1"),
+        ({"rank": 0, "world_size": 0}, "--world-size: 0 is not a number from 1 to 100000"),
+        (
+            {"rank": 0, "world_size": 99999999999999999999, "master_port": 7},
+            "--world-size: 99999999999999999999 is not",
+        ),
         ({"rank": 0, "world_size": 2, "master_port": 70000}, "--master-port: 70000 is not"),
         ({"rank": 0, "world_size": 1, "master_port": 0}, "--master-port: 0 is not"),
         ({"rank": 0, "world_size": 2, "master_port": 7, "master_addr": ""}, "--master-addr: ''"),

@@ -1,6 +1,7 @@
 """The rows of a comparison, its arithmetic, its table and its picture."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_each_device_takes_the_batch_and_dp_scales_its_rate_as_ddp_does(
     assert (dp.train.strategy, dp.train.batch_size) == ("dp", 240)
     assert math.isclose(dp.train.lr, 0.01 * factor)
     assert ddp.train == config
-    assert [row.images_per_device for row in (single, dp, ddp)] == [60, 60, 60]
+    assert [row.images_of_a_device(None) for row in (single, dp, ddp)] == [60, 60, 60]
 
 
 def test_a_fixed_global_batch_is_shared_out_at_one_rate() -> None:
@@ -94,7 +95,7 @@ def test_a_fixed_global_batch_is_shared_out_at_one_rate() -> None:
     single, dp, ddp = plan(CONFIG, ALL, [4], place, fixed_global_batch=True)
     assert (single.train.batch_size, dp.train.batch_size, ddp.train.batch_size) == (60, 60, 15)
     assert (dp.train.lr, ddp.train.lr, ddp.train.lr_scaling) == (0.01, 0.01, "none")
-    assert [row.images_per_device for row in (single, dp, ddp)] == [60, 15, 15]
+    assert [row.images_of_a_device(None) for row in (single, dp, ddp)] == [60, 15, 15]
     with pytest.raises(RequestError, match="--batch-size 60 cannot be shared out among 8"):
         plan(CONFIG, ALL, [8], place, fixed_global_batch=True)
 
@@ -149,7 +150,7 @@ def test_repeated_rows_give_medians_and_the_spread() -> None:
     assert any("medians" in note for note in notes(trials, [line], ""))
     [line] = results([*trials[:2], Trial(SINGLE, "b", "failed", "boom")])
     assert (line.state, line.why, line.images_per_second) == ("failed", "1 of 3: boom", 115)
-    assert table([line]).splitlines()[1].endswith("512 MB  failed: 1 of 3: boom")
+    assert table([line]).splitlines()[1].endswith("488 MiB  failed: 1 of 3: boom")
 
 
 def test_the_table_has_a_line_for_every_row_also_for_those_without_figures() -> None:
@@ -183,6 +184,37 @@ def test_the_notes_say_what_the_figures_rest_on() -> None:
     other = dataclasses.replace(DDP, train=dataclasses.replace(CONFIG, model="mlp", seed=1))
     assert "the runs differ in --model, --seed" in noted(trial(SINGLE, 100), trial(other, 200))
     assert noted(Trial(SINGLE, state="failed")) == ""
+
+
+def test_a_batch_that_a_small_dataset_does_not_fill_is_told_as_it_is() -> None:
+    few = [trial(row, 100, train_images=100) for row in (SINGLE, DP, DDP)]
+    assert [line.images_per_device for line in results(few)] == [60, 25, 25]
+    assert "mnist, 25, 60 images a device and step;" in noted(few[0], few[2])
+    missing = Trial(dataclasses.replace(DDP, devices=2), why="needs 2 GPUs")
+    assert "mnist, 25 images a device and step: N" in noted(few[2], missing)
+
+
+@pytest.mark.parametrize("damage", [None, 5, "x", [None], {"torch": [1]}, math.nan, 10**400])
+def test_a_damaged_report_takes_nothing_from_what_the_others_tell(damage: Any) -> None:
+    names = ("accuracy", "peak_memory_bytes", "hosts", "versions", "device", "threads", "steps")
+    damaged = trial(DDP, 200, **dict.fromkeys(names, damage))
+    sound = trial(SINGLE, 100)
+    assert "on h01" in noted(sound, damaged)
+    single, ddp = results([sound, damaged])
+    assert single.accuracy == 0.9 and ddp.speed_up == 2.0
+    assert ddp.accuracy is None or math.isfinite(ddp.accuracy)
+    assert len(table([single, ddp]).splitlines()) == 3
+    [line] = results([trial(SINGLE, 1, images_per_second=damage)])
+    assert line.images_per_second in (None, 5)
+    json.dumps(dataclasses.asdict(line), allow_nan=False)
+
+
+def test_what_strangers_wrote_moves_no_cursor() -> None:
+    evil = "a\x1b[2Jb\nc"
+    said = noted(trial(SINGLE, 100, hosts=[evil], device=evil, versions={"torch": evil}))
+    said += table(results([Trial(SINGLE, state="failed", why=evil)]))
+    assert "\x1b" not in said
+    assert said.count("a\\x1b[2Jb c") == 4
 
 
 def test_unequal_shares_of_the_cpus_are_told() -> None:

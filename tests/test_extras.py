@@ -1,5 +1,6 @@
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,13 @@ def test_what_is_there_is_found_without_importing_it(
     monkeypatch.delitem(sys.modules, package, raising=False)
     assert extras.missing(config) == ""
     assert package not in sys.modules
+
+
+@pytest.mark.parametrize(("config", "option", "package"), CASES)
+def test_a_folder_of_that_name_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: TrainConfig, option: str, package: str
+) -> None:
+    (tmp_path / package / "logs").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    assert extras.missing(config).startswith(f"{option} needs the package {package}")

@@ -91,7 +91,7 @@ def test_it_is_found_without_running_anything(
         ("nots:build", "there is no module nots in"),
         ("nets.py:build", "there is no module nets.py in"),
         ("nets.deep:build", "there is no module nets.deep in"),
-        ("broken:build", "cannot be read: "),
+        ("broken:build", "(broken.py, line 1)"),
         ("sys:exit", "there is no module sys"),
     ],
 )
@@ -108,6 +108,8 @@ def test_what_is_installed_is_found_too_but_the_folder_comes_first(
 ) -> None:
     installed = write(tmp_path / "site/nets.py", "def build(): return 'installed'")
     monkeypatch.syspath_prepend(installed.parent)
+    assert references.locate("--model", "nets:build", tree) == installed
+    (tree / "nets/logs").mkdir(parents=True)  # a folder that is no package hides nothing
     assert references.locate("--model", "nets:build", tree) == installed
     own = write(tree / "nets.py", "def build(): return 'own'")
     assert references.locate("--model", "nets:build", tree) == own

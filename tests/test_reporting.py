@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.reporting import curve, pace, units
+from clusterddp import units
+from clusterddp.reporting import curve, pace
 from clusterddp.reporting.evaluation import read as read_evaluation
 from clusterddp.reporting.gather import RunReport
 from clusterddp.reporting.pace import Rank

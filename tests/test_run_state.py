@@ -26,6 +26,7 @@ from tests.made_events import (
 # events, report, what Slurm says, whether the local process is alive -> state, part of the detail
 TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] = [
     ([], {}, None, None, "created", "nothing was submitted"),
+    ([], {"steps": 3}, None, None, "done", "started by hand"),
     ([submitted()], {}, said(State.PENDING, "Resources"), None, "queued", "Resources"),
     ([submitted()], {}, said(State.RUNNING), None, "running", ""),
     ([submitted(), started()], {}, said(State.RUNNING), None, "running", ""),

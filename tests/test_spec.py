@@ -220,6 +220,7 @@ def test_every_training_field_is_on_the_command_line() -> None:
             "--sync-batchnorm against --model keras-convnet",
         ),
         ({"model": "keras-convnet", "compile": True}, "--compile against --model keras-convnet"),
+        ({"compile": True, "strategy": "dp"}, "--compile against --strategy dp"),
         ({"strategy": "fsdp"}, "--strategy: 'fsdp' is none of ddp, dp, single"),
         ({"sync_batchnorm": True, "strategy": "dp"}, "--sync-batchnorm goes over ranks, against"),
         ({"profile": "-1"}, "--profile: '-1' is no rank"),

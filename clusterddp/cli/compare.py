@@ -150,11 +150,13 @@ def command(
     jobs run one after the other. On CPUs a rank takes its share of them, so that one rank takes
     all: --threads 1 compares device with device.
     """
+    if dry_run and as_json:
+        raise click.UsageError("--dry-run prints commands or scripts, none of them as --json.", ctx)
     if plot is not None:
         picture.check(Path(plot))
     if of:
         _refuse_beside_of(ctx)
-        return _show(trials_of(Path(options["output_root"]), of), as_json, plot)
+        return _show(trials_of(Path(options["output_root"]), of, _say), as_json, plot)
     name = _checked_name(name)
     if where == "debug":
         _refuse_requests(ctx)
@@ -171,7 +173,7 @@ def command(
         fixed_global_batch=options["fixed_global_batch"],
     )  # fmt: skip
     planned = comparison_plan.requests(rows, name, options["output_root"], repeat, base)
-    templates = template_folder(options)
+    templates = template_folder(options) if base else None
     if dry_run:
         comparison_plan.print_dry(rows, planned, base, templates)
         return EXIT_DONE
@@ -258,7 +260,10 @@ def _show(trials: Sequence[Trial], as_json: bool, plot: str | None) -> int:
         click.echo(table(lines))
         for note in notes(trials, lines, _hardware(trials)):
             click.echo(f"  {note}")
-    if plot and any(line.baseline for line in lines):
+    if plot:
+        if not any(line.baseline for line in lines):
+            _say(f"no picture is drawn to {plot}: no run has figures")
+            return EXIT_FAILED
         try:
             picture.draw(lines, Path(plot))
         except OSError as error:

@@ -10,7 +10,7 @@ from clusterddp.cli.follow import wait_for_end
 from clusterddp.comparison.results import Trial, results
 from clusterddp.comparison.rows import Row
 from clusterddp.comparison.table import figures
-from clusterddp.errors import ClusterDDPError
+from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run_dir import RunDir
 from clusterddp.run_state import FAILED
 from clusterddp.spec import JobSpec
@@ -63,7 +63,7 @@ def _submit(
     submitted: list[tuple[Row, RunDir | Trial]] = []
     before = ""
     for row, asked in planned:
-        spec = _after(asked, before)
+        spec = after(asked, before)
         script = launchers.load(spec.launcher).prepare(spec, template_folder)
         try:
             run, submission = submitting.submit(
@@ -80,9 +80,19 @@ def _submit(
     return submitted
 
 
-def _after(spec: JobSpec, job_id: str) -> JobSpec:
-    """The request with the job to wait for, however that ends: two at once could share a node."""
+def after(spec: JobSpec, job_id: str) -> JobSpec:
+    """The request with the job to wait for as well, however that ends: two could share a node.
+
+    Raises RequestError where that cannot be added to what it waits for already.
+    """
     if not job_id:
         return spec
-    resources = dataclasses.replace(spec.resources, dependency=f"afterany:{job_id}")
+    asked = spec.resources.dependency
+    if "?" in asked:
+        raise RequestError(
+            f"--dependency {asked}: the jobs wait for one another too, which cannot be added to a "
+            "list of which any will do ('?'). Give one of which all must be met (',')."
+        )
+    dependency = ",".join(filter(None, (asked, f"afterany:{job_id}")))
+    resources = dataclasses.replace(spec.resources, dependency=dependency)
     return dataclasses.replace(spec, resources=resources)

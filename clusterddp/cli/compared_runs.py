@@ -1,13 +1,13 @@
 """The runs of a comparison as they stand: found by its name, each read into a `Trial`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from clusterddp.cli import runs
 from clusterddp.comparison.results import DONE, INTERRUPTED, Trial
 from clusterddp.comparison.rows import Row
-from clusterddp.errors import EXIT_INTERRUPTED
+from clusterddp.errors import EXIT_INTERRUPTED, RequestError
 from clusterddp.progress import latest_report
 from clusterddp.run_dir import RunDir
 from clusterddp.run_state import FAILED
@@ -21,20 +21,32 @@ def run_name(name: str, row: Row, turn: int, turns: int) -> str:
     return f"{name}-{row.name}{f'-r{turn}' if turns > 1 else ''}"
 
 
-def trials_of(root: Path, texts: Sequence[str]) -> list[Trial]:
+def trials_of(root: Path, texts: Sequence[str], say: Callable[[str], None]) -> list[Trial]:
     """What became of runs; each text is the name of a comparison, or a run as `find_run` finds it.
 
-    Raises RequestError where there is none, or one that trains nothing.
+    A run of a comparison whose request is damaged is left out, which `say` is told. Raises
+    RequestError where there is none, or one that trains nothing.
     """
     known = runs.all_runs(root)
-    found: dict[Path, RunDir] = {}
+    found: dict[Path, tuple[Row, RunDir]] = {}
     for text in texts:
         of_it = re.compile(re.escape(text) + r"-(single|d?dp-\d+)(-r\d+)?")
         own = [run for run in known if of_it.fullmatch(run.name)]
-        found |= {run.path: run for run in own or [runs.find_run(root, text)]}
-    rows = [Row.of(run.load_spec()) for run in found.values()]
-    statuses = runs.statuses(list(found.values()))
-    return [trial(*one) for one in zip(rows, found.values(), statuses, strict=True)]
+        meant = own or [runs.find_run(root, text)]
+        damaged: list[RequestError] = []
+        for run in meant:
+            try:
+                found[run.path] = Row.of(run.load_spec()), run
+            except RequestError as error:
+                damaged.append(error)
+        if len(damaged) == len(meant):
+            raise damaged[0]
+        for why in damaged:
+            say(f"left out: {why}")
+    statuses = runs.statuses([run for _, run in found.values()])
+    return [
+        trial(row, run, status) for (row, run), status in zip(found.values(), statuses, strict=True)
+    ]
 
 
 def trial(row: Row, run: RunDir, status: RunStatus) -> Trial:

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 
 from clusterddp import launchers
-from clusterddp.cli import compare_here
+from clusterddp.by_hand import MOST_PROCS
+from clusterddp.cli import compare_here, compare_jobs
 from clusterddp.cli.compared_runs import run_name
 from clusterddp.comparison import processors
 from clusterddp.comparison.rows import Place, Row
@@ -51,6 +52,11 @@ def requests(
         for row in rows:
             if row.missing:
                 continue
+            if base is None and row.ranks > MOST_PROCS:
+                raise RequestError(
+                    f"--world-sizes: {row.ranks} ranks are more than one workstation starts, "
+                    f"{MOST_PROCS}. Ask for fewer, or add --launcher sbatch."
+                )
             own = run_name(name, row, turn, repeat)
             path = f"{os.path.abspath(root)}/{own}"
             if Path(path).exists():
@@ -60,6 +66,8 @@ def requests(
             planned.append(
                 (row, _here(row, own, path) if base is None else _job(row, own, path, base))
             )
+    if len(planned) > 1 and base is not None:
+        compare_jobs.after(base, "1")  # all but the first will wait for the one before
     return planned
 
 
@@ -70,16 +78,17 @@ def print_dry(
     for row in rows:
         if row.missing:
             click.echo(f"# {row.label}: not run: {row.missing}")
-    before = ""
     for number, (row, spec) in enumerate(planned, 1):
         click.echo(f"# [{number}/{len(planned)}] {row.label}: {spec.run_name}")
         if base is None:
             click.echo(compare_here.shown_command(row, spec))
             continue
-        if before:
-            click.echo(f"# and in it --dependency=afterany:ID, the job id of {before}")
-        click.echo(launchers.load(spec.launcher).prepare(spec, template_folder), nl=False)
-        before = spec.run_name
+        before = ""
+        if number > 1:
+            before = str(number - 1)
+            click.echo(f"# for afterany:{before} in it: the job id of [{before}/{len(planned)}]")
+        sent = compare_jobs.after(spec, before)
+        click.echo(launchers.load(sent.launcher).prepare(sent, template_folder), nl=False)
 
 
 def _here(row: Row, name: str, path: str) -> JobSpec:

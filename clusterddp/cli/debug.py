@@ -9,13 +9,13 @@ from typing import Any
 import click
 
 from clusterddp import attempt as attempts
+from clusterddp import forms
+from clusterddp.by_hand import MOST_PROCS, START_METHODS
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.inputs import make_sure
-from clusterddp.launchers import workstation
-from clusterddp.launchers.start_methods import MOST_PROCS, START_METHODS
 from clusterddp.run_dir import RunDir
 from clusterddp.train_config import TrainConfig
 
@@ -69,10 +69,15 @@ def command(
     clusterddp debug                 in this process: a breakpoint in the model stops there
     clusterddp debug --procs 2       two ranks; rank 0 prints here, each has its log
     """
+    from clusterddp.launchers import workstation  # after --help, which needs no multiprocessing
+
     config = config_from(options, click.get_current_context())
-    if run_dir and run_name:
+    if run_dir is not None and run_name is not None:
         raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
-    name = run_name or time.strftime("debug-%Y%m%d-%H%M%S")
+    if run_dir == "":
+        raise RequestError("--run-dir is empty; leave it out to have a new directory made.")
+    name = time.strftime("debug-%Y%m%d-%H%M%S") if run_name is None else run_name
+    forms.run_name("--run-name", name)
     path = os.path.abspath(run_dir or f"{output_root}/{name}")
     make_sure(config, may_fetch=False)
     with workstation.recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from clusterddp import units
 from clusterddp.cli import runs
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.run_status import RunStatus
@@ -54,5 +55,5 @@ def _row(status: RunStatus, now: float) -> tuple[str, ...]:
         runs.duration(now - since if since else None),
         "-" if status.step is None else str(status.step),
         "-" if status.accuracy is None else f"{status.accuracy:.4f}",
-        why.splitlines()[0] if why else "",
+        units.line(why.partition("\n")[0]),
     )

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
+from clusterddp import units
 from clusterddp.cli import runs, short_lived
 from clusterddp.cli.jobs import table
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError
-from clusterddp.reporting import units
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.run_dir import write_atomically
 

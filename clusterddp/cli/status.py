@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from clusterddp import units
 from clusterddp.cli import runs
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.run_state import STOPPED
@@ -83,7 +84,7 @@ def describe(status: RunStatus) -> str:
     lines.append(("files", status.directory))
     if status.next_command:
         lines.append(("next", status.next_command))
-    return "\n".join(f"{label:<{_WIDTH}}{value}" for label, value in lines)
+    return "\n".join(f"{label:<{_WIDTH}}{units.clean(value)}" for label, value in lines)
 
 
 def _attempt(status: RunStatus) -> str:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from clusterddp import fields
 from clusterddp.comparison.rows import Row, label
-from clusterddp.run_dir import first_number
 from clusterddp.train_config import STRATEGIES
 
 DONE = "done"
@@ -55,7 +55,7 @@ class Result:
     """Largest of any rank: torch's on a GPU, the resident set on a CPU."""
     steps: int | None
     images_per_device: int
-    """Images of a device in one optimizer step."""
+    """Images of a device in one optimizer step: its batch, or its share of a smaller dataset."""
     threads: int | None
     """Compute threads of each rank."""
     speed_up: float | None = None
@@ -95,7 +95,7 @@ def _medians(row: Row, trials: Sequence[Trial]) -> Result:
         why = f"{len(trials) - len(done)} of {len(trials)}{': ' if why else ''}{why}"
 
     def values(name: str) -> list[float]:
-        found = (first_number(trial.report.get(name)) for trial in done)
+        found = (fields.number(trial.report, name) for trial in done)
         return [value for value in found if value is not None]
 
     def middle(name: str) -> float | None:
@@ -121,7 +121,7 @@ def _medians(row: Row, trials: Sequence[Trial]) -> Result:
         accuracy=middle("accuracy"),
         peak_memory_bytes=whole("peak_memory_bytes"),
         steps=whole("steps"),
-        images_per_device=row.images_per_device,
+        images_per_device=row.images_of_a_device(whole("train_images")),
         threads=whole("threads"),
     )
 

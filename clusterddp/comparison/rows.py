@@ -1,6 +1,7 @@
 """Which trainings are compared: a strategy on a number of devices, and what each is to train."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,10 +47,15 @@ class Row:
     def label(self) -> str:
         return label(self.strategy, self.devices)
 
-    @property
-    def images_per_device(self) -> int:
-        """Images of a device in one optimizer step."""
-        return self.train.step_size // (self.devices if self.strategy == "dp" else 1)
+    def images_of_a_device(self, train_images: int | None) -> int:
+        """Images of a device in one optimizer step, which all of its rank's images may not fill.
+
+        train_images: of the training set; None where that is not known.
+        """
+        most = self.train.step_size
+        if train_images:
+            most = min(most, math.ceil(train_images / self.ranks))  # as training_order deals them
+        return math.ceil(most / (self.devices if self.strategy == "dp" else 1))
 
 
 @dataclass(frozen=True)

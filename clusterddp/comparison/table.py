@@ -1,9 +1,10 @@
 """A comparison as text: the table, and below it what its figures rest on."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clusterddp import fields, units
 from clusterddp.comparison.results import DONE, Result, Trial
 from clusterddp.comparison.rows import counted
 
@@ -34,17 +35,18 @@ def notes(trials: Sequence[Trial], lines: Sequence[Result], hardware: str) -> li
     hardware: what is known of the processors beside what the runs report of themselves.
     """
     reports = [trial.report for trial in trials if trial.state == DONE and trial.report]
-    base = next((line for line in lines if line.baseline), None)
+    measured = [line for line in lines if line.images_per_second is not None]
+    base = next((line for line in measured if line.baseline), None)
     if not reports or base is None:
         return []
-    hosts = list(dict.fromkeys(host for one in reports for host in one.get("hosts", ())))
+    hosts = list(dict.fromkeys(host for one in reports for host in fields.texts(one, "hosts")))
     shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
     first = trials[0].row.train
     said = [
         f"on {shown}{f' ({hardware})' if hardware else ''}: {_each(reports, 'device')}, "
         f"{_each(reports, 'precision')}, threads per rank {_each(reports, 'threads')}, "
-        f"torch {', '.join(_once(one.get('versions', {}).get('torch') for one in reports))}",
-        f"{first.model} on {first.dataset}, {_batch(lines)}; steps {_each(reports, 'steps')}",
+        f"torch {', '.join(_once(_torch(one) for one in reports))}",
+        f"{first.model} on {first.dataset}, {_batch(measured)}; steps {_each(reports, 'steps')}",
         f"speed-up: images/s against {base.label}; efficiency: speed-up per device",
         "time: of the training steps; total: of a task, from its start to its end; memory: the "
         "largest of any rank",
@@ -52,7 +54,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[Result], hardware: str) -> li
     if any(len(line.images_per_second_each) > 1 for line in lines):
         said.append("several runs a row: medians, for images/s with the least and the greatest")
     shares = {line.threads for line in lines if line.threads}
-    if len(shares) > 1 and not first.threads and "cuda" not in _once(r["device"] for r in reports):
+    if len(shares) > 1 and not first.threads and "cuda" not in _each(reports, "device"):
         said.append(
             "the ranks had unequal shares of the CPUs, all of them when there was one rank: "
             "--threads 1 compares device with device"
@@ -60,7 +62,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[Result], hardware: str) -> li
     different = _different([trial.row.train for trial in trials])
     if different:
         said.append(f"the runs differ in {', '.join(different)}")
-    return said
+    return [units.line(note) for note in said]
 
 
 def figures(line: Result) -> str:
@@ -72,7 +74,7 @@ def figures(line: Result) -> str:
 
 
 def _state(line: Result) -> str:
-    return f"{line.state}: {line.why}" if line.why else line.state
+    return units.line(f"{line.state}: {line.why}" if line.why else line.state)
 
 
 def _cells(line: Result) -> list[str]:
@@ -92,7 +94,7 @@ def _cells(line: Result) -> list[str]:
         _text(line.speed_up, "{:.2f}"),
         _text(line.efficiency, "{:.0%}"),
         _text(line.accuracy, "{:.2%}"),
-        _text(line.peak_memory_bytes and line.peak_memory_bytes / 1e6, "{:,.0f} MB"),
+        units.memory(line.peak_memory_bytes),
     ]
     return cells if line.state == DONE else [*cells, _state(line)]
 
@@ -118,6 +120,11 @@ def _batch(lines: Sequence[Result]) -> str:
     if len(together) == 1:
         return f"{counted(together.pop(), 'image')} a step, shared out among the devices"
     return f"{', '.join(map(str, sorted(each)))} images a device and step"
+
+
+def _torch(report: Mapping[str, Any]) -> object:
+    versions = report.get("versions")
+    return versions.get("torch") if isinstance(versions, dict) else None
 
 
 def _each(reports: Sequence[Any], name: str) -> str:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from clusterddp import by_hand
 from clusterddp.errors import EXIT_FAILED, RequestError, TrainingError
@@ -74,19 +74,28 @@ def _rank(called: Any, folder: Path, rank: int) -> None:
     """In a rank's process. It has its environment by now: an import may read that already."""
     try:
         function, arguments = pickle.loads(called) if isinstance(called, bytes) else called
-        _result(folder, rank).write_bytes(pickle.dumps(function(*arguments)))
+        value = function(*arguments)
     except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            _result(folder, rank).write_bytes(pickle.dumps(None))
-            return
-        lines = traceback.format_exception(error)
-        del lines[1:2]  # this very function
-        content = {"time": time.time(), "words": "".join(lines).rstrip()}
-        _failure(folder, rank).write_bytes(pickle.dumps(content))
-        sys.stdout.flush()
-        # Past what the function's libraries do at an exit: a process group that has lost a peer
-        # may hang there.
-        os._exit(EXIT_FAILED)
+        if not isinstance(error, SystemExit) or error.code:
+            lines = traceback.format_exception(error)
+            del lines[1:2]  # this very function
+            _fail(folder, rank, "".join(lines).rstrip())
+        value = None
+    try:
+        content = pickle.dumps(value)
+    except Exception as error:  # a value's own __reduce__ can raise anything
+        words = f"{type(error).__name__}: {error}"
+        _fail(folder, rank, f"what rank {rank} returned cannot be pickled: {words}")
+    _result(folder, rank).write_bytes(content)
+
+
+def _fail(folder: Path, rank: int, words: str) -> NoReturn:
+    content = {"time": time.time(), "words": words}
+    _failure(folder, rank).write_bytes(pickle.dumps(content))
+    sys.stdout.flush()
+    # Past what the function's libraries do at an exit: a process group that has lost a peer may
+    # hang there.
+    os._exit(EXIT_FAILED)
 
 
 def _read_result(folder: Path, rank: int) -> Any:
@@ -94,6 +103,10 @@ def _read_result(folder: Path, rank: int) -> Any:
         return pickle.loads(_result(folder, rank).read_bytes())
     except FileNotFoundError:
         raise TrainingError(f"rank {rank} left with exit code 0 and returned nothing.") from None
+    except Exception as error:  # what builds the value anew can raise anything
+        raise TrainingError(
+            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _first_failure(folder: Path, statuses: Sequence[int], first: int | None) -> str:

@@ -80,6 +80,8 @@ def main() -> None:
     run = RunDir(Path(sys.argv[1]))
     script = run.script.read_text()
     limit = Limit.of(script)
+    job = _Job(run, limit)
+    job.listen()  # ahead of the folder, which would outlive a signal
     with tempfile.TemporaryDirectory(prefix="clusterddp-local-") as folder:
         environ = {
             **os.environ,
@@ -87,8 +89,7 @@ def main() -> None:
             **limit.environment(time.time()),
             **_stand_in(Path(folder), os.environ),
         }
-        job = _Job(run, Path(folder) / "steps", limit)
-        sys.exit(job.run(["bash", str(run.script)], environ))
+        sys.exit(job.run(["bash", str(run.script)], environ, Path(folder) / "steps"))
 
 
 @dataclass(frozen=True)
@@ -183,16 +184,21 @@ def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
 class _Job:
     """The batch script and the tasks of its steps; a TERM to this process cancels them all."""
 
-    def __init__(self, run: RunDir, steps: Path, limit: Limit) -> None:
-        self._run, self._steps, self._limit = run, steps, limit
+    def __init__(self, run: RunDir, limit: Limit) -> None:
+        self._run, self._limit = run, limit
+        self._steps = Path()
         self._cancelled = False
         self._warned = False
         self._kill_at: float | None = None
 
-    def run(self, argv: list[str], environ: Mapping[str, str]) -> int:
-        """The script's exit code."""
+    def listen(self) -> None:
+        """From here on a TERM cancels the job, be its script started or not."""
         signal.signal(signal.SIGTERM, self._cancel)
         signal.signal(signal.SIGINT, self._cancel)
+
+    def run(self, argv: list[str], environ: Mapping[str, str], steps: Path) -> int:
+        """The script's exit code. steps: where each step notes its tasks."""
+        self._steps = steps
         own = os.getpid()
         process = subprocess.Popen(
             argv,

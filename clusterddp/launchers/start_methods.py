@@ -25,10 +25,6 @@ from clusterddp.errors import RequestError
 from clusterddp.supervise import die_with_parent
 from clusterddp.training.device import NVIDIA_DRIVER
 
-MOST_PROCS = 1024
-"""Ranks of one workstation; a number above it is a slip of the finger."""
-START_METHODS = ("exec", "fork", "spawn", "forkserver")
-
 _HARD = 2  # omp_pause_hard (OpenMP 5.0, omp_pause_resource_all)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from clusterddp.reporting import fields
+from clusterddp import fields
 from clusterddp.run_dir import read_json_lines
 
 

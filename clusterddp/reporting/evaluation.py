@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp.reporting import fields
+from clusterddp import fields
 
 _LARGEST_SIDE = 512
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from clusterddp import fields
 from clusterddp.attempt import Attempt, latest
 from clusterddp.errors import ClusterDDPError
 from clusterddp.outcome import read_outcomes
 from clusterddp.progress import latest_report
-from clusterddp.reporting import curve, evaluation, fields, pace, starts
+from clusterddp.reporting import curve, evaluation, pace, starts
 from clusterddp.reporting.curve import Point
 from clusterddp.reporting.evaluation import Confusion, Evaluation
 from clusterddp.reporting.pace import Rank, Straggler

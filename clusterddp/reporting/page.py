@@ -12,8 +12,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from clusterddp import __version__
-from clusterddp.reporting import drawings, plots, units
+from clusterddp import __version__, units
+from clusterddp.reporting import drawings, plots
 from clusterddp.reporting.evaluation import Evaluation
 from clusterddp.reporting.gather import Gathered
 from clusterddp.reporting.scaling import scalings

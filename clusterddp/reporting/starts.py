@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from clusterddp import fields
 from clusterddp.attempt import Attempt, attempts
 from clusterddp.history import Chapter, chapters
 from clusterddp.outcome import first_failure, read_outcomes
-from clusterddp.reporting import fields
 from clusterddp.run_dir import RunDir, read_json
 
 

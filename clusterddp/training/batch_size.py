@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from clusterddp.errors import TrainingError
 from clusterddp.run_dir import write_atomically
+from clusterddp.stop import REASONS, StopRequest
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import memory
 from clusterddp.training.agreement import Agreement
@@ -38,6 +39,7 @@ _SHARE = 0.5
 OUT_OF_MEMORY = "out of memory"
 NEXT_TOO_LARGE = "the next would take too much of the free memory"
 NO_FASTER = "no faster any more"
+STOPPED = "asked to stop: "
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Tried:
     """It did not fit."""
     full: bool = False
     """The next size is not worth the risk."""
+    reason: str = ""
+    """Why a rank was asked to stop, of `stop.REASONS`."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,14 @@ def find(
     train_set: Images | Loaded,
     device: torch.device,
     say: Callable[[str], None],
+    request: StopRequest,
     mark: Callable[[int, int], None] = lambda *_: None,
-) -> list[Row]:
+) -> tuple[list[Row], str]:
     """Try sizes until one does not fit or, on CPUs, is no faster; rank 0 says what came out.
 
-    Collective over the default process group; every rank returns the same rows. mark: as the
-    watchdog's Progress has it, the size in place of a step. Raises TrainingError where not even
+    Collective over the default process group; every rank returns the same rows, and the reason
+    where a rank was asked to stop meanwhile (`request`), which ends it after that size. mark: as
+    the watchdog's Progress has it, the size in place of a step. Raises TrainingError where not even
     the first size fits.
     """
     say = say if rank == 0 else lambda _: None
@@ -88,19 +94,22 @@ def find(
     def tried(size: int) -> Tried:
         one = trial(size, lambda: mark(size, Phase.FORWARD))
         mark(size, Phase.LOG)
-        return _together(one, agreed.world_size, device)
+        return _together(replace(one, reason=request.reason), agreed.world_size, device)
 
+    reason = ""
     most = len(train_set) // agreed.world_size // config.accumulate
     rows = []
     say(f"{'batch per rank':>14}  {'images/s':>10}  {'memory per rank':>15}")
     for row in search(sizes(config.batch_size, most), tried, to_the_end=device.type == "cuda"):
+        reason = row.note.removeprefix(STOPPED) if row.note.startswith(STOPPED) else ""
         say(
             f"{row.batch_size:>14,}  {row.images_per_second:>10,.0f}  "
             f"{row.memory_bytes / 2**20:>11,.0f} MiB  {row.note}".rstrip()
         )
         rows.append(row)
-    say(advice(config, rows))
-    return rows
+    if not reason:
+        say(advice(config, rows))
+    return rows, reason
 
 
 def sizes(wanted: int, most: int) -> list[int]:
@@ -127,6 +136,9 @@ def search(
         row = Row(size, round(one.images_per_second, 1), one.memory_bytes)
         if one.failed:
             yield replace(row, note=OUT_OF_MEMORY)
+            return
+        if one.reason:
+            yield replace(row, note=f"{STOPPED}{one.reason}")
             return
         in_vain = 0 if one.images_per_second > _GAIN * fastest else in_vain + 1
         fastest = fastest if in_vain else one.images_per_second
@@ -253,12 +265,15 @@ class Trial:
 def _together(one: Tried, world_size: int, device: torch.device) -> Tried:
     """What came of a size on all ranks: they keep the pace of the slowest."""
     most = torch.tensor(
-        [-one.images_per_second, one.memory_bytes, one.failed, one.full],
+        [
+            -one.images_per_second, one.memory_bytes, one.failed, one.full,
+            REASONS.index(one.reason),
+        ],
         dtype=torch.float64, device=device,
     )  # fmt: skip
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    slowest, held, failed, full = most.tolist()
-    return Tried(-slowest * world_size, int(held), bool(failed), bool(full))
+    slowest, held, failed, full, reason = most.tolist()
+    return Tried(-slowest * world_size, int(held), bool(failed), bool(full), REASONS[int(reason)])
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -266,4 +281,6 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     if error is None or isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return error is not None
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-    return any(word in str(error) for word in words) or _is_out_of_memory(error.__cause__)
+    return any(word in str(error) for word in words) or _is_out_of_memory(
+        error.__cause__ or error.__context__
+    )

@@ -251,6 +251,9 @@ def weights_sha256(model: nn.Module) -> str:
     """A digest of all weights by name, type, shape and bytes: equal only for equal weights."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
+        if not isinstance(value, Tensor):  # a module's extra state
+            digest.update(f"{name} {value!r}\n".encode())
+            continue
         tensor = value.detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())

@@ -3,6 +3,7 @@ from a person's own function."""
 
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,22 +92,24 @@ def _in_turn(sets: OwnSets, env: DistEnv, store: Store, key: str) -> None:
     if fault:  # only now: the others would wait here for this rank
         raise fault
     if env.local_rank:
-        offer = messages.ask(store, env, key, "the word of its node's first rank")
-        if offer and "error" in offer:
-            raise messages.PeerError(
-                f"the first rank of this node has no dataset: {offer['error']}"
-            )
+        _offer_of_first(store, env, key)
         sets.load()
 
 
 def _take(
     config: TrainConfig, env: DistEnv, store: Store, key: str, say: Callable[[str], None]
 ) -> node_data.Held:
-    offer = messages.ask(store, env, key, "the offer of its node's first rank")
-    if offer and "error" in offer:
-        raise messages.PeerError(f"the first rank of this node has no dataset: {offer['error']}")
+    offer = _offer_of_first(store, env, key)
     try:
-        return node_data.take(offer or {})
+        return node_data.take(offer)
     except (OSError, ValueError, LookupError, TypeError) as error:
         say(node_data.why_alone(error, env.rank))
         return node_data.read(config.dataset, config.data_dir)
+
+
+def _offer_of_first(store: Store, env: DistEnv, key: str) -> dict[str, Any]:
+    """What the first rank of this node has put there; raises PeerError where it has failed."""
+    offer = messages.ask(store, env, key, "the offer of its node's first rank") or {}
+    if "error" in offer:
+        raise messages.PeerError(f"the first rank of this node has no dataset: {offer['error']}")
+    return dict(offer)

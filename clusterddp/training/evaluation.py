@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from clusterddp.training import random_states
 from clusterddp.training.images import Images, as_images, evaluation_order
 from clusterddp.training.loader import Loaded
 from clusterddp.training.phases import Phase
@@ -68,7 +69,8 @@ def evaluate(
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     classes = torch.zeros((), dtype=torch.int64, device=device)
     model.eval()
-    with torch.no_grad():
+    # Random numbers of its own, so that training draws the same however often this is done.
+    with random_states.kept(device), torch.no_grad():
         for images, labels in test_set.batches(share, BATCH):
             mark(Phase.EVALUATE)
             with autocast():

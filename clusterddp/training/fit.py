@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from clusterddp import references
 from clusterddp.errors import DataError, TrainingError
 from clusterddp.train_config import TrainConfig
+from clusterddp.training import random_states
 from clusterddp.training.images import Images, as_images
 from clusterddp.training.loader import Loaded
 
@@ -22,17 +23,22 @@ def check(
     that are none of its classes.
     """
     what = f"--model {config.model} with --dataset {config.dataset}"
-    with torch.random.fork_rng(devices=[]):
-        [(images, _)] = train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
+    [(images, _)] = train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
     images = as_images(images)
     was_training = model.training
     model.eval()
     tried = f"{what} on images {tuple(images.shape)}"
     is_own = references.is_reference(config.model)
     try:
-        with torch.no_grad(), references.running(tried) if is_own else nullcontext():
+        with (
+            random_states.kept(images.device),
+            torch.no_grad(),
+            references.running(tried) if is_own else nullcontext(),
+        ):
             scores = model(images)
-    except RuntimeError:
+    except (RuntimeError, ValueError) as error:  # the latter from Keras
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
         raise TrainingError(
             f"{tried}: this model is made for images (N, 1, 28, 28). Give one of your own, --model "
             "MODULE:FUNCTION, or images of that shape."

@@ -28,8 +28,13 @@ class Images:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def batches(self, order: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images as they were given, and labels (N,), in the order of these indices."""
+    def batches(
+        self, order: Tensor, batch_size: int, salt: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images as they were given, and labels (N,), in the order of these indices.
+
+        salt: of what is drawn to read them, see `loader.Loaded`; here nothing is.
+        """
         stretch = max(_STRETCH // batch_size, 1) * batch_size
         order = order.to(self._labels.device)
         for begin in range(0, len(order), stretch):

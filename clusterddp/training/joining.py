@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from clusterddp import extras
+from clusterddp import extras, references
 from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.run_dir import RunDir
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import device as devices
-from clusterddp.training import lookups, optimizer, parallel, rendezvous, start
+from clusterddp.training import lookups, messages, optimizer, parallel, rendezvous, start
 from clusterddp.training.agreement import Agreement, Hello
+
+_OWN_DATA_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def join(
             config, run_dir, attempt, hellos, _identity(environ), say, fingerprint
         ).to_dict(),
         config.rendezvous_timeout,
+        # Rank 0 calls a person's own function meanwhile, which may have to fetch its data.
+        _OWN_DATA_SECONDS if references.is_reference(config.dataset) else messages.GRACE_SECONDS,
     )
     agreed = Agreement.from_dict(verdict)
     device = torch.device(hello.device)

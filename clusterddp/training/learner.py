@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from clusterddp.errors import TrainingError
@@ -20,6 +20,7 @@ from clusterddp.training import (
     memory,
     models,
     optimizer,
+    own_models,
     pace,
     parallel,
     random_states,
@@ -57,19 +58,23 @@ class Learner:
         self.config, self.agreed, self.device = config, agreed, device
         if device.type == "cpu":
             memory.keep_freed()
-        torch.manual_seed(config.seed)  # the same weights on every rank
+        random_states.seed(config.seed)  # the same weights on every rank
         self.model = models.build(config.model).to(device)
         if config.sync_batchnorm:
             self.model = sync_batchnorm.convert(self.model, config.model)
-        # Convolutions are faster in this layout, on CPUs as on GPUs.
-        self.model = self.model.to(memory_format=torch.channels_last)
+        _channels_last(self.model)
         self.optimizer = optimizer.build(config, self.model, captured=agreed.cuda_graph)
         self.position = Position()
         self.best: Best | None = None
-        torch.manual_seed(config.seed + rank)  # from here on each rank draws its own numbers
+        random_states.seed(config.seed + rank)  # from here on each rank draws its own numbers
         scaler = self._restore(rank, resume_content) if agreed.resume else {}
-        self.tally, self.waiting = Tally(device), pace.Waiting(device)
-        self.ddp = parallel.wrap(self.model, config, agreed.world_size, captured=agreed.cuda_graph)
+        self.tally = Tally(device)
+        seen = not (agreed.cuda_graph or config.sync_batchnorm)
+        self.waiting = pace.Waiting(device, knows=agreed.world_size == 1 or seen)
+        self.ddp = parallel.wrap(
+            self.model, config, agreed.world_size,
+            precision=agreed.precision, captured=agreed.cuda_graph,
+        )  # fmt: skip
         self.step = Step(
             Compiled(self.ddp) if config.compile else self.ddp,
             self.optimizer,
@@ -110,6 +115,7 @@ class Learner:
             with self.step.autocast():
                 loss = cross_entropy(self.ddp(as_images(images)).float(), labels)
             loss.backward()  # type: ignore[no-untyped-call]
+        own_models.check_gradients(self.config.model, self.model)
         self.optimizer.zero_grad()
         self.model.train()
 
@@ -139,6 +145,16 @@ class Learner:
         if states is not None and len(states) == self.agreed.world_size:
             random_states.restore(states[rank], self.device)
         return restored.scaler
+
+
+def _channels_last(model: nn.Module) -> None:
+    """Lay images' tensors out as convolutions are fastest with, on CPUs as on GPUs.
+
+    As `model.to(memory_format=…)`, which does not take layers of other dimensions.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
 
 
 @contextmanager

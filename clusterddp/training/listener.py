@@ -30,8 +30,8 @@ def bind(env: DistEnv, environ: Mapping[str, str]) -> socket.socket | None:
         if error.errno == errno.EADDRINUSE:
             raise TrainingError(
                 f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: the "
-                "port is in use, perhaps by another run on this host. Unset MASTER_PORT to have "
-                "one derived, or set it to a free port for every rank."
+                "port is in use: another run, or a second rank 0. Give every rank another "
+                "--master-port (MASTER_PORT); in a job unset MASTER_PORT to have one derived."
             ) from None
         raise TrainingError(
             f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clusterddp.attempt import Attempt, attempts
+from clusterddp.attempt import Attempt
 from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.interval import Interval
 from clusterddp.run_dir import read_json_lines
@@ -89,19 +89,7 @@ class Training:
             self.journal.say if rank == 0 else partial(print, flush=True),
         )  # fmt: skip
         self.saver = (
-            Saver(
-                attempt.checkpoints,
-                keep_last=config.keep_last,
-                say=self.journal.say,
-                may_write=lambda: not attempt.is_superseded,
-                older=[
-                    each.checkpoints
-                    for each in attempts(attempt.run)
-                    if each.number < attempt.number
-                ],
-            )
-            if rank == 0
-            else None
+            Saver.of_attempt(attempt, config.keep_last, self.journal.say) if rank == 0 else None
         )
         self.ranks: list[dict[str, Any]] = []
         """What became of each, once all is done."""
@@ -140,8 +128,9 @@ class Training:
         position = self.position
         self.progress.mark(position.step, Phase.START)
         if self.world_size > 1:
-            [batch] = self.train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
-            self.learner.settle(*batch)
+            with random_states.kept(self.device):
+                [batch] = self.train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
+                self.learner.settle(*batch)
         self.tally.restart()
         reason = self._ask()  # a request may have come during the imports
         while not reason and position.epoch < self.config.epochs and position.step < self.last_step:
@@ -172,7 +161,8 @@ class Training:
             world_size=self.world_size,
             seen=position.samples,
         )
-        for images, labels in self.train_set.batches(order, self.agreed.batch_size):
+        salt = self.config.seed + position.epoch
+        for images, labels in self.train_set.batches(order, self.agreed.batch_size, salt):
             self.learner.step.set_lr(self.schedule.lr(position))
             self.learner.learn(images, labels)
             self.journal.step()
@@ -231,17 +221,21 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         loss, accuracy, paces = self.tally.collect(self.learner.waiting.take())
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the loss is {loss} by step {self.position.step}: the weights are lost. "
-                f"Lower --lr (now {self.config.lr:g}) or raise --warmup-steps."
-            )
+        self._check_finite(loss, "loss")
         seconds = self.tally.lap()
         self.position.seconds += seconds
         self.paces.add(paces)
         rate = self.schedule.lr(self.position)
         figures = Figures(loss, accuracy, rate, paces.images / seconds)
         self.journal.train(self.position, figures, paces.images_per_second)
+
+    def _check_finite(self, loss: float, name: str) -> None:
+        """The same on every rank, as the loss is that of all."""
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the {name} is {loss} by step {self.position.step}: the weights are lost. "
+                f"Lower --lr (now {self.config.lr:g}) or raise --warmup-steps."
+            )
 
     def _evaluate(self) -> None:
         if self._evaluated == self.position.step:
@@ -258,6 +252,7 @@ class Training:
             mark=lambda phase: self.progress.mark(step, phase),
         )
         accuracy, loss = self.result.accuracy, self.result.loss
+        self._check_finite(loss, "test loss")
         speed = len(self.test_set) / (time.perf_counter() - began)
         rate = self.schedule.lr(self.position)
         self.journal.evaluation(self.position, Figures(loss, accuracy, rate, speed))

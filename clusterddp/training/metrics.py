@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -148,11 +149,13 @@ class Tally:
         self._count += images
         self.steps += 1
 
-    def collect(self, waited: float = 0.0) -> tuple[float, float, Paces]:
+    def collect(self, waited: float | None = 0.0) -> tuple[float, float, Paces]:
         """Mean loss and accuracy over all ranks, and each rank's pace; starts a new sum.
 
-        waited: seconds that this rank has waited for others since the last lap or restart.
+        waited: seconds that this rank has waited for others since the last lap or restart; None
+            where that is not known.
         """
+        waited = math.nan if waited is None else waited
         busy = time.perf_counter() - self._began - waited
         own = torch.tensor([self._count, busy], dtype=torch.float64, device=self._loss.device)
         own = torch.cat([torch.stack([self._loss, self._correct.double()]), own])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from clusterddp import references
-from clusterddp.errors import TrainingError
+from clusterddp.training import own_models
 from clusterddp.training.bn_convnet import BNConvNet
 from clusterddp.training.recipe_models import DeepNet, FastNet
 
@@ -21,14 +21,7 @@ def build(name: str) -> nn.Module:
     function = references.load(name)
     with references.running(name):
         model = function()
-    if not isinstance(model, nn.Module):
-        raise TrainingError(
-            f"--model {name}: it has to return a torch.nn.Module, and returned "
-            f"{type(model).__name__}."
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TrainingError(f"--model {name}: the module has no parameter to train.")
-    return model
+    return own_models.check(name, model)
 
 
 class ConvNet(nn.Module):

@@ -5,8 +5,6 @@ the test set. It returns a pair of tensors, kept in memory, or a dataset that is
 """
 
 import hashlib
-import random
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from clusterddp import references
@@ -42,12 +40,14 @@ class OwnSets:
         calls. Raises DataError for what cannot be trained on, and TrainingError where the function
         fails.
         """
+        from clusterddp.training import random_states
+
         reference = self._config.dataset
         for train in (True, False):
             if train in self._given:
                 continue
             function = references.load(reference)
-            _seed(self._config.seed)
+            random_states.seed(self._config.seed)
             with references.running(reference):
                 given = function(self._config.data_dir, train=train)
             self._given[train] = self._checked(given, train=train)
@@ -180,14 +180,3 @@ def _seen(value: Any) -> str:
     if isinstance(value, int | float):
         return f"{type(value).__name__} {value}"
     return type(value).__name__
-
-
-def _seed(seed: int) -> None:
-    import torch
-
-    random.seed(seed)
-    torch.manual_seed(seed)
-    with suppress(ImportError):
-        import numpy as np
-
-        np.random.seed(seed)

@@ -5,6 +5,7 @@ never waits. A rank's own work on a step is done when its last gradient is there
 the backward pass returns it waits for the others and for the network.
 """
 
+import math
 import os
 import socket
 import time
@@ -21,7 +22,11 @@ from clusterddp.training import memory
 class Waiting:
     """Sums up one rank's waiting; without parameters to watch it counts nothing."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, knows: bool = True) -> None:
+        """knows: whether ranks wait for each other in the exchange of gradients alone, and where it
+        can be seen; not within a graph, nor where layers exchange something, too.
+        """
+        self._knows = knows
         self._on_gpu = device.type == "cuda"
         self._latest: Tensor | None = None
         self._ready: float | torch.cuda.Event | None = None
@@ -43,13 +48,13 @@ class Waiting:
             self._events.append((self._ready, _event()))
         self._ready = None
 
-    def take(self) -> float:
-        """Seconds since the last time; on a GPU everything before has to be done."""
+    def take(self) -> float | None:
+        """Seconds since the last time, if known; on a GPU everything before has to be done."""
         for begin, end in self._events:
             self._seconds += begin.elapsed_time(end) / 1000.0
         seconds, self._seconds = self._seconds, 0.0
         self._events.clear()
-        return seconds
+        return seconds if self._knows else None
 
     def watch(self, parameter: Tensor) -> None:
         """Take its gradient as a step's last one."""
@@ -106,7 +111,11 @@ class Paces:
 
     @property
     def images_per_second(self) -> list[float]:
-        """Of each rank by itself: all keep one pace, so a straggler is who never waits."""
+        """Of each rank by itself: all keep one pace, so a straggler is who never waits. Empty where
+        it is not known how long they wait.
+        """
+        if any(math.isnan(seconds) for seconds in self._seconds):
+            return []
         both = zip(self._images, self._seconds, strict=True)
         return [images / max(seconds, 1e-9) for images, seconds in both]
 
@@ -124,8 +133,9 @@ def of_ranks(paces: Paces, device: torch.device) -> list[dict[str, Any]]:
     own = {"host": host, "peak_memory_bytes": memory.peak_bytes(device)}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    rates = paces.images_per_second or [0.0] * len(everyone)
+    known = [round(rate, 1) for rate in paces.images_per_second]
+    rates: Sequence[float | None] = known or [None] * len(everyone)
     return [
-        {"rank": rank, "images_per_second": round(rate, 1), **found}
+        {"rank": rank, "images_per_second": rate, **found}
         for rank, (rate, found) in enumerate(zip(rates, everyone, strict=True))
     ]

@@ -1,7 +1,9 @@
-"""The random generators of a rank: their states as bytes, and taken up again."""
+"""The random generators of a rank: seeded, kept, their states as bytes, and taken up again."""
 
 import random
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -17,6 +19,36 @@ _LAYOUT = 1
 _HEADER = struct.Struct("<3I")
 _PYTHON = struct.Struct("<625IId")
 _NUMPY = struct.Struct("<624IIId")
+
+
+def seed(number: int) -> None:
+    """Start all random generators of this rank, every device's too, from this number."""
+    torch.manual_seed(number)
+    seed_host(number)
+
+
+def seed_host(number: int) -> None:
+    """As `seed`, but for the devices' generators; of microseconds, and in any process."""
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    with suppress(TypeError):  # only the generator that numpy starts with can be seeded
+        np.random.seed(number % 2**32)
+
+
+@contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """Leave all random generators of this rank as they are, whatever is drawn meanwhile."""
+    # As they are: to make bytes of them takes twice as long, around every batch.
+    cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
 
 
 def capture(device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 Every wait has a deadline of its own, as torch's TCPStore could not say which rank never came.
 """
 
+import itertools
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,9 @@ from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.training import connection, identity, messages, rounds
 from clusterddp.training.messages import PeerError, RunStore
 from clusterddp.training.seal import Seal
+
+# How long rank 0 stays for the others to hear that the start is called off.
+_HEARING_SECONDS = 2.0
 
 
 def open_store(
@@ -65,10 +69,12 @@ def agree(
     hello: Mapping[str, Any],
     decide: Callable[[list[dict[str, Any]]], dict[str, Any]],
     timeout: float,
+    decision_seconds: float = messages.GRACE_SECONDS,
 ) -> dict[str, Any]:
     """Collect every rank's `hello`, let rank 0 `decide`, and return its verdict on every rank.
 
-    A hello holds at least the rank's `world_size`.
+    A hello holds at least the rank's `world_size`. decision_seconds: what rank 0 may take to
+    decide, once all have come.
 
     An error raised by `decide` is raised on all ranks: there as it is, elsewhere as PeerError.
     Raises TrainingError where ranks do not come within `timeout` seconds, naming them.
@@ -90,7 +96,7 @@ def agree(
             raise
         messages.tell(store, "verdict", verdict)
         return verdict
-    patience = timeout + messages.GRACE_SECONDS
+    patience = timeout + decision_seconds
     try:
         messages.wait(store, ["verdict"], patience)
     except dist.DistStoreError:
@@ -144,13 +150,19 @@ def _roll_call(store: Store, env: DistEnv, timeout: float) -> list[dict[str, Any
 def _call_off(store: Store, env: DistEnv, reason: str) -> None:
     """Publish an error, and stay until those who have come have heard it."""
     messages.tell(store, "verdict", {"error": reason})
-    present = [rank for rank in range(1, env.world_size) if store.check([f"hello/{rank}"])]
-    waiting = [rank for rank in present if not _declined(store, rank)]
+    waiting = [rank for rank in _present(store, env) if not _declined(store, rank)]
     if waiting:
         try:
-            messages.wait(store, [f"heard/{rank}" for rank in waiting], 2.0)
+            messages.wait(store, [f"heard/{rank}" for rank in waiting], _HEARING_SECONDS)
         except (TrainingError, dist.DistStoreError):
             pass  # they find the store gone, which tells them as much
+
+
+def _present(store: Store, env: DistEnv) -> list[int]:
+    """The others that have come, as far as a look at each gets within the time that they have."""
+    deadline = time.monotonic() + _HEARING_SECONDS
+    ranks = itertools.takewhile(lambda _: time.monotonic() < deadline, range(1, env.world_size))
+    return [rank for rank in ranks if store.check([f"hello/{rank}"])]
 
 
 def _declined(store: Store, rank: int) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clusterddp.attempt import Attempt, attempts
 from clusterddp.errors import CheckpointError
 from clusterddp.run_dir import write_atomically
 from clusterddp.training import checkpoint_file, run_checkpoints
@@ -47,6 +48,18 @@ class Costs:
 
 class Saver:
     """Writes one checkpoint after the other into a folder, on a thread of its own."""
+
+    @classmethod
+    def of_attempt(cls, attempt: Attempt, keep_last: int, say: Callable[[str], None]) -> "Saver":
+        """That of an attempt's own folder, while no later one supersedes it."""
+        earlier = [one for one in attempts(attempt.run) if one.number < attempt.number]
+        return cls(
+            attempt.checkpoints,
+            keep_last=keep_last,
+            say=say,
+            may_write=lambda: not attempt.is_superseded,
+            older=[one.checkpoints for one in earlier],
+        )
 
     def __init__(
         self,

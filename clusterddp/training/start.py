@@ -3,16 +3,19 @@
 import dataclasses
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from clusterddp import attempt as attempts
-from clusterddp import references
+from clusterddp import forms, references
 from clusterddp.attempt import Attempt
 from clusterddp.errors import CheckpointError, DataError, TrainingError
+from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir, read_json, write_atomically
+from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig, changes
 from clusterddp.training import (
     agreement,
@@ -55,6 +58,7 @@ def decide(
     _check_data(config, recorded, agreed)
     try:
         run.make(run.attempts)
+        _record_request(run, config, agreed)
         attempt = _attempt(run, number, identity, config, say)
         agreed = _go_on(config, agreed, attempt, recorded, identity, say)
         record = {
@@ -68,6 +72,26 @@ def decide(
             f"{error.strerror}. Choose a folder that this host can write."
         ) from None
     return agreed
+
+
+def _record_request(run: RunDir, config: TrainConfig, agreed: Agreement) -> None:
+    """Of ranks that nobody submitted, so that `report` and the other commands know the run."""
+    if run.spec.exists() or not forms.RUN_NAME.fullmatch(run.name):
+        return
+    nodes = len(agreed.hosts)
+    even = agreed.world_size % nodes == 0
+    spec = JobSpec(
+        run_name=run.name,
+        run_dir=str(run.path),
+        resources=Resources(
+            nodes=nodes if even else 1,
+            tasks_per_node=agreed.world_size // (nodes if even else 1),
+        ),
+        python=sys.executable,
+        train=config,
+        launcher="local",
+    )
+    write_atomically(run.spec, spec.to_json().encode())
 
 
 def _attempt(

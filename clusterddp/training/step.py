@@ -12,7 +12,7 @@ from clusterddp.training.images import as_images
 from clusterddp.training.metrics import Tally
 from clusterddp.training.phases import Phase
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Step:
@@ -39,7 +39,7 @@ class Step:
         """
         self.model, self.optimizer, self.tally = model, optimizer, tally
         self.device, self.accumulate = device, accumulate
-        self._dtype, self._mark, self._exchanged = _DTYPES[precision], mark, exchanged
+        self._dtype, self._mark, self._exchanged = DTYPES[precision], mark, exchanged
         self._smoothing = label_smoothing
         # Small gradients would vanish in fp16; switched off it hands everything through.
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")

@@ -45,11 +45,12 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 def poor_statistics(model: nn.Module, config: TrainConfig, agreed: Agreement) -> str:
     """The warning where ranks normalise by small batches of their own; empty where they do not."""
-    small = agreed.batch_size < _SMALL_BATCH and agreed.world_size > 1
+    of_one_pass = agreed.batch_size // config.accumulate
+    small = of_one_pass < _SMALL_BATCH and agreed.world_size > 1
     if not small or config.sync_batchnorm or not has_batchnorm(model):
         return ""
     return (
-        f"each rank normalises by {agreed.batch_size} images of its own, a poor guess at the "
+        f"each rank normalises by {of_one_pass} images of its own, a poor guess at the "
         "statistics of all of them; --sync-batchnorm takes those of all ranks"
     )
 

@@ -42,7 +42,7 @@ class Board:
         try:
             # Only here: it would cost every other training its time.
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
+        except Exception as error:  # a protobuf that does not fit raises what it likes
             raise TrainingError(
                 f"--tensorboard: {error}. Install it there: pip install 'clusterddp[tensorboard]'."
             ) from None

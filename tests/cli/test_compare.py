@@ -220,7 +220,7 @@ def test_a_dry_run_prints_the_commands_and_touches_nothing(workplace: Workplace)
 def test_under_slurm_a_dry_run_prints_the_scripts(workplace: Workplace) -> None:
     got = workplace.invoke(
         "compare", "--launcher=sbatch", "--name=a", "--dry-run", "--gpus-per-node=a100:2",
-        "--world-sizes=2,4", "--partition=gpu",
+        "--world-sizes=2,4", "--partition=gpu", "--dependency=afterok:9",
     )  # fmt: skip
     assert got.code == 0, got.err
     scripts = got.out.split("# [")[1:]
@@ -237,7 +237,9 @@ def test_under_slurm_a_dry_run_prints_the_scripts(workplace: Workplace) -> None:
             "--partition=gpu",
         ):  # fmt: skip
             assert f"#SBATCH {line}\n" in script
-    assert "--dependency=afterany:ID, the job id of a-ddp-2" in scripts[3]
+    assert "#SBATCH --dependency=afterok:9\n" in scripts[0]
+    assert "#SBATCH --dependency=afterok:9,afterany:3\n" in scripts[3]
+    assert "# for afterany:3 in it: the job id of [3/4]\n" in scripts[3]
     assert "# dp, 4 GPUs: not run: needs 4 GPUs" in got.out
     assert list(workplace.root.iterdir()) == []
 
@@ -259,7 +261,7 @@ def test_each_job_waits_for_the_one_before_and_a_refused_one_is_a_row_that_faile
     names = ["a-ddp-1", "a-ddp-4"]
     assert sorted(path.name for path in workplace.root.iterdir()) == names
     waits = [RunDir(workplace.root / name).load_spec().resources.dependency for name in names]
-    assert waits == ["afterok:9", "afterany:1"]
+    assert waits == ["afterok:9", "afterok:9,afterany:1"]
     assert "'clusterddp compare --of=a' prints their table" in got.err
     assert "'clusterddp cancel a-ddp-1 a-ddp-4' ends them" in got.err
 
@@ -306,6 +308,9 @@ def test_a_first_job_that_is_refused_is_an_error_and_leaves_nothing(
         (["--of=a", "--lr=1"], "--of runs nothing, so --lr says nothing"),
         (["--plot=a.gif"], "--plot"),
         (["--epochs=0"], "--epochs"),
+        (["--dry-run", "--json"], "--dry-run prints commands or scripts"),
+        (["--world-sizes=2,5000"], "5000 ranks are more than one workstation starts, 1024"),
+        (["--launcher=sbatch", "--dependency=afterok:1?afterok:2"], "--dependency afterok:1?after"),
         (["--launcher=sbatch", "--tasks-per-node=2", "--world-sizes=3"], "cannot fill nodes of 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -366,6 +371,39 @@ def test_a_comparison_draws_a_picture_where_matplotlib_is(
     assert (workplace.root / "b.png").read_bytes().startswith(b"\x89PNG")
     assert comparing("--of=b", "--plot=b.svg").code == 0
     assert (workplace.folder / "b.svg").is_file()
+
+
+def test_a_picture_of_runs_without_figures_is_not_claimed(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "can_draw", lambda: True)
+    workplace.run("a-ddp-8", submitted("3"), started("3"))
+    workplace.command("squeue", "echo '3|RUNNING|None|'")
+    got = workplace.invoke("compare", "--of=a", "--plot=a.svg")
+    assert got.code == 1
+    assert "no picture is drawn to a.svg: no run has figures" in got.err
+    assert not (workplace.folder / "a.svg").exists()
+
+
+def test_a_run_whose_request_is_damaged_is_left_out(
+    comparing: Answer, workplace: Workplace
+) -> None:
+    comparing("--name=a", "--strategies=single,ddp")
+    (workplace.root / "a-single/spec.json").write_text("{}")
+    got = comparing("--of=a", "--json")
+    assert got.code == 0
+    assert list(rows_of(got.out)) == ["ddp 2"]
+    assert "left out: jobs/a-single: spec.json is no record" in got.err
+    alone = comparing("--of=a-single")
+    assert alone.code == 2 and "a-single: spec.json is no record of a run" in alone.err
+
+
+def test_a_template_of_the_cluster_is_no_matter_of_this_workstation(
+    comparing: Answer, workplace: Workplace
+) -> None:
+    (workplace.folder / "site.cfg").write_text("[defaults]\ntemplate-dir = /nowhere\n")
+    assert comparing("--name=a", "--strategies=single", "--dry-run").code == 0
+    assert comparing("--name=a", "--launcher=sbatch", "--dry-run").code == 2
 
 
 def typed(folder: Path, data: Path, *argv: str) -> "subprocess.Popen[str]":

@@ -16,7 +16,10 @@ from clusterddp.attempt import Attempt
 from clusterddp.launchers.workstation import free_port
 from clusterddp.run_dir import RunDir
 from clusterddp.training.checkpoint_file import name_of
+from tests.cli.made_runs import Workplace, workplace
 from tests.processes import dying_with_us, has_gone, wait_for
+
+__all__ = ["workplace"]
 
 PATIENCE = 90
 # A model whose construction stops as a breakpoint does: it asks the person who typed the command.
@@ -264,11 +267,21 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(
 
 
 def test_a_wrong_request_starts_nothing(debug: Any, tmp_path: Path) -> None:
-    for argv in (["--procs=0"], ["--start-method=clone"], ["--epochs=-1"], ["--run-name=x"]):
+    for argv in (
+        ["--procs=0"], ["--start-method=clone"], ["--epochs=-1"], ["--run-name=x"], ["--run-dir="],
+    ):  # fmt: skip
         process = debug(*argv)
         _, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 2, err
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", "-a", "x" * 101])
+def test_a_name_that_no_run_can_have_is_refused(name: str, workplace: Workplace) -> None:
+    got = workplace.invoke("debug", "--dataset=synthetic", f"--run-name={name}")
+    assert got.code == 2
+    assert f"--run-name: {name!r} is no name of a run" in got.err
+    assert list(workplace.root.iterdir()) == []
 
 
 def test_a_free_port_lies_below_the_ephemeral_range() -> None:

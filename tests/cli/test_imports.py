@@ -69,6 +69,11 @@ def test_only_rendering_loads_jinja(folder: Path, argv: list[str]) -> None:
     assert started == []
 
 
+def test_the_help_of_debug_loads_nothing_that_starts_processes(folder: Path) -> None:
+    loaded, _ = watched(folder, ["debug", "--help"])
+    assert not loaded & {"multiprocessing", "clusterddp.launchers.workstation", *HEAVY}
+
+
 def test_completion_loads_no_jinja_and_starts_nothing(folder: Path) -> None:
     for words in ("clusterddp s", "clusterddp submit --n", "clusterddp status "):
         loaded, started = watched(

@@ -1,7 +1,9 @@
 """`clusterddp jobs`."""
 
 import json
+import math
 
+from clusterddp.cli import runs
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]
@@ -119,3 +121,18 @@ def test_half_made_runs_are_left_out(workplace: Workplace) -> None:
 def test_output_is_plain(workplace: Workplace) -> None:
     workplace.run("one", submitted("1"), started("1"), ended("1", 1))
     assert "\x1b" not in workplace.invoke("jobs").out
+
+
+def test_what_a_rank_has_printed_moves_no_cursor(workplace: Workplace) -> None:
+    """A failure's words may come from anybody's code, with escape codes in them."""
+    failure = {**FAILURE, "reason": "ValueError: \x1b[2Jboom\nand\x07 more"}
+    workplace.run("a", submitted("3"), started("3"), ended("3", 1, first_failure=failure))
+    for command in ("jobs", "status"):
+        got = workplace.invoke(command)
+        assert "\\x1b[2Jboom" in got.out
+        assert not {"\x1b", "\x07"} & set(got.out)
+
+
+def test_json_knows_no_nan_however_deep_it_lies() -> None:
+    value = {"each": (1.0, math.nan), "all": [{"loss": math.inf}]}
+    assert json.loads(runs.as_json(value)) == {"each": [1.0, None], "all": [{"loss": None}]}

@@ -60,3 +60,14 @@ def leaves(code: object) -> None:
 
 def returns_a_lambda() -> object:
     return lambda: 0
+
+
+class Unreadable:
+    """What can be pickled, and not be unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("none",)
+
+
+def returns_what_cannot_be_read() -> object:
+    return Unreadable()

@@ -59,7 +59,8 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback(method: str) -> 
     [
         (called.dies, (), "rank 1 of 2 failed first: killed by SIGKILL."),
         (called.leaves, (3,), r"SystemExit: 3"),
-        (called.returns_a_lambda, (), "pickle"),
+        (called.returns_a_lambda, (), r"first:\nwhat rank \d returned cannot be pickled: "),
+        (called.returns_what_cannot_be_read, (), "what rank 0 returned cannot be unpickled here: "),
     ],
 )
 def test_other_ends_of_a_rank_are_told_too(
@@ -75,6 +76,10 @@ def test_wrong_requests_start_nothing(tmp_path: Path) -> None:
         launch(called.rank_and_sum, procs=0)
     with pytest.raises(RequestError, match="'exec' is none of fork, spawn, forkserver"):
         launch(called.rank_and_sum, start_method="exec")
+    with pytest.raises(RequestError, match="procs: '2' is no number"):
+        launch(called.rank_and_sum, procs="2")  # type: ignore[call-overload]
+    with pytest.raises(RequestError, match="target: 3 is neither a TrainConfig nor a function"):
+        launch(3)  # type: ignore[call-overload]
     with pytest.raises(RequestError, match="run_dir"):
         launch(called.rank_and_sum, run_dir=tmp_path)  # type: ignore[call-overload]
 

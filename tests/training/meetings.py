@@ -31,6 +31,7 @@ def meet(
     decide: Callable[[list[dict[str, Any]]], dict[str, Any]],
     timeout: float = PATIENCE,
     environ: Mapping[int, Mapping[str, str]] | None = None,
+    decision_seconds: float = PATIENCE,
 ) -> list[Any]:
     """Each rank in a thread of its own; what each of them got, or the error it raised."""
     results: list[Any] = [None] * len(ranks)
@@ -42,7 +43,7 @@ def meet(
             store = open_store(ours, (environ or {}).get(position, {}), timeout)
             stores.append(store)
             hello = {"rank": ours.rank, "world_size": ours.world_size}
-            results[position] = agree(store, ours, hello, decide, timeout)
+            results[position] = agree(store, ours, hello, decide, timeout, decision_seconds)
             rendezvous.leave(store, ours)
         except TrainingError as error:
             results[position] = error

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import TrainingError
+from clusterddp.stop import StopRequest
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import batch_size, models
 from clusterddp.training.agreement import Agreement
@@ -232,11 +233,32 @@ def find(rank: int, world_size: int) -> tuple[list[Row], list[str], list[tuple[i
     models.MODELS["convnet"] = Limited
     said: list[str] = []
     marks: list[tuple[int, int]] = []
-    found = batch_size.find(
+    found, reason = batch_size.find(
         TrainConfig(batch_size=32), agreed(world_size), rank=rank, train_set=digits(2000),
         device=torch.device("cpu"), say=said.append, mark=lambda *mark: marks.append(mark),
+        request=StopRequest(),
     )  # fmt: skip
+    assert reason == ""
     return found, said, marks, together(rank, world_size)
+
+
+def find_until_asked(rank: int, world_size: int) -> tuple[list[Row], str, list[str]]:
+    """Rank 1 is asked to stop while the first size is tried."""
+    request, said = StopRequest(), []
+    if rank == 1:
+        request.note("SIGTERM")
+    rows, reason = batch_size.find(
+        TrainConfig(batch_size=32), agreed(world_size), rank=rank, train_set=digits(2000),
+        device=CPU, say=said.append, request=request,
+    )  # fmt: skip
+    return rows, reason, said
+
+
+def test_a_request_to_one_rank_ends_it_on_all_after_that_size() -> None:
+    (rows, reason, said), (same, other, _) = run_ranks(2, find_until_asked)
+    assert rows == same and len(rows) == 1
+    assert reason == other == "SIGTERM"
+    assert "asked to stop: SIGTERM" in said[-1], "and no advice"
 
 
 def test_ranks_agree_although_one_of_them_has_no_memory_left(tmp_path: Path) -> None:

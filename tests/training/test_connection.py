@@ -12,7 +12,9 @@ from tests.training.meetings import PATIENCE, env
 def test_a_port_in_use_is_named_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(TrainingError, match=rf"port {port} .*in use.*MASTER_PORT"):
+        with pytest.raises(
+            TrainingError, match=rf"port {port} .* in use: .*second rank 0.*MASTER_PORT"
+        ):
             open_store(env(0, 2, port), {}, PATIENCE)
 
 

@@ -1,11 +1,13 @@
 import base64
+import random
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clusterddp.training import evaluation
+from clusterddp.training import evaluation, random_states
 from clusterddp.training.evaluation import Result
 from clusterddp.training.images import Images
 from clusterddp.training.loader import Loaded
@@ -53,6 +55,34 @@ def test_the_result_is_one_at_every_world_size_each_image_counted_once(alone: No
                 row["index"] for row in one["worst"]
             ]
             assert abs(theirs["loss"] - one["loss"]) < 1e-9
+
+
+class Draws(Reads):
+    """Random in evaluation too, as a model that averages over dropout."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        torch.rand(()), random.random(), np.random.random()
+        return super().forward(images)
+
+
+class Turned(list[tuple[Tensor, int]]):
+    """Transforms at random, test images too."""
+
+    def __getitem__(self, index: Any) -> Any:
+        torch.rand(()), random.random(), np.random.random()
+        return super().__getitem__(index)
+
+
+def test_evaluating_takes_no_random_number_from_the_training(alone: None) -> None:
+    [(images, labels)] = floats().batches(torch.arange(len(SEEN)), len(SEEN))
+    turned = Loaded(Turned(zip(images, labels, strict=True)), CPU, 0)
+    for model, test_set in ((Draws(), floats()), (Reads(), turned)):
+        before = random_states.capture(CPU)
+        found = evaluation.evaluate(
+            model, test_set, rank=0, world_size=1, device=CPU, autocast=nullcontext
+        )
+        found.to_dict(test_set)
+        assert torch.equal(random_states.capture(CPU), before)
 
 
 def test_the_worst_images_come_first_with_what_they_were_taken_for(alone: None) -> None:

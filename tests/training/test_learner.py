@@ -1,14 +1,16 @@
 import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import TrainingError
-from clusterddp.training import checkpoint, models
+from clusterddp.training import checkpoint, models, random_states
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.learner import Learner
 
@@ -78,6 +80,36 @@ def test_ranks_have_one_set_of_weights_and_each_its_own_dropout_and_a_seed_repea
     other, _ = run_ranks(2, trained, 8)
     assert other[0] != first
     assert other[1] != dropped
+
+
+class Spread(nn.Module):
+    """Begins with weights that every generator has drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = [torch.rand(()).item(), random.random(), np.random.random()]
+        self.layer = nn.Linear(784, 10)
+
+
+def begun(rank: int, seed: int) -> list[list[float]]:
+    """What is drawn for the weights, and by the rank afterwards."""
+    random_states.seed(99)  # another process begins elsewhere
+    np.random.rand(rank)
+    with training_with(Spread):
+        model = learner(rank, 2, seed=seed).model
+    assert isinstance(model, Spread)
+    return [model.drawn, [torch.rand(()).item(), random.random(), np.random.random()]]
+
+
+def test_weights_and_a_ranks_draws_come_from_the_seed_whichever_generator_draws_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("clusterddp.training.parallel.wrap", lambda model, *_, **__: model)
+    with random_states.kept(CPU):
+        first, second, again, other = begun(0, 7), begun(1, 7), begun(1, 7), begun(0, 9)
+    assert first[0] == second[0] and second == again
+    for one, another in ((first[1], second[1]), (first[0], other[0]), (first[1], other[1])):
+        assert not set(one) & set(another)
 
 
 class Unrepeatable(nn.Module):

@@ -1,12 +1,15 @@
 import multiprocessing
 import os
+import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from clusterddp.training import data
+from clusterddp.training import data, random_states
 from clusterddp.training.images import Images, as_images
 from clusterddp.training.loader import Loaded
 
@@ -50,20 +53,47 @@ def test_a_signal_to_every_process_of_the_step_leaves_the_reading_alone(
     assert len(list(batches)) == 8
 
 
-def test_a_datasets_own_random_numbers_differ_from_epoch_to_epoch() -> None:
-    noisy = [(torch.zeros(1), 0)] * 40
+class Noisy(list):  # type: ignore[type-arg]
+    """Draws from every generator that a random transform can draw from."""
 
-    class Noisy(list):  # type: ignore[type-arg]
-        def __getitem__(self, index: object) -> tuple[torch.Tensor, int]:
-            return torch.rand(1), 0
+    def __getitem__(self, index: object) -> tuple[Tensor, int]:
+        return torch.tensor([torch.rand(()), random.random(), np.random.random()]), 0
 
-    loaded = Loaded(Noisy(noisy), CPU, 1)
-    one, again, other = (
-        torch.cat([images for images, _ in loaded.batches(order, 20)])
-        for order in (torch.arange(40), torch.arange(40), torch.arange(40).flip(0))
-    )
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
+
+class AtOnce(Noisy):
+    """Reads whole batches, as torch's Subset does."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        return [(image + 1, label) for image, label in (self[index] for index in indices)]
+
+
+def drawn(workers: int = 0, seen: int = 0, salt: int = 0, kind: type[Noisy] = Noisy) -> Tensor:
+    """What is drawn for the batches of an epoch of 100 images, after those that were seen."""
+    loaded = Loaded(kind([None] * 100), CPU, workers)
+    batches = loaded.batches(torch.arange(100)[seen:], 20, salt)
+    return torch.stack([images for images, _ in batches])
+
+
+def test_random_transforms_are_the_same_whoever_reads_and_wherever_a_run_was_cut_off() -> None:
+    whole = drawn()
+    assert len(whole.unique()) == whole.numel()
+    for workers in range(3):
+        for seen in (0, 20, 60, 80):
+            assert torch.equal(drawn(workers, seen), whole[seen // 20 :]), (workers, seen)
+
+
+def test_random_transforms_differ_from_epoch_to_epoch_for_the_very_batch() -> None:
+    assert not any((one == other).any() for one, other in zip(drawn(), drawn(salt=1), strict=True))
+
+
+def test_random_transforms_draw_nothing_from_the_ranks_own_generators() -> None:
+    before = random_states.capture(CPU)
+    drawn()
+    assert torch.equal(random_states.capture(CPU), before)
+
+
+def test_a_dataset_that_reads_batches_at_once_is_left_to_do_so() -> None:
+    assert torch.equal(drawn(kind=AtOnce), drawn() + 1)
 
 
 def test_an_epoch_that_is_over_has_no_batch(synthetic_dir: Path) -> None:

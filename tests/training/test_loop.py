@@ -333,6 +333,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
     assert not names_in(tmp_path)
 
 
+def test_weights_that_the_very_last_step_has_lost_are_no_result(
+    synthetic_dir: Path, tmp_path: Path, alone: None
+) -> None:
+    settings = config(synthetic_dir, lr=1e37, warmup_steps=0, max_steps=1)
+    with pytest.raises(TrainingError, match=r"the test loss is (nan|inf) by step 1"):
+        train_alone(settings, tmp_path)
+    assert not names_in(tmp_path)
+    assert [line["kind"] for line in read_json_lines(RunDir(tmp_path).metrics)] == ["train"]
+
+
 # What is trained ----------------------------------------------------------------------------------
 
 
@@ -369,9 +379,11 @@ def test_every_epoch_has_an_order_of_its_own_and_holds_each_image_once(
     taken: list[list[int]] = []
     batches = ours.train_set.batches
 
-    def recorded(order: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def recorded(
+        order: torch.Tensor, size: int, salt: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         taken.append(order.tolist())
-        return batches(order, size)
+        return batches(order, size, salt)
 
     ours.train_set.batches = recorded  # type: ignore[method-assign]
     try:

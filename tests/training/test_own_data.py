@@ -2,11 +2,13 @@
 
 import importlib
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from clusterddp.dist_env import DistEnv
 from clusterddp.errors import ClusterDDPError, DataError, TrainingError
 from clusterddp.run_dir import RunDir
 from clusterddp.train_config import TrainConfig
-from clusterddp.training import datasets, fit, start
+from clusterddp.training import datasets, fit, random_states, start
 from clusterddp.training.images import Images
 from clusterddp.training.loader import Loaded
 from clusterddp.training.messages import RunStore
@@ -31,6 +33,7 @@ CPU = torch.device("cpu")
 MODULE = """
 import os, random, time
 from pathlib import Path
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
@@ -52,7 +55,7 @@ class Endless(IterableDataset):
 
 class Turned(Items):
     def __getitem__(self, index):
-        torch.rand(()) # as a random transform does
+        torch.rand(()), random.random(), np.random.random()  # as random transforms do
         return self.items[index]
 
 def given(data_dir, train):
@@ -259,9 +262,14 @@ def test_a_model_that_does_not_fit_the_set_is_told_before_a_step(
 def test_trying_them_leaves_the_ranks_random_numbers_and_the_model_as_they_were(own: Any) -> None:
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(192), nn.Dropout(), nn.Linear(192, 6))
     sets = sets_of(own, "Turned(list(zip(floats, labels)))").on(CPU)
-    before, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    model.register_forward_hook(lambda *_: (random.random(), np.random.random(), None)[2])
+    model.register_forward_hook(lambda *_: (torch.rand(()), None)[1])
+    before, state = (
+        random_states.capture(CPU),
+        {k: v.clone() for k, v in model.state_dict().items()},
+    )
     fit.check(config(model="own:net"), model, *sets)
-    assert torch.equal(torch.get_rng_state(), before) and model.training
+    assert torch.equal(random_states.capture(CPU), before) and model.training
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
 
 
@@ -271,6 +279,13 @@ def test_a_shipped_model_says_for_which_images_it_is_made(own: Any) -> None:
     with pytest.raises(TrainingError, match=r"\(N, 1, 28, 28\)\. Give one of your own") as caught:
         fit.check(config(), models.build("convnet"), *sets_of(own, "floats, labels").on(CPU))
     assert "own:given on images (1, 3, 8, 8)" in str(caught.value)
+
+    class AsKeras(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            raise ValueError("expected axis 1 of input shape to have value 1")
+
+    with pytest.raises(TrainingError, match="this model is made for images"):
+        fit.check(config(), AsKeras(), *sets_of(own, "floats, labels").on(CPU))
 
 
 def test_a_task_tries_both_together_before_it_trains(

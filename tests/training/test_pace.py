@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clusterddp.training.metrics import Tally
 from clusterddp.training.pace import Paces, Waiting, of_ranks
 
 from .ranks import run_ranks
@@ -85,5 +86,12 @@ def test_the_rank_that_others_wait_for_is_the_slowest(synthetic_dir: Path, tmp_p
     assert all(one["host"] and one["peak_memory_bytes"] > 10_000_000 for one in ranks)
 
 
-def test_without_a_step_there_is_no_pace(alone: None) -> None:
-    assert of_ranks(Paces(), CPU)[0]["images_per_second"] == 0.0
+def test_what_is_not_known_is_not_told(alone: None) -> None:
+    assert of_ranks(Paces(), CPU)[0]["images_per_second"] is None
+    assert Waiting(CPU, knows=False).take() is None
+    tally = Tally(CPU)
+    tally.add(torch.tensor(1.0), torch.eye(10)[:4], torch.arange(4))
+    tally.count(4)
+    *_, paces = tally.collect(None)
+    assert (paces.images, paces.images_per_second) == (4, [])
+    assert of_ranks(paces, CPU)[0]["images_per_second"] is None

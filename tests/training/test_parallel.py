@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -18,9 +20,19 @@ def test_data_parallel_is_torchs_where_one_process_has_several_gpus(gpus: None) 
     model = nn.Linear(3, 2)
     wrapped = parallel.wrap(model, TrainConfig(strategy="dp"), 1)
     assert isinstance(wrapped, nn.DataParallel)
-    assert wrapped.module is model
+    assert isinstance(wrapped.module, parallel.AtPrecision) and wrapped.module.model is model
     for strategy in ("ddp", "single"):
         assert parallel.wrap(model, TrainConfig(strategy=strategy), 1) is model
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp32", "float32")])
+def test_a_copy_of_data_parallel_keeps_the_precision_in_its_thread(
+    precision: str, dtype: str
+) -> None:
+    """As torch's parallel_apply runs it: a new thread knows nothing of the type of autocast."""
+    model = parallel.AtPrecision(nn.Linear(3, 2), precision, "cpu")
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(model, torch.ones(1, 3)).result().dtype is getattr(torch, dtype)
 
 
 def test_on_a_cpu_nothing_is_shared() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from clusterddp.errors import CheckpointError
 from clusterddp.training import random_states
+from clusterddp.training.random_states import seed as seeded
 from tests.training.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -25,10 +26,25 @@ def drawn() -> tuple[Any, ...]:
     )
 
 
-def seeded(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
+def test_a_seed_repeats_every_generator() -> None:
+    seeded(2**40)
+    expected = drawn()
+    drawn()
+    seeded(2**40)
+    assert drawn() == expected
+    seeded(2**40 + 1)
+    assert not any(one == other for one, other in zip(drawn(), expected, strict=True))
+
+
+def test_what_is_kept_is_as_it_was_whatever_happens_meanwhile() -> None:
+    seeded(3)
+    drawn()
+    before = random_states.capture(CPU)
+    with pytest.raises(KeyError), random_states.kept(CPU):
+        seeded(4)
+        drawn()
+        raise KeyError
+    assert torch.equal(random_states.capture(CPU), before)
 
 
 @pytest.mark.parametrize("draws", [0, 1, 2, 700])
@@ -65,6 +81,17 @@ def test_the_random_state_of_a_gpu_is_taken_up_again() -> None:
     random_states.restore(state, device)
     assert torch.rand(3, device=device).tolist() == expected
     random_states.restore(state, CPU)
+    expected = torch.rand(3, device=device).tolist()
+    random_states.restore(state, device)
+    torch.rand(3, device=device)
+    with random_states.kept(device):
+        random_states.seed(0)
+        torch.rand(9, device=device)
+    assert torch.rand(3, device=device).tolist() != expected
+    random_states.restore(state, device)
+    with random_states.kept(device):
+        random_states.seed(0)
+    assert torch.rand(3, device=device).tolist() == expected
 
 
 def test_the_generator_of_a_gpu_is_passed_over_on_a_cpu() -> None:

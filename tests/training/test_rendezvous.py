@@ -1,6 +1,8 @@
 import threading
 from typing import Any
 
+import pytest
+
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import TrainingError
 from clusterddp.training import rendezvous
@@ -59,6 +61,22 @@ def test_a_rank_0_that_cannot_take_part_calls_the_start_off(port: int) -> None:
     assert "rank 0 called the start off: no GPU here" in str(result)
 
 
+def test_calling_a_start_off_does_not_look_for_ever_for_those_that_never_came() -> None:
+    store = open_store(env(0, 1, 1), {}, PATIENCE)
+    looks = []
+
+    def check(keys: list[str]) -> bool:
+        looks.append(keys)
+        return False
+
+    store.check = check  # type: ignore[method-assign]
+    many = env(0, 10**15, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_HEARING_SECONDS", 0.1)
+        rendezvous.decline(store, many, TrainingError("no GPU here"))
+    assert 0 < len(looks) < 10**7
+
+
 def test_ranks_that_never_came_are_listed(port: int) -> None:
     first, second = meet([env(0, 4, port), env(2, 4, port)], count, timeout=1.0)
     assert "2 of 4 ranks did not come" in str(first)
@@ -80,3 +98,23 @@ def test_a_hello_without_a_world_size_is_refused_by_name(port: int) -> None:
     first = in_background(lambda: meet([env(0, 2, port)], count)[0])
     client(port).set("clusterddp/hello/1", written_by({}, "hello/1", {}))
     assert "rank 1 was started with a world size of None" in str(first())
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_rank_0_may_take_its_time_to_decide_where_it_was_given_that(
+    port: int, patient: bool
+) -> None:
+    """As it does where a person's own function has to fetch its data."""
+    others_left = threading.Event()
+
+    def decide(hellos: list[dict[str, Any]]) -> dict[str, Any]:
+        others_left.wait(3.0)
+        return count(hellos)
+
+    ranks = [env(rank, 2, port) for rank in range(2)]
+    first, second = meet(ranks, decide, 1.0, decision_seconds=PATIENCE if patient else 0.5)
+    assert first == {"ranks": [0, 1]}
+    if patient:
+        assert second == first
+    else:
+        assert "was not told to start within 1.5 s" in str(second)

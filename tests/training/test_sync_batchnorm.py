@@ -137,5 +137,11 @@ def test_small_batches_of_each_rank_are_warned_of(
     config = TrainConfig(model=model, batch_size=batch_size, sync_batchnorm=synced)
     words = sync_batchnorm.poor_statistics(models.build(model), config, agreed)
     assert bool(words) is warned
+    # It goes by the passes of which a step may have several.
+    in_passes = TrainConfig(
+        model=model, batch_size=batch_size // 4, accumulate=4, sync_batchnorm=synced
+    )
+    small = bool(sync_batchnorm.poor_statistics(models.build(model), in_passes, agreed))
+    assert small is (model == "bn-convnet" and ranks == 2 and not synced)
     if warned:
         assert "8 images" in words and "--sync-batchnorm" in words
