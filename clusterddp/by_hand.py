@@ -98,6 +98,19 @@ def from_flags(
     return _placed(rank, world_size, master_addr or "127.0.0.1", master_port or 0, local_world_size)
 
 
+def check_address(addr: str) -> None:
+    """Raises RequestError for a name that leads nowhere, for which ranks would wait in vain."""
+    import socket
+
+    try:
+        socket.getaddrinfo(addr, None)
+    except OSError as error:
+        raise RequestError(
+            f"--master-addr {addr}: {error.strerror or error}. Name the host on which rank 0 is "
+            "as this one knows it, or give its address."
+        ) from None
+
+
 def _placed(rank: int, world_size: int, addr: str, port: int, local_world_size: int) -> DistEnv:
     num_nodes = world_size // local_world_size
     return DistEnv(

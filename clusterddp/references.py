@@ -35,12 +35,14 @@ def find(reference: str, folder: Path) -> Path | None:
 
     head, *rest = reference.partition(":")[0].split(".")
     found = PathFinder.find_spec(head, [str(folder)])
-    if found is None or found.loader is None:  # a bare folder comes after whatever is installed
+    if found is None or found.loader is None:
         try:
-            # Also asks the finders of editable installs.
-            found = importlib.util.find_spec(head) or found
+            installed = importlib.util.find_spec(head)  # also by the finders of editable installs
         except ValueError:  # a module that Python has made without one, such as __main__
-            return None
+            installed = None
+        # A bare folder hides nothing that is installed, and nothing but that hides it.
+        if found is None or (installed is not None and installed.has_location):
+            found = installed
     for part in rest:
         if found is None or found.submodule_search_locations is None:
             return None

@@ -24,6 +24,7 @@ from clusterddp.run_dir import RunDir, first_number
 from clusterddp.run_state import (
     CANCELLED,
     CREATED,
+    DONE,
     ENDED,
     FAILED,
     QUEUED,
@@ -228,6 +229,9 @@ def _next_command(
         return f"clusterddp logs --rank {rank[1]} {run.shown}"
     if state in (FAILED, UNKNOWN):
         return f"clusterddp logs --job {run.shown}"
+    here = submission is None or submission.is_local
+    if state == DONE and here and not run.rank_log(0).exists() and not run.job_log.exists():
+        return f"clusterddp report {run.shown}"  # a terminal has what it printed
     return f"clusterddp logs {run.shown}"
 
 

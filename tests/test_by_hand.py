@@ -1,3 +1,5 @@
+import socket
+
 import pytest
 
 from clusterddp import by_hand
@@ -94,3 +96,13 @@ def test_a_surrounding_jobs_variables_are_foreign() -> None:
     job = ["SLURM_JOB_ID", "SLURMD_NODENAME", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PMI_RANK"]
     own = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"}
     assert by_hand.foreign({**dict.fromkeys(job, "1"), **own}) == job
+
+
+def test_a_name_that_leads_nowhere_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    by_hand.check_address("127.0.0.1")
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(RequestError, match="--master-addr nohost: Name or service not known"):
+        by_hand.check_address("nohost")

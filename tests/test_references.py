@@ -117,6 +117,16 @@ def test_what_is_installed_is_found_too_but_the_folder_comes_first(
     assert sys.path[0] == str(tree)
 
 
+def test_of_two_folders_without_an_init_the_one_that_is_asked_for_counts(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run's copy of the code, and the tree that it was copied from, where one types."""
+    write(tmp_path / "elsewhere/pkg/sets.py", "def other(): ...")
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    path = write(tree / "pkg/sets.py", "def make(): ...")
+    assert references.locate("--dataset", "pkg.sets:make", tree) == path
+
+
 def test_an_installed_command_finds_it_in_the_current_folder(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

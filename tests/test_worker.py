@@ -126,6 +126,15 @@ def test_a_rank_that_is_profiled_and_a_board_leave_their_files(
     assert "rank-0.trace.json.gz" in capsys.readouterr().out
 
 
+def test_a_run_that_is_done_says_that_nothing_was_left_to_train(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_task(config, tmp_path)
+    capsys.readouterr()
+    assert run_task(config, tmp_path) == 0
+    assert "done: nothing was left to train, the run has its 3 steps" in capsys.readouterr().out
+
+
 def test_a_run_goes_on_from_its_own_newest_checkpoint(
     config: TrainConfig, synthetic_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,8 +140,8 @@ def _refuse_training_options(ctx: click.Context) -> None:
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise click.UsageError(
-            f"{names} belongs to the MNIST training, but a COMMAND is given; put the command's own "
-            "options behind '--'.",
+            f"{names} belong{'' if given[1:] else 's'} to the MNIST training, but a COMMAND is "
+            "given; put the command's own options behind '--'.",
             ctx,
         )
 

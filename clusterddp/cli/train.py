@@ -74,6 +74,7 @@ def command(
         rank, world_size, master_addr, master_port, local_rank, local_world_size
     )
     if env:
+        by_hand.check_address(env.master_addr)
         for name in by_hand.foreign(os.environ):  # of a job in whose shell it was typed
             del os.environ[name]
         if env.world_size > 1:

@@ -147,7 +147,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "Interval of evaluation, such as 1epoch or 500steps; once at the end in any case.",
     },
     "log_every": {"help": "Steps between two lines of metrics."},
-    "max_steps": {"help": "Stop after that many steps of the run; 0 is no limit."},
+    "max_steps": {
+        "help": "Stop after that many steps of the run; 0 is no limit. The learning rate goes by "
+        "--epochs all the same."
+    },
     "resume": {
         "metavar": "RUN|FILE",
         "show_default": "none",

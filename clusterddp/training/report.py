@@ -85,6 +85,12 @@ def write(
     found = {"step": position.step, **training.result.to_dict(training.test_set)}
     write_atomically(run.evaluation, (json.dumps(found) + "\n").encode())
     write_atomically(run.report, (json.dumps(report, indent=2) + "\n").encode())
+    if position.step == training.start_step and position.step:
+        return (
+            f"done: nothing was left to train, the run has its {position.step} steps; test "
+            f"accuracy {training.accuracy:.2%}. Raise --epochs or --max-steps, or name another "
+            "--run-dir"
+        )
     return (
         f"done: test accuracy {training.accuracy:.2%}, test loss {training.loss:.4f}, "
         f"{position.seconds:.1f} s of training ({finished - began:.1f} s in all), "

@@ -327,7 +327,7 @@ class SlurmCluster:
         went_wrong = [state for state in states if state != "COMPLETED"]
         return (going_on or went_wrong or states)[0]
 
-    def wait_job(self, job_id: str | int, timeout: float = 120) -> str:
+    def wait_job(self, job_id: str | int, timeout: float = 240) -> str:
         """Waits until the job is over for good and returns its final state word."""
         before = ""
 

@@ -268,7 +268,8 @@ def test_keras_on_another_backend_in_this_process_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = SimpleNamespace(
-        config=SimpleNamespace(backend=lambda: "jax"), __spec__=SimpleNamespace(name="keras")
+        config=SimpleNamespace(backend=lambda: "jax"),
+        __spec__=SimpleNamespace(name="keras", origin="keras/__init__.py"),
     )
     monkeypatch.setitem(sys.modules, "keras", other)
     with pytest.raises(TrainingError, match=r"computes on jax .* Set KERAS_BACKEND=torch"):
