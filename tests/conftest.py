@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+# Before absl, which TensorBoard brings along: as it sets logging up, submitit closes all handlers,
+# and absl's one would close the stream that pytest captures.
+import submitit  # noqa: F401
+
 from clusterddp.forms import RANK_VARIABLES
 from clusterddp.training.synthetic import synthesise
 
