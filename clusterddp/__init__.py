@@ -6,7 +6,7 @@ package costs nothing (PEP 562).
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 if TYPE_CHECKING:
     from clusterddp.api import launch, render, submit
