@@ -5,8 +5,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterddp import extras, references
+from clusterddp import extras, global_batch, references
 from clusterddp.errors import CheckpointError, DataError, RequestError
+from clusterddp.progress import checkpoint_step, is_finished, recorded_batch
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig, changes
@@ -22,12 +23,14 @@ def make_sure(
     may_fetch: bool,
     code: Path | None = None,
     elsewhere: bool = False,
+    world_size: int | None = None,
     say: Callable[[str], None] = _to_stderr,
 ) -> None:
     """The dataset is there and whole (made or fetched where it can be), the checkpoint not torn.
 
     A person's own functions are found, without running them, from the folder `code`, which is the
     current one by default. elsewhere: the tasks use another Python, which can have more installed.
+    world_size: of the ranks that are asked for, which have to share the checkpoint's batch.
 
     Says what it found. Raises RequestError: nothing has run yet that could have failed.
     """
@@ -45,7 +48,7 @@ def make_sure(
             say(f"{option.strip('-')}: {reference} of {found}")
     try:
         if config.resume:
-            _check_configuration(run_checkpoints.find(config.resume, say), config)
+            _check_checkpoint(run_checkpoints.find(config.resume, say), config, world_size)
         if references.is_reference(config.dataset):
             return
         info = data.ensure(config.dataset, config.data_dir, progress=say, may_fetch=may_fetch)
@@ -59,19 +62,44 @@ def in_another_python(spec: JobSpec) -> bool:
     return spec.python != sys.executable or bool(spec.launch_prefix)
 
 
-def _check_configuration(checkpoint: Path, config: TrainConfig) -> None:
-    """Refuse what its ranks would refuse later, where the checkpoint lies in a run with records."""
-    if config.allow_changed:
-        return
-    for folder in checkpoint.resolve().parents[1:4]:
+def _check_checkpoint(checkpoint: Path, config: TrainConfig, world_size: int | None) -> None:
+    """Refuse what its ranks would refuse later, and what leaves them nothing to train."""
+    step = checkpoint_step(checkpoint)
+    if step is not None and config.max_steps and config.max_steps <= step:
+        raise RequestError(
+            f"--resume {config.resume}: it has trained {step} steps already, and --max-steps "
+            f"{config.max_steps} ends there: nothing is left to train. Give more steps."
+        )
+    for folder in checkpoint.resolve().parents[1:4]:  # only a run keeps records
         try:
             before = RunDir(folder).load_spec().train
         except RequestError:
             continue
-        changed = changes(dataclasses.asdict(before), config) if before else []
-        if changed:
-            raise RequestError(
-                f"--resume {config.resume}: it was trained with another configuration: "
-                f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
-            )
+        if before:
+            _check_run(RunDir(folder), before, step, config, world_size)
         return
+
+
+def _check_run(
+    run: RunDir, before: TrainConfig, step: int | None, config: TrainConfig, world_size: int | None
+) -> None:
+    """Check a request against the run from whose checkpoint it starts."""
+    changed = changes(dataclasses.asdict(before), config)
+    if changed and not config.allow_changed:
+        raise RequestError(
+            f"--resume {config.resume}: it was trained with another configuration: "
+            f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
+        )
+    if step is not None and not config.find_batch_size and is_finished(run, step, before, config):
+        raise RequestError(
+            f"--resume {config.resume}: {run.name} is done at step {step}: nothing is left to "
+            "train. Give it more, such as --epochs N --allow-changed, or name an earlier "
+            "checkpoint of it."
+        )
+    batch = recorded_batch(run)
+    if batch and world_size:
+        images, step_size = batch
+        reference = global_batch.reference_world_size(config, world_size, images, step_size)
+        problem = global_batch.uneven(config, reference, world_size)
+        if problem:
+            raise RequestError(f"--resume {config.resume}: {problem}")

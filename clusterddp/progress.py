@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.run_dir import RunDir, read_json
+from clusterddp.train_config import TrainConfig
 
 _TAIL_BYTES = 65536
 _CHECKPOINT = re.compile(r"step-(\d+)\.pt", re.ASCII)
@@ -42,6 +43,36 @@ def latest_report(run: RunDir, attempt: int | None) -> dict[str, Any]:
     of = report.get("attempt")
     stale = isinstance(of, int) and attempt is not None and of < attempt
     return {} if stale else report
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """The step of a checkpoint, by its name; None for a file of another name."""
+    name = _CHECKPOINT.fullmatch(path.name)
+    return int(name[1]) if name else None
+
+
+def recorded_batch(run: RunDir) -> tuple[int, int] | None:
+    """Images of a step over all ranks, and of one rank at the run's start, as its ranks agreed."""
+    agreed = read_json(run.resolved) or {}
+    images, reference = agreed.get("global_batch_size"), agreed.get("reference_world_size")
+    if not isinstance(images, int) or not isinstance(reference, int):
+        return None
+    return (images, images // reference) if 1 <= reference <= images else None
+
+
+def is_finished(run: RunDir, step: int, before: TrainConfig, after: TrainConfig) -> bool:
+    """Whether a run has trained all that `after` asks for, by the report that it wrote at `step`.
+
+    before: what it was asked for. A run without a report has not come to its end.
+    """
+    report = read_json(run.report) or {}
+    steps, epochs = report.get("steps"), report.get("epochs")
+    if not isinstance(steps, int) or not isinstance(epochs, int) or step != steps:
+        return False
+    if after.max_steps and after.max_steps <= steps:
+        return True
+    # Ended by --max-steps, it may have been anywhere in its last epoch.
+    return steps != before.max_steps and after.epochs <= epochs
 
 
 def _tail_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,12 @@ def submit(
     """
     _check_new(spec)
     if spec.train:
-        make_sure(spec.train, may_fetch=True, elsewhere=in_another_python(spec))
+        make_sure(
+            spec.train,
+            may_fetch=True,
+            elsewhere=in_another_python(spec),
+            world_size=spec.world_size,
+        )
     if check and spec.launcher != "local":
         _say_outlook(script, say)
     with RunDir.create(spec, script) as run:

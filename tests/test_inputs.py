@@ -1,6 +1,7 @@
 """What is made sure of before a job queues: the checkpoint that it would start from, a person's
 own functions, and the copy of their code."""
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -45,6 +46,51 @@ def test_a_resume_with_another_configuration_is_refused_before_it_queues(
     with pytest.raises(RequestError, match=r"--lr 0\.001, now 0\.5"):
         make_sure(TrainConfig(lr=0.5, **wanted), may_fetch=False)
     make_sure(TrainConfig(lr=0.5, allow_changed=True, **wanted), may_fetch=False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted", "words"),
+    [
+        (0, {}, "one is done at step 20: nothing is left to train"),
+        (0, {"epochs": 1}, "nothing is left to train"),
+        (0, {"max_steps": 20}, "--max-steps 20 ends there"),
+        (0, {"max_steps": 30}, "nothing is left to train"),
+        (0, {"epochs": 3}, ""),
+        (20, {"max_steps": 10}, "--max-steps 10 ends there"),
+        (20, {"max_steps": 20}, "--max-steps 20 ends there"),
+        (20, {"max_steps": 30}, ""),
+        (20, {}, ""),  # --max-steps had ended it, anywhere in its last epoch
+    ],
+)
+def test_a_resume_of_a_run_that_is_done_is_refused_where_nothing_is_left(
+    run: RunDir, synthetic_dir: Path, steps: int, wanted: dict[str, int], words: str
+) -> None:
+    before = TrainConfig(dataset="synthetic", max_steps=steps)
+    spec = JobSpec("one", str(run.path), Resources(), "python", train=before)
+    run.spec.write_text(spec.to_json())
+    run.report.write_text(json.dumps({"steps": 20, "epochs": 2, "attempt": 1}))
+    fields: dict[str, Any] = {"resume": str(run.path), "data_dir": str(synthetic_dir), **wanted}
+    config = TrainConfig(dataset="synthetic", allow_changed=True, **fields)
+    if words:
+        with pytest.raises(RequestError, match=words):
+            make_sure(config, may_fetch=False)
+    else:
+        make_sure(config, may_fetch=False)
+    made_checkpoints.make(run.path / "attempts/0001/checkpoints", 10)
+    earlier = dataclasses.replace(
+        config, resume=str(run.path / "attempts/0001/checkpoints/step-00000010.pt"), max_steps=15
+    )
+    make_sure(earlier, may_fetch=False)
+
+
+def test_a_resume_on_ranks_that_cannot_share_the_batch_is_refused(
+    run: RunDir, synthetic_dir: Path
+) -> None:
+    run.resolved.write_text(json.dumps({"global_batch_size": 256, "reference_world_size": 4}))
+    config = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir), resume=str(run.path))
+    with pytest.raises(RequestError, match="cannot be shared by 3 ranks"):
+        make_sure(config, may_fetch=False, world_size=3)
+    make_sure(config, may_fetch=False, world_size=2)
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from clusterddp import forms, launchers
+from clusterddp import forms, global_batch, launchers
 from clusterddp.errors import RequestError
-from clusterddp.progress import newest_checkpoint
+from clusterddp.progress import is_finished, newest_checkpoint, recorded_batch
 from clusterddp.resources import Resources
-from clusterddp.run_dir import RunDir, read_json, run_folders
+from clusterddp.run_dir import RunDir, run_folders
 from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig, changes
 
@@ -77,20 +77,32 @@ def check_changes(run: RunDir, before: JobSpec, after: JobSpec, allow_changed: b
         )
 
 
-def check_ranks(run: RunDir, spec: JobSpec) -> None:
-    """The batch over all ranks stays what it was, so the ranks must share it evenly."""
-    if spec.train is None or newest_checkpoint(run) is None:
-        return
-    agreed = read_json(run.resolved) or {}
-    whole, reference = agreed.get("global_batch_size"), agreed.get("reference_world_size")
-    if not isinstance(whole, int) or not isinstance(reference, int):
-        return
-    same_batch = whole == reference * spec.train.batch_size
-    if same_batch and whole % spec.world_size:
+def check_steps(run: RunDir, spec: JobSpec) -> None:
+    """Refuse a --max-steps that lies below the step from which the run goes on."""
+    reached = newest_checkpoint(run)
+    if spec.train and reached and 0 < spec.train.max_steps < reached[0]:
         raise RequestError(
-            f"--nodes and --tasks-per-node: {spec.layout} cannot share the run's batch of {whole} "
-            "images over all ranks evenly. Use a number of ranks that divides it."
+            f"--max-steps {spec.train.max_steps}: {run.name} has trained {reached[0]} steps "
+            "already, as its newest checkpoint says. Give as many or more, or submit a new run."
         )
+
+
+def check_ranks(run: RunDir, spec: JobSpec) -> None:
+    """Refuse ranks that cannot share the run's batch, as its rank 0 would on the node."""
+    recorded = recorded_batch(run)
+    if spec.train is None or recorded is None:
+        return
+    images, step_size = recorded
+    reference = images // step_size
+    if newest_checkpoint(run):
+        reference = global_batch.reference_world_size(
+            spec.train, spec.world_size, images, step_size
+        )
+    elif spec.train.resume:
+        return  # it starts from another run's checkpoint, and `inputs` looks at that one
+    problem = global_batch.uneven(spec.train, reference, spec.world_size)
+    if problem:
+        raise RequestError(f"--nodes and --tasks-per-node: {spec.layout}: {problem}")
 
 
 def check_template(
@@ -122,9 +134,12 @@ def recorded_script(run: RunDir) -> str:
         raise RequestError(f"{run.script} cannot be read: {error}.") from None
 
 
-def has_more(before: JobSpec, after: JobSpec) -> bool:
+def has_more(run: RunDir, before: JobSpec, after: JobSpec) -> bool:
     """Whether a training that is done has something left to train by the new options."""
     if before.train is None or after.train is None:
+        return False
+    reached = newest_checkpoint(run)
+    if reached and is_finished(run, reached[0], before.train, after.train):
         return False
     old = dataclasses.asdict(before.train)
     return bool(changes(old, after.train)) or before.train.max_steps != after.train.max_steps

@@ -15,6 +15,7 @@ from clusterddp.cli.changed_request import (
     changed_request,
     check_changes,
     check_ranks,
+    check_steps,
     check_template,
     recorded_script,
 )
@@ -153,6 +154,7 @@ def command(
     check_changes(found, before, after, allow_changed)
     if not dry_run:
         check_state(found, before, after)
+    check_steps(found, after)
     check_ranks(found, after)
     launcher = launchers.load(after.launcher)
     if after == before and found.script.is_file():
@@ -197,6 +199,7 @@ def _check_inputs(run: RunDir, spec: JobSpec) -> None:
             may_fetch=True,
             code=run.code if run.code.is_dir() else None,
             elsewhere=in_another_python(spec),
+            world_size=spec.world_size,
         )
 
 

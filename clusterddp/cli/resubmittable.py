@@ -52,7 +52,7 @@ def check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
             f"twice at once. Follow it with 'clusterddp logs -f {run.shown}', or end it first "
             f"with 'clusterddp stop {run.shown}'."
         )
-    if status.state == DONE and not has_more(before, after):
+    if status.state == DONE and not has_more(run, before, after):
         raise RequestError(
             f"{run.name} is done: there is nothing left to train. Give it more, such as --epochs N "
             "--allow-changed, or submit a new run."

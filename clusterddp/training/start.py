@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp import attempt as attempts
-from clusterddp import forms, references
+from clusterddp import forms, global_batch, references
 from clusterddp.attempt import Attempt
 from clusterddp.errors import CheckpointError, DataError, TrainingError
 from clusterddp.resources import Resources
@@ -145,23 +145,18 @@ def _go_on(
         best = Best(**content["best"]) if content["best"] else None
         if config.precision == "auto":
             agreed = dataclasses.replace(agreed, precision=content.get("precision", "fp32"))
-        # Where the batch size was changed on purpose, it counts for the ranks that there are now.
-        reference = agreed.world_size
-        if before == config.step_size:
-            reference = content["global_batch_size"] // before
+        reference = global_batch.reference_world_size(
+            config, agreed.world_size, content["global_batch_size"], before
+        )
     agreed = dataclasses.replace(
         agreed,
         attempt=attempt.number,
         reference_world_size=reference,
         global_batch_size=config.step_size * reference,
     )
-    if agreed.global_batch_size % agreed.world_size:
-        raise TrainingError(
-            f"the run's batch of {agreed.global_batch_size} images over all ranks (--batch-size "
-            f"{config.step_size} x {reference} ranks at its start) cannot be shared by "
-            f"{agreed.world_size} ranks evenly. Start it on a number of ranks that divides "
-            f"{agreed.global_batch_size}."
-        )
+    problem = global_batch.uneven(config, reference, agreed.world_size)
+    if problem:
+        raise TrainingError(problem)
     found = source
     if not again:
         found = handing_on.adopt(attempt, source, config.keep_last, best=best, warn=say)

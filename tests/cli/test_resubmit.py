@@ -367,12 +367,37 @@ def test_a_script_of_another_template_is_not_replaced_unseen(workplace: Workplac
     assert "echo mine" in sent(workplace)
 
 
-def test_ranks_that_cannot_share_the_batch_are_refused(workplace: Workplace) -> None:
-    run = stopped(workplace)
-    batch = {"global_batch_size": 256, "reference_world_size": 4}
+@pytest.mark.parametrize(
+    ("train", "images"),
+    [(TrainConfig(), 256), (TrainConfig(batch_size=32, accumulate=2), 256)],
+    ids=["batch", "accumulate"],
+)
+@pytest.mark.parametrize("step", [0, 40], ids=["no checkpoint", "checkpoint"])
+def test_ranks_that_cannot_share_the_batch_are_refused(
+    workplace: Workplace, train: TrainConfig, images: int, step: int
+) -> None:
+    """As `start` refuses them on the node, whether or not there is a checkpoint yet."""
+    run = stopped(workplace, train=train, step=step)
+    batch = {"global_batch_size": images, "reference_world_size": 4}
     run.resolved.write_text(json.dumps(batch))
     assert "256 images over all ranks" in refused(workplace, run, "--nodes", "3")
     accepted(workplace, "one", "--nodes", "1", "--dry-run")
+
+
+def test_a_batch_size_that_was_changed_counts_for_the_ranks_that_there_are(
+    workplace: Workplace,
+) -> None:
+    run = stopped(workplace)
+    run.resolved.write_text(json.dumps({"global_batch_size": 256, "reference_world_size": 4}))
+    changed = ["--nodes", "3", "--accumulate", "2", "--allow-changed"]
+    accepted(workplace, "one", "--dry-run", *changed)
+
+
+def test_fewer_steps_than_were_trained_are_refused(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    said = refused(workplace, run, "--max-steps", "39")
+    assert "--max-steps 39: one has trained 40 steps already" in said
+    accepted(workplace, "one", "--dry-run", "--max-steps", "40")  # it is evaluated there
 
 
 # -- whether it may start ----------------------------------------------------------------------
@@ -433,6 +458,16 @@ def test_more_steps_are_something_left(workplace: Workplace) -> None:
     run = stopped(workplace, train=TrainConfig(max_steps=40))
     run.add_event(**{**DONE, "time": time.time()})
     accepted(workplace, "one", "--max-steps", "80")
+
+
+def test_steps_and_epochs_that_a_done_run_has_are_nothing_more(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    run.add_event(**{**DONE, "time": time.time()})
+    run.report.write_text(json.dumps({"steps": 40, "epochs": 2, "attempt": 1}))
+    for more in (["--max-steps", "80"], ["--epochs", "1"], ["--lr", "0.5"]):
+        assert "nothing left to train" in refused(workplace, run, *more, "--allow-changed")
+    accepted(workplace, "one", "--epochs", "3", "--allow-changed", "--dry-run")
+    accepted(workplace, "one", "--epochs", "3", "--allow-changed")
 
 
 def test_a_command_that_is_done_is_done(workplace: Workplace) -> None:
