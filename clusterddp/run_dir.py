@@ -26,6 +26,7 @@ A run is one directory below the output root. What is in it:
     batch_sizes.json     with --find-batch-size
 """
 
+import errno
 import json
 import math
 import os
@@ -189,13 +190,12 @@ class RunDir:
             raise RequestError(f"{self.path}: {error}") from None
 
     def add_event(self, event: str, **fields: Any) -> None:
-        """Append one record; a single short write, so lines of two writers do not mix."""
+        """Append one record and sync it to the disk, on a line of its own. Raises OSError.
+
+        One write each, so that the lines of two writers do not mix.
+        """
         line = json.dumps({"event": event, "time": round(time.time(), 3), **fields}) + "\n"
-        descriptor = os.open(self.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+        _append_line(self.events, line.encode())
 
     def read_events(self) -> list[dict[str, Any]]:
         """All events in the order in which they were written."""
@@ -266,11 +266,35 @@ def write_atomically(path: Path, content: bytes) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    """Append a line in one write, and sync it. Raises OSError.
+
+    It begins a new line where the last one is torn: a writer was killed, or found no more room.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.fsync(folder)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
+    if not size:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _undo(made: Path | None, parents: list[Path]) -> None:

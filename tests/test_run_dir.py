@@ -1,6 +1,7 @@
 """A run's directory is made whole or not at all, and its records survive torn lines."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp import rendering
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.run_dir import RunDir, find_runs, read_json_lines, write_atomically
 from tests.test_spec import spec
@@ -74,6 +76,86 @@ def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": \n[1]\n\xff\n{"c": 3}')
     assert list(read_json_lines(path)) == [{"a": 1}, {"c": 3}]
+
+
+def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.add_event("started", job_id="1")
+    with run.events.open("ab") as file:
+        file.write(b'{"event": "ended", "exi')  # a writer was killed
+    run.add_event("requeued", job_id="1")
+    run.add_event("started", job_id="1")
+    assert [event["event"] for event in run.read_events()] == ["started", "requeued", "started"]
+
+
+def test_the_script_too_begins_a_new_line_after_a_torn_one(tmp_path: Path) -> None:
+    script = rendering.render(spec())
+    record = script[script.index("record() {") :].partition("\n}\n")[0] + "\n}\n"
+    run = RunDir(tmp_path)
+    run.events.write_text('{"event": "submitted"}\n{"event": "ended", "exi')
+    define = f"run_dir={shlex.quote(str(tmp_path))} attempt=1 SLURM_JOB_ID=7\n{record}"
+    subprocess.run(["bash", "-ec", f"{define}record started; record ended"], check=True)
+    assert [event["event"] for event in run.read_events()] == ["submitted", "started", "ended"]
+    run.events.unlink()  # the first line of all needs no other before it
+    subprocess.run(["bash", "-ec", f"{define}record started"], check=True)
+    assert run.events.read_text().startswith("{")
+
+
+def test_events_of_many_writers_at_once_stay_whole(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.events.write_bytes(b'{"torn": ')
+    write = (
+        "import sys; from pathlib import Path; from clusterddp.run_dir import RunDir\n"
+        "run = RunDir(Path(sys.argv[1]))\n"
+        "for number in range(20): run.add_event('x' * number, writer=sys.argv[2], number=number)"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", write, str(tmp_path), str(writer)])
+        for writer in range(4)
+    ]
+    assert [writer.wait() for writer in writers] == [0] * 4
+    for writer in range(4):
+        events = [event for event in run.read_events() if event["writer"] == str(writer)]
+        assert [event["number"] for event in events] == list(range(20))
+
+
+def test_an_event_is_synced_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that loses its power keeps the last event of a run."""
+    synced: list[bytes] = []
+    plain = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append(name.read_bytes() if name.is_file() else b"")
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run = RunDir(tmp_path)
+    for event in ("ended", "requeued"):
+        run.add_event(event)
+    assert synced[0].count(b"\n") == 1 and b"requeued" in synced[-1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a full disk")
+def test_an_event_that_a_full_disk_has_cut_is_an_error_and_costs_no_other(tmp_path: Path) -> None:
+    write = (
+        "import os, sys; from pathlib import Path; from clusterddp.run_dir import RunDir\n"
+        "run = RunDir(Path())\n"
+        "Path('filler').write_bytes(bytes(4096))\n"
+        "try:\n"
+        "    for number in range(1000): run.add_event('x', number=number)\n"
+        "except OSError as error: print(error.strerror)\n"
+        "Path('filler').unlink()\n"
+        "run.add_event('ended')\n"
+        "events = run.read_events()\n"
+        "print(events[-1]['event'], len(events) == number + 1)\n"
+    )
+    mounted = 'mount -t tmpfs -o size=8k none "$1" && cd "$1" && exec "$2" -c "$3"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounted, "sh", str(tmp_path), sys.executable, write],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["No space left on device", "ended True"], done.stderr
 
 
 def test_a_write_that_fails_leaves_the_old_file(

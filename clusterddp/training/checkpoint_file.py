@@ -7,7 +7,6 @@ without torch: what is inside is `checkpoint`'s, and `saver` writes.
 
 import hashlib
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,12 +138,3 @@ def remove(path: Path) -> None:
     # In this order: what a kill leaves in between is not taken for a damaged checkpoint.
     path.unlink(missing_ok=True)
     checksum_of(path).unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from clusterddp.attempt import Attempt
 from clusterddp.errors import CheckpointError
+from clusterddp.run_dir import sync_folder
 from clusterddp.training import checkpoint_file, run_checkpoints
 from clusterddp.training.checkpoint_file import Best, UnusableError, checksum_of, step_of
 
@@ -40,9 +41,9 @@ def adopt(
         own = source is not None and _is_within(source, attempt.run.attempts)
         if source is not None and own:
             _hand_on(attempt, source, keep_last, best, draft, warn)
-        checkpoint_file.sync_folder(draft)
+        sync_folder(draft)
         draft.replace(attempt.checkpoints)
-        checkpoint_file.sync_folder(attempt.path)
+        sync_folder(attempt.path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

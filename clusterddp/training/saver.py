@@ -16,7 +16,7 @@ from typing import Any
 
 from clusterddp.attempt import Attempt, attempts
 from clusterddp.errors import CheckpointError
-from clusterddp.run_dir import write_atomically
+from clusterddp.run_dir import sync_folder, write_atomically
 from clusterddp.training import checkpoint_file, run_checkpoints
 from clusterddp.training.checkpoint import to_bytes
 from clusterddp.training.checkpoint_file import Best, checksum_of, files, name_of, step_of
@@ -184,7 +184,7 @@ class Saver:
                 return False
             fresh.replace(path)
             self._whole[path.name] = _signature(path)
-            checkpoint_file.sync_folder(path.parent)
+            sync_folder(path.parent)
         finally:
             _take_away(fresh)
             if not path.exists():
