@@ -7,27 +7,33 @@ from clusterddp.submission import Submission
 
 
 def process_alive(submission: Submission) -> bool | None:
-    """Whether the process that controls a local run is there; None for another machine's.
+    """Whether the process that controls a local run is there; None for another machine's."""
+    return is_alive(submission.pid, submission.host, submission.submitted)
 
-    A process that started after the submission has only inherited the number.
+
+def is_alive(pid: int | None, host: str | None, since: float | None) -> bool | None:
+    """Whether a process of this machine is there; None for another machine's.
+
+    since: when it was there for certain, in seconds of the epoch; one that started later has only
+    inherited the number.
     """
     import socket
 
-    if submission.pid is None or submission.host not in (None, socket.gethostname()):
+    if pid is None or host not in (None, socket.gethostname()):
         return None
     try:
-        fields = Path(f"/proc/{submission.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():
             return False
-        return _answers_signal(submission.pid)  # no /proc: macOS
+        return _answers_signal(pid)  # no /proc: macOS
     except OSError:
         return False  # it ended while being read
     if fields[0] in "ZX":
         return False
     started = _boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
     # The clock can have been set since; a number comes round again only after a long while.
-    return submission.submitted is None or started <= submission.submitted + 60
+    return since is None or started <= since + 60
 
 
 def _boot_time() -> float:

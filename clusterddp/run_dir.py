@@ -24,6 +24,7 @@ A run is one directory below the output root. What is in it:
     report.json          what the run achieved
     evaluation.json      which classes were confused in the end, the images of the highest loss
     batch_sizes.json     with --find-batch-size
+    resubmit-NNNN.claim  who resubmits the run, or did last
 """
 
 import errno

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from clusterddp import launchers
+from clusterddp.claim import Claim
 from clusterddp.cli.changed_request import differences
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.run_dir import RunDir, write_atomically
@@ -15,9 +16,11 @@ from clusterddp.spec import JobSpec, submission_comment
 
 
 def submit_again(
-    run: RunDir, before: JobSpec, after: JobSpec, script: str, launcher: launchers.Launcher
+    claim: Claim, before: JobSpec, after: JobSpec, script: str, launcher: launchers.Launcher
 ) -> launchers.Submission:
     """Lay the records down, submit, and put the former records back where that is refused."""
+    claim.use()
+    run = claim.run
     kept: dict[Path, Path | None] = {}
     try:
         if after != before:

@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from clusterddp import launchers
+from clusterddp.claim import claimed
 from clusterddp.cli import runs
 from clusterddp.cli.changed_request import (
     changed_request,
@@ -134,40 +136,64 @@ def command(
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
     found = RunDir(runs.find_run(output_root, run).path.absolute())
-    before = found.load_spec()
-    _go_to_its_folder(found)
-    check_directory(found, before)
+    template_dir = template_dir and template_dir.absolute()  # ahead of going to the run's folder
     given = {
         name: value
         for name, value in options.items()
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     }
+    if dry_run:
+        before, after = _requests(ctx, found, given)
+        script, _ = _script(found, before, after, template_dir, given)
+        _print_dry_run(after, script, as_json)
+        return EXIT_DONE
+    with claimed(found, _say) as claim:
+        before, after = _requests(ctx, found, given)
+        check_state(found, before, after)
+        script, launcher = _script(found, before, after, template_dir, given)
+        _check_inputs(found, after)
+        submission = submit_again(claim, before, after, script, launcher)
+    return _follow_up(found, after, submission, wait, as_json)
+
+
+def _requests(ctx: click.Context, run: RunDir, given: Mapping[str, Any]) -> tuple[JobSpec, JobSpec]:
+    """The recorded request, and the one that is made now; raises RequestError or UsageError."""
+    before = run.load_spec()
+    _go_to_its_folder(run)
+    check_directory(run, before)
+    given = dict(given)
     allow_changed = bool(given.pop("allow_changed", False))
     trained = {name: value for name, value in given.items() if name in _TRAIN_NAMES}
     if trained and before.train is None:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in trained)
         raise click.UsageError(
-            f"{flags} belongs to the MNIST training, but {found.name} runs a command.", ctx
+            f"{flags} belongs to the MNIST training, but {run.name} runs a command.", ctx
         )
     trained = {**recipe_settings(trained.get("recipe", "")), **trained}
     after = changed_request(before, given, trained, allow_changed)
-    check_changes(found, before, after, allow_changed)
-    if not dry_run:
-        check_state(found, before, after)
-    check_steps(found, after)
-    check_ranks(found, after)
+    check_changes(run, before, after, allow_changed)
+    return before, after
+
+
+def _script(
+    run: RunDir,
+    before: JobSpec,
+    after: JobSpec,
+    template_dir: Path | None,
+    given: Mapping[str, Any],
+) -> tuple[str, launchers.Launcher]:
+    """The script that is sent, the recorded one where nothing was changed, and its launcher."""
+    check_steps(run, after)
+    check_ranks(run, after)
     launcher = launchers.load(after.launcher)
-    if after == before and found.script.is_file():
-        script = recorded_script(found)
-    else:
-        check_template(found, before, launcher, template_dir, allow_changed)
-        script = launcher.prepare(after, template_dir)
-    if dry_run:
-        _print_dry_run(after, script, as_json)
-        return EXIT_DONE
-    _check_inputs(found, after)
-    submission = submit_again(found, before, after, script, launcher)
-    return _follow_up(found, after, submission, wait, as_json)
+    if after == before and run.script.is_file():
+        return recorded_script(run), launcher
+    check_template(run, before, launcher, template_dir, bool(given.get("allow_changed")))
+    return launcher.prepare(after, template_dir), launcher
+
+
+def _say(line: str) -> None:
+    click.echo(f"clusterddp: {line}", err=True)
 
 
 def _go_to_its_folder(run: RunDir) -> None:
