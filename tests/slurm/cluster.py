@@ -6,6 +6,10 @@ they live as long as their first process does, which ends when this process clos
 even by SIGKILL, and the kernel then kills whatever ran inside. So there is nothing to leak but one
 temporary folder, and the next boot sweeps the folders of dead owners.
 
+With another root file system (`root`, --root or CLUSTERDDP_SLURM_ROOT), the Slurm that is installed
+there is booted: every host sees that root, and from this machine the Python that runs this, the
+tree and the temporary folders. Nothing is written into the root itself.
+
 By hand, from the repository's root:  python -m tests.slurm.cluster -- sinfo
 """
 
@@ -24,6 +28,7 @@ import socket
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,10 +45,12 @@ SLURMCTLD_PORT = 6817
 SLURMD_PORT = 6818
 FOLDER_PREFIX = "clusterddp-slurm-"
 STALE_AFTER_SECONDS = 3600
-PROGRAMS = (
+SLURM_PROGRAMS = (
     *("slurmctld", "slurmd", "sbatch", "srun", "squeue", "sinfo", "scancel", "scontrol"),
-    *("munged", "ip", "nsenter", "unshare", "mount"),
+    "munged",
 )
+PROGRAMS = ("ip", "nsenter", "unshare", "mount", "pivot_root", "chroot")
+ROOT_VARIABLE = "CLUSTERDDP_SLURM_ROOT"  # the root file system that clusters boot from
 DAEMON_PATH = "/usr/local/sbin:/usr/sbin:/sbin"  # often missing from a plain user's PATH
 
 # What a surrounding job or a person's settings would otherwise leak into the commands under test.
@@ -63,15 +70,20 @@ class ClusterError(RuntimeError):
     """The cluster could not be booted, used or waited for; the text ends with the daemons' logs."""
 
 
-def why_unavailable() -> str | None:
-    """What keeps a cluster from booting here, in words, or None if nothing is known to."""
+def why_unavailable(root: Path | None = None) -> str | None:
+    """What keeps a cluster from booting here, in words, or None if nothing is known to.
+
+    `root` is as of SlurmCluster.
+    """
+    root = root or _root_of_environment()
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no Linux namespaces"
     if os.geteuid() != 0:
         return "namespaces and device files need root"
     missing = [name for name in PROGRAMS if _program(name) is None]
+    missing += [name for name in SLURM_PROGRAMS if not _installed(name, root)]
     if missing:
-        return f"not installed: {', '.join(missing)}"
+        return f"not installed{f' in {root}' if root else ''}: {', '.join(missing)}"
     probe = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
     if probe.returncode != 0:
         return f"this machine allows no new namespaces: {probe.stderr.strip()}"
@@ -104,7 +116,9 @@ class SlurmCluster:
 
     `conf` adds to or replaces lines of slurm.conf. A key is what stands before the value
     ("KillWait", or "PartitionName=main" for a line with a name); None drops the line.
-    Jobs run as root. The partitions are `main` (the default) and `high`, which preempts it.
+    `root` is a root file system whose Slurm is booted in place of this machine's; without one,
+    CLUSTERDDP_SLURM_ROOT names it. The root "/" is this machine's, with this Python and the tree
+    open to every user. The partitions are `main` (the default) and `high`, which preempts it.
     """
 
     def __init__(
@@ -114,6 +128,7 @@ class SlurmCluster:
         gpus_per_host: int = 4,
         cpus_per_host: int = 16,
         conf: Mapping[str, str | None] | None = None,
+        root: Path | None = None,
     ) -> None:
         if not 1 <= hosts <= 99:
             raise ValueError(f"hosts is {hosts}, expected 1 to 99")
@@ -123,6 +138,7 @@ class SlurmCluster:
         }
         self.gpus_per_host = gpus_per_host
         self.cpus_per_host = cpus_per_host
+        self.root = root or _root_of_environment()
         self._conf = dict(conf or {})
         self._folder: Path | None = None
         self._lock: int | None = None
@@ -150,14 +166,14 @@ class SlurmCluster:
         self.close()
 
     def _boot(self) -> None:
-        reason = why_unavailable()
+        reason = why_unavailable(self.root)
         if reason is not None:
             raise ClusterError(f"no Slurm can be booted: {reason}. {INSTALL_HINT}")
         _sweep_stale_folders()
         self._folder, self._lock = _own_folder()
         self._write_files()
         for host in (LOGIN, *self.hosts):
-            self._namespaces[host] = _Namespace(host, self.folder)
+            self._namespaces[host] = _Namespace(host, self.folder, self.root)
         for namespace in self._namespaces.values():
             namespace.wait_ready()
         self._connect_network()
@@ -485,7 +501,8 @@ class SlurmCluster:
         self.slurm_conf.write_text(self._slurm_conf_text())
         # Nothing here uses control groups, but slurmd refuses to start when it looks for them and
         # finds none; naming a plugin keeps it from looking.
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        plugin = "cgroup/v1" if self._release() < (23, 2) else "disabled"
+        (folder / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
         (folder / "gres.conf").write_text("")
         if self.gpus_per_host:
             for number in range(self.gpus_per_host):
@@ -494,6 +511,16 @@ class SlurmCluster:
                 os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
             files = f"{folder}/dev/nvidia[0-{self.gpus_per_host - 1}]"
             (folder / "gres.conf").write_text(f"Name=gpu File={files}\n")
+
+    def _release(self) -> tuple[int, int]:
+        """The Slurm release about to be booted, (22, 5) for 22.05.8."""
+        argv = [*(["chroot", str(self.root)] if self.root else []), "slurmctld", "-V"]
+        env = os.environ | {"PATH": f"{os.environ.get('PATH') or os.defpath}:{DAEMON_PATH}"}
+        said = subprocess.run(argv, env=env, capture_output=True, text=True, check=False).stdout
+        match = re.search(r"(\d+)\.(\d+)", said)
+        if match is None:
+            raise ClusterError(f"slurmctld -V says {said!r}, expected a version")
+        return int(match[1]), int(match[2])
 
     def _slurm_conf_text(self) -> str:
         folder = self.folder
@@ -658,8 +685,37 @@ _UNSHARE = (
 # Waits for the end of its input as process 1 of a host. SIGCHLD is ignored so that the kernel
 # reaps the orphans which a host's first process inherits.
 _INIT = """
-mount --bind "$2" /etc/hosts
-echo "$1" >/proc/sys/kernel/hostname
+host=$1 hosts=$2 root=$3 stage=$4
+if [ -z "$root" ]; then
+    mount --bind "$hosts" /etc/hosts
+else
+    shift 4
+    # The root is the lower layer of an overlay, so that nothing is written into it. Unbindable:
+    # the temporary folder is bound into the overlay and holds its stage.
+    mkdir -p "$stage"
+    mount -t tmpfs -o mode=755 "$host" "$stage"
+    cd "$stage"
+    mkdir lower upper work new
+    mount --bind "$root" lower
+    mount -t overlay -o lowerdir=lower,upperdir=upper,workdir=work "$host" new
+    mount --make-unbindable "$stage"
+    mkdir -p new/proc new/sys new/dev new/tmp new/.old
+    for path in "$@"; do
+        folder=${path%/*}
+        mkdir -p "new$folder"
+        if [ -d "$path" ]; then mkdir -p "new$path"; else [ -e "new$path" ] || : >"new$path"; fi
+        while [ "$folder" ]; do chmod a+x "new$folder"; folder=${folder%/*}; done
+    done
+    for path in "$@"; do mount --rbind "$path" "new$path"; done
+    for path in /sys /dev; do mount --rbind "$path" "new$path"; done
+    [ -e new/etc/hosts ] || : >new/etc/hosts
+    mount --bind "$hosts" new/etc/hosts
+    mount -t proc proc new/proc
+    cd new
+    pivot_root . .old
+    umount --lazy .old
+fi
+echo "$host" >/proc/sys/kernel/hostname
 echo ready
 exec env --ignore-signal=CHLD cat
 """
@@ -668,12 +724,13 @@ exec env --ignore-signal=CHLD cat
 class _Namespace:
     """One host: its namespaces, held by a first process that ends when its input closes."""
 
-    def __init__(self, host: str, folder: Path) -> None:
+    def __init__(self, host: str, folder: Path, root: Path | None) -> None:
         self.host = host
+        place = [str(root or ""), str(folder / "stage"), *(_brought_along() if root else [])]
         self.log = folder / f"init.{host}.stderr"
         with self.log.open("w") as errors:
             self.init = subprocess.Popen(
-                [*_UNSHARE, "sh", "-ec", _INIT, "sh", host, str(folder / "hosts")],
+                [*_UNSHARE, "sh", "-ec", _INIT, "sh", host, str(folder / "hosts"), *place],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -744,6 +801,36 @@ class _Namespace:
 
 
 _NAMESPACE_FILES = {"net": "net", "uts": "uts", "mount": "mnt", "pid": "pid_for_children"}
+
+
+def _root_of_environment() -> Path | None:
+    return Path(root).resolve() if (root := os.environ.get(ROOT_VARIABLE)) else None
+
+
+def _installed(name: str, root: Path | None) -> bool:
+    if root is None:
+        return _program(name) is not None
+    folders = ("usr/sbin", "usr/bin", "usr/local/sbin", "usr/local/bin")
+    return any((root / folder / name).is_file() for folder in folders)
+
+
+def _brought_along() -> list[str]:
+    """What hosts with another root see of this machine: this Python, the tree, temporary folders.
+
+    Links on the way to the interpreter are named as well, each by its own path.
+    """
+    tree = Path(__file__).resolve().parents[2]
+    paths = {tree, Path.cwd(), Path(tempfile.gettempdir()), Path("/tmp")}
+    paths |= {Path(name) for name in (sys.prefix, sys.base_prefix) if name != "/usr"}
+    paths |= {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    paths |= {Path(entry) for entry in sys.path if entry}
+    interpreter = Path(sys.executable)
+    paths.add(interpreter)
+    while interpreter.is_symlink():
+        interpreter = interpreter.parent / interpreter.readlink()
+        paths.add(interpreter)
+    there = {Path(os.path.abspath(path)) for path in paths if path.exists()}
+    return [str(path) for path in sorted(there) if there.isdisjoint(path.parents)]
 
 
 def _own_folder() -> tuple[Path, int]:
@@ -842,12 +929,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "(a shell without one), and take it down.",
     )
     parser.add_argument("--hosts", type=int, default=2, help="default: %(default)s")
+    parser.add_argument(
+        "--root",
+        type=Path,
+        metavar="DIR",
+        help=f"boot the Slurm of this root file system; default: ${ROOT_VARIABLE}, or this "
+        "machine's own",
+    )
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with SlurmCluster(hosts=arguments.hosts) as cluster:
+        root = arguments.root.resolve() if arguments.root else None
+        with SlurmCluster(hosts=arguments.hosts, root=root) as cluster:
             command = arguments.command or [os.environ.get("SHELL", "/bin/sh")]
             process = cluster.popen(command, start_new_session=False)
             while True:

@@ -19,6 +19,8 @@ from .cluster import FOLDER_PREFIX, ClusterError, SlurmCluster
 
 pytestmark = pytest.mark.usefixtures("slurm_available")
 
+AS_NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+
 # Prints what a client of the given address and port was greeted with, trying for ten seconds.
 CLIENT = """
 import socket, sys, time
@@ -258,6 +260,24 @@ def test_two_clusters_at_once_and_no_trace_of_either(own_tmp: Path) -> None:
     assert not any(folder.exists() for folder in folders)
     assert _left_in(own_tmp) == set()
     assert _machine() == before
+
+
+def test_the_slurm_of_another_root_is_booted_and_the_root_left_as_it_was(own_tmp: Path) -> None:
+    before = _machine()
+    program = "import os, clusterddp; print(os.getuid(), os.path.exists('/run/written'))"
+    python = shlex.join([*AS_NOBODY, sys.executable, "-c", program])
+    argv = ["sh", "-c", f"touch /run/written; {python}"]
+    with SlurmCluster(hosts=1, root=Path("/")) as other:
+        assert other.run(["srun", *argv], check=True).stdout.split() == ["65534", "True"]
+    assert not Path("/run/written").exists()
+    assert _left_in(own_tmp) == set()
+    assert _machine() == before
+
+
+def test_a_root_without_slurm_is_refused(own_tmp: Path) -> None:
+    reason = r"not installed in .*: slurmctld, slurmd"
+    with pytest.raises(ClusterError, match=reason), SlurmCluster(hosts=1, root=own_tmp):
+        pytest.fail("it booted")
 
 
 def test_lines_of_slurm_conf_can_be_added_replaced_and_dropped() -> None:
