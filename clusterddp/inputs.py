@@ -39,13 +39,7 @@ def make_sure(
     absent = extras.missing(config)
     if absent and not elsewhere:
         raise RequestError(absent)
-    for option, reference in config.own_functions:
-        folder = code or Path.cwd()
-        if elsewhere and references.find(reference, folder) is None:
-            say(f"clusterddp: warning: {option} {reference} is not in {folder}: the tasks need it")
-        else:
-            found = references.locate(option, reference, folder)
-            say(f"{option.strip('-')}: {reference} of {found}")
+    find_own_functions(config, code=code, elsewhere=elsewhere, say=say)
     try:
         if config.resume:
             _check_checkpoint(run_checkpoints.find(config.resume, say), config, world_size)
@@ -55,6 +49,26 @@ def make_sure(
     except (CheckpointError, DataError) as error:
         raise RequestError(str(error)) from None
     say(f"dataset: {info.describe()}")
+
+
+def find_own_functions(
+    config: TrainConfig,
+    *,
+    code: Path | None = None,
+    elsewhere: bool = False,
+    say: Callable[[str], None] = _to_stderr,
+) -> None:
+    """Find a person's own model and dataset without running them, as `make_sure` does.
+
+    Touches nothing. Raises RequestError where one is not there.
+    """
+    for option, reference in config.own_functions:
+        folder = code or Path.cwd()
+        if elsewhere and references.find(reference, folder) is None:
+            say(f"clusterddp: warning: {option} {reference} is not in {folder}: the tasks need it")
+        else:
+            found = references.locate(option, reference, folder)
+            say(f"{option.strip('-')}: {reference} of {found}")
 
 
 def in_another_python(spec: JobSpec) -> bool:

@@ -6,6 +6,7 @@ and forms. It goes to and from JSON.
 
 import dataclasses
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from clusterddp.train_config import TrainConfig
 
 SPEC_FORMAT = 1
 MOST_LEAD_SECONDS = 120
+DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
 
 # Written into the script by bash itself, or derived per task: an exported value would not arrive.
@@ -43,10 +45,12 @@ class JobSpec:
     """The interpreter that the tasks use; it must have clusterddp installed."""
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
+    allow_launcher: bool = False
+    """Whether the command may be a launcher, which starts ranks of its own in every task."""
     job_name: str = ""
     """Slurm's job name; the run name when empty."""
     launcher: str = "sbatch"
-    template: str = "ddp.sbatch.j2"
+    template: str = DEFAULT_TEMPLATE
     sbatch: tuple[tuple[str, str | None], ...] = ()
     """Further directives as (name, value); a None value is a bare flag."""
     omit_directives: tuple[str, ...] = ()
@@ -124,6 +128,8 @@ class JobSpec:
             )
         self._check_lines()
         self._check_environment()
+        if self.command and not self.allow_launcher:
+            self._check_launcher()
         if self.train:
             self._check_ranks(self.train)
 
@@ -147,6 +153,34 @@ class JobSpec:
             raise RequestError(
                 f"--profile {train.profile}: there is no such rank; {self.layout}, from 0."
             )
+
+    def _check_launcher(self) -> None:
+        """Refuse a launcher in every task: its ranks would know only those of their own task."""
+        from clusterddp import nested_launcher  # not needed for a training
+
+        found = nested_launcher.find(self.command)
+        if found is None:
+            return
+        words = [] if found.nodes in (None, self.resources.nodes) else [f"--nodes={found.nodes}"]
+        nodes = found.nodes or self.resources.nodes
+        ranks = found.tasks_per_node
+        if ranks is None and found.tasks is not None and found.tasks % nodes == 0:
+            ranks = found.tasks // nodes
+        if ranks and ranks != self.resources.tasks_per_node:
+            words.append(f"--tasks-per-node={ranks}")
+        if found.agents and self.launcher != "submitit" and self.template == DEFAULT_TEMPLATE:
+            words.append("--template=torchrun")
+        instead = shlex.join(found.instead or ("python", "train.py"))
+        line = " ".join([*map(shlex.quote, words), "--", instead])
+        note = ""
+        if found.adds_local_rank:
+            note = f" {found.name} also adds --local-rank: read LOCAL_RANK instead."
+        raise RequestError(
+            f"COMMAND starts {found.name}, which starts ranks of its own. The tasks are ranks "
+            f"already ({self.layout}), so each would train a copy by itself. With your other "
+            f"options, type: {line}{'' if found.instead else ' (your program and its arguments)'}."
+            f"{note} If each task is to start it all the same, add --allow-launcher."
+        )
 
     def _default_signal(self) -> str:
         """Two minutes ahead, or a fifth of a short limit: Slurm looks at limits twice a minute."""
@@ -239,6 +273,7 @@ class JobSpec:
             fields: dict[str, Any] = json.loads(content)
             if fields.pop("format") != SPEC_FORMAT:
                 raise RequestError("spec.json was written by a newer clusterddp; update this one.")
+            fields.setdefault("allow_launcher", True)  # versions before 0.1.1 took any command
             resources = Resources(**fields.pop("resources"))
             train = fields.pop("train")
             for name, value in fields.items():

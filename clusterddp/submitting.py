@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clusterddp import launchers, references
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.inputs import in_another_python, make_sure
+from clusterddp.inputs import find_own_functions, in_another_python, make_sure
 from clusterddp.run_dir import RunDir, run_folders, write_atomically
 from clusterddp.spec import JobSpec, submission_comment
 
@@ -42,6 +42,31 @@ def _say_outlook(script: str, say: Say) -> None:
     say(f"{'' if found else 'warning: '}{words}")
 
 
+def check_own_code(spec: JobSpec, say: Say) -> None:
+    """Refuse, or warn of, what a dry run can see of a person's own code; touches nothing.
+
+    Raises RequestError where the model or the dataset is a function that is not there.
+    """
+    _warn_of_launcher(spec, say)
+    if spec.train:
+        find_own_functions(spec.train, elsewhere=in_another_python(spec))
+
+
+def _warn_of_launcher(spec: JobSpec, say: Say) -> None:
+    """Say so when the COMMAND is a shell script that may start ranks of its own in every task."""
+    if spec.command and not spec.allow_launcher:
+        from clusterddp import nested_launcher
+
+        found = nested_launcher.in_script(spec.command, Path.cwd())
+        if found:
+            say(
+                f"warning: {found.script}, line {found.line}, may start {found.name} in each of "
+                f"the tasks, which are ranks already ({spec.layout}): each would train a copy by "
+                "itself. Start the program there without it; --allow-launcher says that it is "
+                "meant."
+            )
+
+
 def submit(
     spec: JobSpec, script: str, *, snapshot_limit_mb: float, say: Say, check: bool = False
 ) -> tuple[RunDir, launchers.Submission]:
@@ -52,6 +77,7 @@ def submit(
     SlurmError where the job may be queued; what interrupts it is told, and passed on.
     """
     _check_new(spec)
+    _warn_of_launcher(spec, say)
     if spec.train:
         make_sure(
             spec.train,

@@ -31,7 +31,7 @@ from clusterddp.comparison.results import DONE, Trial, results
 from clusterddp.comparison.rows import plan
 from clusterddp.comparison.table import notes, table
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestError
-from clusterddp.inputs import in_another_python, make_sure
+from clusterddp.inputs import find_own_functions, in_another_python, make_sure
 from clusterddp.train_config import STRATEGIES
 
 # Options of `submit` that a row decides, or that a comparison has no use for, and what they are.
@@ -174,10 +174,11 @@ def command(
     )  # fmt: skip
     planned = comparison_plan.requests(rows, name, options["output_root"], repeat, base)
     templates = template_folder(options) if base else None
+    elsewhere = base is not None and in_another_python(base)
     if dry_run:
+        find_own_functions(config, elsewhere=elsewhere)
         comparison_plan.print_dry(rows, planned, base, templates)
         return EXIT_DONE
-    elsewhere = base is not None and in_another_python(base)
     make_sure(config, may_fetch=base is not None, elsewhere=elsewhere)
     number = 0
     try:

@@ -86,6 +86,7 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         python=_python(options["python"]),
         train=train,
         command=task_command,
+        allow_launcher=options["allow_launcher"],
         job_name=options["job_name"] or "",
         launcher=options["launcher"],
         template=Path(template).name if "/" in template else full_name(template),

@@ -112,6 +112,11 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
         "launch-prefix": {
             "metavar": "WORDS", "help": "Put before each task: 'apptainer exec --nv IMG'.",
         },
+        "allow-launcher": {
+            "is_flag": True, "default": False,
+            "help": "Take a COMMAND that is a launcher itself (torchrun, accelerate launch, "
+            "mpirun, srun …): every task starts it.",
+        },
     },
     "When it is interrupted": {
         "requeue": {

@@ -32,7 +32,7 @@ from clusterddp.errors import (
     CheckpointError,
     RequestError,
 )
-from clusterddp.inputs import in_another_python, make_sure
+from clusterddp.inputs import find_own_functions, in_another_python, make_sure
 from clusterddp.progress import newest_checkpoint
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec
@@ -145,6 +145,10 @@ def command(
     if dry_run:
         before, after = _requests(ctx, found, given)
         script, _ = _script(found, before, after, template_dir, given)
+        if after.train:
+            find_own_functions(
+                after.train, code=_own_code(found), elsewhere=in_another_python(after)
+            )
         _print_dry_run(after, script, as_json)
         return EXIT_DONE
     with claimed(found, _say) as claim:
@@ -223,10 +227,15 @@ def _check_inputs(run: RunDir, spec: JobSpec) -> None:
         make_sure(
             dataclasses.replace(spec.train, resume=resume),
             may_fetch=True,
-            code=run.code if run.code.is_dir() else None,
+            code=_own_code(run),
             elsewhere=in_another_python(spec),
             world_size=spec.world_size,
         )
+
+
+def _own_code(run: RunDir) -> Path | None:
+    """The copy of the code that the run uses; None where it uses the folder as it is."""
+    return run.code if run.code.is_dir() else None
 
 
 def _print_dry_run(spec: JobSpec, script: str, as_json: bool) -> None:

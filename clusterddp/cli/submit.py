@@ -86,6 +86,10 @@ def command(
         spec = job_spec(ctx, run_name or _made_up_name(), options)
     script = launchers.load(spec.launcher).prepare(spec, template_folder(options))
     if dry_run:
+        if spec.uses_own_code:
+            from clusterddp import submitting
+
+            submitting.check_own_code(spec, _say)
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
         if as_json:

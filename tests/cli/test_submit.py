@@ -506,3 +506,50 @@ def test_a_rehearsal_is_not_checked_by_slurm(
     result = run("--check", "--launcher", "local", "--run-name", "demo", "--", "true")
     assert result.exit_code == 0, result.output
     assert not calls.exists()
+
+
+def test_a_launcher_as_the_command_is_refused_unless_it_is_allowed(elsewhere: Path) -> None:
+    for mode in (["--dry-run"], []):
+        message = refusal(*mode, *EIGHT, "--", "torchrun", "--nproc-per-node=4", "train.py")
+        assert "COMMAND starts torchrun" in message
+        assert "type: --template=torchrun -- python train.py." in message
+        assert not list(elsewhere.iterdir())
+    script = dry_run("--allow-launcher", "--", "torchrun", "train.py")
+    assert "\n  torchrun\n  train.py\n" in script
+
+
+def test_a_launcher_in_a_script_is_a_warning(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch_that_forecasts(elsewhere, monkeypatch, "exit 1")
+    (elsewhere / "run.sh").write_text("cd /data\ntorchrun train.py\n")
+    expected = "warning: run.sh, line 2, may start torchrun in each of the tasks"
+    for mode in (["--dry-run"], ["--no-snapshot"]):
+        result = run(*mode, "--run-name", "a", "--", "bash", "run.sh")
+        assert result.exit_code == 0, result.output
+        assert result.stderr.count(expected) == 1
+    allowed = run("--dry-run", "--allow-launcher", "--", "bash", "run.sh")
+    assert "may start" not in allowed.stderr
+
+
+def test_a_dry_run_refuses_a_function_that_is_not_there_as_the_submission_does(
+    elsewhere: Path,
+) -> None:
+    (elsewhere / "nets.py").write_text("def build(): ...\n")
+    for option, value, words in (
+        ("--model", "nets:bild", "nets.py defines no bild"),
+        ("--model", "nests:build", "there is no module nests"),
+        ("--dataset", "nets:digits", "nets.py defines no digits"),
+    ):
+        for mode in (["--dry-run"], []):
+            message = refusal(*mode, "--model=nets:build", f"{option}={value}")
+            assert f"{option} {value}" in message
+            assert words in message
+        assert words in refusal("--dry-run", "--launcher=local", f"{option}={value}")
+    result = run("--dry-run", *FIXED, "--model=nets:build", "--dataset=nets:build")
+    assert result.exit_code == 0, result.output
+    assert f"model: nets:build of {elsewhere}/nets.py" in result.stderr
+    assert [path.name for path in elsewhere.iterdir()] == ["nets.py"]
+    elsewhere_python = run("--dry-run", "--python=/opt/python", "--model=nests:build")
+    assert elsewhere_python.exit_code == 0, elsewhere_python.output
+    assert "the tasks need it" in elsewhere_python.stderr
