@@ -81,16 +81,22 @@ class Failure:
 
 def read_outcomes(folder: Path) -> list[Outcome]:
     """The records of the ranks of one start, by rank."""
-    outcomes = []
-    for path in folder.glob("rank-*.json"):
-        content = read_json(path) or {}
-        known = {name: content[name] for name in Outcome.__dataclass_fields__ if name in content}
-        try:
-            outcome = Outcome(**known)
-        except TypeError:
-            continue  # a record of another version
-        outcomes.append(outcome)
+    outcomes = [outcome for path in folder.glob("rank-*.json") if (outcome := _read(path))]
     return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+
+def read_outcome(folder: Path, rank: int) -> Outcome | None:
+    """The record of one rank; None where there is none that can be read."""
+    return _read(folder / f"rank-{rank}.json")
+
+
+def _read(path: Path) -> Outcome | None:
+    content = read_json(path) or {}
+    known = {name: content[name] for name in Outcome.__dataclass_fields__ if name in content}
+    try:
+        return Outcome(**known)
+    except TypeError:
+        return None  # a record of another version
 
 
 def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:

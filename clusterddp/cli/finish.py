@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from clusterddp import requeue
+from clusterddp import requeue, step_watch
 from clusterddp.attempt import Attempt
 from clusterddp.cli import next_start
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
@@ -111,6 +111,8 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int) -> End:
     """What ended an attempt: its ranks' records first, then Slurm's word; srun's code least."""
     run = attempt.run
     outcomes = read_outcomes(attempt.outcomes)
+    if step_watch.was_ended(attempt):
+        exit_code = 0  # srun's is that of the end which the records made necessary
     failure = first_failure(outcomes, _log_of(run, job_id))
     if exit_code == 0 and not any(outcome.failed for outcome in outcomes):
         failure = None  # srun's lines may be of another step, run by the set-up

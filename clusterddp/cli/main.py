@@ -37,8 +37,9 @@ COMMANDS = {
     "completion": ("completion", "Print the completion script of a shell."),
     "begin": ("begin", ""),
     "finish": ("finish", ""),
+    "watch-step": ("watch_step", ""),
 }
-HIDDEN = {"begin", "finish"}
+HIDDEN = {"begin", "finish", "watch-step"}
 # They read, print and leave, whatever they are asked; `submit` says itself when it does more.
 QUICK = {"submit", "jobs", "status", "report", "templates", "site", "completion"}
 

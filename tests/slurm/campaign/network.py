@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 from sys import executable
 
 from clusterddp.dist_env import master_port
+from clusterddp.run_dir import read_json
 from tests.slurm.cluster import Process
 
 from .fault import ENDS, fault
 from .nodes import SOON
-from .run import Run, Trial
+from .run import Differs, Run, Trial, slurm
 
 # Binds a port, listens there or not, and never says a word to who comes.
 HOLDER = """
@@ -93,6 +96,66 @@ def network_cut_and_no_requeue(trial: Trial) -> str:
     if "node" not in run.status()["detail"]:
         raise run.differs(f"status says {run.status()['detail']!r}: nothing of a node")
     return seen
+
+
+# A host is not taken for lost while its cable is out.
+LATE = {"SlurmdTimeout": "300"}
+
+
+def _lose_exit_message(trial: Trial, run: Run, go: Callable[[], None]) -> None:
+    """Takes h02 off the network while its task ends, until Slurm has given its message up."""
+    trial.cluster.set_link("h02", up=False)
+    go()
+    records = [run.attempts[0].outcomes / f"rank-{rank}.json" for rank in (0, 1)]
+    run.wait(lambda: all((read_json(r) or {}).get("ended") for r in records), "the ranks' ends")
+    log = trial.cluster.folder / "slurmd.h02.log"
+    lost = "Failed to send MESSAGE_TASK_EXIT"
+    run.wait(lambda: lost in log.read_text(errors="replace"), "an exit message that is lost")
+    trial.cluster.set_link("h02", up=True)
+
+
+def _exit_message_lost(trial: Trial, *options: str) -> str:
+    trial.want("left")
+    run = trial.start("--nodelist", "h[01-02]", *options)
+    trial.held("left", 2)
+    _lose_exit_message(trial, run, lambda: trial.release("left"))
+    run.wait_over(60)
+    seen = run.check_same(causes=["done"])
+    if "exit message was lost" not in run.log:
+        raise run.differs("nobody says that a message was lost")
+    return seen
+
+
+@fault("exit-message-lost", conf=LATE, quick=True)
+def exit_message_lost(trial: Trial) -> str:
+    """srun waits for ever for a host that was off the network while its ranks ended."""
+    return _exit_message_lost(trial)
+
+
+@fault("exit-message-lost-submitit", conf=LATE)
+def exit_message_lost_submitit(trial: Trial) -> str:
+    return _exit_message_lost(trial, "--launcher", "submitit")
+
+
+@fault("exit-message-lost-command", conf=LATE, needs=())
+def exit_message_lost_command(trial: Trial) -> str:
+    """The same of a person's own command, whose ranks write no report."""
+    go = trial.folder / "go"
+    wait = f"until [ -e {shlex.quote(str(go))} ]; do sleep 0.1; done"
+    submitted = trial.clusterddp(
+        *("submit", "--run-name", "run", "--nodes", "2", "--", "bash", "-c", wait)
+    )
+    if submitted.returncode:
+        raise Differs(submitted.stderr)
+    run = trial.adopt("run")
+    run.wait(lambda: run.attempts and len(list(run.attempts[0].outcomes.glob("rank-*"))) == 2,
+             "both tasks")  # fmt: skip
+    _lose_exit_message(trial, run, go.touch)
+    run.wait_over(60)
+    state, shown = run.status()["state"], slurm(trial, "scontrol", "show", "job", run.job_id)
+    if (state, run.causes) != ("done", ["done"]) or "ExitCode=0:0" not in shown.stdout:
+        raise run.differs(f"status says {state}, Slurm {shown.stdout}")
+    return "done"
 
 
 @fault("port-taken-before", conf={})

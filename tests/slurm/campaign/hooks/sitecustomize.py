@@ -3,7 +3,8 @@
 Python imports this by itself wherever PYTHONPATH leads here. Nothing of the package is replaced: a
 task waits at a moment while the file CAMPAIGN_HOLDS/want-MOMENT is there, and writes
 held-MOMENT.RANK.PID meanwhile. The moments: `import` (of torch), `step-N` (after the N-th step),
-`save` (a checkpoint's bytes on their way to the disk), `last` (after the report).
+`save` (a checkpoint's bytes on their way to the disk), `last` (after the report), `left` (the
+other ranks, for good).
 """
 
 import importlib.abc
@@ -62,14 +63,25 @@ def hold_after_report(module: object) -> None:
     module.write = write  # type: ignore[attr-defined]
 
 
+def hold_after_leaving(module: object) -> None:
+    plain = module.leave  # type: ignore[attr-defined]
+
+    def leave(*args: object) -> None:
+        plain(*args)
+        hold("left")
+
+    module.leave = leave  # type: ignore[attr-defined]
+
+
 AFTER = {
+    "clusterddp.training.rendezvous": hold_after_leaving,
     "clusterddp.training.checkpoint": pace_steps,
     "clusterddp.training.report": hold_after_report,
 }
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Lets every import pass; two modules are touched once they are loaded."""
+    """Lets every import pass; three modules are touched once they are loaded."""
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None

@@ -1,0 +1,36 @@
+"""`clusterddp watch-step`: runs beside srun and ends a step whose end srun cannot see."""
+
+import os
+import signal
+from pathlib import Path
+
+import click
+
+from clusterddp import step_watch
+from clusterddp.attempt import Attempt
+from clusterddp.cli import next_start
+from clusterddp.run_dir import RunDir
+from clusterddp.slurm.own_job import own_name
+from clusterddp.supervise import die_with_parent
+
+
+@click.command(hidden=True)
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--job-id", required=True, help="Slurm's job id.")
+@click.option("--attempt", "number", type=int, required=True, help="What 'begin' printed.")
+@click.option("--script", type=int, required=True, help="The script's process, which starts srun.")
+@click.option("--ranks", type=int, required=True, help="How many tasks record their end.")
+@click.option("--grace", type=float, default=step_watch.GRACE_SECONDS, help="Seconds after them.")
+def command(run_dir: Path, job_id: str, number: int, script: int, ranks: int, grace: float) -> None:
+    """Watch the records of an attempt's tasks; ends together with the batch script."""
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)  # they are for the script, which stays
+    die_with_parent(script)
+    step_watch.watch(
+        Attempt(RunDir(run_dir), number),
+        own_name(os.environ, job_id),
+        ranks,
+        script,
+        lambda line: next_start.say(f"clusterddp: {line}"),
+        grace_seconds=grace,
+    )
