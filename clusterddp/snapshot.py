@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -87,6 +87,56 @@ def take(
         raise
 
 
+def carry_over(
+    copy: Path, record: Snapshot, tree: Path, target: Path, taken: Snapshot
+) -> list[str]:
+    """Give a new copy of a tree what was written in the former one since it was taken.
+
+    A command so finds its files where it wrote them: those that the record of the former copy has
+    not, and that are no links of `take`; and those that it has changed, where the tree has not.
+    Hard links where those can be made, or copies, so that the former copy stays whole.
+
+    Returns the written names that the new copy had as well, whose place they take. Raises
+    RequestError, for a file that both have changed too.
+    """
+    both, name = [], "."
+    try:
+        changed = _changed_in(copy, record)
+        for name in changed:
+            if taken.digests.get(name) not in (None, record.digests[name]):
+                raise RequestError(
+                    f"{shown(name)} was changed by the run in {copy}, and in {tree} otherwise. "
+                    f"Copy the one that is meant over the other."
+                )
+        for name in [*changed, *_written(copy, record, os.path.abspath(tree))]:
+            source, goal = copy / name, target / name
+            for parent in _parents(name):
+                link = target / parent
+                if link.is_symlink() and link.is_dir() and not any(link.iterdir()):
+                    link.unlink()  # its last file has gone from the tree
+                elif link.is_symlink():
+                    raise RequestError(
+                        f"{shown(name)} was written in {copy}, but {shown(parent)} of {tree} is "
+                        "no code any more (git ignores it, or it is a link). Move one of them."
+                    )
+            if goal.is_symlink():
+                goal.unlink()
+            elif goal.exists():
+                both += [] if name in record.digests else [name]
+                shutil.rmtree(goal) if goal.is_dir() else goal.unlink()
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir() and not source.is_symlink():
+                shutil.copytree(source, goal, symlinks=True, copy_function=_link_or_copy)
+            else:
+                _link_or_copy(source, goal)
+    except (OSError, shutil.Error) as error:
+        raise RequestError(
+            f"cannot keep {shown(name)}, which was written in {copy}: {error}. Make room, or mend "
+            "the file."
+        ) from None
+    return both
+
+
 def fingerprint(
     tree: Path, *, limit_mb: float = LIMIT_MB, leave_out: Collection[Path] = ()
 ) -> Snapshot | None:
@@ -114,18 +164,59 @@ def fingerprint(
     return Snapshot(files=len(digests), bytes=size, digests=digests, commit=plan.commit)
 
 
-def difference(before: Snapshot, after: Snapshot) -> list[str]:
+def difference(before: Snapshot, after: Snapshot, *, new: bool = False) -> list[str]:
     """What became of the files of `before`, a line each, for a person to read.
 
-    New ones are passed over: a run leaves its own results in the tree.
+    new: tell of new ones too. Where a run works in the tree itself it leaves its results there.
     """
-    lines = []
+    lines = [f"new {shown(name)}" for name in after.digests if new and name not in before.digests]
     for name in before.digests:
         if name not in after.digests:
             lines.append(f"removed {shown(name)}")
         elif before.digests[name] != after.digests[name]:
             lines.append(f"changed {shown(name)}")
     return sorted(lines)
+
+
+def _changed_in(copy: Path, record: Snapshot) -> list[str]:
+    """The recorded files of a copy whose content is another by now."""
+    changed = []
+    for name, digest in record.digests.items():
+        path = copy / name
+        if path.is_symlink() or not path.is_file():
+            continue
+        with path.open("rb") as file:
+            if _digest(file)[0] != digest:
+                changed.append(name)
+    return changed
+
+
+def _written(copy: Path, record: Snapshot, tree: str) -> Iterator[str]:
+    """What was written in a copy since: the topmost names of it, folder by folder."""
+    folders = {"", *(parent for name in record.digests for parent in _parents(name))}
+    for folder in sorted(folders):
+        if not (copy / folder).is_dir():
+            continue
+        for path in sorted((copy / folder).iterdir()):
+            name = f"{folder}/{path.name}" if folder else path.name
+            if name in record.digests or name in folders or path.name == "__pycache__":
+                continue
+            if path.is_symlink() and os.readlink(path) == f"{tree}/{name}":  # noqa: PTH115
+                continue
+            yield name
+
+
+def _parents(name: str) -> list[str]:
+    """The folders above a name, the topmost first."""
+    parts = name.split("/")
+    return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # not every file system has hard links
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _copy(plan: Plan, links: Mapping[str, str], target: str) -> Snapshot:

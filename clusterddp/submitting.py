@@ -111,14 +111,11 @@ def keep_code(spec: JobSpec, run: RunDir, limit_mb: float, say: Say) -> None:
     Raises RequestError when it is too large or cannot be read.
     """
     tree, taken = Path.cwd(), None
-    if not _runs_code_of(spec, tree):
+    if not runs_code_of(spec, tree):
         return
     from clusterddp import snapshot
 
-    leave_out = run_folders(run)
-    if spec.train and not references.is_reference(spec.train.dataset):
-        # MNIST, which the tasks find by its absolute path, is larger than any code.
-        leave_out += [Path(spec.train.data_dir, name) for name in ("MNIST", "synthetic")]
+    leave_out = no_code(spec, run)
     if spec.snapshot is not False:
         try:
             taken = snapshot.take(tree, run.code, limit_mb=limit_mb, leave_out=leave_out)
@@ -132,7 +129,16 @@ def keep_code(spec: JobSpec, run: RunDir, limit_mb: float, say: Say) -> None:
         write_atomically(run.code_record, taken.to_json().encode())
 
 
-def _runs_code_of(spec: JobSpec, tree: Path) -> bool:
+def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
+    """The folders in a person's tree that are no code: those of runs, and the shipped datasets."""
+    folders = run_folders(run)
+    if spec.train and not references.is_reference(spec.train.dataset):
+        # MNIST, which the tasks find by its absolute path, is larger than any code.
+        folders += [Path(spec.train.data_dir, name) for name in ("MNIST", "synthetic")]
+    return folders
+
+
+def runs_code_of(spec: JobSpec, tree: Path) -> bool:
     """Whether the tasks run what lies in this tree, rather than ours or what is installed."""
     if spec.train is None:
         return True

@@ -15,7 +15,7 @@ import pytest
 
 from clusterddp import code_files
 from clusterddp.errors import RequestError
-from clusterddp.snapshot import Snapshot, difference, fingerprint, take
+from clusterddp.snapshot import Snapshot, carry_over, difference, fingerprint, take
 from tests.hostile import CARRIED, REFUSED
 
 # A name of a file can be anything but these; -n covers what an option would look like.
@@ -652,3 +652,77 @@ def test_a_damaged_record_is_refused(content: str) -> None:
 def test_it_loads_without_torch() -> None:
     program = "import sys, clusterddp.snapshot; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program]) == b"False\n"
+
+
+# -- a copy taken anew -------------------------------------------------------------------------
+
+
+def again(tree: Path, copy: Path, record: Snapshot) -> tuple[Path, list[str]]:
+    """A new copy with what was written in the former one."""
+    target = copy.with_name("new")
+    taken = take(tree, target)
+    return target, carry_over(copy, record, tree, target, taken)
+
+
+def test_what_a_command_has_written_goes_along(repository: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    record = take(repository, copy)
+    write(copy, {"state-0": "7", "out/deep/log": "x", "package/cache.bin": "y"})
+    write(copy, {"package/__pycache__/model.pyc": "old"})
+    (copy / "latest").symlink_to("out/deep")
+    write(repository, {"train.py": "new", "state-0": "mine", "added.py": "3"})
+    (repository / "package/model.py").unlink()
+    target, both = again(repository, copy, record)
+    assert both == ["state-0"]
+    contents = {"state-0": "7", "out/deep/log": "x", "package/cache.bin": "y", "train.py": "new",
+                "added.py": "3"}  # fmt: skip
+    assert {name: (target / name).read_text() for name in contents} == contents
+    assert said_by(target / "latest") == "out/deep"
+    assert not (target / "package/model.py").exists()
+    assert not (target / "package/__pycache__").exists()
+    assert (copy / "train.py").read_text() == "one"  # the former copy stays whole
+
+
+def test_what_was_linked_leads_to_the_tree_again(repository: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    record = take(repository, copy)
+    assert (copy / "data").is_symlink()
+    write(copy, {"runs/1": "mine"})
+    write(repository, {".gitignore": "data/\nruns/\n", "runs/1": "of the folder"})
+    target, both = again(repository, copy, record)
+    assert ((target / "data").is_symlink(), both) == (True, [])
+    assert (target / "runs/1").read_text() == "mine"
+    assert (repository / "runs/1").read_text() == "of the folder"
+
+
+def test_a_file_that_the_run_has_changed_is_kept_or_asked_about(tree: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    record = take(tree, copy)
+    write(copy, {"train.py": "by the run"})
+    target, both = again(tree, copy, record)
+    assert ((target / "train.py").read_text(), both) == ("by the run", [])
+    shutil.rmtree(target)
+    write(tree, {"train.py": "by its person"})
+    with pytest.raises(RequestError, match=r"train\.py was changed by the run"):
+        again(tree, copy, record)
+
+
+@with_git
+def test_nothing_is_written_through_a_link_into_the_tree(repository: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    record = take(repository, copy)
+    write(copy, {"package/state": "7"})
+    git(repository, "rm", "-rq", "--cached", "package")
+    write(repository, {".gitignore": "data/\npackage/\n"})
+    with pytest.raises(RequestError, match="package/state was written"):
+        again(repository, copy, record)
+    assert not (repository / "package/state").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_written_files_of_every_name_go_along(tree: Path, tmp_path: Path, name: str) -> None:
+    copy = tmp_path / "copy"
+    record = take(tree, copy)
+    write(copy, {name: "7", f"package/{name}": "8"})
+    target, _ = again(tree, copy, record)
+    assert (target / name).read_text() + (target / f"package/{name}").read_text() == "78"

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from clusterddp import forms, global_batch, launchers
+from clusterddp import code_renewal, forms, global_batch, launchers
 from clusterddp.errors import RequestError
 from clusterddp.progress import is_finished, newest_checkpoint, recorded_batch
 from clusterddp.resources import Resources
@@ -44,19 +44,34 @@ def changed_request(
     return dataclasses.replace(before, **fields)
 
 
-def check_changes(run: RunDir, before: JobSpec, after: JobSpec, allow_changed: bool) -> None:
-    """Refuse, with the difference shown, what would train to other weights."""
-    if allow_changed:
-        return
-    if before.train and after.train:
+def check_changes(
+    run: RunDir, before: JobSpec, after: JobSpec, allow_changed: bool, code: str = "kept"
+) -> None:
+    """Refuse, with the difference shown, what would train to other weights.
+
+    code: whether the run uses its copy of the code as it was `kept`, which is told where the folder
+    differs by now, or takes the folder `new`.
+    """
+    if not allow_changed and before.train and after.train:
         changed = changes(dataclasses.asdict(before.train), after.train)
         if changed:
             raise RequestError(
                 f"{run.name} was trained with another configuration: {'; '.join(changed)}. Leave "
                 "the options as they were, add --allow-changed, or submit a new run."
             )
-    if run.code.is_dir() or not run.code_record.is_file():
+    if code == "new" or not run.code_record.is_file():
         return
+    if run.code.is_dir():
+        compared = code_renewal.compare(before, run)
+        told = code_renewal.describe(run, compared) if compared else ""
+        if told:
+            click.echo(f"clusterddp: {told}", err=True)
+    elif not allow_changed:
+        _check_code(run)
+
+
+def _check_code(run: RunDir) -> None:
+    """Refuse changed code of a run that uses its folder itself."""
     from clusterddp import snapshot
 
     recorded = snapshot.Snapshot.from_json(run.code_record.read_text(errors="replace"))
@@ -73,7 +88,8 @@ def check_changes(run: RunDir, before: JobSpec, after: JobSpec, allow_changed: b
         more = f" and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
         raise RequestError(
             f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
-            f"{', '.join(changed[:_MOST_CHANGES])}{more}. Put it back, or add --allow-changed."
+            f"{', '.join(changed[:_MOST_CHANGES])}{more}. Put it back, or take it as it is now "
+            "with --code new."
         )
 
 

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -16,7 +16,12 @@ from clusterddp.spec import JobSpec, submission_comment
 
 
 def submit_again(
-    claim: Claim, before: JobSpec, after: JobSpec, script: str, launcher: launchers.Launcher
+    claim: Claim,
+    before: JobSpec,
+    after: JobSpec,
+    script: str,
+    launcher: launchers.Launcher,
+    code_changes: Sequence[str] = (),
 ) -> launchers.Submission:
     """Lay the records down, submit, and put the former records back where that is refused."""
     claim.use()
@@ -29,7 +34,8 @@ def submit_again(
             kept = {run.script: None}
             write_atomically(run.script, script.encode())
         # Before the submission: the job's first line may come before the record of its id.
-        run.add_event("resubmit", changes=differences(before, after))
+        changes = [*differences(before, after), *(f"code: {line}" for line in code_changes)]
+        run.add_event("resubmit", changes=changes)
         return launcher.submit(after, script, run)
     except RequestError:
         _put_back(kept)

@@ -1,5 +1,6 @@
 """`clusterddp resubmit`: submits a run once more, in its own directory, to go on where it was."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from clusterddp import launchers
+from clusterddp import code_renewal, launchers
 from clusterddp.claim import claimed
 from clusterddp.cli import runs
 from clusterddp.cli.changed_request import (
@@ -108,6 +109,20 @@ def _request_options(function: F) -> F:
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Folder of your own templates, where the run was submitted with one and options change.",
 )
+@click.option(
+    "--code",
+    type=click.Choice(["kept", "new"]),
+    default="kept",
+    show_default=True,
+    help="The code that RUN uses: its copy, kept from the submission, or this folder as it is now.",
+)
+@click.option(
+    "--snapshot-limit",
+    metavar="MB",
+    type=float,
+    show_default="50, or twice the former copy",
+    help="Most megabytes that a new copy of the code may have.",
+)
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
 @click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
 @runs.output_root_option
@@ -118,6 +133,8 @@ def command(
     /,
     run: str,
     template_dir: Path | None,
+    code: str,
+    snapshot_limit: float | None,
     dry_run: bool,
     wait: bool,
     output_root: Path,
@@ -130,8 +147,10 @@ def command(
     given: those replace the recorded ones, and an empty value drops one (--dependency ''). Nothing
     is taken from variables or site.cfg. The starts that --max-requeues caps are counted anew.
 
-    Changed code, or a changed option that decides the weights, is refused with the difference
-    shown, unless --allow-changed.
+    It runs its copy of your code, and says in what the folder differs by now; --code new takes the
+    folder instead, with what a COMMAND has written in its copy. A changed option that decides the
+    weights, or changed code of a run without a copy, is refused with the difference shown, unless
+    --allow-changed.
     """
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
@@ -143,24 +162,30 @@ def command(
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     }
     if dry_run:
-        before, after = _requests(ctx, found, given)
+        before, after = _requests(ctx, found, given, code)
         script, _ = _script(found, before, after, template_dir, given)
         if after.train:
             find_own_functions(
-                after.train, code=_own_code(found), elsewhere=in_another_python(after)
+                after.train, code=_own_code(found, code), elsewhere=in_another_python(after)
             )
         _print_dry_run(after, script, as_json)
         return EXIT_DONE
-    with claimed(found, _say) as claim:
-        before, after = _requests(ctx, found, given)
+    with claimed(found, _say) as claim, contextlib.ExitStack() as stack:
+        before, after = _requests(ctx, found, given, code)
         check_state(found, before, after)
         script, launcher = _script(found, before, after, template_dir, given)
-        _check_inputs(found, after)
-        submission = submit_again(claim, before, after, script, launcher)
+        _check_inputs(found, after, code)
+        code_changes: list[str] = []
+        if code == "new":
+            renewal = code_renewal.renewed(after, found, snapshot_limit, _say)
+            code_changes = stack.enter_context(renewal)
+        submission = submit_again(claim, before, after, script, launcher, code_changes)
     return _follow_up(found, after, submission, wait, as_json)
 
 
-def _requests(ctx: click.Context, run: RunDir, given: Mapping[str, Any]) -> tuple[JobSpec, JobSpec]:
+def _requests(
+    ctx: click.Context, run: RunDir, given: Mapping[str, Any], code: str
+) -> tuple[JobSpec, JobSpec]:
     """The recorded request, and the one that is made now; raises RequestError or UsageError."""
     before = run.load_spec()
     _go_to_its_folder(run)
@@ -175,7 +200,7 @@ def _requests(ctx: click.Context, run: RunDir, given: Mapping[str, Any]) -> tupl
         )
     trained = {**recipe_settings(trained.get("recipe", "")), **trained}
     after = changed_request(before, given, trained, allow_changed)
-    check_changes(run, before, after, allow_changed)
+    check_changes(run, before, after, allow_changed, code)
     return before, after
 
 
@@ -214,7 +239,7 @@ def _go_to_its_folder(run: RunDir) -> None:
             ) from None
 
 
-def _check_inputs(run: RunDir, spec: JobSpec) -> None:
+def _check_inputs(run: RunDir, spec: JobSpec, code: str) -> None:
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(
@@ -227,15 +252,15 @@ def _check_inputs(run: RunDir, spec: JobSpec) -> None:
         make_sure(
             dataclasses.replace(spec.train, resume=resume),
             may_fetch=True,
-            code=_own_code(run),
+            code=_own_code(run, code),
             elsewhere=in_another_python(spec),
             world_size=spec.world_size,
         )
 
 
-def _own_code(run: RunDir) -> Path | None:
+def _own_code(run: RunDir, code: str) -> Path | None:
     """The copy of the code that the run uses; None where it uses the folder as it is."""
-    return run.code if run.code.is_dir() else None
+    return run.code if run.code.is_dir() and code == "kept" else None
 
 
 def _print_dry_run(spec: JobSpec, script: str, as_json: bool) -> None:

@@ -347,6 +347,88 @@ def test_unchanged_code_or_a_copy_of_it_is_no_matter(workplace: Workplace) -> No
     accepted(workplace, "one", *root, "--dry-run")
 
 
+def copied(workplace: Workplace) -> RunDir:
+    """A command's run with a copy of the tree, in which it has written its state."""
+    run = code_run(workplace)
+    snapshot.take(Path.cwd(), run.code, leave_out=run_folders(run))
+    (run.code / "state").write_text("step 7")
+    return run
+
+
+def code_of(run: RunDir) -> dict[str, str]:
+    return {path.name: path.read_text() for path in run.code.iterdir()}
+
+
+def test_a_copy_that_is_older_than_the_folder_is_said(workplace: Workplace) -> None:
+    run = copied(workplace)
+    root = ["--output-root", str(workplace.root)]
+    assert "copy" not in accepted(workplace, "one", *root, "--dry-run").err
+    Path("train.py").write_text("print(2)\n")
+    Path("it's \n new.py").write_text("")
+    said = accepted(workplace, "one", *root).err
+    assert f"one runs its copy of the code ({run.code}, of " in said
+    assert '2 files differ by now: changed train.py, new "it\'s \\n new.py"' in said
+    assert "--code new" in said
+    assert code_of(run) == {"train.py": "print(1)\n", "state": "step 7"}
+
+
+def test_the_folder_is_taken_as_it_is_now(workplace: Workplace) -> None:
+    run = copied(workplace)
+    root = ["--output-root", str(workplace.root)]
+    Path("train.py").write_text("print(2)\n")
+    Path("new.py").write_text("")
+    got = accepted(workplace, "one", *root, "--code", "new")
+    assert code_of(run) == {"train.py": "print(2)\n", "new.py": "", "state": "step 7"}
+    assert f"copied {Path.cwd()} to {run.code} as it is now: " in got.err
+    assert ": changed train.py, new new.py\n" in got.err
+    assert run.read_events()[-2]["changes"] == ["code: changed train.py", "code: new new.py"]
+    assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
+    workplace.command("squeue", "echo '13|CANCELLED|None'")
+    assert "copy" not in accepted(workplace, "one", *root, "--dry-run").err
+
+
+def test_a_refused_submission_has_its_former_code_back(workplace: Workplace) -> None:
+    run = copied(workplace)
+    root = ["--output-root", str(workplace.root)]
+    before = code_of(run), run.code_record.read_bytes()
+    Path("train.py").write_text("print(2)\n")
+    workplace.command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
+    assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 2
+    assert (code_of(run), run.code_record.read_bytes()) == before
+    Path("large").write_bytes(bytes(2_000_000))
+    said = refused(workplace, run, *root, "--code", "new", "--snapshot-limit", "1")
+    assert "--snapshot-limit" in said
+    assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
+
+
+def test_a_swap_that_was_killed_between_two_renames_is_mended(workplace: Workplace) -> None:
+    run = copied(workplace)
+    root = ["--output-root", str(workplace.root)]
+    run.code.rename(run.path / ".code-former")
+    (run.path / ".code-new").mkdir()
+    accepted(workplace, "one", *root, "--code", "new")
+    assert code_of(run) == {"train.py": "print(1)\n", "state": "step 7"}
+    assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
+
+
+def test_without_a_copy_the_changed_folder_is_taken_on_purpose(workplace: Workplace) -> None:
+    run = code_run(workplace)
+    spec = dataclasses.replace(run.load_spec(), snapshot=False)
+    run.spec.write_text(spec.to_json())
+    root = ["--output-root", str(workplace.root)]
+    Path("train.py").write_text("print(2)\n")
+    assert "--code new" in refused(workplace, run, *root)
+    accepted(workplace, "one", *root, "--code", "new")
+    assert not run.code.exists()
+    workplace.command("squeue", "echo '13|CANCELLED|None'")
+    accepted(workplace, "one", *root, "--dry-run")
+
+
+def test_a_run_without_code_of_its_own_has_none_to_take(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    assert "uses no code of" in refused(workplace, run, "--code", "new")
+
+
 def test_training_options_are_not_for_a_command(workplace: Workplace) -> None:
     run = stopped(workplace, train=None, command=("true",))
     assert "--lr belongs to the MNIST training" in refused(workplace, run, "--lr", "1")
@@ -584,6 +666,24 @@ def test_a_rehearsal_is_rehearsed_again(workplace: Workplace) -> None:
     assert kinds(run)[:4] == ["submitted", "resubmit", "submitted", "started"]
     assert "nothing" not in workplace.calls
     assert workplace.invoke("resubmit", "here").code == 2
+
+
+def test_new_code_of_a_command_runs_where_its_state_lies(workplace: Workplace) -> None:
+    """From the first submission on, as it is typed, by the bytes that the command prints."""
+    workplace.monkeypatch.setenv("PATH", f"{workplace.folder}/bin:{Path(sys.executable).parent}"
+                                 ":/usr/bin:/bin")  # fmt: skip
+    program = Path("job.sh")
+    program.write_text("echo first; echo 7 >state; exit 3\n")
+    argv = ["--launcher", "local", "--run-name", "own", "--", "sh", "job.sh"]
+    assert workplace.invoke("submit", *argv).code == 1
+    program.write_text("echo second; cat state; exit 3\n")
+    got = workplace.invoke("resubmit", "own")
+    assert "changed job.sh" in got.err
+    assert "--code new" in got.err
+    log = RunDir(workplace.root / "own").rank_log(0)
+    assert "second" not in log.read_text()
+    assert workplace.invoke("resubmit", "own", "--code", "new").code == 1
+    assert log.read_text().endswith("second\n7\n")
 
 
 def test_one_that_runs_on_another_machine_is_left_while_it_lives(workplace: Workplace) -> None:

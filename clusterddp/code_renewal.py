@@ -1,0 +1,186 @@
+"""A run's copy of its person's code, against the folder that it was copied from.
+
+Every start of a run uses the copy. Here a later submission learns how the folder differs from it,
+and replaces it by the folder as it is now.
+"""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from clusterddp import snapshot
+from clusterddp.errors import RequestError
+from clusterddp.run_dir import RunDir, write_atomically
+from clusterddp.spec import JobSpec
+from clusterddp.submitting import Say, no_code, runs_code_of
+
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The folder in which a run was submitted, against the recorded code of that run."""
+
+    tree: Path
+    recorded: snapshot.Snapshot
+    now: snapshot.Snapshot | None
+    """None where the folder cannot be read, or has become too large to be compared."""
+
+    @property
+    def changes(self) -> list[str]:
+        """What became of the files, a line each."""
+        return snapshot.difference(self.recorded, self.now, new=True) if self.now else []
+
+
+def compare(spec: JobSpec, run: RunDir) -> Comparison | None:
+    """Compare the current folder with the run's copy; None where the run has no copy.
+
+    Raises RequestError where the record of the copy cannot be read.
+    """
+    if not run.code.is_dir() or not run.code_record.is_file():
+        return None
+    recorded = _recorded(run)
+    now = snapshot.fingerprint(
+        Path.cwd(), limit_mb=_limit_mb(recorded), leave_out=no_code(spec, run)
+    )
+    return Comparison(Path.cwd(), recorded, now)
+
+
+def describe(run: RunDir, compared: Comparison) -> str:
+    """What a person has to know before the run goes on in its copy; empty where nothing differs."""
+    taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.code_record.stat().st_mtime))
+    uses = f"{run.name} runs its copy of the code ({run.code}, of {taken})"
+    if compared.now is None:
+        return f"warning: {uses}, and {compared.tree} cannot be compared with it"
+    changes = compared.changes
+    if not changes:
+        return ""
+    files = "1 file differs" if len(changes) == 1 else f"{len(changes)} files differ"
+    return (
+        f"{uses}; in {compared.tree} {files} by now: {_shown(changes)}. "
+        "Take the folder as it is now with --code new"
+    )
+
+
+@contextlib.contextmanager
+def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None, say: Say) -> Iterator[list[str]]:
+    """Have the run use the current folder as it is now, while the body submits it.
+
+    What a command has written in its copy goes along. The former copy stays until the new one is
+    whole, and is put back when the body raises RequestError.
+
+    limit_mb: most megabytes of the copy; None lets it grow to twice the former one.
+    Yields what differs from the former code, a line each. Raises RequestError where the folder
+    cannot be copied; nothing is changed then.
+    """
+    tree = Path.cwd()
+    if not runs_code_of(spec, tree):
+        raise RequestError(
+            f"--code new: {run.name} uses no code of {tree}: its tasks run what is installed."
+        )
+    draft, former = run.path / ".code-new", run.path / ".code-former"
+    recorded = _recorded(run) if run.code_record.is_file() else None
+    record = run.code_record.read_bytes() if recorded else None
+    try:
+        _tidy(run, draft, former)
+        taken = _take(spec, run, draft, recorded, limit_mb, say)
+        copied = draft.is_dir()
+        if copied:
+            _swap(run, draft, former)
+        if taken:
+            write_atomically(run.code_record, taken.to_json().encode())
+    except (OSError, RequestError) as error:
+        _put_back(run, draft, former, record)
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(f"--code new: {run.path} cannot be written: {error}.") from None
+    changes = snapshot.difference(recorded, taken, new=True) if recorded and taken else []
+    where = f"copied {tree} to {run.code}" if copied else f"{run.name} uses {tree}"
+    say(f"{where} as it is now: {_shown(changes) or 'no file differs'}")
+    try:
+        yield changes
+    except RequestError:
+        _put_back(run, draft, former, record)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _take(
+    spec: JobSpec,
+    run: RunDir,
+    draft: Path,
+    recorded: snapshot.Snapshot | None,
+    limit_mb: float | None,
+    say: Say,
+) -> snapshot.Snapshot | None:
+    """Copy the folder to the draft, or look at what is there where the run goes without a copy."""
+    tree, left_out = Path.cwd(), no_code(spec, run)
+    limit = _limit_mb(recorded) if limit_mb is None else limit_mb
+    if run.code.is_dir() or spec.snapshot is not False:
+        try:
+            taken = snapshot.take(tree, draft, limit_mb=limit, leave_out=left_out)
+        except RequestError as error:
+            if run.code.is_dir() or spec.snapshot:
+                raise
+            say(f"warning: your code is not copied: {error}")
+        else:
+            if recorded and run.code.is_dir():
+                taken = _carry_over(run, recorded, taken, draft, say)
+            return taken
+    return snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out)
+
+
+def _carry_over(
+    run: RunDir, recorded: snapshot.Snapshot, taken: snapshot.Snapshot, draft: Path, say: Say
+) -> snapshot.Snapshot:
+    """Take along what the command has written; that is no code, even where the folder has it."""
+    both = snapshot.carry_over(run.code, recorded, Path.cwd(), draft, taken)
+    if not both:
+        return taken
+    say(f"kept what {run.name} has written, although the folder has it too: {_shown(both)}")
+    digests = {name: digest for name, digest in taken.digests.items() if name not in both}
+    return replace(taken, digests=digests, files=len(digests))
+
+
+def _swap(run: RunDir, draft: Path, former: Path) -> None:
+    if run.code.is_dir():
+        run.code.rename(former)
+    draft.rename(run.code)
+
+
+def _put_back(run: RunDir, draft: Path, former: Path, record: bytes | None) -> None:
+    with contextlib.suppress(OSError):
+        if former.is_dir():
+            shutil.rmtree(run.code, ignore_errors=True)
+            former.rename(run.code)
+        if record is not None:
+            write_atomically(run.code_record, record)
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _tidy(run: RunDir, draft: Path, former: Path) -> None:
+    """Mend what a process left that was killed between two renames. Raises OSError."""
+    if former.is_dir() and not run.code.exists():
+        former.rename(run.code)
+    for left in (draft, former):
+        if left.is_dir():
+            shutil.rmtree(left)
+
+
+def _recorded(run: RunDir) -> snapshot.Snapshot:
+    try:
+        return snapshot.Snapshot.from_json(run.code_record.read_text(errors="replace"))
+    except (OSError, RequestError) as error:
+        raise RequestError(f"{run.code_record} cannot be read: {error}") from None
+
+
+def _limit_mb(recorded: snapshot.Snapshot | None) -> float:
+    return max(snapshot.LIMIT_MB, 2 * recorded.bytes / 1e6) if recorded else snapshot.LIMIT_MB
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{', '.join(names[:_MOST_NAMES])}{more}"
