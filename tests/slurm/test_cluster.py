@@ -19,7 +19,8 @@ from .cluster import FOLDER_PREFIX, ClusterError, SlurmCluster
 
 pytestmark = pytest.mark.usefixtures("slurm_available")
 
-AS_NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+NOBODY = 65534
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
 
 # Prints what a client of the given address and port was greeted with, trying for ten seconds.
 CLIENT = """
@@ -268,7 +269,7 @@ def test_the_slurm_of_another_root_is_booted_and_the_root_left_as_it_was(own_tmp
     python = shlex.join([*AS_NOBODY, sys.executable, "-c", program])
     argv = ["sh", "-c", f"touch /run/written; {python}"]
     with SlurmCluster(hosts=1, root=Path("/")) as other:
-        assert other.run(["srun", *argv], check=True).stdout.split() == ["65534", "True"]
+        assert other.run(["srun", *argv], check=True).stdout.split() == [str(NOBODY), "True"]
     assert not Path("/run/written").exists()
     assert _left_in(own_tmp) == set()
     assert _machine() == before
