@@ -24,7 +24,9 @@ def main() -> None:
     first = int(os.environ["RANK"]) * asked.steps * asked.batch_size
     order = (torch.arange(asked.steps * asked.batch_size) + first) % len(images)
     batches = [
-        (as_images(some), labels) for some, labels in images.batches(order, asked.batch_size)
+        # Laid out as a tutorial's ToTensor does.
+        (as_images(some).clone(memory_format=torch.contiguous_format), labels)
+        for some, labels in images.batches(order, asked.batch_size)
     ]
 
     def train() -> float:

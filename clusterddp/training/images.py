@@ -65,10 +65,19 @@ def as_images(batch: Tensor) -> Tensor:
     """A batch as normalised images (N, 1, H, W): made of bytes (N, H, W), or as they came.
 
     With the very values that torchvision's ToTensor and Normalize give, as it goes their steps.
+    Images of one channel have channels_last's strides: the layouts are the same bytes, but
+    convolutions pick their algorithm by the strides.
     """
     if batch.dtype is not torch.uint8:
-        return batch
-    return batch.unsqueeze(1).to(torch.float32).div_(255).sub_(PIXEL_MEAN).div_(PIXEL_STD)
+        one_channel = batch.dim() == 4 and batch.shape[1] == 1
+        return _with_a_channel(batch.squeeze(1)) if one_channel else batch
+    images = _with_a_channel(batch).to(torch.float32)
+    return images.div_(255).sub_(PIXEL_MEAN).div_(PIXEL_STD)
+
+
+def _with_a_channel(batch: Tensor) -> Tensor:
+    """(N, H, W) as (N, 1, H, W) in the channels_last layout, without a copy."""
+    return batch.unsqueeze(-1).permute(0, 3, 1, 2)
 
 
 def training_order(

@@ -17,11 +17,32 @@ def test_a_batch_holds_the_very_values_of_the_datasets_own_transform(synthetic_d
     assert pixels.dtype is torch.uint8
     pixels = as_images(pixels)
     assert pixels.shape == (3, 1, 28, 28)
-    assert as_images(pixels) is pixels
+    assert torch.equal(as_images(pixels), pixels)
     for position, index in enumerate(indices.tolist()):
         image, label = dataset[index]
         assert torch.equal(pixels[position], image)
         assert labels[position] == label
+
+
+@pytest.mark.parametrize(
+    ("batch", "stride"),
+    [
+        (torch.zeros(3, 28, 28, dtype=torch.uint8), (784, 1, 28, 1)),
+        (torch.zeros(3, 1, 28, 28), (784, 1, 28, 1)),
+        # What a person's own model may `view` as it came.
+        (torch.zeros(3, 2, 28, 28), (1568, 784, 28, 1)),
+        (torch.zeros(3, 784), (784, 1)),
+    ],
+    ids=["bytes", "one channel", "two channels", "flat"],
+)
+def test_images_of_one_channel_say_that_they_are_channels_last_and_are_not_copied(
+    batch: torch.Tensor, stride: tuple[int, ...]
+) -> None:
+    images = as_images(batch)
+    assert images.stride() == stride
+    assert images.view(3, -1).shape == (3, batch[0].numel())
+    if batch.dtype is not torch.uint8:
+        assert images.data_ptr() == batch.data_ptr()
 
 
 @pytest.mark.parametrize("batch_size", [1, 64, 100, 9000])

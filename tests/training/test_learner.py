@@ -112,6 +112,73 @@ def test_weights_and_a_ranks_draws_come_from_the_seed_whichever_generator_draws_
         assert not set(one) & set(another)
 
 
+class OneByOne(nn.Module):
+    """Has what `contiguous(memory_format=…)` takes for channels_last already, and one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(1, 4, 3)
+        self.mixed = nn.Conv2d(4, 8, 1)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(1, 1, 26, 26))
+        self.fc = nn.Linear(8 * 26 * 26, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.fc(self.mixed(self.one(images) * self.scale).flatten(1))
+        return scores
+
+
+def _by_channels_last(tensor: Tensor) -> tuple[int, ...]:
+    _, channels, height, width = tensor.shape
+    return (channels * height * width, 1, channels * width, channels)
+
+
+@pytest.mark.parametrize(
+    "model", [OneByOne, models.ConvNet, models.BNConvNet, models.FastNet, models.DeepNet]
+)
+def test_every_convolution_is_channels_last_by_its_strides(model: Any, alone: None) -> None:
+    with training_with(model):
+        ours = learner(0, 1)
+    tensors = [t for t in (*ours.model.parameters(), *ours.model.buffers()) if t.dim() == 4]
+    assert tensors
+    for tensor in tensors:
+        assert tensor.stride() == _by_channels_last(tensor)
+
+
+def test_a_checkpoint_of_the_first_convolutions_former_strides_goes_on_to_the_same_weights(
+    alone: None,
+) -> None:
+    def resumed(content: dict[str, Any]) -> str:
+        agreed = Agreement(
+            "gloo", "cpu", 1, 1, resume="x", global_batch_size=8, reference_world_size=1
+        )
+        settings = config(Path("data"), momentum=0.9)
+        ours = Learner(settings, agreed, rank=0, device=CPU, mark=print, resume_content=content)
+        ours.learn(*second)
+        assert ours.model.layer1[0].weight.stride() == (25, 1, 5, 1)  # type: ignore[union-attr,index]
+        return checkpoint.weights_sha256(ours.model)
+
+    first, second, _ = batches(0, 1)
+    whole = learner(0, 1, momentum=0.9)
+    whole.learn(*first)
+    content = whole.collect(None)
+    older = _relaid(content)
+    assert older["model"]["layer1.0.weight"].stride() == (25, 25, 5, 1)
+    whole.learn(*second)
+    assert resumed(content) == resumed(older) == checkpoint.weights_sha256(whole.model)
+
+
+def _relaid(value: Any) -> Any:
+    """A checkpoint's content with the strides that 0.1.0 left where there is one input channel."""
+    if isinstance(value, Tensor):
+        one = value.dim() == 4 and value.shape[1] == 1
+        layout = torch.contiguous_format if one else torch.preserve_format
+        return value.clone(memory_format=layout)
+    if isinstance(value, dict):
+        return {name: _relaid(item) for name, item in value.items()}
+    return value
+
+
 class Unrepeatable(nn.Module):
     """Uses an operation that has no deterministic algorithm, on CPUs as on GPUs."""
 

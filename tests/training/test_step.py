@@ -27,7 +27,7 @@ def step(model: nn.Module, **settings: Any) -> Step:
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return models.build("convnet")
+    return models.build("convnet").to(memory_format=torch.channels_last)  # as the learner has it
 
 
 def weights(model: nn.Module) -> Tensor:
