@@ -70,7 +70,7 @@ class Attempt:
 
     @property
     def alive(self) -> Path:
-        """Rank 0's sign of life: its time of change, and the step in it."""
+        """Rank 0's sign of life: its time of change; in it the step, and the newest one saved."""
         return self.path / "alive"
 
     @property
@@ -98,13 +98,15 @@ class Attempt:
         # The batch script leaves an empty file: its one reason is Slurm's signal ahead of the end.
         return str((read_json(self.stop) or {}).get("reason") or "signal")
 
-    def show_life(self, step: int) -> None:
-        """Renew the sign of life, and say how far the training is. Raises OSError.
+    def show_life(self, step: int, saved: int | None = None) -> None:
+        """Renew the sign of life, and say how far the training is, and what it has saved.
+
+        Raises OSError.
 
         By a rename, after which a network file system looks at this folder anew, and so at `stop`.
         """
         fresh = self.alive.with_name(f".{self.alive.name}.{os.getpid()}")
-        fresh.write_text(json.dumps({"step": step}))  # nobody waits for the disk
+        fresh.write_text(json.dumps({"step": step, "saved": saved}))  # nobody waits for the disk
         fresh.replace(self.alive)
 
     def is_alive(self) -> bool:

@@ -30,7 +30,12 @@ def newest_checkpoint(run: RunDir) -> tuple[int, float] | None:
     """The step and the time of the checkpoint with the highest step; not verified, so cheap."""
     try:
         with os.scandir(run.checkpoints) as entries:
-            found = [(int(name[1]), e) for e in entries if (name := _CHECKPOINT.fullmatch(e.name))]
+            found = [
+                (int(name[1]), entry)
+                for entry in entries
+                if (name := _CHECKPOINT.fullmatch(entry.name))
+                and entry.is_file(follow_symlinks=False)
+            ]
         step, newest = max(found, key=lambda one: one[0])
         return step, newest.stat().st_mtime
     except (OSError, ValueError):

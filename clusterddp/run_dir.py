@@ -32,6 +32,7 @@ import json
 import math
 import os
 import shlex
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -233,10 +234,22 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield value
 
 
+def read_file(path: Path) -> bytes:
+    """The bytes of a regular file. Raises OSError, for a FIFO too, which is not waited for."""
+
+    def at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None when it is absent or torn."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(read_file(path))
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None

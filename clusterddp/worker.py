@@ -219,6 +219,7 @@ def _train(
             held.close()  # DDP has begun on every rank, so all of them have mapped it
             held = None  # a GPU has the set in its own memory
         presence.step = lambda: training.position.step
+        presence.saved = lambda: training.saver.last_step if training.saver else None
         try:
             reason = training.run()
         except BaseException:

@@ -9,6 +9,8 @@ import click
 from clusterddp.cli import runs
 from clusterddp.cli.jobs import table
 from clusterddp.cli.settings import SettingsCommand
+from clusterddp.errors import CheckpointError
+from clusterddp.run_dir import RunDir
 from clusterddp.training import run_checkpoints
 from clusterddp.training.run_checkpoints import Entry
 
@@ -35,9 +37,17 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
         fields = [dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in entries]
         click.echo(runs.as_json(fields))
     elif not entries:
-        click.echo(f"{found_run.shown} has no checkpoints yet", err=True)
+        click.echo(_why_none(found_run), err=True)
     else:
         click.echo(table([_HEADER, *(_row(entry, time.time()) for entry in entries)]))
+
+
+def _why_none(run: RunDir) -> str:
+    try:
+        run_checkpoints.source(run, lambda _: None)
+    except CheckpointError as error:
+        return f"clusterddp: {error}"
+    return f"{run.shown} has no checkpoints yet"
 
 
 def _row(entry: Entry, now: float) -> tuple[str, ...]:

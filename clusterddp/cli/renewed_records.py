@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from clusterddp import attempt as attempts
 from clusterddp import launchers
 from clusterddp.claim import Claim
 from clusterddp.cli.changed_request import differences
@@ -22,8 +23,13 @@ def submit_again(
     script: str,
     launcher: launchers.Launcher,
     code_changes: Sequence[str] = (),
+    *,
+    from_scratch: bool = False,
 ) -> launchers.Submission:
-    """Lay the records down, submit, and put the former records back where that is refused."""
+    """Lay the records down, submit, and put the former records back where that is refused.
+
+    from_scratch: give up what the run's attempts have saved so far.
+    """
     claim.use()
     run = claim.run
     kept: dict[Path, Path | None] = {}
@@ -35,7 +41,9 @@ def submit_again(
             write_atomically(run.script, script.encode())
         # Before the submission: the job's first line may come before the record of its id.
         changes = [*differences(before, after), *(f"code: {line}" for line in code_changes)]
-        run.add_event("resubmit", changes=changes)
+        latest = attempts.latest(run) if from_scratch else None
+        given_up = {"from_scratch": latest.number} if latest else {}
+        run.add_event("resubmit", changes=changes, **given_up)
         return launcher.submit(after, script, run)
     except RequestError:
         _put_back(kept)

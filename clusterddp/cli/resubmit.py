@@ -34,9 +34,10 @@ from clusterddp.errors import (
     RequestError,
 )
 from clusterddp.inputs import find_own_functions, in_another_python, make_sure
-from clusterddp.progress import newest_checkpoint
+from clusterddp.progress import checkpoint_step
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec
+from clusterddp.train_config import TrainConfig
 
 F = TypeVar("F", bound=Any)
 
@@ -123,6 +124,11 @@ def _request_options(function: F) -> F:
     show_default="50, or twice the former copy",
     help="Most megabytes that a new copy of the code may have.",
 )
+@click.option(
+    "--from-scratch",
+    is_flag=True,
+    help="Begin at step 0 again: the run's checkpoints are given up, or are gone.",
+)
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
 @click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
 @runs.output_root_option
@@ -151,6 +157,9 @@ def command(
     folder instead, with what a COMMAND has written in its copy. A changed option that decides the
     weights, or changed code of a run without a copy, is refused with the difference shown, unless
     --allow-changed.
+
+    A run that has saved checkpoints, and can go on from none of them any more, begins at step 0
+    only with --from-scratch.
     """
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
@@ -168,19 +177,24 @@ def command(
             find_own_functions(
                 after.train, code=_own_code(found, code), elsewhere=in_another_python(after)
             )
+        _source(found, after, given)
         _print_dry_run(after, script, as_json)
         return EXIT_DONE
     with claimed(found, _say) as claim, contextlib.ExitStack() as stack:
         before, after = _requests(ctx, found, given, code)
         check_state(found, before, after)
         script, launcher = _script(found, before, after, template_dir, given)
-        _check_inputs(found, after, code)
+        source = _source(found, after, given)
+        _check_inputs(found, after, code, source)
         code_changes: list[str] = []
         if code == "new":
             renewal = code_renewal.renewed(after, found, snapshot_limit, _say)
             code_changes = stack.enter_context(renewal)
-        submission = submit_again(claim, before, after, script, launcher, code_changes)
-    return _follow_up(found, after, submission, wait, as_json)
+        submission = submit_again(
+            claim, before, after, script, launcher, code_changes,
+            from_scratch=bool(given.get("from_scratch")),
+        )  # fmt: skip
+    return _follow_up(found, after, submission, source, wait, as_json)
 
 
 def _requests(
@@ -192,6 +206,12 @@ def _requests(
     check_directory(run, before)
     given = dict(given)
     allow_changed = bool(given.pop("allow_changed", False))
+    if given.pop("from_scratch", False) and before.train is None:
+        raise click.UsageError(
+            f"--from-scratch belongs to the MNIST training, but {run.name} runs a command, which "
+            "begins where it likes.",
+            ctx,
+        )
     trained = {name: value for name, value in given.items() if name in _TRAIN_NAMES}
     if trained and before.train is None:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in trained)
@@ -212,8 +232,9 @@ def _script(
     given: Mapping[str, Any],
 ) -> tuple[str, launchers.Launcher]:
     """The script that is sent, the recorded one where nothing was changed, and its launcher."""
-    check_steps(run, after)
-    check_ranks(run, after)
+    if not given.get("from_scratch"):
+        check_steps(run, after)
+        check_ranks(run, after)
     launcher = launchers.load(after.launcher)
     if after == before and run.script.is_file():
         return recorded_script(run), launcher
@@ -239,7 +260,22 @@ def _go_to_its_folder(run: RunDir) -> None:
             ) from None
 
 
-def _check_inputs(run: RunDir, spec: JobSpec, code: str) -> None:
+def _source(run: RunDir, spec: JobSpec, given: Mapping[str, Any]) -> Path | None:
+    """The checkpoint from which the run will go on, found as its ranks will find it; None for none.
+
+    Raises RequestError where they would not begin.
+    """
+    if spec.train is None or given.get("from_scratch"):
+        return None
+    from clusterddp.training import run_checkpoints
+
+    try:
+        return run_checkpoints.source(run, _say)
+    except CheckpointError as error:
+        raise RequestError(str(error)) from None
+
+
+def _check_inputs(run: RunDir, spec: JobSpec, code: str, source: Path | None) -> None:
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(
@@ -247,8 +283,7 @@ def _check_inputs(run: RunDir, spec: JobSpec, code: str) -> None:
                 "set it."
             )
     if spec.train:
-        own = newest_checkpoint(run) is not None
-        resume = "" if own else spec.train.resume  # its own come first
+        resume = "" if source else spec.train.resume  # its own come first
         make_sure(
             dataclasses.replace(spec.train, resume=resume),
             may_fetch=True,
@@ -271,14 +306,18 @@ def _print_dry_run(spec: JobSpec, script: str, as_json: bool) -> None:
 
 
 def _follow_up(
-    run: RunDir, spec: JobSpec, submission: launchers.Submission, wait: bool, as_json: bool
+    run: RunDir,
+    spec: JobSpec,
+    submission: launchers.Submission,
+    source: Path | None,
+    wait: bool,
+    as_json: bool,
 ) -> int:
     """Say what was done, and follow the run where that is asked for or needed."""
     fields = {"run": spec.run_name, "run_dir": spec.run_dir, "job_id": submission.job_id}
     following = wait or submission.stop is not None
     if not as_json:
-        where = _goes_on(run, spec)
-        where = where if spec.train else "starts its command again"
+        where = _goes_on(spec.train, source) if spec.train else "starts its command again"
         click.echo(
             f"submitted {run.name} again as job {submission.job_id}: {spec.layout}; it {where}\n"
             f"  status  clusterddp status {run.shown}\n"
@@ -300,15 +339,7 @@ def _follow_up(
     return code
 
 
-def _goes_on(run: RunDir, spec: JobSpec) -> str:
-    """From where the run will train, by the same look at its checkpoints as its ranks will take."""
-    from clusterddp.training import checkpoint_file, run_checkpoints
-
-    try:
-        found = run_checkpoints.newest(run, lambda line: click.echo(line, err=True))
-    except CheckpointError:
-        found = None
-    if found:
-        return f"goes on from step {checkpoint_file.step_of(found)}"
-    resume = spec.train.resume if spec.train else ""
-    return f"starts from {resume}" if resume else "starts from the beginning"
+def _goes_on(config: TrainConfig, source: Path | None) -> str:
+    if source:
+        return f"goes on from step {checkpoint_step(source)}"
+    return f"starts from {config.resume}" if config.resume else "starts from the beginning"

@@ -24,10 +24,9 @@ from clusterddp import __version__
 from clusterddp.errors import CheckpointError
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import checkpoint_file
-from clusterddp.training.checkpoint_file import Best
+from clusterddp.training.checkpoint_file import FORMAT, Best
 from clusterddp.training.messages import PeerError
 
-FORMAT = 2
 # Of a checkpoint, in one exchange: a network stack may want to hold it twice.
 _PIECE_BYTES = 64 << 20
 

@@ -6,14 +6,20 @@ without torch: what is inside is `checkpoint`'s, and `saver` writes.
 """
 
 import hashlib
+import io
 import json
+import pickletools
 import re
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp import __version__
 from clusterddp.errors import CheckpointError
-from clusterddp.run_dir import read_json, write_atomically
+from clusterddp.run_dir import read_file, read_json, write_atomically
 
+FORMAT = 2
+"""Of what a checkpoint holds."""
 BEST = "best.json"
 _NAME = re.compile(r"step-(\d{8,})\.pt", re.ASCII)
 # What torch.save writes is a zip archive: how it begins, and how its last 22 bytes do.
@@ -69,9 +75,19 @@ def files(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a checkpoint; raises UnusableError when it is missing, torn or unverified."""
+    """The bytes of a checkpoint; raises UnusableError when nothing can go on from it.
+
+    It is missing, torn, unverified, of another format, or no file of its folder: a symbolic link
+    leads to what nobody keeps for the run, and a FIFO would be waited for.
+    """
+    if path.is_symlink():
+        reason = "a link" if path.exists() else "a dangling link"
+        raise UnusableError(
+            reason,
+            f"the checkpoint {path} is {reason} to {path.readlink()}. Put the file itself there.",
+        )
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except FileNotFoundError:
         raise UnusableError("missing", f"the checkpoint {path} does not exist.") from None
     except OSError as error:
@@ -81,7 +97,7 @@ def read(path: Path) -> bytes:
         raise UnusableError("empty", f"the checkpoint {path} is empty.")
     checksum = checksum_of(path)
     try:
-        recorded = checksum.read_text(errors="replace").split()[:1]
+        recorded = read_file(checksum).decode(errors="replace").split()[:1]
     except FileNotFoundError:
         raise UnusableError(
             "no checksum",
@@ -103,7 +119,27 @@ def read(path: Path) -> bytes:
             f"the checkpoint {path} is damaged: {cut}its SHA-256 is not the recorded one. "
             "Resume from an older checkpoint of the run.",
         )
+    written = _format(data)
+    if written != FORMAT:
+        raise UnusableError(
+            f"format {written}",
+            f"the checkpoint {path} has format {written}, and this clusterddp {__version__} reads "
+            f"format {FORMAT}. Resume with the clusterddp that wrote it.",
+        )
     return data
+
+
+def _format(data: bytes) -> object:
+    """The format that a checkpoint itself names, or None; its pickle is scanned, never run."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            [record] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            words = pickletools.genops(archive.read(record))
+            # Of a dict's items the key comes first; a word for the memo can stand between.
+            any(word == "format" for _, word, _ in words)
+            return next((word for op, word, _ in words if "INT" in op.name), None)
+    except (ValueError, LookupError, RuntimeError, NotImplementedError, zipfile.BadZipFile):
+        return None
 
 
 def read_best(folder: Path) -> Best | None:

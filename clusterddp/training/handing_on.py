@@ -84,10 +84,11 @@ def _hand_on(
             continue
         fresh = draft / each.path.name
         try:
+            checkpoint_file.read(each.path)
             _link(each.path, draft)
             checkpoint_file.read(fresh)
         except (FileNotFoundError, UnusableError) as error:
-            if each.path.exists():
+            if os.path.lexists(each.path):
                 warn(f"passing over {each.path.name}: {error}")
             checkpoint_file.remove(fresh)
             continue

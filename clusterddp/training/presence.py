@@ -24,6 +24,8 @@ class Presence:
         """`superseded` is called when a later attempt has begun; by default the process ends."""
         self.step: Callable[[], int] = lambda: 0
         """How far the training is."""
+        self.saved: Callable[[], int | None] = lambda: None
+        """The step of its newest checkpoint, if it has one."""
         self._attempt = attempt
         self._request = request
         self._superseded = superseded or self._leave
@@ -53,7 +55,7 @@ class Presence:
 
     def _look(self) -> None:
         try:
-            self._attempt.show_life(self.step())
+            self._attempt.show_life(self.step(), self.saved())
             self._gone = 0
         except FileNotFoundError:
             self._gone += 1

@@ -3,13 +3,14 @@
 Works without torch, as `checkpoint_file` does.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.attempt import Attempt, attempts
 from clusterddp.errors import CheckpointError
-from clusterddp.run_dir import RunDir
+from clusterddp.run_dir import RunDir, first_number, read_json
 from clusterddp.training import checkpoint_file
 from clusterddp.training.checkpoint_file import Best, UnusableError, checksum_of, step_of
 
@@ -45,6 +46,7 @@ def find(resume: str, warn: Callable[[str], None]) -> Path:
     """The checkpoint that `--resume RUN|FOLDER|FILE` names; raises CheckpointError if none."""
     path = Path(resume).expanduser()
     if not path.is_dir():
+        path = path.resolve() if path.exists() else path  # a link that a person names is meant
         checkpoint_file.read(path)
         return path
     run = RunDir(path.parent if path.name == "checkpoints" else path)
@@ -58,6 +60,52 @@ def find(resume: str, warn: Callable[[str], None]) -> Path:
             "Name another run directory, or a checkpoint file."
         )
     return found
+
+
+def source(run: RunDir, warn: Callable[[str], None]) -> Path | None:
+    """The checkpoint that a run goes on from, or None while it has saved none; see `newest`.
+
+    Raises CheckpointError where it has saved some and can go on from none of them: to begin at step
+    0 again has to be asked for.
+    """
+    found = newest(run, warn)
+    if found:
+        return found
+    anew = f"To begin at step 0 again: clusterddp resubmit {run.shown} --from-scratch"
+    if any(not each.superseded for each in all_of(run, None)):
+        raise CheckpointError(
+            f"no checkpoint of {run.name} is whole, so it cannot go on: see 'clusterddp "
+            f"checkpoints {run.shown}'. {anew}"
+        )
+    step = saved_step(run)
+    if step:
+        raise CheckpointError(
+            f"the checkpoints of {run.name} are gone: it had saved step {step}, and there is none "
+            f"below {run.attempts} any more. Put them back there. {anew}"
+        )
+    return None
+
+
+def saved_step(run: RunDir) -> int:
+    """The highest step that a run has saved, as its attempts have noted; 0 without one."""
+    return max(
+        (
+            step
+            for folder in _folders(run, None)
+            for step in _noted_steps(folder.attempt)
+            if folder.last_step is None or step <= folder.last_step
+        ),
+        default=0,
+    )
+
+
+def _noted_steps(attempt: Attempt) -> Iterator[int]:
+    for path in (attempt.end, attempt.alive):
+        yield first_number((read_json(path) or {}).get("saved"), as_type=int) or 0
+    record = attempt.read_record()
+    # The path of a checkpoint of another run is an absolute one.
+    if not Path(str(record.get("resumed_from") or "/")).is_absolute():
+        yield first_number(record.get("step"), as_type=int) or 0
 
 
 def newest(run: RunDir, warn: Callable[[str], None], before: Attempt | None = None) -> Path | None:
@@ -95,7 +143,7 @@ def listing(run: RunDir) -> list[Entry]:
         except UnusableError as error:
             problem = error.reason
         try:
-            status = each.path.stat()
+            status = each.path.lstat()
         except FileNotFoundError:
             continue  # removed meanwhile, as a newer one was written
         try:
@@ -123,9 +171,7 @@ def all_of(run: RunDir, before: Attempt | None) -> Iterator[Found]:
         for path in checkpoint_file.files(folder.attempt.checkpoints):
             superseded = ""
             if folder.last_step is not None and step_of(path) > folder.last_step:
-                superseded = (
-                    f"superseded: attempt {folder.later} went on from step {folder.last_step}"
-                )
+                superseded = folder.why
             yield Found(path, folder.attempt, superseded)
 
 
@@ -143,21 +189,30 @@ class _Folder:
 
     attempt: Attempt
     last_step: int | None
-    """From there on a later attempt trained; None where there is none."""
-    later: int
-    """That attempt's number."""
+    """What is beyond it does not count; None where all does."""
+    why: str
 
 
 def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
     """Those of a run, the latest attempt first."""
-    last_step, later = None, 0
+    last_step, why = None, ""
+    given_up = given_up_attempt(run)
     for attempt in reversed(attempts(run)):
         if before and attempt.number >= before.number:
             continue
-        yield _Folder(attempt, last_step, later)
+        if attempt.number <= given_up:
+            last_step, why = -1, "given up: 'resubmit --from-scratch' begins at step 0 again"
+        yield _Folder(attempt, last_step, why)
         started = attempt.read_record().get("step")
         if isinstance(started, int) and (last_step is None or started < last_step):
-            last_step, later = started, attempt.number
+            last_step = started
+            why = f"superseded: attempt {attempt.number} went on from step {started}"
+
+
+def given_up_attempt(run: RunDir) -> int:
+    """The attempt up to which a person has given the checkpoints of a run up; 0 for none."""
+    resubmits = [event for event in run.read_events() if event.get("event") == "resubmit"]
+    return first_number(*(one.get("from_scratch") for one in resubmits[-1:]), as_type=int) or 0
 
 
 def _first_whole(
@@ -171,7 +226,7 @@ def _first_whole(
             try:
                 checkpoint_file.read(path)
             except UnusableError as error:
-                vanished = not path.exists()
+                vanished = not os.path.lexists(path)
                 if vanished:
                     break
                 if path not in warned:

@@ -274,7 +274,7 @@ def _stored_sha256(path: Path) -> str:
 
 def _signature(path: Path) -> tuple[int, ...]:
     """What changes when a checkpoint or its checksum does. Raises OSError."""
-    both = path.stat(), checksum_of(path).stat()
+    both = path.lstat(), checksum_of(path).stat()
     return tuple(part for file in both for part in (file.st_ino, file.st_size, file.st_mtime_ns))
 
 

@@ -126,16 +126,12 @@ def _go_on(
     # An agent starts the ranks of an attempt again, within the job, when one of them has failed.
     again = attempt.checkpoints.is_dir()
     own = run_checkpoints.newest_in(attempt.checkpoints, say) if again else None
-    own = own or run_checkpoints.newest(run, say, before=attempt)
-    there = run_checkpoints.listing(run) if own is None else []
-    if any(not entry.problem.startswith("superseded") for entry in there):
-        raise CheckpointError(
-            f"no checkpoint of {run.name} is whole, so it cannot go on: see 'clusterddp "
-            f"checkpoints {run.shown}'. To train from the start, submit it under another name."
-        )
+    own = own or run_checkpoints.source(run, say)
     source = own or (run_checkpoints.find(config.resume, say) if config.resume else None)
     best = None
-    step, reference = 0, int((recorded or {}).get("reference_world_size") or agreed.world_size)
+    # A run that begins at step 0 again begins with the ranks that there are now.
+    before_now = {} if run_checkpoints.given_up_attempt(run) else recorded or {}
+    step, reference = 0, int(before_now.get("reference_world_size") or agreed.world_size)
     if source is not None:
         content = checkpoint.load(source)
         checkpoint.check_fits(source, content, config, data_sha256=agreed.data_sha256)

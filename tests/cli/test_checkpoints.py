@@ -15,18 +15,26 @@ def test_checkpoints_are_listed_and_verified(workplace: Workplace) -> None:
     made = attempt(run, 1, 100, 200, best=100)
     then = time.time() - 125
     os.utime(made.checkpoints / "step-00000100.pt", (then, then))
-    for step, damage in ((300, "flipped"), (400, "torn"), (500, "empty"), (600, "no checksum")):
+    damages = [
+        "flipped", "torn", "empty", "no checksum",
+        "a dangling link", "a link elsewhere", "a FIFO", "another format",
+    ]  # fmt: skip
+    steps = list(range(300, 1100, 100))
+    for step, damage in zip(steps, damages, strict=True):
         DAMAGE[damage][0](make(made.checkpoints, step))
     got = workplace.invoke("checkpoints", "one")
     header, *rows = got.out.splitlines()
     assert header.split() == ["STEP", "AGE", "SIZE", "STATE"]
-    assert [row.split()[0] for row in rows] == ["100", "200", "300", "400", "500", "600"]
+    assert [row.split()[0] for row in rows] == ["100", "200", *map(str, steps)]
     assert rows[0].split() == ["100", "2m05s", "2.1", "kB", "best", "verified"]
     assert rows[1].split()[-2:] == ["next", "verified"]
     assert rows[2].endswith("SHA-256 differs")
     assert rows[3].endswith("1.0 kB        cut off")
     assert rows[4].endswith("0 B           empty")
-    assert rows[5].endswith("no checksum")
+    assert [row.rpartition("  ")[2] for row in rows[5:]] == [
+        "no checksum", "a dangling link", "a link", "cannot be read: not a regular file",
+        "format 99",
+    ]  # fmt: skip
     assert (got.code, got.err) == (0, "")
 
 
@@ -69,6 +77,14 @@ def test_none_are_no_error(workplace: Workplace) -> None:
     got = workplace.invoke("checkpoints", "one")
     assert (got.code, got.out, got.err) == (0, "", "one has no checkpoints yet\n")
     assert workplace.invoke("checkpoints", "one", "--json").out.strip() == "[]"
+
+
+def test_checkpoints_that_are_gone_are_told_from_none_yet(workplace: Workplace) -> None:
+    attempt(workplace.run("one"), 1).show_life(50, saved=40)
+    got = workplace.invoke("checkpoints", "one")
+    assert (got.code, got.out) == (0, "")
+    assert "the checkpoints of one are gone: it had saved step 40" in got.err
+    assert "clusterddp resubmit one --from-scratch" in got.err
 
 
 def test_no_such_run_is_a_wrong_request(workplace: Workplace) -> None:

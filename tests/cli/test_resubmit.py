@@ -114,6 +114,35 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_named(
     assert damaged.name in got.err
 
 
+@pytest.mark.parametrize("harm", ["gone", "torn", "a dangling link", "a FIFO"])
+def test_a_run_that_lost_its_checkpoints_begins_anew_only_where_that_is_asked_for(
+    workplace: Workplace, data: list[TrainConfig], harm: str
+) -> None:
+    run = stopped(workplace)
+    attempt = Attempt(run, 1)
+    attempt.show_life(50, saved=40)
+    path = attempt.checkpoints / "step-00000040.pt"
+    if harm == "gone":
+        path.unlink()
+    else:
+        made_checkpoints.DAMAGE[harm][0](path)
+    said = refused(workplace, run)
+    assert ("are gone" if harm == "gone" else "no checkpoint of one is whole") in said
+    assert "clusterddp resubmit one --from-scratch" in said
+    assert workplace.invoke("resubmit", "one", "--dry-run").code == 2
+    got = accepted(workplace, "one", "--from-scratch")
+    assert "it starts from the beginning" in got.out
+    [resubmit] = [event for event in run.read_events() if event["event"] == "resubmit"]
+    assert resubmit["from_scratch"] == 1
+
+
+def test_a_command_has_no_scratch_to_begin_from(workplace: Workplace) -> None:
+    run = stopped(workplace, step=0, train=None, command=("true",))
+    assert "--from-scratch belongs to the MNIST training" in refused(
+        workplace, run, "--from-scratch"
+    )
+
+
 def test_the_starts_are_counted_anew(workplace: Workplace) -> None:
     run = stopped(workplace)
     assert list(causes_of(run.read_events())) == [1]

@@ -3,6 +3,8 @@
 import hashlib
 import io
 import json
+import os
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from clusterddp.attempt import Attempt
 from clusterddp.run_dir import RunDir
 from clusterddp.training.checkpoint_file import (
+    FORMAT,
     Best,
     checksum_of,
     files,
@@ -21,11 +24,12 @@ from clusterddp.training.checkpoint_file import (
 )
 
 
-def make(folder: Path, step: int) -> Path:
+def make(folder: Path, step: int, written: int = FORMAT) -> Path:
     """A file that passes for a whole checkpoint, with its checksum."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("archive/data.pkl", f"clusterddp step {step}" + " " * 2000)
+        content = {"format": written, "versions": {"clusterddp": f"step {step}" + " " * 1900}}
+        archive.writestr("archive/data.pkl", pickle.dumps(content, protocol=2))
     path = folder / name_of(step)
     path.write_bytes(buffer.getvalue())
     rehash(path)
@@ -77,6 +81,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no checksum": (lambda path: checksum_of(path).unlink(), "no checksum"),
     "empty checksum": (lambda path: checksum_of(path).write_text(""), "SHA-256 differs"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be read"),
+    "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "cannot be read"),
+    "a FIFO for a checksum": (
+        lambda path: (checksum_of(path).unlink(), os.mkfifo(checksum_of(path))),
+        "cannot be verified",
+    ),
+    "a dangling link": (lambda path: (path.unlink(), path.symlink_to("gone.pt")), "a dangling"),
+    "a link elsewhere": (
+        lambda path: path.symlink_to(path.rename(path.with_name("elsewhere.pt"))),
+        "a link",
+    ),
+    "another format": (lambda path: make(path.parent, step_of(path), 99), "format 99"),
 }
 """Name to what does the damage, and how the reason begins."""
 

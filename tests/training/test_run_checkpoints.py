@@ -1,3 +1,5 @@
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from clusterddp.run_dir import RunDir
 from clusterddp.training import checkpoint_file
 from clusterddp.training.checkpoint_file import name_of, remove_leftovers
 from clusterddp.training.handing_on import adopt
-from clusterddp.training.run_checkpoints import find, listing, newest
+from clusterddp.training.run_checkpoints import find, listing, newest, source
 from tests.hostile import CARRIED, REFUSED
 from tests.training.made_checkpoints import DAMAGE, attempt, make, silent
 
@@ -102,6 +104,78 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(run: RunDir)
     for look in (lambda: newest(run, silent), lambda: listing(run)):
         with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
             look()
+
+
+NOTES = {
+    "sign of life": ("alive", {"step": 130, "saved": 120}),
+    "last word": ("end.json", {"cause": "stopped", "step": 130, "saved": 120}),
+    "start": (
+        "attempt.json",
+        {"step": 120, "resumed_from": "attempts/0001/checkpoints/step-00000120.pt"},
+    ),
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(
+    run: RunDir, note: str
+) -> None:
+    made = attempt(run, 1)
+    name, content = NOTES[note]
+    (made.path / name).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError) as caught:
+        source(run, silent)
+    assert "the checkpoints of run are gone: it had saved step 120" in str(caught.value)
+    assert f"clusterddp resubmit {run.shown} --from-scratch" in str(caught.value)
+    shutil.rmtree(made.checkpoints)
+    with pytest.raises(CheckpointError, match="are gone"):
+        source(run, silent)
+
+
+def test_a_run_that_has_saved_nothing_yet_begins_at_step_0(run: RunDir) -> None:
+    assert source(run, silent) is None
+    made = attempt(run, 1)
+    made.show_life(130)
+    assert source(run, silent) is None
+    # The checkpoint of another run, from which it was to start.
+    record = {"step": 120, "resumed_from": "/jobs/other/attempts/0001/checkpoints/step-00000120.pt"}
+    made.record.write_text(json.dumps(record))
+    assert source(run, silent) is None
+
+
+def test_a_run_that_has_begun_anew_once_does_not_miss_what_was_before(run: RunDir) -> None:
+    attempt(run, 1).show_life(130, saved=120)
+    attempt(run, 2, start=0)
+    assert source(run, silent) is None
+
+
+def test_damaged_checkpoints_alone_do_not_let_a_run_begin_anew(run: RunDir) -> None:
+    DAMAGE["torn"][0](make(attempt(run, 1).checkpoints, 120))
+    warnings: list[str] = []
+    with pytest.raises(CheckpointError, match=r"no checkpoint of run is whole.*--from-scratch"):
+        source(run, warnings.append)
+    assert len(warnings) == 1
+
+
+def test_what_a_person_gives_up_does_not_count_until_the_next_resubmit(run: RunDir) -> None:
+    first = attempt(run, 1, 120)
+    run.add_event("resubmit", from_scratch=1)
+    assert source(run, silent) is None
+    [entry] = listing(run)
+    assert entry.problem.startswith("given up") and not entry.is_next
+    run.add_event("resubmit")  # the one before was refused by sbatch, say
+    assert source(run, silent) == first.checkpoints / name_of(120)
+    run.add_event("resubmit", from_scratch=1)
+    second = attempt(run, 2, 40)
+    assert source(run, silent) == second.checkpoints / name_of(40)
+
+
+def test_a_link_that_a_person_names_is_followed_to_its_checkpoint(
+    run: RunDir, tmp_path: Path
+) -> None:
+    path = attempt(run, 1, 5).checkpoints / name_of(5)
+    (tmp_path / "latest.pt").symlink_to(path)
+    assert find(str(tmp_path / "latest.pt"), silent) == path
 
 
 def test_resume_takes_a_run_its_links_an_attempt_a_folder_or_a_file(run: RunDir) -> None:

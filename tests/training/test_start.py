@@ -66,6 +66,23 @@ def test_a_later_start_goes_on_in_a_folder_of_its_own(
     assert after == before
 
 
+def test_a_run_without_its_checkpoints_begins_at_step_0_only_where_that_was_asked_for(
+    synthetic_dir: Path, tmp_path: Path, alone: None
+) -> None:
+    settings = config(synthetic_dir, save_every="2steps")
+    train_alone(settings, tmp_path, 4)
+    run = RunDir(tmp_path)
+    first = Attempt(run, 1)
+    first.show_life(4, saved=4)
+    shutil.rmtree(first.checkpoints)
+    with pytest.raises(CheckpointError, match="are gone: it had saved step 4"):
+        agree(settings, tmp_path)
+    run.add_event("resubmit", from_scratch=1)
+    agreed = agree(settings, tmp_path, 4)  # of other ranks than before
+    assert (agreed.resume, agreed.reference_world_size) == ("", 4)
+    assert RunDir(tmp_path).metrics.read_text() == ""
+
+
 def test_what_a_lost_attempt_measured_beyond_its_checkpoint_is_left_behind(
     synthetic_dir: Path, tmp_path: Path, alone: None
 ) -> None:

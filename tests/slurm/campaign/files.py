@@ -83,6 +83,40 @@ def newest_flipped(trial: Trial) -> str:
     return _damage(trial, flip)
 
 
+def _odd(path: Path, put: Callable[[Path], object]) -> None:
+    path.unlink()
+    put(path)
+
+
+@fault("newest-dangling")
+def newest_dangling(trial: Trial) -> str:
+    return _damage(trial, lambda path: _odd(path, lambda path: path.symlink_to("/gone.pt")))
+
+
+@fault("newest-fifo")
+def newest_fifo(trial: Trial) -> str:
+    return _damage(trial, lambda path: _odd(path, os.mkfifo))
+
+
+@fault("all-gone", ENDS)
+def all_gone(trial: Trial) -> str:
+    """A run without its checkpoints ends, and begins anew only where that is asked for."""
+
+    def strike(run: Run) -> None:
+        for path in files(run.attempts[0].checkpoints):
+            path.unlink()
+
+    run = _between_starts(trial, [], strike)
+    seen = run.check_failed("the checkpoints of run are gone", "resubmit run --from-scratch")
+    refused = trial.clusterddp("resubmit", "run")
+    if refused.returncode != 2 or "are gone" not in refused.stderr:
+        raise run.differs(f"resubmit: exit {refused.returncode}: {refused.stderr}")
+    again = trial.clusterddp("resubmit", "run", "--from-scratch")
+    if again.returncode != 0:
+        raise run.differs(f"resubmit --from-scratch: {again.stderr}")
+    return f"{seen}; anew: {run.check_same()}"
+
+
 @fault("all-torn", ENDS)
 def all_torn(trial: Trial) -> str:
     def strike(run: Run) -> None:
