@@ -1,4 +1,4 @@
-"""Runs every command of docs/articles.md, on the real MNIST where it is at hand."""
+"""Runs every command of docs/articles.md, on synthetic digits as they stand there."""
 
 import os
 import re
@@ -14,6 +14,7 @@ import torch
 
 from clusterddp.launchers.workstation import free_port
 from clusterddp.run_dir import read_json
+from clusterddp.training.synthetic import synthesise
 
 from .processes import dying_with_us
 
@@ -55,13 +56,16 @@ def run(lines: list[str], folder: Path, data: str) -> str:
             process.communicate()
 
 
-@pytest.fixture
-def data(request: pytest.FixtureRequest, synthetic_dir: Path) -> str:
-    """The options of the real MNIST, or of synthetic digits."""
-    try:
-        return f"--data-dir {request.getfixturevalue('mnist_dir')}"
-    except pytest.skip.Exception:
-        return f"--dataset synthetic --data-dir {synthetic_dir}"
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The options of synthetic digits: as many as two ranks see in 200 steps of two epochs.
+
+    That is one for each of 100 steps an epoch, 2 ranks and 64 images a rank; the set which the
+    commands would render is larger, and the other tests' smaller.
+    """
+    folder = tmp_path_factory.mktemp("digits")
+    synthesise(str(folder), train_images=12_800, test_images=500, progress=print)
+    return f"--dataset synthetic --data-dir {folder}"
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,16 @@
+"""CI runs the tests as the README tells a stranger to, with nothing that only CI has."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_ci_runs_the_readme_s_test_command_with_no_mnist_at_hand() -> None:
+    [command] = re.findall(
+        r"&& \.venv/bin/(python -m pytest.*)$", (ROOT / "README.md").read_text(), re.M
+    )
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if "python -m pytest" in line)
+    assert lines[first] == f"CLUSTERDDP_REQUIRE_SLURM=1 step {command}"
+    assert "unset CLUSTERDDP_TEST_MNIST" in lines[:first]
