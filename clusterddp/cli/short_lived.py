@@ -5,10 +5,16 @@ everything apart at the end: the memory goes back to the system in any case. Mea
 `submit --dry-run`: 7 and 17 of 89 ms.
 """
 
+import atexit
 import gc
 import os
 import sys
+import threading
 from typing import NoReturn
+
+_exit_codes = [
+    1
+]  # the last one counts: Python's own after a traceback, until `end` is told another
 
 
 def begin() -> None:
@@ -21,6 +27,8 @@ def go_on() -> None:
     if not gc.isenabled():
         gc.freeze()  # nothing of what was imported will ever be garbage
         gc.enable()
+        # Before anything else registers a handler, so that it is the last of them to run.
+        atexit.register(_leave_threads_behind)
 
 
 def done() -> None:
@@ -34,9 +42,27 @@ def end(leaving: SystemExit) -> NoReturn:
     At once means without the handlers of `atexit`: none of those that register one (logging,
     multiprocessing, torch) is part of a command that never went on.
     """
+    code = leaving.code if isinstance(leaving.code, int) else int(bool(leaving.code))
     if gc.isenabled() or sys.gettrace() or sys.getprofile():
+        _exit_codes.append(code)
         raise leaving
+    _exit_at_once(code)
+
+
+def _leave_threads_behind() -> None:
+    """The last of the exit handlers: do not take Python apart while a thread may be inside torch.
+
+    A checkpoint that a disk holds up, a rank that does not answer: such a thread is left behind. Up
+    to Python 3.13 one that comes back from C++ after the interpreter has gone is ended there by
+    pthread_exit, and C++ answers with std::terminate: a crash in place of the exit code (seen with
+    torch.save; CPython's gh-87135).
+    """
+    if threading.active_count() > 1:
+        _exit_at_once(_exit_codes[-1])
+
+
+def _exit_at_once(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream:  # None where it was closed before the start
             stream.flush()
-    os._exit(leaving.code if isinstance(leaving.code, int) else bool(leaving.code))
+    os._exit(code)

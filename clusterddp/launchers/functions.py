@@ -7,14 +7,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from clusterddp import by_hand
 from clusterddp.errors import EXIT_FAILED, RequestError, TrainingError
 from clusterddp.launchers import start_methods
+from clusterddp.launchers.held_signals import held_back
 from clusterddp.launchers.processes import TaskGroup
 from clusterddp.launchers.workstation import free_port, rank_environment
 
@@ -35,7 +35,7 @@ def call_on_ranks(
     ranks = by_hand.local_ranks(procs, free_port())
     with tempfile.TemporaryDirectory(prefix="clusterddp-launch-") as name, TaskGroup() as group:
         folder = Path(name)
-        with _interrupts_held():
+        with held_back({signal.SIGINT}):  # a rank that starts meanwhile would be left running
             for env in ranks:
                 call = (called, folder, env.rank)
                 group.call(start_method, _rank, call, rank_environment(env), tee=True)
@@ -43,16 +43,6 @@ def call_on_ranks(
         if any(statuses):
             raise TrainingError(_first_failure(folder, statuses, group.first_failed))
         return [_read_result(folder, rank) for rank in range(procs)]
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """A Ctrl-C between a process's start and its entry in the group would leave it running."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _pickled(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:

@@ -166,8 +166,9 @@ class TaskGroup:
         for key, _ in self._selector.select(timeout):
             task: _Task = key.data
             if key.fd == task.process.events:
-                self._selector.unregister(key.fd)
+                # The status first: a Ctrl-C in between leaves what `wait` comes back to.
                 task.status = task.process.status()
+                self._selector.unregister(key.fd)
                 if self._on_exit and task.status is not None:
                     self._on_exit(self._tasks.index(task), task.status)
                 if task.status and self.first_failed is None and self._kill_at is None:

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PAUSED, TrainingError
 from clusterddp.launchers import start_methods
+from clusterddp.launchers.held_signals import held_back
 from clusterddp.launchers.processes import TaskGroup
 from clusterddp.outcome import Failure, first_failure, read_outcomes
 from clusterddp.resources import Resources
@@ -173,28 +174,29 @@ class _Stopping:
         """The signal that asked; a Ctrl-C counts above the others."""
         self._group, self._attempt = group, attempt
         self._before: dict[int, Any] = {}
-        self._mask: set[int] = set()
+        self._held = ExitStack()
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        self._mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING))
-        for number in _ASKING:
-            # An ignored SIGHUP is nohup's doing and meant.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._take)
+        self._before = {n: h for n in _ASKING if (h := signal.getsignal(n)) is not None}
+        self._held.enter_context(held_back(_ASKING))
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
 
     def listen(self) -> None:
         if self._before:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            for number in _ASKING:
+                # An ignored SIGHUP is nohup's doing and meant.
+                if number != signal.SIGHUP or self._before.get(number) != signal.SIG_IGN:
+                    signal.signal(number, self._take)
+        self._held.close()
 
     def __exit__(self, *_: object) -> None:
         if self._before:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self.listen()
+        self._held.close()
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         if self.number == signal.SIGINT == number or not self._attempt.record.exists():

@@ -35,6 +35,27 @@ from clusterddp.__main__ import main
 main()
 """
 
+# A training that fails while the thread which writes its checkpoint is inside torch, for ever.
+FAILS_WHILE_IT_SAVES = """
+import io, threading, torch
+from clusterddp import worker
+from clusterddp.training import saver
+begun = threading.Event()
+def without_end(content):
+    while True:
+        begun.set()
+        torch.save(content, io.BytesIO())
+class Failing(saver.Saver):
+    def save(self, *arguments):
+        super().save(*arguments)
+        begun.wait()
+        raise ValueError("the batch is odd")
+saver.to_bytes, saver.Saver = without_end, Failing
+worker._SAVE_SECONDS = 0.1
+from clusterddp.__main__ import main
+main()
+"""
+
 
 @pytest.fixture
 def debug(synthetic_dir: Path, tmp_path: Path) -> Iterator[Any]:
@@ -310,3 +331,9 @@ def test_a_debug_run_is_known_to_the_other_commands(synthetic_dir: Path, tmp_pat
     broken = clusterddp("debug", "--dataset=mnist", "--data-dir=none", "--run-name=two")
     assert broken.returncode == 2
     assert not (tmp_path / "jobs/two").exists()
+
+
+def test_a_failure_while_a_checkpoint_is_written_is_no_crash(debug: Any) -> None:
+    process = debug("--save-every=1steps", program=("-c", FAILS_WHILE_IT_SAVES))
+    _, error = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, "ValueError: the batch is odd" in error) == (1, True), error

@@ -9,6 +9,8 @@ import pytest
 
 from clusterddp import launch
 from clusterddp.errors import RequestError, TrainingError
+from clusterddp.launchers.processes import TaskGroup
+from clusterddp.train_config import TrainConfig
 from tests.launchers import called
 from tests.processes import has_gone, wait_for
 
@@ -98,3 +100,42 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         launch(interrupts, procs=2)
     assert all(has_gone(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", ["a function", "a training"])
+def test_an_interrupt_while_the_ranks_start_leaves_none_of_them(
+    target: str, synthetic_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread takes the signal that the main one blocks, as in a notebook."""
+    pids: list[int] = []
+    delivered, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    take_in = TaskGroup._take_in
+
+    def interrupted(group: TaskGroup, process: Any, *rest: Any) -> int:
+        pids.append(process.pid)
+        if len(pids) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.read(delivered, 1)  # Python's own handler has run, in whichever thread
+        return take_in(group, process, *rest)
+
+    monkeypatch.setattr(TaskGroup, "_take_in", interrupted)
+    leave = threading.Event()
+    other = threading.Thread(target=leave.wait)
+    other.start()
+    before = signal.set_wakeup_fd(wakeup)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            if target == "a function":
+                launch(lambda: threading.Event().wait(), procs=2)
+            else:
+                config = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir), epochs=5000)
+                launch(config, procs=2, run_dir=tmp_path / "run")
+    finally:
+        signal.set_wakeup_fd(before)
+        leave.set()
+        other.join()
+        os.close(delivered)
+        os.close(wakeup)
+    assert len(pids) == 2
+    assert all(has_gone(pid) for pid in pids)

@@ -579,12 +579,14 @@ def test_hostile_folder_names(tmp_path: Path, name: str) -> None:
 
 def test_the_process_can_leave_while_a_write_hangs(tmp_path: Path) -> None:
     program = (
-        "import os, sys, time\n"
+        "import os, sys, threading, time\n"
         "from pathlib import Path\n"
         "from tests.training.test_saver import Place, content_of\n"
-        "os.fsync = lambda _: time.sleep(1000)\n"
+        "hangs = threading.Event()\n"
+        "os.fsync = lambda _: (hangs.set(), time.sleep(1000))\n"
         "writer = Place(Path(sys.argv[1])).saver()\n"
         "writer.save(content_of(1))\n"
+        "assert hangs.wait(60)\n"  # not while it is inside torch: cli/short_lived.py is for that
         "print('left')\n"
     )
     got = subprocess.run(
