@@ -48,6 +48,8 @@ class RunStatus:
     detail: str = ""
     """Why it is in that state: what it waits for, how it failed."""
     job_id: str = ""
+    array_element: str = ""
+    """The name by which Slurm's commands take the job, 89_0, where it is an array's element."""
     launcher: str = ""
     nodes: int | None = None
     tasks_per_node: int | None = None
@@ -112,6 +114,7 @@ def run_status(
         name=run.name,
         state=state,
         detail=detail,
+        array_element=job.element if job else "",
         **_request(run),
         **_times(run, submission, state, now),
         **_starts(submission),
@@ -132,9 +135,11 @@ def run_status(
 def is_another_runs(run: RunDir, job: JobState) -> bool:
     """Whether the job is one that another run submitted: a restarted controller that has lost its
     latest jobs gives their numbers out a second time."""
-    return job.comment.startswith(submission_comment("")) and job.comment != submission_comment(
-        run.name
-    )
+    own = {submission_comment(run.name)}
+    name, _, index = run.name.rpartition("-")
+    if job.element and job.element.endswith(f"_{index}"):
+        own.add(submission_comment(name))  # each element is a run, RUN-INDEX; the comment is RUN's
+    return job.comment.startswith(submission_comment("")) and job.comment not in own
 
 
 def _request(run: RunDir) -> dict[str, Any]:

@@ -315,6 +315,15 @@ def test_an_array_is_as_alive_as_its_liveliest_element(fake: Fake) -> None:
     assert query(["7"], fake(squeue=squeue))["7"].state is State.RUNNING
 
 
+def test_an_element_of_an_array_is_known_by_its_raw_id_as_well(fake: Fake) -> None:
+    squeue = "echo '7_0 8|RUNNING|None|clusterddp:a'; echo '7_1 7|COMPLETING|None|clusterddp:a'"
+    states = query(["7", "8"], fake(squeue=squeue))
+    assert [(states[i].state, states[i].element) for i in ("7", "8")] == [
+        (State.COMPLETING, "7_1"),
+        (State.RUNNING, "7_0"),
+    ]
+
+
 def test_no_slurm_on_path_leaves_every_job_unknown(tmp_path: Path) -> None:
     states = query(["1", "local-5", ""], {"PATH": str(tmp_path)})
     assert {state.state for state in states.values()} == {State.UNKNOWN}

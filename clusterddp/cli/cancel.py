@@ -77,7 +77,7 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
             err=True,
         )
     try:
-        _end(submission)
+        _end(submission, status)
     except (SlurmError, OSError) as error:
         with contextlib.suppress(OSError):
             run.add_event("cancel_failed", job_id=submission.job_id)
@@ -86,7 +86,7 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
                 f"{run.name}: process {submission.pid} cannot be signalled: {error.strerror}."
             ) from None
         raise
-    message = f"{run.name}: asked {_who(submission)} to end it"
+    message = f"{run.name}: asked {_who(submission, status)} to end it"
     return Cancellation(run.name, submission.job_id, True, message)
 
 
@@ -99,9 +99,9 @@ def _check_local(run: RunDir, submission: Submission) -> None:
         )
 
 
-def _end(submission: Submission) -> None:
+def _end(submission: Submission, status: RunStatus) -> None:
     if not submission.is_local:
-        control.cancel(submission.job_id)
+        control.cancel(status.array_element or submission.job_id)
     elif submission.pid is not None:
         try:
             os.kill(submission.pid, signal.SIGTERM)
@@ -109,7 +109,7 @@ def _end(submission: Submission) -> None:
             pass  # it ended between the look and the signal
 
 
-def _who(submission: Submission) -> str:
+def _who(submission: Submission, status: RunStatus) -> str:
     if submission.is_local:
         return f"process {submission.pid}"
-    return f"Slurm (job {submission.job_id})"
+    return f"Slurm (job {status.array_element or submission.job_id})"

@@ -117,7 +117,8 @@ def withdraw(run: RunDir, job_id: str) -> None:
     """Take a job out of the queue; one that stays there all the same starts nothing (`begin`)."""
     record(run, "cancelled", job_id=job_id)
     try:
-        control.cancel(job_id)
+        own = job_id == os.environ.get("SLURM_JOB_ID")
+        control.cancel(own_name(os.environ, job_id) if own else job_id)
     except SlurmError as error:
         say(f"clusterddp: {error}")
     say(f"clusterddp: job {job_id} is cancelled: a person has taken it back")

@@ -81,7 +81,7 @@ def stop(run: RunDir, status: RunStatus) -> Stop:
     try:
         run.add_event("stop_asked", job_id=submission.job_id, attempt=status.attempt)
         try:
-            asked = _ask(run, submission)
+            asked = _ask(run, submission, status)
         except (ClusterDDPError, OSError):
             run.add_event("stop_failed", job_id=submission.job_id)
             raise
@@ -94,7 +94,7 @@ def stop(run: RunDir, status: RunStatus) -> Stop:
     return Stop(run.name, submission.job_id, True, False, f"{run.name}: {asked}{doubt}", again)
 
 
-def _ask(run: RunDir, submission: Submission) -> str:
+def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
     """Reach the attempt that is at work; returns what was done.
 
     The attempt is looked for after the record was written: one that begins now sees the record,
@@ -106,10 +106,10 @@ def _ask(run: RunDir, submission: Submission) -> str:
         attempt.ask_to_stop("stop")
     command = run.load_spec().command
     if command and not submission.is_local:
-        control.signal_script(submission.job_id)
+        job = status.array_element or submission.job_id
+        control.signal_script(job)
         return (
-            f"sent SIGUSR1 to its command through the script of job {submission.job_id}; it is "
-            "not started again"
+            f"sent SIGUSR1 to its command through the script of job {job}; it is not started again"
         )
     if command:
         return "its command cannot be asked to save; it is not started again when it has ended"

@@ -55,24 +55,37 @@ def partitions(environ: Mapping[str, str] | None = None) -> list[str]:
 
 def _squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState]:
     """The jobs that the controller remembers, ended ones included; SlurmError when it is silent."""
-    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%k"]
+    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i %A|%T|%r|%k"]
     answer = ask(argv, environ, QUERY_SECONDS)
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
         raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
     found: dict[str, JobState] = {}
+    exact: set[str] = set()
     for line in answer.stdout.splitlines():
-        job_id, bar, rest = line.partition("|")
+        names, bar, rest = line.partition("|")
         state, second_bar, rest = rest.partition("|")
         reason, _, comment = rest.partition("|")
         if not (bar and second_bar):
             continue  # `CLUSTER: name` of a multi-cluster squeue, or a site's remark
-        if job_id not in job_ids:
-            job_id = job_id.partition("_")[0]  # an element of an array: the job is the array
+        name, _, raw_id = names.partition(" ")
+        array, underscore, _ = name.partition("_")
         seen = JobState(
-            parse_state(state), _reason(reason), source="squeue", comment=_reason(comment)
+            parse_state(state),
+            _reason(reason),
+            source="squeue",
+            comment=_reason(comment),
+            element=name if underscore else "",
         )
-        if job_id in job_ids and (job_id not in found or found[job_id].state.is_final):
-            found[job_id] = seen
+        # The SLURM_JOB_ID of an array's element is its raw id; that of the last one is the array's.
+        own = raw_id if raw_id in job_ids else name
+        if own in job_ids:
+            found[own] = seen
+            exact.add(own)
+            continue
+        # The job is the array, which is as alive as its liveliest element.
+        livelier = array not in found or found[array].state.is_final
+        if array in job_ids and array not in exact and livelier:
+            found[array] = replace(seen, element="")
     return found
 
 
@@ -80,7 +93,8 @@ def _add_exit_codes(found: dict[str, JobState], environ: Mapping[str, str]) -> N
     ended = [job_id for job_id, seen in found.items() if seen.state.is_final]
     for job_id in ended[-MOST_SCONTROL_CALLS:]:
         try:
-            answer = ask(["scontrol", "show", "job", "-o", job_id], environ, QUERY_SECONDS)
+            name = found[job_id].element or job_id
+            answer = ask(["scontrol", "show", "job", "-o", name], environ, QUERY_SECONDS)
         except SlurmError:
             return  # the states are known; only their exit codes are not
         record = _SCONTROL.search(answer.stdout)

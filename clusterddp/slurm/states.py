@@ -80,6 +80,8 @@ class JobState:
     """Why Slurm could not be asked. Unknown without a problem: Slurm knows no such job."""
     comment: str = ""
     """The job's comment, by which a run knows a job of its own."""
+    element: str = ""
+    """The name of an array's element, 89_0: its raw id can be that of the whole array."""
 
 
 def parse_state(text: str) -> State:

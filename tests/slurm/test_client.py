@@ -12,6 +12,7 @@ from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
 from clusterddp.spec import JobSpec
 from clusterddp.train_config import TrainConfig
+from tests.processes import wait_for
 from tests.slurm.cluster import SlurmCluster
 
 
@@ -259,6 +260,31 @@ def test_runs_live_and_end_as_jobs_and_cancel_say(cluster: SlurmCluster, tmp_pat
     cluster.wait_job(running_id)
     after = states(cluster, tmp_path)
     assert (after["running"], after["queued"], after["done"]) == ("cancelled", "cancelled", "done")
+
+
+def test_elements_of_an_array_are_runs_that_live_and_are_cancelled_one_by_one(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    argv = ["submit", "--run-name", "a", "--dry-run", "--", "sleep", "300"]
+    _, script, _ = clusterddp(cluster, tmp_path, *argv)
+    array = cluster.sbatch(script, "--array=0-2", cwd=tmp_path)
+    runs = [f"a-{index}" for index in range(3)]
+    wait_for(lambda: len(list(tmp_path.glob("a-*/logs/rank-0.log"))) == 3, "each has started")
+    assert states(cluster, tmp_path) == dict.fromkeys(runs, "running")
+
+    def left() -> set[str]:
+        answer = cluster.run(["squeue", "-h", "-t", "RUNNING", "-o", "%i"], check=True)
+        return set(answer.stdout.split())
+
+    # The raw id of the last element is the array's: it must not take all of them with it.
+    for index, others in ((0, {f"{array}_1", f"{array}_2"}), (2, {f"{array}_1"})):
+        code, out, err = clusterddp(cluster, tmp_path, "cancel", f"a-{index}")
+        assert code == 0, err
+        assert f"(job {array}_{index})" in out
+        wait_for(lambda others=others: left() <= others, "the element has left the queue")
+        assert left() == others
+    after = states(cluster, tmp_path)
+    assert after["a-1"] == "running"
 
 
 def test_logs_f_follows_a_real_job_to_its_end(cluster: SlurmCluster, tmp_path: Path) -> None:
