@@ -22,6 +22,10 @@ _NEVER = frozenset({".git", "__pycache__"})
 _LINKED = frozenset({".venv", "node_modules"})
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 """What venv and conda leave at the top of an environment, whatever its name."""
+_DATASET_MARK = "MNIST/raw"
+"""What `clusterddp data` and torchvision make in a folder of datasets, whatever its name."""
+_LARGE_BYTES = 1_000_000
+"""Files from here on are linked, the largest first, where all of them are more than the limit."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Plan:
     left_out: frozenset[str]
     """Names below the tree that are neither copied nor linked."""
     commit: str
+    large: tuple[str, ...] = ()
+    """Files that are linked for their size, the largest first."""
 
 
 def plan(tree: Path, limit_mb: float, leave_out: Collection[Path]) -> Plan:
@@ -69,11 +75,13 @@ def plan(tree: Path, limit_mb: float, leave_out: Collection[Path]) -> Plan:
             items[name] = item
         if len(items) > 10 * MOST_FILES:
             break  # a home directory, perhaps: enough is seen to name the largest
+    large = _large(items, limit_mb)
+    items = {name: item for name, item in items.items() if name not in large}
     _check_limits(top, items, limit_mb, without_git)
     for name, item in items.items():
         if item.link is None and not os.access(f"{top}/{name}", os.R_OK, effective_ids=True):
             raise _unreadable(top, name, "Permission denied")
-    return Plan(top, items, left_out, commit)
+    return Plan(top, items, left_out, commit, large)
 
 
 def links(plan: Plan) -> dict[str, str]:
@@ -138,7 +146,10 @@ class _Folders:
                 # git goes on listing what it tracks in a folder that has become a link; written
                 # through the copied link it would land in the original.
                 and _is_real_folder(path)
-                and not any(os.path.lexists(f"{path}/{mark}") for mark in _ENVIRONMENT_MARKS)
+                and not any(
+                    os.path.lexists(f"{path}/{mark}")
+                    for mark in (*_ENVIRONMENT_MARKS, _DATASET_MARK)
+                )
             )
         return self._known[name]
 
@@ -212,6 +223,20 @@ def _measure(tree: str, name: str) -> Item | None:
         return None
     size = found.st_size if link is None else 0
     return Item(size, found.st_mode & 0o777, found.st_mtime_ns, link)
+
+
+def _large(items: Mapping[str, Item], limit_mb: float) -> tuple[str, ...]:
+    """The fewest large files without which the others keep to the limit; none where that is not
+    enough, or not needed.
+    """
+    surplus = sum(item.size for item in items.values()) - limit_mb * 1e6
+    chosen = []
+    for name in sorted(items, key=lambda name: (-items[name].size, name)):
+        if surplus <= 0 or items[name].size < _LARGE_BYTES:
+            break
+        chosen.append(name)
+        surplus -= items[name].size
+    return tuple(chosen) if surplus <= 0 else ()
 
 
 def _check_limits(tree: str, items: Mapping[str, Item], limit_mb: float, without_git: str) -> None:

@@ -127,6 +127,7 @@ def _take(
                 raise
             say(f"warning: your code is not copied: {error}")
         else:
+            snapshot.say_large(taken, limit, say)
             if recorded and run.code.is_dir():
                 taken = _carry_over(run, recorded, taken, draft, say)
             return taken

@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +34,8 @@ class Snapshot:
     """Name below the tree, with slashes, to the SHA-256 of the content (a link: of its text)."""
     commit: str
     """The hash of git's HEAD; empty without a commit. The files may differ from it."""
+    large: tuple[str, ...] = field(default=(), compare=False)
+    """Files that are linked in place of a copy, as with them it would be over its limit."""
 
     def to_json(self) -> str:
         """As a record; plain ASCII, so that every file name survives."""
@@ -49,6 +51,7 @@ class Snapshot:
                 bytes=int(fields["bytes"]),
                 digests={str(name): str(digest) for name, digest in fields["digests"].items()},
                 commit=str(fields["commit"]),
+                large=tuple(map(str, fields.get("large", ()))),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestError(f"this is no record of a code snapshot: {error!r}.") from None
@@ -61,10 +64,11 @@ def take(
 
     tree: in a git work tree, at its top or below, the files that git tracks or does not ignore,
         those of submodules and repositories within included; elsewhere all files. Never
-        __pycache__, environments or node_modules.
+        __pycache__, environments, node_modules or folders of datasets (`MNIST/raw` below them).
     target: must not exist, its parent must. Where a folder was copied, what was passed over in it
         is linked by its absolute path, so that `data/train` still leads somewhere.
-    limit_mb: most that the files may have together, in 10^6 bytes.
+    limit_mb: most that the files may have together, in 10^6 bytes. Where they have more, large
+        files are linked rather than copied, the largest first, until the others keep to it.
     leave_out: absolute paths that are neither copied nor linked, such as the folder of the runs.
 
     Raises RequestError when the tree is over the limits or a file cannot be read (nothing is
@@ -85,6 +89,19 @@ def take(
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
+
+
+def say_large(taken: Snapshot, limit_mb: float, say: Callable[[str], None]) -> None:
+    """Say which files were linked for their size: what is edited there reaches a waiting run."""
+    if not taken.large:
+        return
+    more = f" and {len(taken.large) - 3} more" if len(taken.large) > 3 else ""
+    say(
+        f"warning: too large to copy with your code, so linked: "
+        f"{', '.join(map(shown, taken.large[:3]))}{more}. The run reads them where they are. Raise "
+        f"--snapshot-limit MB (now {limit_mb:g}) to have them copied; what .gitignore lists is "
+        "linked without a word."
+    )
 
 
 def carry_over(
@@ -161,7 +178,7 @@ def fingerprint(
         except OSError:
             return None
         size += length
-    return Snapshot(files=len(digests), bytes=size, digests=digests, commit=plan.commit)
+    return Snapshot(len(digests), size, digests, plan.commit, plan.large)
 
 
 def difference(before: Snapshot, after: Snapshot, *, new: bool = False) -> list[str]:
@@ -248,7 +265,7 @@ def _copy(plan: Plan, links: Mapping[str, str], target: str) -> Snapshot:
             "Nothing of the copy is left. Make room there or mend the file, or use --no-snapshot "
             "to run from the folder itself."
         ) from None
-    return Snapshot(files=len(digests), bytes=size, digests=digests, commit=plan.commit)
+    return Snapshot(len(digests), size, digests, plan.commit, plan.large)
 
 
 def _copy_file(source: BinaryIO, target: str, item: Item) -> tuple[str, int]:

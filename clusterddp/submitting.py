@@ -123,6 +123,8 @@ def keep_code(spec: JobSpec, run: RunDir, limit_mb: float, say: Say) -> None:
             if spec.snapshot:  # it was asked for
                 raise
             say(f"warning: your code is not copied: {error}")
+        else:
+            snapshot.say_large(taken, limit_mb, say)
     if taken is None:
         taken = snapshot.fingerprint(tree, leave_out=leave_out)
     if taken:

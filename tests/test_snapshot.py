@@ -495,6 +495,34 @@ def test_a_tree_over_the_limit_is_refused_and_leaves_nothing(
     assert (target / "runs").is_symlink()
 
 
+@pytest.mark.parametrize("below_it", ["MNIST/raw", "mnist/MNIST/raw"])
+def test_a_folder_of_datasets_is_linked_whatever_its_name_and_size(
+    tree: Path, target: Path, below_it: str
+) -> None:
+    write(tree, {f"sets/{below_it}/train-images-idx3-ubyte": "x" * 2_000_000})
+    taken = take(tree, target, limit_mb=1)
+    assert sorted(taken.digests) == ["package/model.py", "train.py"]
+    assert (target / f"sets/{below_it}/train-images-idx3-ubyte").stat().st_size == 2_000_000
+    assert (target / "sets").is_symlink()
+
+
+def test_large_files_are_linked_the_largest_first_where_the_copy_would_be_over_its_limit(
+    tree: Path, target: Path, tmp_path: Path
+) -> None:
+    sizes = {"weights.bin": 3_000_000, "package/table": 2_000_000, "lookup": 1_000_000}
+    write(tree, {name: "x" * size for name, size in sizes.items()})
+    taken = take(tree, target, limit_mb=2)
+    assert taken.large == ("weights.bin", "package/table")
+    assert Snapshot.from_json(taken.to_json()) == taken == fingerprint(tree, limit_mb=2)
+    assert set(taken.digests) == {"lookup", "package/model.py", "train.py"}
+    for name in taken.large:
+        assert (target / name).readlink() == tree / name
+    assert (target / "lookup").is_file() and not (target / "lookup").is_symlink()
+    assert take(tree, tmp_path / "all", limit_mb=7).large == ()
+    with pytest.raises(RequestError, match=r"has 6\.0 MB in 5 files"):
+        take(tree, tmp_path / "none", limit_mb=1e-6)  # what is left is over it, too
+
+
 def test_an_ignore_list_that_was_not_used_is_said_to_be_so(tree: Path, target: Path) -> None:
     write(tree, {".gitignore": "big", "big": "x" * 2_000})
     with pytest.raises(RequestError, match=r"\.gitignore .*, which was not used here \(.*git"):

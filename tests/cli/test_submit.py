@@ -553,3 +553,17 @@ def test_a_dry_run_refuses_a_function_that_is_not_there_as_the_submission_does(
     elsewhere_python = run("--dry-run", "--python=/opt/python", "--model=nests:build")
     assert elsewhere_python.exit_code == 0, elsewhere_python.output
     assert "the tasks need it" in elsewhere_python.stderr
+
+
+def test_large_files_beside_a_command_are_linked_and_named(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch_that_forecasts(elsewhere, monkeypatch, "exit 1")
+    (elsewhere / "train.py").write_text("")
+    (elsewhere / "weights.bin").write_bytes(b"x" * 2_000_000)
+    result = run("--snapshot-limit", "1", "--run-name", "demo", "--", "true")
+    assert result.exit_code == 0, result.output
+    assert "too large to copy with your code, so linked: weights.bin" in result.stderr
+    code = elsewhere / "jobs/demo/code"
+    assert (code / "train.py").is_file() and not (code / "train.py").is_symlink()
+    assert (code / "weights.bin").readlink() == elsewhere / "weights.bin"
