@@ -1,6 +1,7 @@
 """Making sure, before anything starts, of the files that a training will read."""
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,10 +46,28 @@ def make_sure(
             _check_checkpoint(run_checkpoints.find(config.resume, say), config, world_size)
         if references.is_reference(config.dataset):
             return
+        if may_fetch:
+            _check_folder(config)
         info = data.ensure(config.dataset, config.data_dir, progress=say, may_fetch=may_fetch)
     except (CheckpointError, DataError) as error:
         raise RequestError(str(error)) from None
     say(f"dataset: {info.describe()}")
+
+
+def _check_folder(config: TrainConfig) -> None:
+    """Refuse to download into a folder that is not there: its name may be mistyped.
+
+    The default one is excepted, which nobody has typed.
+    """
+    default = TrainConfig.__dataclass_fields__["data_dir"].default
+    if config.dataset != "mnist" or config.data_dir == default:
+        return
+    if not Path(config.data_dir).expanduser().exists():
+        place = shlex.quote(config.data_dir)
+        raise RequestError(
+            f"--data-dir: {place} does not exist. Name the folder that holds MNIST/raw, or have it "
+            f"made: clusterddp data fetch --data-dir {place}"
+        )
 
 
 def find_own_functions(

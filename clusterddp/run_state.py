@@ -26,6 +26,7 @@ STOPPED = "stopped"
 UNKNOWN = "unknown"
 """The job recorded no end, and Slurm cannot say or no longer knows."""
 
+STATES = (CREATED, QUEUED, RUNNING, DONE, FAILED, CANCELLED, STOPPED, UNKNOWN)
 ENDED = frozenset({DONE, FAILED, CANCELLED, STOPPED})
 
 SETTLE_SECONDS = 60.0

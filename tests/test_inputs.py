@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import DataError, RequestError
 from clusterddp.inputs import make_sure
 from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
@@ -32,6 +32,29 @@ def run(tmp_path: Path) -> RunDir:
     spec = JobSpec("one", str(path), Resources(), "python", train=TrainConfig(dataset="synthetic"))
     (path / "spec.json").write_text(spec.to_json())
     return RunDir(path)
+
+
+def test_nothing_is_downloaded_into_a_folder_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def fetch(data_dir: str, _: object) -> None:
+        fetched.append(data_dir)
+        raise DataError("no network")
+
+    monkeypatch.setattr("clusterddp.training.data_source.fetch", fetch)
+    missing = tmp_path / "shred data"
+    with pytest.raises(RequestError, match=r"does not exist.*data fetch --data-dir '/"):
+        make_sure(TrainConfig(data_dir=str(missing)), may_fetch=True)
+    assert not missing.exists()
+    assert fetched == []
+    monkeypatch.chdir(tmp_path)
+    missing.mkdir()
+    for there in (str(missing), TrainConfig().data_dir):  # the default is no typing error
+        with pytest.raises(RequestError, match="no network"):
+            make_sure(TrainConfig(data_dir=there), may_fetch=True)
+    assert fetched == [str(missing), "data"]
 
 
 @pytest.mark.parametrize("what", ["", "attempts/0001/checkpoints/step-00000020.pt"])

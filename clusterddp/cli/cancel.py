@@ -11,7 +11,7 @@ import click
 
 from clusterddp.cli import runs
 from clusterddp.cli.settings import SettingsCommand
-from clusterddp.errors import RequestError, SlurmError
+from clusterddp.errors import EXIT_DONE, RequestError, SlurmError
 from clusterddp.local_process import process_alive
 from clusterddp.run_dir import RunDir
 from clusterddp.run_state import CREATED, ENDED, FORGOTTEN, UNKNOWN
@@ -34,19 +34,23 @@ class Cancellation:
 @click.argument("run", type=runs.RUN, nargs=-1, required=True, metavar="RUN...")
 @runs.output_root_option
 @runs.JSON_OPTION
-def command(run: tuple[str, ...], output_root: Path, as_json: bool) -> None:
+def command(run: tuple[str, ...], output_root: Path, as_json: bool) -> int:
     """Cancel each RUN: a run's name, job id or directory.
 
     A Slurm job is given to scancel; a run on this workstation gets SIGTERM and ends in order. It
     returns at once: 'clusterddp status' shows when the run has ended. One that has ended already
-    is left as it is.
+    is left as it is. Where it does not work with one of several, the others are cancelled.
 
-    Exit codes: 0 cancelled or ended already, 1 it could not be cancelled, 2 there is no such run.
+    Exit codes: 0 each is cancelled or had ended, 1 one could not be cancelled, 2 one is no run.
     """
-    found = runs.find_each(output_root, run)
-    done = runs.on_each(found, cancel, None if as_json else lambda result: result.message)
+    found, failed = runs.find_those(output_root, run)
+    tell = None if as_json else lambda result: result.message
+    done = runs.on_each(found, cancel, tell, failed)
+    for error in failed:
+        click.echo(f"clusterddp: {error}", err=True)
     if as_json:
         click.echo(runs.as_json([dataclasses.asdict(result) for result in done]))
+    return max((error.exit_code for error in failed), default=EXIT_DONE)
 
 
 def cancel(run: RunDir, status: RunStatus) -> Cancellation:

@@ -1,6 +1,8 @@
 """`clusterddp jobs`: the runs below the output root as a table, the latest last."""
 
 import dataclasses
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -9,29 +11,49 @@ import click
 from clusterddp import units
 from clusterddp.cli import runs
 from clusterddp.cli.settings import SettingsCommand
+from clusterddp.run_state import STATES
 from clusterddp.run_status import RunStatus
 
-_HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "")
+_HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "WHY")
 
 
 @click.command(name="jobs", cls=SettingsCommand)
+@click.option("-n", "--last", type=click.IntRange(1), metavar="N", help="The latest N runs alone.")
+@click.option(
+    "--state",
+    type=click.Choice(STATES),
+    multiple=True,
+    help="The runs in this state alone; repeatable.",
+)
 @runs.output_root_option
 @runs.JSON_OPTION
-def command(output_root: Path, as_json: bool) -> None:
+def command(last: int | None, state: tuple[str, ...], output_root: Path, as_json: bool) -> None:
     """List the runs, the latest last.
 
-    NODES is nodes x tasks per node; AGE counts from the submission; the last column says why a run
-    is waiting, or how it failed. --json prints a list of what 'status --json' prints for each.
+    NODES is nodes x tasks per node; AGE counts from the submission; WHY says why a run waits, or
+    how it failed. In a terminal, lines are cut to its width; 'status' has the whole. --json prints
+    a list of what 'status --json' prints for each.
 
     Exit codes: 0 listed, 2 a wrong request.
     """
-    found = runs.statuses(runs.all_runs(output_root))
+    there = runs.all_runs(output_root)
+    found = runs.statuses(there[-last:] if last and not state else there)
+    if state:
+        found = [status for status in found if status.state in state][-(last or 0) :]
     if as_json:
         click.echo(runs.as_json([dataclasses.asdict(status) for status in found]))
     elif not found:
-        click.echo(f"no runs below {output_root}", err=True)
+        among = f" that are {' or '.join(state)}" if there else ""
+        click.echo(f"no runs below {output_root}{among}", err=True)
     else:
-        click.echo(table([_HEADER, *(_row(status, time.time()) for status in found)]))
+        text = table([_HEADER, *(_row(status, time.time()) for status in found)])
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        click.echo("\n".join(_cut(line, width) for line in text.splitlines()))
+
+
+def _cut(line: str, width: int | None) -> str:
+    """A line as wide as the terminal at most; as it is where there is none, for other programs."""
+    return line if width is None or len(line) <= width else f"{line[: width - 1]}…"
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

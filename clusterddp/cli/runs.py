@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run_dir import RunDir, find_runs
 from clusterddp.run_status import RunStatus, run_status
 from clusterddp.slurm.queries import query
@@ -110,15 +110,40 @@ def find_each(root: Path, texts: Sequence[str]) -> list[RunDir]:
     return list({one.path: one for one in (find_run(root, text) for text in texts)}.values())
 
 
+def find_those(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[ClusterDDPError]]:
+    """The runs that are meant, each once, and why the other names are none."""
+    found: dict[Path, RunDir] = {}
+    wrong: list[ClusterDDPError] = []
+    for text in texts:
+        try:
+            run = find_run(root, text)
+        except RequestError as error:
+            wrong.append(error)
+        else:
+            found[run.path] = run
+    return list(found.values()), wrong
+
+
 def on_each(
     runs: Sequence[RunDir],
     act: Callable[[RunDir, RunStatus], T],
     tell: Callable[[T], str] | None,
+    failed: list[ClusterDDPError] | None = None,
 ) -> list[T]:
-    """What `act` has made of each run; `tell` words it for a person, who reads it at once."""
+    """What `act` has made of each run; `tell` words it for a person, who reads it at once.
+
+    failed: takes the error of a run with which it did not work, and the next run follows; without
+    it that error is raised.
+    """
     done = []
     for run, status in zip(runs, statuses(runs), strict=True):
-        result = act(run, status)
+        try:
+            result = act(run, status)
+        except ClusterDDPError as error:
+            if failed is None:
+                raise
+            failed.append(error)
+            continue
         done.append(result)
         if tell:
             click.echo(tell(result))

@@ -48,13 +48,27 @@ def test_several_runs_are_cancelled_and_a_repeated_one_once(workplace: Workplace
     assert [call for call in workplace.calls if "scancel" in call] == ["scancel 1", "scancel 2"]
 
 
-def test_nothing_is_cancelled_when_one_of_the_names_is_wrong(workplace: Workplace) -> None:
+def test_the_others_are_cancelled_where_one_name_is_wrong(workplace: Workplace) -> None:
     workplace.run("one", submitted("1"), started("1"))
+    workplace.command("squeue", "echo '1|RUNNING|None'")
     workplace.command("scancel", "exit 0")
-    got = workplace.invoke("cancel", "one", "tow")
-    assert got.code == 2
-    assert "no run 'tow'" in got.err
-    assert workplace.calls == []
+    for names in (["one", "tow"], ["tow", "one", "--json"]):
+        got = workplace.invoke("cancel", *names)
+        assert got.code == 2
+        assert "no run 'tow'" in got.err
+        assert '"cancelled": true' in got.out or "one: asked Slurm" in got.out
+        assert workplace.calls[-1] == "scancel 1"
+
+
+def test_the_others_are_cancelled_where_scancel_refuses_one(workplace: Workplace) -> None:
+    for number in ("1", "2", "3"):
+        workplace.run(f"run-{number}", submitted(number), started(number))
+    workplace.command("squeue", "printf '%s|RUNNING|None\n' 1 2 3")
+    workplace.command("scancel", "[ $1 != 2 ] || { echo 'not yours' >&2; exit 1; }")
+    got = workplace.invoke("cancel", "run-1", "run-2", "run-3")
+    assert got.code == 1
+    assert "not yours" in got.err
+    assert [line.partition(":")[0] for line in got.out.splitlines()] == ["run-1", "run-3"]
 
 
 def test_scancels_words_reach_the_person_and_the_record_is_taken_back(workplace: Workplace) -> None:

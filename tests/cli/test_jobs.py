@@ -1,7 +1,13 @@
 """`clusterddp jobs`."""
 
+import fcntl
 import json
 import math
+import os
+import struct
+import subprocess
+import sys
+import termios
 
 from clusterddp.cli import runs
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
@@ -18,7 +24,7 @@ def test_runs_are_listed_with_the_latest_last(workplace: Workplace) -> None:
     workplace.command("squeue", "echo '2|RUNNING|None'; echo '3|PENDING|(Resources)'")
     got = workplace.invoke("jobs")
     lines = got.out.splitlines()
-    assert lines[0].split() == ["NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY"]
+    assert lines[0].split() == ["NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "WHY"]
     assert [line.split()[:4] for line in lines[1:]] == [
         ["first", "done", "1", "2x4"],
         ["second", "running", "2", "1x1"],
@@ -28,6 +34,50 @@ def test_runs_are_listed_with_the_latest_last(workplace: Workplace) -> None:
     assert lines[1].split()[4:] == ["1m30s", "1200", "0.9877"]
     assert lines[3].endswith("Resources")
     assert got.code == 0
+
+
+def test_the_latest_and_those_in_a_state_can_be_asked_for(workplace: Workplace) -> None:
+    for number in range(1, 5):
+        end = [ended(str(number), number % 2)] if number < 4 else []
+        events = submitted(str(number)), started(str(number)), *end
+        workplace.run(f"run-{number}", *events, age=100 - number)
+    workplace.command("squeue", "echo '4|RUNNING|None'")
+
+    def listed(*options: str) -> list[str]:
+        got = workplace.invoke("jobs", *options, "--json")
+        assert got.code == 0, got.err
+        return [status["name"] for status in json.loads(got.out)]
+
+    assert listed("-n", "2") == listed("--last=2") == ["run-3", "run-4"]
+    assert listed("--state", "failed") == ["run-1", "run-3"]
+    assert listed("--state", "failed", "-n", "1") == ["run-3"]
+    assert listed("--state", "done", "--state", "running") == ["run-2", "run-4"]
+    assert listed("-n", "9") == [f"run-{number}" for number in range(1, 5)]
+    assert workplace.invoke("jobs", "-n", "0").code == 2
+    assert workplace.invoke("jobs", "--state", "dead").code == 2
+    got = workplace.invoke("jobs", "--state", "stopped")
+    assert (got.code, got.out) == (0, "")
+    assert "no runs below jobs that are stopped" in got.err
+
+
+def test_a_line_is_as_wide_as_the_terminal_and_whole_where_there_is_none(
+    workplace: Workplace,
+) -> None:
+    words = {**FAILURE, "reason": "ValueError: " + "long " * 40}
+    workplace.run("one", submitted("1"), started("1"), ended("1", 1, first_failure=words))
+    master, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 72, 0, 0))
+    command = [sys.executable, "-m", "clusterddp", "jobs"]
+    environ = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    subprocess.run(command, cwd=workplace.folder, env=environ, stdout=terminal, check=True)
+    os.close(terminal)
+    lines = os.read(master, 1 << 16).decode().splitlines()
+    os.close(master)
+    assert len(lines) == 2
+    assert len(lines[1]) == 72
+    assert lines[1].endswith("…")
+    assert "rank 3 on h02" in lines[1]
+    assert len(workplace.invoke("jobs").out.splitlines()[1]) > 200
 
 
 def test_slurm_is_asked_once_for_all_runs(workplace: Workplace) -> None:
