@@ -26,6 +26,7 @@ from jinja2 import (
     TemplateError,
     TemplateNotFound,
     TemplateSyntaxError,
+    nodes,
 )
 from jinja2.bccache import Bucket
 
@@ -63,6 +64,8 @@ def render(spec: JobSpec, template_folder: Path | None = None) -> str:
         raise RequestError(f"template {spec.template} is not UTF-8 text.") from None
     except Exception as error:  # whatever an expression in a person's own template can raise
         _blame(error, [shipped_folder(), *([template_folder] if template_folder else [])])
+    if template_folder:
+        _check_blocks(environment, spec.template)
     _check(spec, script)
     return script
 
@@ -268,6 +271,42 @@ def _blame(error: Exception, folders: list[Path]) -> NoReturn:
     where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "?"
     kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
     raise RequestError(f"template {where}: {kind}{error}") from None
+
+
+def _check_blocks(environment: Environment, name: str) -> None:
+    """Refuse a block of a person's own template that replaces none of those it extends.
+
+    Jinja would leave it out without a word. A block inside another one is the template's own.
+    """
+    chain = [_parsed(environment, name)]
+    while (parent := _extended(chain[0][0])) is not None:
+        chain.insert(0, _parsed(environment, parent))
+    known: list[str] = []
+    for tree, path in chain:  # the shipped one first
+        for block in tree.body:
+            if isinstance(block, nodes.Block) and known and block.name not in known:
+                import difflib
+
+                near = difflib.get_close_matches(block.name, known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise RequestError(
+                    f"template {path}, line {block.lineno}: there is no block {block.name!r} to "
+                    f"replace; there are {', '.join(known)}.{hint}"
+                )
+        known += [one.name for one in tree.find_all(nodes.Block) if one.name not in known]
+
+
+def _parsed(environment: Environment, name: str) -> tuple[nodes.Template, str]:
+    assert environment.loader is not None
+    source, path, _ = environment.loader.get_source(environment, name)
+    return environment.parse(source, name, path), path or name
+
+
+def _extended(tree: nodes.Template) -> str | None:
+    """The template that this one extends; None without one, or where an expression names it."""
+    extends = tree.find(nodes.Extends)
+    named = extends.template if extends else None
+    return named.value if isinstance(named, nodes.Const) else None
 
 
 def _known(template_folder: Path | None) -> list[str]:

@@ -160,6 +160,31 @@ def own(folder: Path, content: str) -> str:
     return "own.sbatch.j2"
 
 
+def test_a_misspelt_block_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    middle = (
+        '{% extends "shipped/torchrun.sbatch.j2" %}\n'
+        "{% block setup %}{% block stage %}{% endblock %}{{ super() }}{% endblock %}\n"
+    )
+    (tmp_path / "middle.j2").write_text(middle)
+    for parent, blocks, misspelt in (
+        ("shipped/ddp.sbatch.j2", ["setup"], "setupp"),
+        ("shipped/torchrun.sbatch.j2", ["launch", "teardown"], "direktives"),
+        ("middle.j2", ["stage", "environment"], "stages"),
+    ):
+        good = "".join(f"{{% block {name} %}}echo {name}\n{{% endblock %}}" for name in blocks)
+        text = f'{{% extends "{parent}" %}}\n{good}\n'
+        script = rendering.render(spec(template=own(tmp_path, text)), tmp_path)
+        assert all(f"echo {name}\n" in script for name in blocks)
+        bad = text + f"{{% block {misspelt} %}}x{{% endblock %}}\n"
+        with pytest.raises(RequestError) as caught:
+            rendering.render(spec(template=own(tmp_path, bad)), tmp_path)
+        lines = bad.split("\n")
+        line = next(n for n, text in enumerate(lines, 1) if f"block {misspelt}" in text)
+        assert f"own.sbatch.j2, line {line}: there is no block {misspelt!r}" in str(caught.value)
+        assert "directives, teardown, environment, setup, launch" in str(caught.value)
+        assert "Did you mean" in str(caught.value)
+
+
 def test_an_own_template_replaces_one_block(tmp_path: Path) -> None:
     name = own(
         tmp_path,

@@ -89,7 +89,7 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         allow_launcher=options["allow_launcher"],
         job_name=options["job_name"] or "",
         launcher=options["launcher"],
-        template=Path(template).name if "/" in template else full_name(template),
+        template=_template(template, options["template_dir"]),
         sbatch=_directives(options["sbatch"], resources),
         omit_directives=_omitted(options["omit_directive"]),
         srun_args=tuple(
@@ -110,6 +110,13 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         restart_in_job=options["restart_in_job"],
         signal="" if options["signal"] == "none" else options["signal"],
     )
+
+
+def _template(value: str, folder: str | None) -> str:
+    """The name of a template's file in its folder."""
+    if "/" in value:
+        return Path(value).name
+    return full_name(value, Path(folder) if folder else None)
 
 
 def _python(value: str) -> str:

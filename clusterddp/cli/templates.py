@@ -12,12 +12,31 @@ SHIPPED = {
 }
 
 
-def full_name(template: str) -> str:
-    """`torchrun` for `torchrun.sbatch.j2`; any other name as it is."""
+_ENDINGS = ("", ".sbatch.j2", ".j2")
+
+
+def full_name(template: str, folder: Path | None = None) -> str:
+    """The file name of a template: `torchrun` is `torchrun.sbatch.j2`.
+
+    A template of the person's own folder comes before a shipped one; any other name stays as it is.
+    """
+    own = (template + ending for ending in _ENDINGS if folder and template)
+    if name := next((name for name in own if folder and (folder / name).is_file()), None):
+        return name
     return next((name for name in SHIPPED if name.split(".")[0] == template), template)
 
 
-NAME = click.Choice(list(SHIPPED))
+class ShippedName(click.Choice[str]):
+    """A shipped template, by its file name or short: `torchrun`."""
+
+    def __init__(self) -> None:
+        super().__init__(list(SHIPPED))
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(full_name(value), param, ctx)
+
+
+NAME = ShippedName()
 
 
 @click.group()

@@ -23,6 +23,8 @@ def test_the_listed_templates_are_those_shipped_for_a_person() -> None:
 def test_show_prints_the_file(name: str) -> None:
     shown = CliRunner().invoke(cli, ["templates", "show", name])
     assert shown.output == (shipped_folder() / name).read_text()
+    short = name.removesuffix(".sbatch.j2")
+    assert CliRunner().invoke(cli, ["templates", "show", short]).output == shown.output
 
 
 def test_a_copy_renders_like_the_original(tmp_path: Path) -> None:
