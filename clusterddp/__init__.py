@@ -9,25 +9,40 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.1"
 
 if TYPE_CHECKING:
-    from clusterddp.api import launch, render, submit
+    from clusterddp.api import SubmittedRun, launch, render, submit
     from clusterddp.dist_env import DistEnv
-    from clusterddp.errors import ClusterDDPError
+    from clusterddp.errors import ClusterDDPError, RequestError, TrainingError
     from clusterddp.resources import Resources
+    from clusterddp.run_status import RunStatus
     from clusterddp.spec import JobSpec
     from clusterddp.train_config import TrainConfig
 
 __all__ = [
-    "ClusterDDPError", "DistEnv", "JobSpec", "Resources", "TrainConfig", "launch", "render",
+    "ClusterDDPError",
+    "DistEnv",
+    "JobSpec",
+    "RequestError",
+    "Resources",
+    "RunStatus",
+    "SubmittedRun",
+    "TrainConfig",
+    "TrainingError",
+    "launch",
+    "render",
     "submit",
-]  # fmt: skip
+]
 
 # name -> the module that holds it
 _MODULES = {
     "ClusterDDPError": "errors",
     "DistEnv": "dist_env",
     "JobSpec": "spec",
+    "RequestError": "errors",
     "Resources": "resources",
+    "RunStatus": "run_status",
+    "SubmittedRun": "api",
     "TrainConfig": "train_config",
+    "TrainingError": "errors",
     "launch": "api",
     "render": "api",
     "submit": "api",
