@@ -6,6 +6,7 @@ process of a local run (`local_process`) and what the training has left (`progre
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import time
@@ -14,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterddp import requeue
-from clusterddp.attempt import latest
+from clusterddp.attempt import Attempt, latest
 from clusterddp.errors import ClusterDDPError
 from clusterddp.local_process import process_alive
 from clusterddp.nodelist import expand_nodelist
 from clusterddp.outcome import first_failure, read_outcomes
 from clusterddp.progress import latest_metrics, latest_report, newest_checkpoint
-from clusterddp.run_dir import RunDir, first_number
+from clusterddp.run_dir import RunDir, first_number, read_json
 from clusterddp.run_state import (
     CANCELLED,
     CREATED,
@@ -79,7 +80,7 @@ class RunStatus:
     started_time: float | None = None
     ended_time: float | None = None
     elapsed_seconds: float | None = None
-    """From the latest start to the end, or to now."""
+    """From the latest start to the end, or to now; None while it waits in the queue."""
     exit_code: int | None = None
     first_failure: str = ""
     directory: str = ""
@@ -102,6 +103,9 @@ def run_status(
     alive = process_alive(submission) if submission and submission.is_local else None
     report = latest_report(run, submission.attempt if submission else None)
     state, detail = judge(submission, report, job, alive, now)
+    by_hand = None if submission else _started_by_hand(run)
+    if by_hand:
+        state, detail = _judge_by_hand(by_hand, report)
     latest = latest_metrics(run.metrics)
     checkpoint = newest_checkpoint(run)
     failure = ""
@@ -117,6 +121,7 @@ def run_status(
         array_element=job.element if job else "",
         **_request(run),
         **_times(run, submission, state, now),
+        **(_of_attempt(by_hand, state, now) if by_hand else {}),
         **_starts(submission),
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
@@ -130,6 +135,44 @@ def run_status(
         directory=str(run.path),
         next_command=_next_command(run, state, failure, submission, bool(checkpoint)),
     )
+
+
+def _started_by_hand(run: RunDir) -> Attempt | None:
+    """The latest attempt of a run that nothing submitted: `srun clusterddp train`, say."""
+    try:
+        attempt = latest(run)
+    except OSError:
+        return None
+    return attempt if attempt and attempt.read_record() else None
+
+
+def _judge_by_hand(attempt: Attempt, report: Mapping[str, Any]) -> tuple[str, str]:
+    """From the attempt's own records alone: the job can be one in which much else goes on."""
+    how = "its ranks were started by hand"
+    end = read_json(attempt.end)
+    if end:
+        if end.get("cause") == DONE:
+            return DONE, how
+        return STOPPED, f"{how}, and have saved at step {end.get('step')} ({end.get('reason')})"
+    with contextlib.suppress(OSError):
+        if attempt.is_alive():
+            return RUNNING, how
+    if report:
+        return DONE, how
+    return UNKNOWN, f"{how}, show no sign of life and recorded no end"
+
+
+def _of_attempt(attempt: Attempt, state: str, now: float) -> dict[str, Any]:
+    """The job in which an attempt was started, if any, and when."""
+    record = attempt.read_record()
+    began = first_number(record.get("began"))
+    running = began is not None and state == RUNNING
+    return {
+        "job_id": str(record.get("job_id") or ""),
+        "attempt": attempt.number,
+        "started_time": began,
+        "elapsed_seconds": round(max(now - began, 0.0), 3) if began and running else None,
+    }
 
 
 def is_another_runs(run: RunDir, job: JobState) -> bool:
@@ -164,7 +207,7 @@ def _times(run: RunDir, submission: Submission | None, state: str, now: float) -
         return {"created_time": created}
     elapsed = None
     if submission.started is not None:
-        if submission.ended is not None:
+        if submission.ended is not None and state != QUEUED:  # one that waits takes no time
             elapsed = submission.ended - submission.started
         elif state == RUNNING:
             elapsed = now - submission.started
@@ -218,6 +261,8 @@ def _next_command(
 ) -> str:
     if state == CREATED:
         return f"sbatch {shlex.quote(str(run.script))}"
+    if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
+        return f"clusterddp report {run.shown}" if state == DONE else ""
     again = f"clusterddp resubmit {run.shown}"
     if state == STOPPED or (state == CANCELLED and has_checkpoint):
         return again
@@ -226,7 +271,7 @@ def _next_command(
     if state in (QUEUED, RUNNING):
         return f"clusterddp logs -f {run.shown}"
     # Without a verdict of the script on its attempt there is little to read.
-    judged = submission and submission.cause and submission.why in ("", requeue.NO_RESTART)
+    judged = submission.cause and submission.why in ("", requeue.NO_RESTART)
     if state in (FAILED, UNKNOWN) and has_checkpoint and not judged:
         return again
     rank = re.match(r"rank (\d+) ", failure)
@@ -234,8 +279,12 @@ def _next_command(
         return f"clusterddp logs --rank {rank[1]} {run.shown}"
     if state in (FAILED, UNKNOWN):
         return f"clusterddp logs --job {run.shown}"
-    here = submission is None or submission.is_local
-    if state == DONE and here and not run.rank_log(0).exists() and not run.job_log.exists():
+    if (
+        state == DONE
+        and submission.is_local
+        and not run.rank_log(0).exists()
+        and not run.job_log.exists()
+    ):
         return f"clusterddp report {run.shown}"  # a terminal has what it printed
     return f"clusterddp logs {run.shown}"
 

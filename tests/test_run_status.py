@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp import requeue
-from clusterddp.attempt import Attempt
+from clusterddp.attempt import Attempt, begin, publish
 from clusterddp.progress import latest_metrics
 from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
@@ -300,3 +300,29 @@ def test_a_hostile_folder_is_quoted_in_the_next_command(
 
 
 # -- the process of a local run --------------------------------------------------------------
+
+
+def test_a_run_that_waits_after_preemption_takes_no_time(run: RunDir) -> None:
+    write_events(run, submitted(), begun(1), left(1, requeue.REQUEUED), requeued(1, "preemption"))
+    waiting = run_status(run, {"7": JobState(State.PENDING, "BeginTime")})
+    assert (waiting.state, waiting.elapsed_seconds) == ("queued", None)
+    write_events(run, submitted(), begun(1))
+    assert run_status(run, {"7": JobState(State.RUNNING)}).elapsed_seconds is not None
+
+
+def test_ranks_that_were_started_by_hand_in_a_job_show_it(run: RunDir) -> None:
+    attempt = begin(run)
+    publish(attempt, {"job_id": "78", "restart": 0, "host": "h1", "pid": 1})
+    status = run_status(run, {}, now=attempt.read_record()["began"] + 5)
+    assert (status.state, status.job_id) == ("running", "78")
+    assert status.elapsed_seconds == pytest.approx(5)
+    os.utime(attempt.alive, (1, 1))
+    status = run_status(run, {})
+    assert (status.state, status.next_command) == ("unknown", "")
+    assert "no sign of life" in status.detail
+    for cause, state in (("stopped", "stopped"), ("done", "done")):
+        end = {"cause": cause, "reason": "signal", "step": 7, "saved": 7}
+        attempt.end.write_text(json.dumps(end))
+        status = run_status(run, {})
+        assert (status.state, status.job_id, status.elapsed_seconds) == (state, "78", None)
+        assert status.detail.startswith("its ranks were started by hand")

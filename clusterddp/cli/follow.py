@@ -134,7 +134,8 @@ def how_it_ended(status: RunStatus) -> str:
         if status.elapsed_seconds is not None:
             parts.append(f"took {runs.duration(status.elapsed_seconds)}")
         return f"done{': ' if parts else ''}{', '.join(parts)}"
-    return f"{status.state}{': ' if why else ''}{why}\n  {status.next_command}"
+    again = f"\n  {status.next_command}" if status.next_command else ""
+    return f"{status.state}{': ' if why else ''}{why}{again}"
 
 
 def say(run: RunDir, text: str) -> None:

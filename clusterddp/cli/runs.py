@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from clusterddp.attempt import latest
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run_dir import RunDir, find_runs
 from clusterddp.run_status import RunStatus, run_status
@@ -172,7 +173,11 @@ def duration(seconds: float | None) -> str:
 
 
 def _job_ids(run: RunDir) -> set[str]:
-    return {str(event["job_id"]) for event in run.read_events() if event.get("job_id")}
+    """Those that were submitted; of ranks that were started by hand that in which they trained."""
+    events = run.read_events()
+    if not events and (attempt := latest(run)):
+        events = [attempt.read_record()]
+    return {str(event["job_id"]) for event in events if event.get("job_id")}
 
 
 def _hint(runs: Sequence[RunDir], text: str) -> str:

@@ -45,7 +45,8 @@ def describe(status: RunStatus) -> str:
     if status.exit_code and status.state != STOPPED:
         lines.append(("exit code", str(status.exit_code)))
     if status.job_id:
-        lines.append(("job", f"{status.job_id} ({status.launcher})"))
+        launcher = f" ({status.launcher})" if status.launcher else ""
+        lines.append(("job", f"{status.job_id}{launcher}"))
     if status.restarts or (status.attempt or 1) > 1:
         lines.append(("attempt", _attempt(status)))
     if status.layout:

@@ -76,7 +76,10 @@ def stop(run: RunDir, status: RunStatus) -> Stop:
         return Stop(run.name, submission.job_id, False, False, message)
     if status.state == QUEUED:
         result = cancel(run, status)
-        message = f"{run.name} waits in the queue, where nothing trains: cancelled it"
+        where = "waits in the queue, where nothing trains"
+        if submission.is_local:
+            where = "is still starting, and has nothing to save"
+        message = f"{run.name} {where}: cancelled it"
         return Stop(run.name, submission.job_id, False, result.cancelled, message, again)
     try:
         run.add_event("stop_asked", job_id=submission.job_id, attempt=status.attempt)

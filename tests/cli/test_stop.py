@@ -143,6 +143,18 @@ def test_a_run_in_the_queue_is_cancelled_instead(workplace: Workplace) -> None:
     assert kinds(run)[-1] == "cancelled"
 
 
+def test_waiting_for_one_that_is_cancelled_in_the_queue_tells_its_end(workplace: Workplace) -> None:
+    workplace.run("one", submitted("12"))
+    gone = workplace.folder / "gone"
+    workplace.command(
+        "squeue", f"if [ -e {gone} ]; then echo '12|CANCELLED|None'; else {WAITS}; fi"
+    )
+    workplace.command("scancel", f": >{gone}")
+    got = workplace.invoke("stop", "--wait", "one")
+    assert got.code == 0
+    assert got.err == "clusterddp: one: cancelled: before it started\n"
+
+
 def test_so_is_one_that_waits_to_be_requeued(workplace: Workplace) -> None:
     run = training(workplace)
     run.add_event("ended", job_id="12", attempt=1, exit_code=75, cause="time limit", why="")
