@@ -68,17 +68,24 @@ def _warn_of_launcher(spec: JobSpec, say: Say) -> None:
 
 
 def submit(
-    spec: JobSpec, script: str, *, snapshot_limit_mb: float, say: Say, check: bool = False
+    spec: JobSpec,
+    script: str,
+    *,
+    snapshot_limit_mb: float,
+    say: Say,
+    check: bool = False,
+    inputs_are_sure: bool = False,
 ) -> tuple[RunDir, launchers.Submission]:
     """Make sure of what the tasks will read, make the run's directory with its records and the
     code, and submit the script.
 
-    check: ask Slurm for its forecast first. Raises RequestError, and then leaves nothing;
+    check: ask Slurm for its forecast first. inputs_are_sure: the caller has made sure of what the
+    tasks read. Raises RequestError, and then leaves nothing;
     SlurmError where the job may be queued; what interrupts it is told, and passed on.
     """
     _check_new(spec)
     _warn_of_launcher(spec, say)
-    if spec.train:
+    if spec.train and not inputs_are_sure:
         make_sure(
             spec.train,
             may_fetch=True,

@@ -224,12 +224,18 @@ def test_unequal_shares_of_the_cpus_are_told() -> None:
     assert "unequal" not in noted(*on_gpus)
 
 
-def test_the_picture_is_of_the_kind_that_its_name_says(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_picture_is_of_the_kind_that_its_name_says_and_names_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
     lines = results([trial(SINGLE, 100), trial(SINGLE, 120), trial(DDP, 300), Trial(DP, why="x")])
-    plot.draw(lines, tmp_path / "a.svg")
-    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
-    plot.draw(lines[:1], tmp_path / "a.png")
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    plot.draw(lines, tmp_path / "a.svg", "mine", ["on a$x$b", f"convnet on {'long ' * 40}"])
+    drawn = (tmp_path / "a.svg").read_text()
+    assert drawn.startswith("<?xml")
+    for text in (">mine<", ">on a$x$b<", ">convnet on long ", "images/s"):
+        assert text in drawn
+    plot.draw(lines[:1], tmp_path / "a.png", "mine", [])
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

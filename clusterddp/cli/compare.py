@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from clusterddp import forms
+from clusterddp import forms, units
 from clusterddp.cli import (
     compare_here,
     compare_jobs,
@@ -156,7 +156,8 @@ def command(
         picture.check(Path(plot))
     if of:
         _refuse_beside_of(ctx)
-        return _show(trials_of(Path(options["output_root"]), of, _say), as_json, plot)
+        trials = trials_of(Path(options["output_root"]), of, _say)
+        return _show(trials, ", ".join(of), as_json, plot)
     name = _checked_name(name)
     if where == "debug":
         _refuse_requests(ctx)
@@ -193,7 +194,7 @@ def command(
     trials += [Trial(row, why=row.missing) for row in rows if row.missing]
     if plot is None:
         plot = _usual_picture(name, options["output_root"])
-    code = _show(trials, as_json, plot)
+    code = _show(trials, name, as_json, plot)
     return 128 + number if number else EXIT_FAILED if failed else code
 
 
@@ -252,21 +253,22 @@ def _usual_picture(name: str, root: str) -> str | None:
     return None
 
 
-def _show(trials: Sequence[Trial], as_json: bool, plot: str | None) -> int:
+def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -> int:
     """The table or its JSON on stdout, and the picture; 1 where that cannot be written."""
     lines = results(trials)
+    said = notes(trials, lines, _hardware(trials))
     if as_json:
         click.echo(runs.as_json([dataclasses.asdict(line) for line in lines]))
     else:
         click.echo(table(lines))
-        for note in notes(trials, lines, _hardware(trials)):
+        for note in said:
             click.echo(f"  {note}")
     if plot:
         if not any(line.baseline for line in lines):
             _say(f"no picture is drawn to {plot}: no run has figures")
             return EXIT_FAILED
         try:
-            picture.draw(lines, Path(plot))
+            picture.draw(lines, Path(plot), units.line(name), said[:2])
         except OSError as error:
             _say(f"the picture cannot be written to {plot}: {error.strerror}")
             return EXIT_FAILED

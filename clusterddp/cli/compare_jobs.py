@@ -32,6 +32,8 @@ def carry_out(
 ) -> list[Trial]:
     """Submit all, wait for their ends; returns what became of each.
 
+    The caller has made sure of the dataset, which all of them read.
+
     A job that is refused after another was queued is a row that has failed. Raises RequestError
     or SlurmError when the first cannot be queued, Interrupted after a Ctrl-C.
     """
@@ -67,7 +69,7 @@ def _submit(
         script = launchers.load(spec.launcher).prepare(spec, template_folder)
         try:
             run, submission = submitting.submit(
-                spec, script, snapshot_limit_mb=snapshot_limit_mb, say=say
+                spec, script, snapshot_limit_mb=snapshot_limit_mb, say=say, inputs_are_sure=True
             )
         except ClusterDDPError as error:
             if not before:

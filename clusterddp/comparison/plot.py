@@ -1,6 +1,7 @@
 """A comparison as a picture: images per second and speed-up over the number of devices."""
 
 import importlib.util
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from clusterddp.errors import RequestError
 
 FORMATS = (".png", ".svg", ".pdf")
 INSTALL = "pip install 'clusterddp[plots]'"
+_TITLE_WIDTH = 130
+"""Characters of a line above the picture."""
 _COLOURS = {"single": "#444444", "dp": "#c8783c", "ddp": "#4878a8"}
 
 
@@ -28,15 +31,21 @@ def check(path: Path) -> None:
         raise RequestError(f"--plot: {str(path)!r} cannot be written: give a file in a folder.")
 
 
-def draw(lines: Sequence[Result], path: Path) -> None:
-    """Write the picture, whose format its name says. Raises OSError."""
+def draw(lines: Sequence[Result], path: Path, title: str, subtitle: Sequence[str]) -> None:
+    """Write the picture, whose format its name says. Raises OSError.
+
+    title: what is compared; subtitle: on which hosts, which model and data, a line each.
+    """
     from matplotlib.figure import Figure
 
     measured = [line for line in lines if line.images_per_second]
     base = next(line for line in measured if line.baseline)
     assert base.images_per_second, "a baseline is measured"
     counts = sorted({line.devices for line in measured})
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    heading = [row for line in (title, *subtitle) for row in textwrap.wrap(line, _TITLE_WIDTH)]
+    figure = Figure(figsize=(9, 3.6 + 0.17 * len(heading)), layout="constrained")
+    above = figure.suptitle("\n".join(heading), x=0.01, ha="left", size=8.5)
+    above.set_parse_math(False)  # names are no formulas, whatever dollar signs they have
     left, right = figure.subplots(1, 2)
     for axes, unit, name in (
         (left, 1.0, "images/s"),

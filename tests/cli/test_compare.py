@@ -253,11 +253,15 @@ def test_each_job_waits_for_the_one_before_and_a_refused_one_is_a_row_that_faile
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/bin:/bin")
     workplace.command("sbatch", SBATCH_3)
     monkeypatch.setattr(compare.compare_jobs, "wait_for_end", interrupt)
+    made_sure: list[Any] = []
+    for module in (compare, submitting):
+        monkeypatch.setattr(module, "make_sure", lambda *args, **_: made_sure.append(args))
     got = comparing(
         "--launcher=sbatch", "--name=a", "--strategies=ddp", "--tasks-per-node=2",
         "--world-sizes=1,2,4", "--dependency=afterok:9",
     )  # fmt: skip
     assert got.code == 130
+    assert len(made_sure) == 1  # one dataset for all
     names = ["a-ddp-1", "a-ddp-4"]
     assert sorted(path.name for path in workplace.root.iterdir()) == names
     waits = [RunDir(workplace.root / name).load_spec().resources.dependency for name in names]
@@ -370,7 +374,9 @@ def test_a_comparison_draws_a_picture_where_matplotlib_is(
     assert "the picture is in jobs/b.png" in got.err
     assert (workplace.root / "b.png").read_bytes().startswith(b"\x89PNG")
     assert comparing("--of=b", "--plot=b.svg").code == 0
-    assert (workplace.folder / "b.svg").is_file()
+    drawn = (workplace.folder / "b.svg").read_text()
+    for shown in ("<!-- b -->", "<!-- on ", "<!-- convnet on mnist, "):
+        assert shown in drawn
 
 
 def test_a_picture_of_runs_without_figures_is_not_claimed(
