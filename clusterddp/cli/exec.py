@@ -5,6 +5,7 @@ records the outcome.
 """
 
 import os
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ import click
 
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import ClusterDDPError
+from clusterddp.slurm_step import JOB_ID
+from clusterddp.variables import shown_value
 
 
 class CommandNotFound(ClusterDDPError):
@@ -44,13 +47,21 @@ def command(run_dir: Path | None, own_log: bool, attempt: int | None, argv: tupl
     Exports RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NODE_RANK,
     GROUP_* and ROLE_*, as torchrun does; 'clusterddp env' shows their values. Outside a Slurm step
     and without torch's variables it is rank 0 of 1, with MASTER_PORT=0 (any free port) unless
-    MASTER_PORT is set.
+    MASTER_PORT is set; within a job, as in the shell of salloc, it says so.
 
     Exit codes: COMMAND's own; 126 it cannot be run, 127 it was not found, 1 the variables
     contradict each other, 2 a wrong request.
     """
     env = DistEnv.from_environ(os.environ)
     environ = {**os.environ, **env.to_environ()}
+    job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")
+    if env.origin == "single" and job:
+        click.echo(
+            f"clusterddp: warning: this shell is in Slurm's job {shown_value(job)}, but in no step "
+            "of it: COMMAND is rank 0 of a world of one. For a rank in every task: "
+            f"srun clusterddp exec -- {shlex.join(argv)}",
+            err=True,
+        )
     if run_dir is None:
         become(argv, environ)
 

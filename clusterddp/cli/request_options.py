@@ -2,13 +2,17 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from clusterddp.cli.partition import PARTITION
 from clusterddp.resources import GPU_REQUESTS
 from clusterddp.spec import LAUNCHERS
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,6 +28,28 @@ class Line(click.types.StringParamType):
 
 
 LINE = Line()
+
+
+class Template(click.types.StringParamType):
+    """The name of a shipped template or a file; completes both, and those of --template-dir."""
+
+    name = "template"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> "list[CompletionItem]":
+        from click.shell_completion import CompletionItem
+
+        from clusterddp.cli.templates import SHIPPED
+
+        folder = ctx.params.get("template_dir")
+        own = sorted(path.name for path in Path(folder).glob("*.j2")) if folder else []
+        names = [name for name in dict.fromkeys([*SHIPPED, *own]) if name.startswith(incomplete)]
+        files = [] if names and incomplete else [CompletionItem(incomplete, type="file")]
+        return [*map(CompletionItem, names), *files]
+
+
+TEMPLATE = Template()
 
 # (name, keyword arguments of click.option), by the group under which --help shows them.
 REQUEST: dict[str, dict[str, dict[str, Any]]] = {
@@ -73,7 +99,7 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
             "help": "What starts the tasks; local rehearses the run on this workstation.",
         },
         "template": {
-            "metavar": "NAME|FILE", "default": "ddp.sbatch.j2",
+            "metavar": "NAME|FILE", "type": TEMPLATE, "default": "ddp.sbatch.j2",
             "help": "Script template; see 'clusterddp templates list'.",
         },
         "template-dir": {"metavar": "DIR", "help": "Folder of your own templates."},
@@ -163,19 +189,45 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 
+# sbatch's own forms of the same, which are taken too.
+_SBATCH_FORMS = {
+    "nodes": "-N", "tasks-per-node": "--ntasks-per-node", "cpus-per-task": "-c", "time": "-t",
+    "partition": "-p", "account": "-A", "qos": "-q", "constraint": "-C", "nodelist": "-w",
+    "exclude": "-x", "dependency": "-d", "job-name": "-J",
+}  # fmt: skip
+
+# What sbatch has and means otherwise or that a run has no use for, and what is typed instead.
+IN_PLACE_OF = {
+    **dict.fromkeys(("-n", "--ntasks"), "--nodes N --tasks-per-node N, ranks on each of the nodes"),
+    **dict.fromkeys(("-G", "--gpus"), "--gpus-per-node [TYPE:]N, GPUs on each of the nodes"),
+    "--gres": "--gpus-per-node [TYPE:]N, and --gpu-request gres where the site wants it so",
+    "--gpus-per-task": "--gpus-per-node [TYPE:]N with --gpu-request gpus-per-task",
+    **dict.fromkeys(("-a", "--array"), "--sbatch array=LIST"),
+    "--wrap": "the COMMAND behind '--'",
+    "--chdir": "the folder in which you type it",
+    **dict.fromkeys(
+        ("-o", "--output", "-e", "--error"), "--output-root DIR: logs lie in the run's folder"
+    ),
+}
+
 
 def request_options(function: F) -> F:
     """Add every request option to a command."""
     for options in reversed(REQUEST.values()):
         for name, settings in reversed(options.items()):
             add = click.option(
-                f"--{settings.get('flag', name)}",
-                name.replace("-", "_"),
+                *names(name, settings),
                 envvar=f"CLUSTERDDP_{name.replace('-', '_').upper()}",
                 **{"show_default": True, **{k: v for k, v in settings.items() if k != "flag"}},
             )
             function = add(function)
     return function
+
+
+def names(name: str, settings: dict[str, Any]) -> list[str]:
+    """What click.option takes first: an option's forms, and the parameter's name."""
+    ours, sbatchs = f"--{settings.get('flag', name)}", _SBATCH_FORMS.get(name)
+    return [ours, *([sbatchs] if sbatchs else []), name.replace("-", "_")]
 
 
 def groups() -> dict[str, list[str]]:

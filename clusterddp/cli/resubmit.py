@@ -24,6 +24,7 @@ from clusterddp.cli.changed_request import (
 )
 from clusterddp.cli.renewed_records import submit_again
 from clusterddp.cli.request_options import REQUEST
+from clusterddp.cli.request_options import names as names_of
 from clusterddp.cli.resubmittable import check_directory, check_state
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, recipe_settings, train_options
@@ -80,9 +81,7 @@ def _request_options(function: F) -> F:
         for name in reversed(names):
             settings = {k: v for k, v in REQUEST[title][name].items() if k != "flag"}
             settings |= {"default": None, "show_default": False}
-            add = click.option(
-                f"--{REQUEST[title][name].get('flag', name)}", name.replace("-", "_"), **settings
-            )
+            add = click.option(*names_of(name, REQUEST[title][name]), **settings)
             function = add(function)
     return function
 

@@ -32,6 +32,12 @@ class SubmitCommand(settings.SettingsCommand):
             raise click.UsageError("there is no COMMAND behind '--'.", ctx)
         try:
             return super().parse_args(ctx, args[:cut])
+        except click.NoSuchOption as error:
+            ours = request_options.IN_PLACE_OF.get(error.option_name)
+            if ours is None:
+                raise
+            message = f"{error.option_name} is sbatch's; here it is {ours}."
+            raise click.UsageError(message, ctx) from None
         except click.UsageError as error:
             if type(error) is click.UsageError and "unexpected extra argument" in error.message:
                 message = (

@@ -37,7 +37,7 @@ class NameOrOwn(click.types.StringParamType):
         self._names = names
 
     def get_metavar(self, param: click.Parameter, ctx: Any = None) -> str:
-        return self.name
+        return param.metavar or self.name
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -52,6 +52,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Field of TrainConfig -> keyword arguments of click.option. Types and defaults are the field's.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "recipe": {
+        "type": NameOrOwn(tuple(RECIPES)),
         "metavar": "NAME",
         "show_default": "none",
         "help": "Settings that go together, for those that are not given: "

@@ -103,6 +103,19 @@ def test_completing_the_partition_of_submit_reaches_slurm(workplace: Workplace) 
     assert complete(workplace, "submit --partition ") == ["main", "high"]
 
 
+def test_templates_and_recipes_are_offered(workplace: Workplace) -> None:
+    (workplace.folder / "own").mkdir()
+    (workplace.folder / "own/site.sbatch.j2").write_text("")
+    shipped = ["ddp.sbatch.j2", "torchrun.sbatch.j2"]
+    assert complete(workplace, "submit --template ") == [*shipped, ""]  # the last stands for files
+    assert complete(workplace, "submit --template to") == ["torchrun.sbatch.j2"]
+    own = complete(workplace, "submit --template-dir own --template ")
+    assert own == [*shipped, "site.sbatch.j2", ""]
+    for command in ("submit", "debug"):
+        assert complete(workplace, f"{command} --recipe ") == ["fast", "accurate"]
+        assert complete(workplace, f"{command} --recipe a") == ["accurate"]
+
+
 def test_commands_are_offered_by_click() -> None:
     completer = ShellComplete(cli, {}, "clusterddp", "_CLUSTERDDP_COMPLETE")
     offered = {item.value for item in completer.get_completions([], "st")}

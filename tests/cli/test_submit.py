@@ -573,3 +573,33 @@ def test_large_files_beside_a_command_are_linked_and_named(
     code = elsewhere / "jobs/demo/code"
     assert (code / "train.py").is_file() and not (code / "train.py").is_symlink()
     assert (code / "weights.bin").readlink() == elsewhere / "weights.bin"
+
+
+def test_sbatchs_usual_forms_are_taken() -> None:
+    theirs = [
+        "-N2", "-p", "gpu", "-A", "ab", "-t", "30", "-J", "x y", "-c", "4", "-q", "high", "-C",
+        "a100", "-w", "h[1-2]", "-x", "h9", "-d", "afterok:1", "--ntasks-per-node=3",
+    ]  # fmt: skip
+    ours = [
+        "--nodes=2", "--partition=gpu", "--account=ab", "--time=30", "--job-name=x y",
+        "--cpus-per-task=4", "--qos=high", "--tasks-per-node=3", "--constraint=a100",
+        "--nodelist=h[1-2]", "--exclude=h9", "--dependency=afterok:1",
+    ]  # fmt: skip
+    assert dry_run(*theirs) == dry_run(*ours) != dry_run()
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        (["--gpus", "8"], "--gpus is sbatch's; here it is --gpus-per-node [TYPE:]N"),
+        (["--gpus=8"], "--gpus-per-node"),
+        (["-G8"], "-G is sbatch's; here it is --gpus-per-node"),
+        (["-n", "4"], "--nodes N --tasks-per-node N"),
+        (["--ntasks=4"], "--nodes N --tasks-per-node N"),
+        (["--gres=gpu:4"], "--gpu-request gres"),
+        (["--array", "1-4"], "--sbatch array=LIST"),
+        (["--wrap", "hostname"], "the COMMAND behind '--'"),
+    ],
+)
+def test_sbatchs_other_forms_are_answered_with_ours(typed: list[str], ours: str) -> None:
+    assert ours in refusal(*typed)
