@@ -24,6 +24,7 @@ ALIVE_SECONDS = 2.0
 """Between two signs of life of an attempt's rank 0."""
 SILENT_SECONDS = 15.0
 """Without a sign of life for so long, an attempt of another job is taken for dead."""
+_RESERVE_BYTES = 256 << 10
 
 
 class NotStarted(ClusterDDPError):
@@ -77,6 +78,49 @@ class Attempt:
     def end(self) -> Path:
         """How the ranks left together: `{"reason": …, "step": …}`."""
         return self.path / "end.json"
+
+    @property
+    def reserve(self) -> Path:
+        """Room on the disk for the last records of the attempt, should the disk be full by then."""
+        return self.path / "reserve"
+
+    def set_room_aside(self) -> None:
+        """Take the reserve. Raises OSError."""
+        with self.reserve.open("wb") as file:
+            file.write(os.urandom(_RESERVE_BYTES))  # a file system may pack zeros into nothing
+            file.flush()
+            os.fsync(file.fileno())
+
+    def give_room_back(self) -> bool:
+        """Give the reserve up; returns whether there was one."""
+        try:
+            self.reserve.unlink()
+        except OSError:
+            return False
+        return True
+
+    def write_last_word(self, path: Path, content: bytes) -> None:
+        """Write a record of how the attempt ends: on a full disk into its reserve.
+
+        Raises OSError.
+        """
+        try:
+            write_atomically(path, content)
+        except OSError:
+            if not self.give_room_back():
+                raise
+            write_atomically(path, content)
+
+    def trouble_writing(self) -> str:
+        """Why nothing can be written in the attempt's directory; empty where it can."""
+        try:
+            with tempfile.TemporaryFile(dir=self.path) as file:
+                file.write(os.urandom(_RESERVE_BYTES // 4))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return f"{self.path} cannot be written: {error.strerror}"
+        return ""
 
     def read_record(self) -> dict[str, Any]:
         """attempt.json, or nothing while the ranks have not met."""

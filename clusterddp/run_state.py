@@ -73,6 +73,22 @@ def judge(
     alive: bool | None,
     now: float | None = None,
 ) -> tuple[str, str]:
+    """The state of a run and the reason for it, with what trouble its end had with the disk.
+
+    See `_judge`.
+    """
+    state, detail = _judge(submission, report, job, alive, now)
+    trouble = submission.trouble if submission and submission.ended is not None else ""
+    return state, "; ".join(filter(None, (detail, trouble)))
+
+
+def _judge(
+    submission: Submission | None,
+    report: Mapping[str, Any],
+    job: JobState | None,
+    alive: bool | None,
+    now: float | None = None,
+) -> tuple[str, str]:
     """The state of a run and the reason for it.
 
     report: the content of report.json, empty without one.

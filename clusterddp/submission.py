@@ -51,6 +51,8 @@ class Submission:
     """Why it does not go on after that."""
     step: int | None = None
     """At which the ranks left."""
+    trouble: str = ""
+    """Why a checkpoint or a record could not be written at its end."""
     goes_on: str = ""
     """The reason for which it was put back into the queue, until it has started again."""
     goes_on_since: float | None = None
@@ -125,8 +127,8 @@ def reason(cause: str) -> str:
 
 # What an end says, which the next start makes void.
 _OF_THE_END = (
-    "ended", "exit_code", "first_failure", "cause", "why", "step", "goes_on", "goes_on_since",
-    "requeue_error", "stop_asked",
+    "ended", "exit_code", "first_failure", "cause", "why", "step", "trouble", "goes_on",
+    "goes_on_since", "requeue_error", "stop_asked",
 )  # fmt: skip
 
 
@@ -159,6 +161,7 @@ def _take(event: Mapping[str, Any], found: dict[str, Any]) -> None:
         found["first_failure"] = _described(event.get("first_failure"))
         found["cause"] = str(event.get("cause") or "")
         found["why"] = str(event.get("why") or "")
+        found["trouble"] = str(event.get("trouble") or "")
         found["step"] = first_number(event.get("step"), as_type=int)
         if found["cause"] == requeue.REQUEUED:
             found.update(goes_on=requeue.REQUEUED, goes_on_since=when)

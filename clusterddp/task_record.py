@@ -22,7 +22,8 @@ class TaskRecord:
         self, run: RunDir, env: DistEnv, attempt: int | None, say: Callable[[str], None]
     ) -> None:
         self._run, self._say = run, say
-        self._folder = Attempt(run, attempt).outcomes if attempt else run.outcomes
+        self._attempt = Attempt(run, attempt) if attempt else None
+        self._folder = self._attempt.outcomes if self._attempt else run.outcomes
         self._rank = env.rank
         self._fields: dict[str, Any] = {
             "rank": env.rank,
@@ -52,10 +53,12 @@ class TaskRecord:
     def _write(self) -> None:
         """A run directory that is gone or full costs the record, never the task."""
         try:
-            if self._folder == self._run.outcomes:
+            path, content = self._folder / f"rank-{self._rank}.json", json.dumps(self._fields)
+            if self._attempt:
+                self._attempt.write_last_word(path, content.encode())
+            else:
                 self._run.make(self._folder)  # an attempt's is there, or the attempt is gone
-            path = self._folder / f"rank-{self._rank}.json"
-            write_atomically(path, json.dumps(self._fields).encode())
+                write_atomically(path, content.encode())
         except OSError as error:
             rank, host = self._rank, self._fields["host"]
             self._say(

@@ -25,7 +25,6 @@ from clusterddp.errors import (
     ClusterDDPError,
     TrainingError,
 )
-from clusterddp.run_dir import write_atomically
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import listener, lookups, node_data, own_data
 from clusterddp.training.deadline import Deadline
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from clusterddp.training.loader import Loaded
     from clusterddp.training.loop import Training
     from clusterddp.training.phases import Progress
+    from clusterddp.training.saver import Saver
 
 # For a checkpoint under way when a rank has failed: Slurm kills KillWait (30 s) after its TERM.
 _SAVE_SECONDS = 20.0
@@ -229,8 +229,7 @@ def _train(
             try:
                 if not reason:
                     _say(report.write(config, agreed, env, training, began, os.environ))
-                saved = training.saver.last_step if training.saver else None
-                _note_end(attempt, reason, training.position.step, saved)
+                _note_end(attempt, reason, training.position.step, training.saver)
             except OSError as error:
                 raise TrainingError(
                     f"rank 0 on {socket.gethostname()} cannot write how the training ended to "
@@ -274,7 +273,7 @@ def _find_batch_size(
         run = joined.attempt.run
         try:
             batch_size.write(run.batch_sizes, rows)
-            _note_end(joined.attempt, reason, 0, None)
+            _note_end(joined.attempt, reason, 0)
         except OSError as error:
             raise TrainingError(
                 f"rank 0 on {socket.gethostname()} cannot write what it found to {run.path}: "
@@ -283,14 +282,28 @@ def _find_batch_size(
     return reason
 
 
-def _note_end(attempt: Attempt, reason: str, step: int, saved: int | None) -> None:
-    """By this the batch script knows how the ranks left; srun's exit code could not tell."""
+def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = None) -> None:
+    """By this the batch script knows how the ranks left; srun's exit code could not tell.
+
+    Raises OSError where a training that is done cannot note it: one that was asked to stop leaves
+    in any case, and the script looks at the disk itself.
+    """
     if reason:
         _say(f"stopped at step {step} ({reason}); start the run again to go on from there")
     end = {
-        "cause": "stopped" if reason else "done", "reason": reason, "step": step, "saved": saved,
-    }  # fmt: skip
-    write_atomically(attempt.end, json.dumps(end).encode())
+        "cause": "stopped" if reason else "done",
+        "reason": reason,
+        "step": step,
+        "saved": saver.last_step if saver else None,
+    }
+    if saver and saver.trouble:
+        end["trouble"] = saver.trouble
+    try:
+        attempt.write_last_word(attempt.end, json.dumps(end).encode())
+    except OSError as error:
+        if not reason:
+            raise
+        _say(f"warning: {attempt.end} cannot be written: {error.strerror}")
 
 
 def _say(line: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -178,3 +179,27 @@ def test_the_wait_ends_with_the_other_one(run: RunDir) -> None:
         made.end.write_text("{}")
 
     await_silence(run, "7", 60, leave)  # it says so before it waits
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a full disk")
+def test_the_last_records_of_an_attempt_find_room_on_a_full_disk(tmp_path: Path) -> None:
+    write = (
+        "from pathlib import Path; from clusterddp.attempt import begin\n"
+        "from clusterddp.run_dir import RunDir\n"
+        "attempt = begin(RunDir(Path()))\n"
+        "attempt.set_room_aside()\n"
+        "print(attempt.trouble_writing())\n"
+        "try: Path('filler').write_bytes(bytes(1 << 20))\n"
+        "except OSError: pass\n"
+        "print(attempt.trouble_writing())\n"
+        "attempt.write_last_word(attempt.end, b'{}')\n"
+        "print(attempt.end.read_text(), attempt.reserve.exists())\n"
+    )
+    mounted = 'mount -t tmpfs -o size=1m none "$1" && cd "$1" && exec "$2" -c "$3"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounted, "sh", str(tmp_path), sys.executable, write],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "", "attempts/0001 cannot be written: No space left on device", "{} False",
+    ], done.stderr  # fmt: skip

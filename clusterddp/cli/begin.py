@@ -5,6 +5,7 @@ Prints the attempt's number on stdout, for the script; everything else goes to s
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,7 +13,8 @@ from clusterddp import attempt as attempts
 from clusterddp import requeue
 from clusterddp.attempt import Attempt, NotStarted
 from clusterddp.cli import next_start
-from clusterddp.errors import ClusterDDPError
+from clusterddp.cli.job_log import say
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, ClusterDDPError
 from clusterddp.run_dir import RunDir, run_folders
 
 _MOST_CHANGES = 20
@@ -27,38 +29,58 @@ _MOST_CHANGES = 20
 @click.option("--patience", type=float, default=300.0, help="Seconds to wait for another attempt.")
 def command(
     run_dir: Path, job_id: str, restart: int, nodelist: str, max_requeues: int, patience: float
-) -> None:
+) -> int:
     """Make the directory of the run's next attempt and print its number."""
     run = RunDir(run_dir)
-    run.load_spec()  # refused where a newer version has written it
     who = {"job_id": job_id, "restart": restart}
     try:
+        made = _begin(run, job_id, max_requeues, patience)
+    except Exception as error:
+        next_start.record(run, "started", **who, nodelist=nodelist)
+        next_start.record(run, "ended", **who, **_failure(error))
+        if not isinstance(error, ClusterDDPError):
+            raise
+        say(f"clusterddp: {error}", err=True)
+        return error.exit_code
+    next_start.record(run, "started", **who, nodelist=nodelist, attempt=made.number)
+    try:
+        _note_changed_code(run, made)
+    except (ClusterDDPError, OSError) as error:  # a remark, which must not end the start
+        say(f"clusterddp: the code cannot be compared: {error}", err=True)
+    click.echo(made.number)
+    return EXIT_DONE
+
+
+def _begin(run: RunDir, job_id: str, max_requeues: int, patience: float) -> Attempt:
+    """Make the attempt. Raises ClusterDDPError, and what else ends this process."""
+    try:
+        run.load_spec()  # refused where a newer version has written it
         _refuse_withdrawn(run, job_id)
         if len(requeue.causes_of(run.read_events())) > max_requeues:
             raise NotStarted(
                 f"not started again: {requeue.capped(max_requeues)}. "
                 f"Go on with: clusterddp resubmit {run.shown}"
             )
-        attempts.await_silence(run, job_id, patience, lambda line: click.echo(line, err=True))
+        attempts.await_silence(run, job_id, patience, lambda line: say(line, err=True))
         made = attempts.begin(run)
+        made.set_room_aside()
         # Looked at now that the attempt can be seen: who asks from here on leaves a mark in it.
         _refuse_withdrawn(run, job_id)
-    except NotStarted as error:
-        cause = error.cause if isinstance(error, _Withdrawn) else requeue.FAILED
-        next_start.record(run, "started", **who, nodelist=nodelist)
-        next_start.record(run, "ended", **who, exit_code=1, cause=cause, why=str(error))
-        raise
+        return made
     except OSError as error:
         raise NotStarted(
             f"cannot make an attempt below {run.attempts}: {error.strerror}. Make room, or give "
             "the folder back its write permission."
         ) from None
-    next_start.record(run, "started", **who, nodelist=nodelist, attempt=made.number)
-    try:
-        _note_changed_code(run, made)
-    except (ClusterDDPError, OSError) as error:  # a remark, which must not end the start
-        click.echo(f"clusterddp: the code cannot be compared: {error}", err=True)
-    click.echo(made.number)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """The fields of an `ended` record of a start that has not begun."""
+    if not isinstance(error, ClusterDDPError):
+        why = f"'clusterddp begin' failed: {type(error).__name__}: {error}"
+        return {"exit_code": EXIT_FAILED, "cause": requeue.FAILED, "why": why}
+    cause = error.cause if isinstance(error, _Withdrawn) else requeue.FAILED
+    return {"exit_code": error.exit_code, "cause": cause, "why": str(error)}
 
 
 class _Withdrawn(NotStarted):
@@ -91,7 +113,7 @@ def _note_changed_code(run: RunDir, attempt: Attempt) -> None:
         next_start.record(
             run, "code_changed", attempt=attempt.number, changes=changed[:_MOST_CHANGES]
         )
-        click.echo(
+        say(
             f"clusterddp: the code has changed since the run was submitted: "
             f"{', '.join(changed[:_MOST_CHANGES])}; this start uses it as it is now",
             err=True,

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import click
 from clusterddp import requeue, step_watch
 from clusterddp.attempt import Attempt
 from clusterddp.cli import next_start
+from clusterddp.cli.job_log import say
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
-from clusterddp.outcome import Failure, first_failure, read_outcomes
+from clusterddp.outcome import Failure, Outcome, first_failure, read_outcomes
 from clusterddp.requeue import Policy, Start, decide, gained, starts_since_submission
 from clusterddp.run_dir import RunDir, read_json
 from clusterddp.slurm.own_job import Ending, ending, is_rehearsal, own_name
@@ -56,11 +58,13 @@ def command(
     next_start.go_to_submission_folder()
     run = RunDir(run_dir)
     attempt = Attempt(run, number)
-    end = judge(attempt, exit_code, job_id, restart)
+    trouble = attempt.trouble_writing()
+    attempt.give_room_back()  # to what is recorded from here on
+    end = judge(attempt, exit_code, job_id, restart, trouble)
     if end.failure:
         _show_last_words(run, end.failure)
     for line in end.lines:
-        next_start.say(f"clusterddp: {line}")
+        say(f"clusterddp: {line}")
     policy = Policy(requeues, max_requeues, restart_on_failure)
     stop_asked = _stop_asked(attempt, job_id)
     own = Start(number, end.cause, gained(attempt))
@@ -76,6 +80,7 @@ def command(
         cause=end.cause,
         step=end.step,
         first_failure=dataclasses.asdict(end.failure) if end.failure else None,
+        trouble=end.trouble,
         why="" if decision.go_on or end.cause == requeue.DONE else decision.why,
     )
     if decision.go_on:
@@ -83,14 +88,14 @@ def command(
     if end.cause == requeue.REQUEUED:
         if stop_asked:
             next_start.withdraw(run, job_id)
-        next_start.say(f"clusterddp: {decision.why}")
+        say(f"clusterddp: {decision.why}")
         return 0
     if end.cause == requeue.CANCELLED:
-        next_start.say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
+        say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
     elif end.cause not in (requeue.DONE, requeue.SUPERSEDED):
-        next_start.say(f"clusterddp: the run does not go on by itself: {decision.why}")
+        say(f"clusterddp: the run does not go on by itself: {decision.why}")
         if end.cause != requeue.FAILED or gained(attempt) is not None:
-            next_start.say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
+            say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
     return end.exit_code
 
 
@@ -105,9 +110,24 @@ class End:
     step: int | None = None
     lines: tuple[str, ...] = ()
     """What is to be said of it."""
+    trouble: str = ""
+    """Why its last checkpoint or its records could not be written, if so."""
 
 
-def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int) -> End:
+def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: str = "") -> End:
+    """What ended an attempt, and what trouble it had with the disk.
+
+    trouble: why nothing can be written in its directory.
+    """
+    left = read_json(attempt.end) or {}
+    end = _judge(attempt, exit_code, job_id, restart, unwritable=bool(trouble))
+    trouble = str(left.get("trouble") or "") or trouble
+    if not trouble or end.cause == requeue.DONE:
+        return end
+    return dataclasses.replace(end, lines=(*end.lines, trouble), trouble=trouble)
+
+
+def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwritable: bool) -> End:
     """What ended an attempt: its ranks' records first, then Slurm's word; srun's code least."""
     run = attempt.run
     outcomes = read_outcomes(attempt.outcomes)
@@ -118,6 +138,8 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int) -> End:
         failure = None  # srun's lines may be of another step, run by the set-up
     paused = any(outcome.paused for outcome in outcomes) and not any(o.failed for o in outcomes)
     left = read_json(attempt.end) or {}
+    if unwritable and not left and exit_code == 0 and _has_left_unrecorded(attempt, outcomes):
+        paused = True
     step = left.get("step")
     code = _job_code(exit_code, failure)
     if left.get("cause") == requeue.DONE:
@@ -134,7 +156,9 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int) -> End:
     at = f" at step {step}" if step is not None else ""
     saved = f"the ranks have saved and left{at}" if paused or left else "no rank saved at the end"
     if left.get("saved", step) != step:
-        saved = f"the ranks have left{at}; their last checkpoint is of step {left['saved']}"
+        saved = f"the ranks have left{at}; {_last_checkpoint(left['saved'])}"
+    elif unwritable and not left:
+        saved = "the ranks have left and could not record how"
     lost = _NODE_LOST.search(_log_of(run, job_id))
     if lost and slurms in (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN):
         line = f"node {lost[1]} is lost; {saved}"
@@ -184,6 +208,21 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int) -> End:
     )  # fmt: skip
 
 
+def _has_left_unrecorded(attempt: Attempt, outcomes: Sequence[Outcome]) -> bool:
+    """Whether ranks that nothing says anything of, and srun nothing bad, have left as asked to.
+
+    Of a command that holds only where it was asked to stop: it may as well be done.
+    """
+    silent = not any(outcome.exit_code is not None for outcome in outcomes)
+    return silent and (_trains(attempt.run) or attempt.asked_to_stop() is not None)
+
+
+def _last_checkpoint(step: int | None) -> str:
+    return (
+        "there is no checkpoint yet" if step is None else f"their last checkpoint is of step {step}"
+    )
+
+
 def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
     """Whether Slurm has ended this start's step in place of the one before it.
 
@@ -225,8 +264,8 @@ def _show_last_words(run: RunDir, failure: Failure) -> None:
     except OSError:
         return
     if lines:
-        next_start.say(f"--- the end of {failure.log}")
-        next_start.say("\n".join(lines[-_LAST_LINES:]))
+        say(f"--- the end of {failure.log}")
+        say("\n".join(lines[-_LAST_LINES:]))
 
 
 def _job_code(srun_code: int, failure: Failure | None) -> int:

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import click
-
 from clusterddp import requeue
 from clusterddp.attempt import Attempt, Superseded
+from clusterddp.cli.job_log import say
 from clusterddp.errors import EXIT_FAILED, ClusterDDPError, RequestError, SlurmError
 from clusterddp.run_dir import RunDir
 from clusterddp.slurm import control
@@ -143,15 +142,9 @@ def go_to_submission_folder() -> None:
         os.chdir(os.environ.get("SLURM_SUBMIT_DIR") or ".")
 
 
-def say(line: str) -> None:
-    """A line of the job's log; on a full disk it costs the line, not what is still to be done."""
-    with contextlib.suppress(OSError):
-        click.echo(line)
-
-
 def record(run: RunDir, event: str, **fields: Any) -> None:
     """Add an event; a run directory that is gone or full costs the record, not the run."""
     try:
         run.add_event(event, **fields)
     except OSError as error:
-        say(f"clusterddp: cannot record it in {run.events}: {error.strerror}.")
+        say(f"clusterddp: cannot record {event!r} in {run.events}: {error.strerror}.", err=True)

@@ -8,7 +8,7 @@ import click
 
 from clusterddp import step_watch
 from clusterddp.attempt import Attempt
-from clusterddp.cli import next_start
+from clusterddp.cli import job_log
 from clusterddp.run_dir import RunDir
 from clusterddp.slurm.own_job import own_name
 from clusterddp.supervise import die_with_parent
@@ -31,6 +31,6 @@ def command(run_dir: Path, job_id: str, number: int, script: int, ranks: int, gr
         own_name(os.environ, job_id),
         ranks,
         script,
-        lambda line: next_start.say(f"clusterddp: {line}"),
+        lambda line: job_log.say(f"clusterddp: {line}"),
         grace_seconds=grace,
     )

@@ -87,6 +87,8 @@ class Saver:
         self.costs = Costs()
         self.last_step: int | None = None
         """Of the newest verified one in the folder."""
+        self.trouble = ""
+        """Why the last one could not be written; empty where it was."""
         try:  # where this attempt starts once more, after a kill
             checkpoint_file.remove_leftovers(folder)
         except OSError as error:
@@ -141,7 +143,7 @@ class Saver:
                     return
                 del data
             self.last_step = content["step"]
-            self._done = True
+            self._done, self.trouble = True, ""
             seconds = time.perf_counter() - began
             self.costs.saves += 1
             self.costs.bytes += written
@@ -149,8 +151,9 @@ class Saver:
             self._tidy(Best(**content["best"]) if content["best"] else None)
         except OSError as error:
             self.costs.failed += 1
+            self.trouble = f"the checkpoint {path} was not written: {error.strerror or error}"
             self._say(
-                f"warning: the checkpoint {path} was not written: {error.strerror or error}. "
+                f"warning: {self.trouble}. "
                 f"Training goes on from memory and the next save tries again; {self._last()}."
             )
         except BaseException as error:

@@ -1,6 +1,11 @@
 """`clusterddp begin`: one more attempt of the run, or none and why."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ from clusterddp import attempt as attempts
 from clusterddp.attempt import Attempt
 from clusterddp.run_dir import RunDir
 from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
+from tests.test_spec import spec
 
 __all__ = ["workplace"]
 
@@ -125,6 +131,7 @@ def test_a_directory_of_a_newer_version_is_refused(workplace: Workplace) -> None
     assert got.code == 2
     assert "newer clusterddp" in got.err
     assert attempts.attempts(run) == []
+    assert_failed_at_once(workplace, run, "newer clusterddp")
 
 
 def test_a_directory_that_cannot_be_written_is_said(workplace: Workplace) -> None:
@@ -134,6 +141,60 @@ def test_a_directory_that_cannot_be_written_is_said(workplace: Workplace) -> Non
     assert got.code == 1
     assert "cannot make an attempt below" in got.err
     assert "Traceback" not in got.err
+    assert_failed_at_once(workplace, run, "cannot make an attempt below")
+
+
+def test_a_defect_of_its_own_is_recorded_too(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = workplace.run("one", submitted("7"))
+
+    def defect(run: RunDir) -> Attempt:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(attempts, "begin", defect)
+    with pytest.raises(RuntimeError, match="boom"):
+        starts(workplace, run)
+    assert_failed_at_once(workplace, run, "RuntimeError: boom")
+
+
+def assert_failed_at_once(workplace: Workplace, run: RunDir, why: str) -> None:
+    """A run that waited to go on is failed from the moment at which it did not begin."""
+    requeued = [noted("ended", attempt=1, cause="signal"), noted("requeued", why="signal")]
+    lines = run.events.read_text().splitlines()
+    for event in requeued:
+        lines.insert(1, json.dumps({"time": time.time(), "restart": 0, **event}))
+    run.events.write_text("".join(f"{line}\n" for line in lines))
+    ended = run.read_events()[-1]
+    assert (ended["event"], ended["cause"]) == ("ended", "failed")
+    # Slurm may not have seen the end of the script yet.
+    workplace.command("squeue", "echo '7|COMPLETING|None|'")
+    status = json.loads(workplace.invoke("status", "one", "--json").out)
+    assert status["state"] == "failed"
+    assert why in status["detail"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a full disk")
+def test_on_a_full_disk_the_reason_goes_to_the_folder_of_the_submission(tmp_path: Path) -> None:
+    """Neither the run's events nor the job's log take another byte."""
+    script = (
+        'mount -t tmpfs -o size=64k none "$1/jobs" && cp -r "$1/one" "$1/jobs/one"\n'
+        'cat /dev/zero >"$1/jobs/filler" 2>/dev/null; cd "$1/jobs"\n'
+        'cat /dev/zero >>"one/events.jsonl" 2>/dev/null\n'
+        'SLURM_JOB_ID=7 SLURM_SUBMIT_DIR="$1" "$2" -m clusterddp begin one --job-id 7 2>/dev/full\n'
+        'echo "exit $?"'
+    )
+    (tmp_path / "jobs").mkdir()
+    with RunDir.create(spec(run_dir=str(tmp_path / "one")), "") as run:
+        run.add_event("submitted", job_id="7")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path), sys.executable],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["exit", "1"], done.stderr
+    said = (tmp_path / "slurm-7.out").read_text()
+    assert "cannot make an attempt below" in said
+    assert "No space left on device" in said
 
 
 def test_a_hostile_path_is_carried(workplace: Workplace, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`clusterddp finish`: how an attempt ended, and what follows it."""
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -215,7 +216,57 @@ def test_records_of_an_earlier_attempt_do_not_count(workplace: Workplace, run: R
 def test_a_damaged_run_directory_still_gives_a_verdict(workplace: Workplace) -> None:
     got = finish(workplace, RunDir(workplace.root / "gone"), 9)
     assert got.code == 9
-    assert "cannot record it" in got.out
+    assert "cannot record 'ended'" in got.err
+
+
+TROUBLE = "the checkpoint step-00000050.pt was not written: No space left on device"
+
+
+def test_a_signal_on_a_full_disk_names_the_disk_and_the_run_goes_on(
+    workplace: Workplace, run: RunDir
+) -> None:
+    slurm_says(workplace)
+    saved(run)
+    leave(run, **{**PAUSED, "step": 50, "saved": 40, "trouble": TROUBLE})
+    got = finish(workplace, run, 0, REQUEUES)
+    assert "their last checkpoint is of step 40" in got.out
+    assert TROUBLE in got.out
+    assert [event["event"] for event in run.read_events()][-2:] == ["ended", "requeued"]
+    workplace.command("squeue", "echo '17|PENDING|BeginTime'")
+    status = json.loads(workplace.invoke("status", "mnist", "--json").out)
+    assert status["state"] == "queued"
+    assert TROUBLE in status["detail"]
+
+
+def test_ranks_that_could_record_nothing_on_a_full_disk_have_not_failed(
+    workplace: Workplace, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_says(workplace)
+    saved(run)
+    for rank in (0, 1):
+        record(run, rank, 0, ended=None, exit_code=None)
+    full = "the disk is full"
+    monkeypatch.setattr(Attempt, "trouble_writing", lambda _: full)
+    got = finish(workplace, run, 0, REQUEUES)
+    assert "could not record how" in got.out and full in got.out
+    ended = last(run, "ended")
+    assert (ended["cause"], ended["trouble"]) == ("signal", full)
+    assert last(run, "requeued")["job_id"] == "17"
+
+
+def test_a_log_that_takes_no_line_costs_no_verdict(run: RunDir, tmp_path: Path) -> None:
+    record(run, 1, 3)
+    argv = [sys.executable, "-m", "clusterddp", "finish", str(run.path), "--exit-code=3"]
+    environ = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    with Path("/dev/full").open("w") as full:  # as a disk that is full, or read-only
+        done = subprocess.run(
+            [*argv, "--attempt=1", "--job-id=17"], env=environ, stdout=full, stderr=full,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 3
+    said = (tmp_path / "slurm-17.out").read_text()
+    assert "the job's log takes no more: No space left on device" in said
+    assert "rank 1 on h01 failed first: exit code 3" in said
 
 
 def test_no_torch_is_needed(run: RunDir) -> None:

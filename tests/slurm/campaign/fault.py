@@ -29,8 +29,8 @@ class Fault:
     hosts: int = 2
     needs: tuple[str, ...] = ()
     """Configurations whose uninterrupted run it is held against."""
-    mounts_disk: bool = False
-    """Whether its runs live on a small disk of their own."""
+    disk: str = ""
+    """The small disk on which its runs live: `tmpfs`, or `ext4` below the submission's folder."""
     quick: bool = field(default=False)
     """Whether it is among those that run on every change."""
 
@@ -45,7 +45,7 @@ def fault(
     conf: Mapping[str, str | None] | None = None,
     hosts: int = 2,
     needs: tuple[str, ...] = ("two",),
-    mounts_disk: bool = False,
+    disk: str = "",
     quick: bool = False,
 ) -> Callable[[Strike], Strike]:
     """Register a function as a row. `conf={}` is a cluster of its own without further lines."""
@@ -53,9 +53,7 @@ def fault(
     def register(strike: Strike) -> Strike:
         assert name not in FAULTS, name
         subject = strike.__module__.rpartition(".")[2]
-        FAULTS[name] = Fault(
-            name, expected, strike, subject, conf, hosts, needs, mounts_disk, quick
-        )
+        FAULTS[name] = Fault(name, expected, strike, subject, conf, hosts, needs, disk, quick)
         return strike
 
     return register

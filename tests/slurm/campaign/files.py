@@ -14,7 +14,7 @@ from clusterddp.run_dir import read_json_lines
 from clusterddp.training.checkpoint_file import files
 
 from .fault import ENDS, fault
-from .run import STEPS, Differs, Run, Trial
+from .run import PATIENCE, STEPS, Differs, Run, Trial, slurm
 
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 REPOSITORY = Path(__file__).parents[3]
@@ -157,7 +157,7 @@ class Filler:
         self.path.unlink()
 
 
-@fault("disk-full-at-a-save", conf={}, mounts_disk=True)
+@fault("disk-full-at-a-save", conf={}, disk="tmpfs")
 def disk_full_at_a_save(trial: Trial) -> str:
     """Room for lines, but not for a checkpoint."""
     run = trial.start()
@@ -174,7 +174,7 @@ def disk_full_at_a_save(trial: Trial) -> str:
     return seen
 
 
-@fault("disk-full-at-the-metrics", conf={}, mounts_disk=True)
+@fault("disk-full-at-the-metrics", conf={}, disk="tmpfs")
 def disk_full_at_the_metrics(trial: Trial) -> str:
     """Not a byte left, for a long while of training."""
     trial.want("step-200")
@@ -192,6 +192,62 @@ def disk_full_at_the_metrics(trial: Trial) -> str:
     seen = run.check_same(struck, causes=["done"])
     run.check_usable(STEPS)
     return f"{seen}; {len(lost)} lines of metrics lost"
+
+
+@fault("disk-full-at-the-signal", conf={}, disk="tmpfs", quick=True)
+def disk_full_at_the_signal(trial: Trial) -> str:
+    """Not a byte left when Slurm's signal comes; there is room again before the next start."""
+    run = trial.start()
+    run.wait_step(60)
+    filler = Filler(trial.folder, leave=0)
+    struck = run.struck()
+    slurm(trial, "scancel", "--batch", "--signal=USR1", run.job_id)
+    run.wait(lambda: any(job.endswith(" PENDING") for job in run.queued()), "the requeue")
+    slurm(trial, "scontrol", "hold", run.job_id)
+    status = run.status()
+    if status["state"] != "queued" or "No space left on device" not in status["detail"]:
+        raise run.differs(f"status says {status['state']}: {status['detail']}")
+    out = trial.folder / f"slurm-{run.job_id}.out"
+    verdict = run.log + (out.read_text() if out.exists() else "")
+    if "their last checkpoint is of step 40" not in verdict:
+        raise run.differs(f"the verdict does not say that nothing was saved: {verdict}")
+    filler.remove()
+    slurm(trial, "scontrol", "release", run.job_id)
+    seen = run.check_same(struck, causes=["signal", "done"])
+    if run.attempts[1].read_record().get("step") != 40:
+        raise run.differs("it did not go on from its last checkpoint, step 40")
+    return seen
+
+
+@fault("disk-read-only", ENDS, conf={}, disk="ext4")
+def disk_read_only(trial: Trial) -> str:
+    """The disk of the runs turns read-only while they train; that of the submission does not."""
+    run = trial.start()
+    run.wait_step(60)
+    job_id = run.job_id
+    runs = trial.folder / "jobs"
+    argv = ["findmnt", "-no", "SOURCE", str(runs)]
+    device = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+    Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error").write_text("1")
+    try:
+        (runs / "probe").touch()
+    except OSError:
+        pass
+    else:
+        raise run.differs("the disk can still be written")
+    run.wait_over(PATIENCE)
+    out = trial.folder / f"slurm-{job_id}.out"
+    said = out.read_text() if out.exists() else ""
+    if "Read-only file system" not in said:
+        raise run.differs(f"{out.name} says {said!r}")
+    shown = slurm(trial, "scontrol", "show", "job", job_id).stdout
+    if "JobState=FAILED" not in shown:
+        raise run.differs(shown)
+    state = run.status()["state"]
+    if state != "failed":
+        raise run.differs(f"status says {state}")
+    trial.seconds_lost = None
+    return f"failed: {said.strip().splitlines()[-1]}"
 
 
 @fault("run-directory-removed", ENDS)

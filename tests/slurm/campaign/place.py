@@ -106,8 +106,8 @@ class Site:
             with contextlib.ExitStack() as stack:
                 for config in fault.needs:
                     self.measure(config)
-                if fault.mounts_disk:
-                    stack.enter_context(small_disk(folder))
+                if fault.disk:
+                    stack.enter_context(DISKS[fault.disk](folder))
                 if fault.conf is None:
                     cluster = self.shared_cluster()
                 else:
@@ -156,3 +156,23 @@ def small_disk(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def disk_of_jobs(folder: Path) -> Iterator[None]:
+    """A small disk of its own for the runs below the folder, which an error turns read-only."""
+    runs = folder / "jobs"
+    runs.mkdir(parents=True)
+    image = folder / "disk"
+    with image.open("wb") as file:
+        file.truncate(DISK_BYTES)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    options = "loop,errors=remount-ro"
+    subprocess.run(["mount", "-o", options, str(image), str(runs)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(runs)], check=True)
+
+
+DISKS = {"tmpfs": small_disk, "ext4": disk_of_jobs}
