@@ -56,6 +56,10 @@ class Attempt:
     def outcomes(self) -> Path:
         return self.path / "outcomes"
 
+    def error_file(self, rank: int) -> Path:
+        """Where torch's `record` writes the exception that ends a rank of a command."""
+        return self.outcomes / f"error-{rank}.json"
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

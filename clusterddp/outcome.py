@@ -48,6 +48,11 @@ class Outcome:
         return bool(self.error and self.error.get("peer_lost"))
 
     @property
+    def of_command(self) -> bool:
+        """Whether its error is pieced together from what a person's command has left."""
+        return bool(self.error and self.error.get("of_command"))
+
+    @property
     def reason(self) -> str:
         if self.error:
             message = str(self.error.get("message", "")).strip()
@@ -123,6 +128,10 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
             killed = []
     if killed:
         return _from_srun(killed[0])
+    if any(outcome.of_command for outcome in own):
+        # Not all that follows from the end of another rank can be told from the words of a
+        # command: an error counts no more than a code or a signal there, and the first one does.
+        own = [o for o in by_time if not o.peer_lost and o.signal != "SIGTERM"]
     for group in (
         own,
         [o for o in by_time if not o.error and o.signal != "SIGTERM"],

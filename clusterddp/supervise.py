@@ -6,6 +6,7 @@ the records mean for the whole run is left to `outcome`.
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from clusterddp import attempt_logs
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import (
     EXIT_FAILED,
@@ -25,14 +27,13 @@ from clusterddp.errors import (
     TrainingError,
 )
 from clusterddp.run_dir import RunDir
+from clusterddp.task_error import LONGEST_MESSAGE, TaskError
 from clusterddp.task_record import TaskRecord
 
 # What Slurm, an agent or a person sends to a task and what must not end its parent.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 _PR_SET_PDEATHSIG = 1
-# The report has to fit into the pipe's buffer, or a task would wait for a parent that waits.
-_LONGEST_MESSAGE = 4000
 
 
 def supervise(
@@ -42,17 +43,21 @@ def supervise(
     *,
     attempt: int | None = None,
     listen: Callable[[], object] | None = None,
+    explain: Callable[[int], TaskError | None] | None = None,
 ) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
     attempt: the start of the run to which this task belongs, where the starting side made one.
     listen: installs the child's signal handlers, before any signal can reach it.
+    explain: the error behind a wait status, where the child has execed and reports none itself.
 
     Returns the child's exit code, or 128 + N when signal N ended it; 0 for EXIT_PAUSED where Slurm
     or an agent started the task, as either would end the other ranks for it. `child` may exec.
     Call it before anything that starts threads is imported: it forks.
     """
     record = TaskRecord(RunDir(run_dir), env, attempt, say=_say)
+    if attempt is not None:
+        attempt_logs.divide_own(attempt, os.environ)
     # Blocked from before the fork until both sides have their handlers, so that no signal ends
     # the parent and none is lost to the child.
     previous_mask: set[int] = set(signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS))
@@ -73,7 +78,11 @@ def supervise(
         os.close(go_writer)
         record.started(pid)
         status = _await_end(pid, env)
-        record.ended(status, _read_report(report_reader))
+        error = _read_report(report_reader)
+        if error is None and explain:
+            left = explain(status)
+            error = dataclasses.asdict(left) if left else None
+        record.ended(status, error)
     code = os.waitstatus_to_exitcode(status)
     if code == EXIT_PAUSED and not forwards_signals(os.environ):
         return 0
@@ -193,7 +202,8 @@ def _run(child: Callable[[], int], report_writer: int, mask: set[int]) -> int:
 
 
 def _report(report_writer: int, error: BaseException) -> None:
-    message = str(error)[:_LONGEST_MESSAGE]
+    # It has to fit into the pipe's buffer, or the task would wait for a parent that waits.
+    message = str(error)[:LONGEST_MESSAGE]
     peer_lost = bool(getattr(error, "peer_lost", False))
     # Our own errors speak for themselves; of others the type is half of what they say.
     kind = "" if isinstance(error, ClusterDDPError) else type(error).__name__

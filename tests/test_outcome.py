@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ def done(rank: int) -> Outcome:
 def raised(rank: int, ended: float, message: str = "boom", peer_lost: bool = False) -> Outcome:
     error = {"type": "RuntimeError", "message": message, "peer_lost": peer_lost}
     return outcome(rank, ended=ended, exit_code=1, error=error)
+
+
+def of_command(rank: int, ended: float, message: str, peer_lost: bool = False) -> Outcome:
+    """As it is pieced together from what a command has left."""
+    known = raised(rank, ended, message, peer_lost)
+    return dataclasses.replace(known, error={**(known.error or {}), "of_command": True})
 
 
 def lost(rank: int, ended: float) -> Outcome:
@@ -55,6 +62,19 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
     ),
     "a command's peers say nothing of why": (
         [signalled(0, 20.0, "SIGKILL"), exited(1, 20.1, 1)], "", (0, "killed by SIGKILL"),
+    ),
+    "a command's peers tell of it in words of their own": (
+        [signalled(0, 20.0, "SIGKILL"), of_command(1, 20.1, "nobody there")],
+        "", (0, "killed by SIGKILL"),
+    ),
+    "a command's exception, and what it led to": (
+        [of_command(0, 20.0, "reset", peer_lost=True), of_command(1, 20.1, "boom"),
+         exited(2, 20.2, 3)],
+        "", (1, "RuntimeError: boom"),
+    ),
+    "a task killed with its parent, and a command's exception": (
+        [of_command(0, 20.0, "nobody there"), outcome(3)],
+        KILLED_3 + "srun: error: h01: task 0: Exited with exit code 1\n", (3, "killed by SIGKILL"),
     ),
     "a task killed with its parent": (
         [lost(0, 20.0), lost(1, 20.1), lost(2, 20.1), outcome(3)],

@@ -66,15 +66,23 @@ def command(run_dir: Path | None, own_log: bool, attempt: int | None, argv: tupl
         become(argv, environ)
 
     # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
+    from clusterddp.attempt import Attempt
+    from clusterddp.run_dir import RunDir
     from clusterddp.supervise import redirect_output, supervise
+    from clusterddp.task_error import ERROR_FILE_VARIABLE, Traces
 
     if own_log:
         redirect_output(run_dir, env)
+    if attempt is not None:  # an agent's own file is left to the agent, which reads it
+        own = Attempt(RunDir(run_dir.absolute()), attempt).error_file(env.rank)
+        environ.setdefault(ERROR_FILE_VARIABLE, str(own))
+    error_file = environ.get(ERROR_FILE_VARIABLE)
+    traces = Traces(Path(error_file) if error_file else None)
 
     def child() -> int:
         become(argv, environ)
 
-    return supervise(run_dir, env, child, attempt=attempt)
+    return supervise(run_dir, env, child, attempt=attempt, explain=traces.error)
 
 
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

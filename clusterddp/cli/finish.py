@@ -17,6 +17,7 @@ import click
 
 from clusterddp import requeue, step_watch
 from clusterddp.attempt import Attempt
+from clusterddp.attempt_logs import of_attempt
 from clusterddp.cli import next_start
 from clusterddp.cli.job_log import say
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
@@ -62,7 +63,7 @@ def command(
     attempt.give_room_back()  # to what is recorded from here on
     end = judge(attempt, exit_code, job_id, restart, trouble)
     if end.failure:
-        _show_last_words(run, end.failure)
+        _show_last_words(attempt, end.failure)
     for line in end.lines:
         say(f"clusterddp: {line}")
     policy = Policy(requeues, max_requeues, restart_on_failure)
@@ -232,11 +233,8 @@ def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
     before = [s for s in starts_since_submission(attempt.run) if s.attempt < attempt.number]
     if failure.exit_code != 128 + signal.SIGKILL or not before or before[-1].cause:
         return False
-    try:
-        log = (attempt.run.path / failure.log).read_text(errors="replace")
-    except OSError:
-        return False
-    return bool(_STEP_ENDED.search(log[-_LOG_TAIL_BYTES:]))
+    log = of_attempt(attempt.run.path / failure.log, attempt.number)
+    return bool(_STEP_ENDED.search(log))
 
 
 def _slurms_word(run: RunDir, job_id: str, restart: int) -> Ending:
@@ -257,12 +255,9 @@ def _stop_asked(attempt: Attempt, job_id: str) -> bool:
     return in_time or requeue.withdrawn(attempt.run.read_events(), job_id) == requeue.STOPPED
 
 
-def _show_last_words(run: RunDir, failure: Failure) -> None:
+def _show_last_words(attempt: Attempt, failure: Failure) -> None:
     """The end of the failing rank's log, so that its own words stand beside the verdict."""
-    try:
-        lines = (run.path / failure.log).read_text(errors="replace").splitlines()
-    except OSError:
-        return
+    lines = of_attempt(attempt.run.path / failure.log, attempt.number).splitlines()
     if lines:
         say(f"--- the end of {failure.log}")
         say("\n".join(lines[-_LAST_LINES:]))

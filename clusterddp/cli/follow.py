@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import click
 
+from clusterddp.attempt_logs import of_attempt
 from clusterddp.cli import runs
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PAUSED
 from clusterddp.run_dir import RunDir
@@ -119,7 +120,7 @@ def follow(
             )
         return EXIT_INTERRUPTED
     if status.state == FAILED and not status.first_failure.startswith("rank 0 "):
-        _show_job_log(run)  # it ends with the last words of the rank that failed
+        _show_job_log(run, status)  # it ends with the last words of the rank that failed
     say(run, how_it_ended(status))
     return {DONE: EXIT_DONE, STOPPED: EXIT_PAUSED}.get(status.state, EXIT_FAILED)
 
@@ -264,11 +265,13 @@ class _Watch:
         self._problem = problem
 
 
-def _show_job_log(run: RunDir) -> None:
+def _show_job_log(run: RunDir, status: RunStatus) -> None:
     """The end of the job log, which says why nothing came out of the ranks."""
-    content = LogTail(run.job_log, _LAST_LINES).read().decode(errors="replace")
-    if content:
-        click.echo(f"--- the end of {run.job_log}\n{content.rstrip()}", err=True)
+    latest = sys.maxsize if status.attempt is None else status.attempt
+    lines = of_attempt(run.job_log, latest).rstrip().splitlines()
+    if lines:
+        shown = "\n".join(lines[-_LAST_LINES:])
+        click.echo(f"--- the end of {run.job_log}\n{shown}", err=True)
 
 
 def _start_of_last(path: Path, lines: int) -> int:

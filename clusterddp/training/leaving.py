@@ -5,20 +5,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from clusterddp.dist_env import DistEnv
+from clusterddp.task_error import PEER_LOST
 from clusterddp.training.bounded_call import bounded
-
-# What torch says when the other end of an exchange has gone: gloo finds
-# its sockets reset or closed, NCCL aborts or times out.
-_PEER_LOST = (
-    "Connection reset by peer",
-    "Connection closed by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "remote process exited",
-    "communicator was aborted",
-    "Socket Timeout",
-    "failed to recv, got 0 bytes",
-)
 
 
 def break_off(env: DistEnv, say: Callable[[str], None]) -> None:
@@ -41,4 +29,4 @@ def blames_a_peer(error: BaseException) -> bool:
     """Whether torch failed because another rank had gone."""
     if not isinstance(error, RuntimeError):
         return False
-    return any(mark in str(error) for mark in _PEER_LOST)
+    return any(mark in str(error) for mark in PEER_LOST)

@@ -158,6 +158,19 @@ def test_the_first_failure_is_named_and_its_code_wins_over_sruns(
     assert "requeued" not in kinds(run)
 
 
+def test_the_last_words_are_those_of_the_latest_attempt(workplace: Workplace, run: RunDir) -> None:
+    begun(run, 2, restart=1)
+    record(run, 1, 7, number=2)
+    run.rank_log(1).write_text("of the first\n--- attempt 2, job 17, 2026-01-01 10:00 ---\n")
+    said = finish(workplace, run, 7, number=2).out
+    assert "of the first" not in said
+    assert "the end of" not in said  # it has said nothing
+    with run.rank_log(1).open("a") as log:
+        log.write("of the second\n")
+    said = finish(workplace, run, 7, number=2).out
+    assert "--- the end of logs/rank-1.log\nof the second\n" in said
+
+
 def test_a_task_killed_with_its_parent_is_found_in_the_job_log(
     workplace: Workplace, run: RunDir
 ) -> None:

@@ -712,8 +712,16 @@ def test_new_code_of_a_command_runs_where_its_state_lies(workplace: Workplace) -
     assert "--code new" in got.err
     log = RunDir(workplace.root / "own").rank_log(0)
     assert "second" not in log.read_text()
-    assert workplace.invoke("resubmit", "own", "--code", "new").code == 1
-    assert log.read_text().endswith("second\n7\n")
+    got = workplace.invoke("resubmit", "own", "--code", "new")
+    assert got.code == 1
+    # The parts of the attempts, and of the last one alone what is shown when it has failed.
+    *_, divider, second, state = log.read_text().splitlines()
+    assert divider.startswith("--- attempt 3, job ")
+    assert (second, state) == ("second", "7")
+    job_log = RunDir(workplace.root / "own").job_log.read_text()
+    assert job_log.count("--- attempt 3, job ") == 1
+    shown = job_log.rpartition("--- the end of logs/rank-0.log\n")[2]
+    assert shown.startswith("second\n7\nclusterddp: rank 0 on 127.0.0.1 failed first")
 
 
 def test_one_that_runs_on_another_machine_is_left_while_it_lives(workplace: Workplace) -> None:

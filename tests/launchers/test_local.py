@@ -64,6 +64,44 @@ def test_the_rank_that_failed_first_is_named_everywhere(tmp_path: Path, template
     assert found["next_command"] == "clusterddp logs --rank 1 a"
 
 
+# Rank 0 loses rank 1 and ends first; rank 1 says why only when that is on record.
+LOSES_A_PEER = """
+import json, os, pathlib, signal, time
+import torch
+import torch.distributed as dist
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+dist.barrier()
+if rank == 0:
+    dist.all_reduce(torch.ones(1))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+dist.destroy_process_group()
+other = pathlib.Path("jobs/a/attempts/0001/outcomes/rank-0.json")
+deadline = time.monotonic() + 60
+while json.loads(other.read_text()).get("ended") is None and time.monotonic() < deadline:
+    time.sleep(0.05)
+raise ValueError("boom\\nof two lines")
+"""
+
+
+def test_the_exception_of_a_command_is_named_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOSES_A_PEER)
+    done = submit(tmp_path, "--tasks-per-node", "2", "--", sys.executable, "train.py")
+    named = "rank 1 on 127.0.0.1 failed first: ValueError: boom (logs/rank-1.log)"
+    assert done.returncode == 1
+    assert named in done.stderr, done.stderr
+    lost = read_json(tmp_path / "jobs/a/attempts/0001/outcomes/rank-0.json")
+    assert lost is not None
+    assert lost["error"]["peer_lost"], lost
+    for argv in (["status"], ["jobs"], ["report"], ["status", "--json"], ["jobs", "--json"],
+                 ["report", "--json"]):  # fmt: skip
+        shown = subprocess.run(
+            [*CLUSTERDDP, *argv], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert named in shown.stdout, argv
+
+
 def test_a_task_killed_with_its_parent_is_still_named(tmp_path: Path) -> None:
     kill = 'if [ "$RANK" = 1 ]; then kill -9 $PPID $$; fi; sleep 60'
     done = submit(tmp_path, "--nodes", "2", "--", "sh", "-c", kill)
