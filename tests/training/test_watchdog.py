@@ -219,6 +219,9 @@ def train(
     )
     threading.Thread(target=tell_suspects, args=(dog,), daemon=True).start()
     with dog:
+        board = dog._board
+        assert board is not None
+        wait_for(lambda: board.rounds > 0, "this rank's first posting")
         tell("trains")
         try:
             exchange(progress, hang)
