@@ -1,6 +1,7 @@
 """`clusterddp report --html`: the page, where it goes, and what it needs."""
 
 import base64
+import dataclasses
 import importlib.util
 import io
 import json
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.reporting import plots
+from clusterddp.run_dir import RunDir
 from tests.cli.made_reports import achieve, attempt, measure
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 
@@ -185,6 +188,77 @@ def test_many_ranks_are_a_band_with_the_slowest_named(workplace: Workplace) -> N
     assert "20 ranks: median, and from the slowest to the fastest" in page.text
     assert "rank 0 on h01, the slowest" in page.text
     assert "The 16 slowest of 20." in page.text
+
+
+def only_lines(run: RunDir, *kinds: str) -> None:
+    """Leave the last line of metrics of each kind, and no other."""
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    last = {line["kind"]: line for line in lines if line["kind"] in kinds}
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in last.values()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 40])
+def test_a_run_of_one_line_of_metrics_is_drawn(workplace: Workplace, ranks: int) -> None:
+    run = workplace.run("one", *DONE)
+    achieve(run, rates=tuple(1000.0 + rank for rank in range(ranks)))
+    only_lines(run, "train")
+    content, page = write(workplace)
+    pictures = re.findall(r"<svg.*?</svg>", content, re.DOTALL)
+    assert len(pictures) == (3 if ranks == 1 else 4)
+    for picture in pictures:  # what is drawn of the data, the axes and their ticks apart
+        assert re.search(r'<g clip-path="[^"]*">\s*<use ', picture)
+    many = ranks > 16
+    assert ("40 ranks: median, and from the slowest to the fastest" in page.text) == many
+
+
+def test_marks_stand_at_points_that_no_line_leads_to() -> None:
+    nothing = float("nan")
+    values = [1.0, nothing, 2.0, 3.0, None, 4.0]
+    line = plots.Line(range(len(values)), values, "#000000")
+    assert plots.marked(line) == [0, 5]
+    assert plots.marked(dataclasses.replace(line, strong=True)) == [0, 2, 3, 5]
+    assert plots.marked(plots.Line([], [], "#000000")) == []
+
+
+def test_a_rank_without_a_figure_has_no_bar_and_none_has_no_column(workplace: Workplace) -> None:
+    run = workplace.run("one", *DONE)
+    achieve(run)
+    report = json.loads(run.report.read_text())
+    report["ranks"][2]["images_per_second"] = None
+    only_lines(run, "eval")
+    for without, bars in (((2,), 3), (range(4), 0)):
+        for rank in without:
+            report["ranks"][rank]["images_per_second"] = None
+        run.report.write_text(json.dumps(report))
+        _, page = write(workplace)
+        assert [one.get("class") for one in page.all("td")].count("bar") == bars
+        styles = [one["style"] for one in page.all("i") if "width" in one.get("style", "")]
+        assert len(styles) == bars
+
+
+def test_each_value_of_a_wide_table_has_its_name_for_a_narrow_screen(workplace: Workplace) -> None:
+    for name in ("one", "two"):
+        run = workplace.run(name, *DONE)
+        achieve(run)
+        attempt(run, 1, step=0, last=30, cause="stopped", reason="interrupt")
+        attempt(run, 2, step=20, last=50, cause="done", reason="")
+    change(workplace, "two", train={**json.loads(run.spec.read_text())["train"], "lr": 0.5})
+    content, _ = write(workplace, "one", "two")
+    tables = re.findall(r"<table(.*?)</table>", content, re.DOTALL)
+    stacked = 0
+    for table in tables:
+        heads = re.findall(r"<th[ >]", table.partition("</tr>")[0])
+        matrix = 'class="matrix"' in table
+        if 'class="stack"' in table:
+            stacked += 1
+            names = re.findall(r"<th[^>]*>(.*?)</th>", table)
+            for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL):
+                assert re.findall(r'data-name="(.*?)"', row) == names
+        elif matrix:
+            assert 'style="--columns: 11; --widest: 2.3"' in table
+        else:
+            assert len(heads) <= 5, "a table this wide would be cut"
+    assert stacked == 6  # the runs, what they differ in, and the ranks and starts of each
 
 
 def test_starts_are_a_table_and_marks_in_the_curves(workplace: Workplace) -> None:

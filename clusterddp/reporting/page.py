@@ -67,6 +67,7 @@ def _run(one: Gathered) -> dict[str, Any]:
         "fastest": max((rank.images_per_second or 0.0 for rank in ranks), default=0.0),
         "starts": one.report.attempts[-_MOST_STARTS:],
         "matrix": _shaded(one.evaluation),
+        "widest": _widest(one.evaluation),
         "worst": [
             (worst, f"data:image/png;base64,{base64.b64encode(picture).decode()}")
             for worst in one.evaluation.worst
@@ -109,6 +110,12 @@ def _shaded(evaluation: Evaluation) -> list[list[tuple[int, float]]]:
         return []
     most = max((one.count for one in evaluation.confusions()), default=1)
     return [[(count, round(0.08 + 0.6 * count / most, 3)) for count in row] for row in matrix]
+
+
+def _widest(evaluation: Evaluation) -> float:
+    """Width of a cell of the matrix that holds its longest count, as a multiple of the font's."""
+    longest = max((len(str(count)) for row in evaluation.matrix for count in row), default=1)
+    return round(0.65 * longest + 1, 2)  # a digit is not wider, and the cell has a margin
 
 
 def _script(one: Gathered) -> str:

@@ -71,11 +71,15 @@ def over_steps(picture: Picture) -> str:
             color=line.colour,
             linewidth=1.8 if line.strong else 1.1,
             alpha=0.45 if line.faint else 1.0,
-            marker="o" if line.strong and len(line.steps) <= _MOST_STEPS_MARKED else None,
+            marker="o",
+            markevery=marked(line),
             markersize=4,
         )
     if picture.band:
-        axes.fill_between(*picture.band, color=PALETTE[0], alpha=0.2, linewidth=0)
+        steps, lowest, highest = picture.band
+        if len(steps) == 1:  # an area needs two
+            axes.vlines(steps, lowest, highest, color=PALETTE[0], alpha=0.2, linewidth=6)
+        axes.fill_between(steps, lowest, highest, color=PALETTE[0], alpha=0.2, linewidth=0)
     for step, colour in picture.marks:
         axes.axvline(step, color=colour, linestyle=":", linewidth=1.2)
     values = [value for line in picture.lines for value in line.values if _drawable(value)]
@@ -90,6 +94,15 @@ def over_steps(picture: Picture) -> str:
     axes.set_xlabel("step")
     axes.set_ylabel(picture.label)
     return _svg(figure)
+
+
+def marked(line: Line) -> list[int]:
+    """Which points get a mark: those of a strong line, and those that no stroke leads to."""
+    drawn = [False, *map(_drawable, line.values), False]
+    if line.strong and len(line.steps) <= _MOST_STEPS_MARKED:
+        return [index for index in range(len(line.steps)) if drawn[index + 1]]
+    around = zip(drawn, drawn[1:], drawn[2:], strict=False)
+    return [index for index, shown in enumerate(around) if shown == (False, True, False)]
 
 
 def of_scaling(scaling: Scaling) -> str:
