@@ -8,7 +8,8 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_WRONG_REQUEST = 2
 EXIT_PAUSED = 75
-"""A rank has saved and left because it was asked to: start it again (sysexits.h, EX_TEMPFAIL)."""
+"""A rank has saved and left because it was asked to, or asks to be started again
+(sysexits.h, EX_TEMPFAIL)."""
 EXIT_INTERRUPTED = 130
 
 

@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def paused(self) -> bool:
-        """It has saved and left because it was asked to."""
+        """It has saved and left because it was asked to, or asks to be started again."""
         return self.exit_code == EXIT_PAUSED
 
     @property
@@ -77,6 +77,14 @@ class Failure:
     log: str
     """Its log, relative to the run directory."""
     exit_code: int | None = None
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> "Failure":
+        """The failure that a rank's own record tells of."""
+        reason = outcome.reason
+        if outcome.signal == "SIGTERM":
+            reason += " (cancelled, time limit or preempted)"
+        return cls(outcome.rank, outcome.host, reason, _log(outcome.rank), outcome.exit_code)
 
     def describe(self) -> str:
         """One line: `rank 3 on h02 failed first: RuntimeError: boom (logs/rank-3.log)`."""
@@ -141,7 +149,7 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
         by_time,
     ):
         if group:
-            return _from_outcome(group[0])
+            return Failure.of(group[0])
     return _from_srun(unrecorded[0]) if unrecorded else None
 
 
@@ -229,13 +237,6 @@ def _from_srun(report: _Report) -> Failure:
         code = int(exited[1])
         reason = f"exit code {code}"
     return Failure(report.rank, report.host, reason, _log(report.rank), code)
-
-
-def _from_outcome(outcome: Outcome) -> Failure:
-    reason = outcome.reason
-    if outcome.signal == "SIGTERM":
-        reason += " (cancelled, time limit or preempted)"
-    return Failure(outcome.rank, outcome.host, reason, _log(outcome.rank), outcome.exit_code)
 
 
 def _log(rank: int) -> str:

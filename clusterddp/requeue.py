@@ -134,6 +134,17 @@ def causes_of(events: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     return causes
 
 
+def done_by(events: Sequence[Mapping[str, Any]], job_id: str) -> bool:
+    """Whether a start of this job has ended the run well since a person last submitted it."""
+    causes = causes_of(events)
+    return any(
+        event.get("event") == "ended"
+        and causes.get(event.get("attempt", 0)) == DONE
+        and _job_id(event) == job_id
+        for event in events
+    )
+
+
 def withdrawn(events: Sequence[Mapping[str, Any]], job_id: str) -> str:
     """CANCELLED or STOPPED where a person has asked that this job start nothing more, else empty.
 

@@ -42,6 +42,8 @@ _AFTER = {
     requeue.FAILED: "a failure",
     requeue.REQUEUED: "a requeue by Slurm",
 }
+# Slurm ends an attempt for these, whether it has saved or not.
+_SLURMS_CAUSES = (requeue.TIME_LIMIT, requeue.PREEMPTED, requeue.NODE_LOST)
 _WHY_FAILED = {
     State.FAILED: "the job failed",
     State.TIMEOUT: "the job reached its time limit",
@@ -150,9 +152,11 @@ def _judge_ended(
         return FAILED, f"exit code {submission.exit_code}{told}"
     if cause == requeue.STOPPED:
         return STOPPED, f"by 'clusterddp stop'{_at(submission)}"
-    if submission.why.startswith(cause):
-        return STOPPED, f"{submission.why}{_at(submission)}"
-    return STOPPED, f"{_how(submission)}; {submission.why}"
+    own = submission.why.startswith(cause)
+    text = f"{submission.why}{_at(submission)}" if own else f"{_how(submission)}; {submission.why}"
+    if cause in _SLURMS_CAUSES and not submission.saved:
+        return FAILED, f"{text}; it ended without saving"
+    return STOPPED, text
 
 
 def _judge_going_on(

@@ -49,6 +49,8 @@ class Submission:
     """How it ended: a word of `requeue`; empty in the records of other scripts."""
     why: str = ""
     """Why it does not go on after that."""
+    saved: bool = True
+    """Whether its latest attempt has left something to go on from."""
     step: int | None = None
     """At which the ranks left."""
     trouble: str = ""
@@ -127,7 +129,7 @@ def reason(cause: str) -> str:
 
 # What an end says, which the next start makes void.
 _OF_THE_END = (
-    "ended", "exit_code", "first_failure", "cause", "why", "step", "trouble", "goes_on",
+    "ended", "exit_code", "first_failure", "cause", "why", "saved", "step", "trouble", "goes_on",
     "goes_on_since", "requeue_error", "stop_asked",
 )  # fmt: skip
 
@@ -162,6 +164,7 @@ def _take(event: Mapping[str, Any], found: dict[str, Any]) -> None:
         found["cause"] = str(event.get("cause") or "")
         found["why"] = str(event.get("why") or "")
         found["trouble"] = str(event.get("trouble") or "")
+        found["saved"] = event.get("saved") is not False
         found["step"] = first_number(event.get("step"), as_type=int)
         if found["cause"] == requeue.REQUEUED:
             found.update(goes_on=requeue.REQUEUED, goes_on_since=when)

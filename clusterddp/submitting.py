@@ -5,6 +5,7 @@ The command and the Python API both submit through here, so that neither can do 
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from clusterddp import launchers, references
@@ -26,6 +27,7 @@ def _check_new(spec: JobSpec) -> None:
 
 def _say_outlook(script: str, say: Say) -> None:
     """Slurm's own forecast; what can never run, sbatch refuses by itself."""
+    from clusterddp.slurm import requeue_exit
     from clusterddp.slurm.sbatch import outlook
 
     try:
@@ -40,6 +42,14 @@ def _say_outlook(script: str, say: Say) -> None:
                 "ever: see sinfo."
             )
     say(f"{'' if found else 'warning: '}{words}")
+    with suppress(SlurmError):
+        for setting in requeue_exit.settings():
+            say(
+                f"warning: slurm.conf has {setting}: Slurm puts a job that ends with such a code "
+                "back into the queue, also where --no-requeue, --max-requeues or 'clusterddp stop' "
+                "say otherwise. A run that was stopped ends with 75, a failed one with its rank's "
+                "code or 1."
+            )
 
 
 def check_own_code(spec: JobSpec, say: Say) -> None:

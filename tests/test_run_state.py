@@ -79,6 +79,9 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
      "by 'clusterddp stop' at step 40"),
     ([submitted(), begun(1), left(1, "time limit", "time limit, and requeue is off")], {},
      FORGOTTEN, None, "stopped", "time limit, and requeue is off at step 40"),
+    *[([submitted(), begun(1), left(1, cause, f"{cause}, and requeue is off", saved=False)], {},
+       FORGOTTEN, None, "failed", f"{cause}, and requeue is off at step 40; it ended without")
+      for cause in ("time limit", "preempted", "node lost")],
     ([submitted(), begun(1), left(1, "signal", "it has been started 3 times")], {}, SILENT, None,
      "stopped", "signal at step 40; it has been started 3 times"),
     ([submitted(), begun(1), left(1, "preempted", "preempted, and requeue is off")], {},

@@ -14,8 +14,8 @@ from clusterddp import attempt_logs, requeue
 from clusterddp.attempt import Attempt, NotStarted
 from clusterddp.cli import next_start
 from clusterddp.cli.job_log import say
-from clusterddp.errors import EXIT_DONE, EXIT_FAILED, ClusterDDPError
-from clusterddp.run_dir import RunDir, run_folders
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, ClusterDDPError
+from clusterddp.run_dir import RunDir, read_json, run_folders
 
 _MOST_CHANGES = 20
 
@@ -27,12 +27,27 @@ _MOST_CHANGES = 20
 @click.option("--nodelist", default="", help="SLURM_JOB_NODELIST.")
 @click.option("--max-requeues", type=int, default=0, help="Starts after the first.")
 @click.option("--patience", type=float, default=300.0, help="Seconds to wait for another attempt.")
+@click.option("--or-done", is_flag=True, help="Print 'done' instead, and exit with 0, if it is.")
 def command(
-    run_dir: Path, job_id: str, restart: int, nodelist: str, max_requeues: int, patience: float
+    run_dir: Path,
+    job_id: str,
+    restart: int,
+    nodelist: str,
+    max_requeues: int,
+    patience: float,
+    or_done: bool,
 ) -> int:
     """Make the directory of the run's next attempt and print its number."""
     run = RunDir(run_dir)
     who = {"job_id": job_id, "restart": restart}
+    if restart and _is_done(run, job_id):
+        words = f"{run.name} is done, so this start of job {job_id} has nothing left to do"
+        next_start.record(run, "not_started", **who, nodelist=nodelist, why=words)
+        if not or_done:
+            raise NotStarted(f"{words}.")  # to a script that would go on after exit code 0
+        say(f"clusterddp: {words}", err=True)
+        click.echo(requeue.DONE)
+        return EXIT_DONE
     try:
         made = _begin(run, job_id, max_requeues, patience)
     except Exception as error:
@@ -88,10 +103,32 @@ def _failure(error: Exception) -> dict[str, Any]:
 class _Withdrawn(NotStarted):
     """A person has stopped the run or cancelled the job while it waited to start again."""
 
+    exit_code = EXIT_PAUSED
+
     def __init__(self, cause: str) -> None:
         who = "'clusterddp cancel'" if cause == requeue.CANCELLED else "'clusterddp stop'"
         super().__init__(f"not started again: {who} asked for it")
         self.cause = cause
+
+
+def _is_done(run: RunDir, job_id: str) -> bool:
+    """Whether an earlier start of this very job has come to the run's end.
+
+    Slurm starts a job once more whose node's daemon was lost with its script's last word, and one
+    that was preempted while it was ending (seen on 22.05 and 24.11).
+    """
+    if requeue.done_by(run.read_events(), job_id):
+        return True
+    latest = attempts.latest(run)
+    left = read_json(latest.end) or {} if latest else {}
+    if latest is None or left.get("cause") != requeue.DONE:
+        return False
+    if latest.read_record().get("job_id") != job_id:
+        return False
+    # Its ranks were done, and its script was lost before it could say so.
+    end = {"exit_code": 0, "cause": requeue.DONE, "step": left.get("step")}
+    next_start.record(run, "ended", job_id=job_id, attempt=latest.number, **end)
+    return True
 
 
 def _refuse_withdrawn(run: RunDir, job_id: str) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,15 @@ def command(
         exit_code=end.exit_code,
         cause=end.cause,
         step=end.step,
+        saved=end.saved,
         first_failure=dataclasses.asdict(end.failure) if end.failure else None,
         trouble=end.trouble,
         why="" if decision.go_on or end.cause == requeue.DONE else decision.why,
     )
     if decision.go_on:
-        return next_start.start(run, attempt, job_id, restart, decision.why) and end.exit_code
+        requeued = next_start.start(run, attempt, job_id, restart, decision.why)
+        # A job that is over must not say that the run is done: an afterok would believe it.
+        return 0 if requeued else end.exit_code
     if end.cause == requeue.REQUEUED:
         if stop_asked:
             next_start.withdraw(run, job_id)
@@ -97,6 +100,8 @@ def command(
         say(f"clusterddp: the run does not go on by itself: {decision.why}")
         if end.cause != requeue.FAILED or gained(attempt) is not None:
             say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
+    if end.exit_code and end.cause != requeue.CANCELLED and not is_rehearsal(os.environ):
+        next_start.warn_of_requeue_exit(run, end.exit_code)
     return end.exit_code
 
 
@@ -109,6 +114,8 @@ class End:
     exit_code: int
     failure: Failure | None = None
     step: int | None = None
+    saved: bool = True
+    """Whether there is anything of this attempt to go on from, as far as its records tell."""
     lines: tuple[str, ...] = ()
     """What is to be said of it."""
     trouble: str = ""
@@ -148,26 +155,27 @@ def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwri
         late = (f"the script then ended with exit code {code}",) if code else ()
         return End(requeue.DONE, 0, step=step, lines=(_achieved(run), *late))
     if code == 0 and not paused and not _trains(run):
-        return End(requeue.DONE, 0, lines=(_achieved(run),))
+        failure = None if unwritable else _vanished(outcomes)
+        if not failure:
+            return End(requeue.DONE, 0, lines=(_achieved(run),))
+        code = EXIT_FAILED
     if attempt.is_superseded:
         line = f"attempt {attempt.number} is superseded: a later one of the run has begun"
         return End(requeue.SUPERSEDED, code or EXIT_FAILED, step=step, lines=(line,))
     paused = paused or (exit_code == EXIT_PAUSED and not outcomes)  # before any task has started
     slurms = _slurms_word(run, job_id, restart)
-    at = f" at step {step}" if step is not None else ""
-    saved = f"the ranks have saved and left{at}" if paused or left else "no rank saved at the end"
-    if left.get("saved", step) != step:
-        saved = f"the ranks have left{at}; {_last_checkpoint(left['saved'])}"
-    elif unwritable and not left:
-        saved = "the ranks have left and could not record how"
+    saved = _what_was_saved(run, left, paused=paused, unwritable=unwritable)
     lost = _NODE_LOST.search(_log_of(run, job_id))
+    has_saved = paused or bool(left) or bool(gained(attempt))
+    # srun's own code is that of the tasks which Slurm has ended by force meanwhile.
+    asked = EXIT_PAUSED if paused or left else 0
     if lost and slurms in (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN):
         line = f"node {lost[1]} is lost; {saved}"
-        return End(requeue.NODE_LOST, code or EXIT_FAILED, failure, step, lines=(line,))
+        # Which of the tasks that ended with it was seen first is chance, and so is their code.
+        return End(requeue.NODE_LOST, asked or EXIT_FAILED, failure, step, has_saved, lines=(line,))
     if slurms is Ending.CANCELLED:
-        return End(
-            requeue.CANCELLED, code or EXIT_PAUSED, step=step, lines=(f"cancelled; {saved}",)
-        )
+        line = f"cancelled; {saved}"
+        return End(requeue.CANCELLED, asked or code or EXIT_PAUSED, step=step, lines=(line,))
     if (paused or left) and left.get("reason") == "stop":
         return End(requeue.STOPPED, EXIT_PAUSED, step=step, lines=(f"stopped; {saved}",))
     for word, cause in (
@@ -176,11 +184,13 @@ def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwri
         (Ending.TIME_LIMIT, requeue.TIME_LIMIT),
     ):
         if slurms is word:
-            return End(cause, code or EXIT_PAUSED, step=step, lines=(f"{cause}; {saved}",))
+            line = f"{cause}; {saved}"
+            return End(
+                cause, asked or code or EXIT_FAILED, step=step, saved=has_saved, lines=(line,)
+            )
     if paused or left:
         if not _trains(run):
-            line = f"the command has saved and left (exit code {EXIT_PAUSED})"
-            return End(requeue.SIGNAL, EXIT_PAUSED, lines=(line,))
+            return End(requeue.SIGNAL, EXIT_PAUSED, lines=(saved,))
         reason = left.get("reason") or "a request to stop"
         return End(requeue.SIGNAL, EXIT_PAUSED, step=step, lines=(f"{reason}: {saved}",))
     killed = failure and failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
@@ -195,7 +205,7 @@ def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwri
         return End(requeue.NODE_LOST, code, failure, step, lines=(line,))
     if failure:
         log = f"see its log: clusterddp logs {run.shown} --rank {failure.rank}"
-        return End(requeue.FAILED, code, failure, step, (failure.describe(), log))
+        return End(requeue.FAILED, code, failure, step, lines=(failure.describe(), log))
     if code == 0:
         line = (
             f"srun ended with exit code 0, but the run has no {run.report.name} of this attempt: "
@@ -207,6 +217,29 @@ def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwri
         requeue.FAILED, code,
         lines=(f"ended with exit code {code}; no rank says why. See {where}.",),
     )  # fmt: skip
+
+
+def _what_was_saved(run: RunDir, left: Mapping[str, Any], *, paused: bool, unwritable: bool) -> str:
+    """A clause on what the next start finds. left: the ranks' last word, empty without one."""
+    if not _trains(run):
+        # Nobody knows what a command saves, only what its exit code asks for.
+        asked = f"asked to be started again (exit code {EXIT_PAUSED})"
+        return f"the command {asked if paused else 'did not ask to be started again'}"
+    step = left.get("step")
+    at = f" at step {step}" if step is not None else ""
+    if left.get("saved", step) != step:
+        return f"the ranks have left{at}; {_last_checkpoint(left['saved'])}"
+    if unwritable and not left:
+        return "the ranks have left and could not record how"
+    return f"the ranks have saved and left{at}" if paused or left else "no rank saved at the end"
+
+
+def _vanished(outcomes: Sequence[Outcome]) -> Failure | None:
+    """The first rank that was killed with its parent, if one was, although srun exits with 0.
+
+    It does when it was told to end itself (TERM), and kills the tasks.
+    """
+    return next((Failure.of(outcome) for outcome in outcomes if outcome.ended is None), None)
 
 
 def _has_left_unrecorded(attempt: Attempt, outcomes: Sequence[Outcome]) -> bool:

@@ -91,7 +91,7 @@ class LazyGroup(click.Group):
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, 75 stopped and "
-    "saved, 130 interrupted.",
+    "can go on, 130 interrupted.",
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:

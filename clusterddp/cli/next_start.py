@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from clusterddp import requeue
 from clusterddp.attempt import Attempt, Superseded
 from clusterddp.cli.job_log import say
-from clusterddp.errors import EXIT_FAILED, ClusterDDPError, RequestError, SlurmError
+from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.run_dir import RunDir
-from clusterddp.slurm import control
+from clusterddp.slurm import control, requeue_exit
 from clusterddp.slurm.own_job import Ending, ending, is_rehearsal, own_name
 from clusterddp.slurm.sbatch import sbatch
 from clusterddp.spec import submission_comment
@@ -23,29 +23,34 @@ PATIENCE_SECONDS = 600.0
 _PAUSE_SECONDS = 5.0
 
 
-def start(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) -> int:
-    """Have the run started again; returns 0 when it is, and says what to type when it is not."""
+def start(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) -> bool:
+    """Have the run started again; returns whether this very job is back in the queue.
+
+    Otherwise the next job goes on in its place, or what is to be typed is said.
+    """
     if is_rehearsal(os.environ):
         say(
             f"clusterddp: {why}: a cluster would put the job back into the queue now; this "
             f"rehearsal has none. Go on with: clusterddp resubmit {run.shown}"
         )
-        return EXIT_FAILED
+        return False
     who = {"attempt": attempt.number, "why": why}
     try:
         patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart))
     except control.RequeueRefused as refused:
         say(f"clusterddp: requeue is refused here ({refused}); submitting the next job")
-        return _in_place_of(run, attempt, job_id, who)
+        _in_place_of(run, attempt, job_id, who)
+        return False
     except (Superseded, _Cancelled) as error:
         say(f"clusterddp: {error}")
-        return EXIT_FAILED
+        return False
     except SlurmError as error:
-        return _give_up(run, job_id, who, error)
+        _give_up(run, job_id, who, error)
+        return False
     record(run, "requeued", job_id=job_id, **who)
     say(f"clusterddp: {why}: job {job_id} is back in the queue")
     _heed_withdrawal(run, job_id, job_id)
-    return 0
+    return True
 
 
 class _Cancelled(ClusterDDPError):
@@ -85,7 +90,7 @@ def patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
         time.sleep(_PAUSE_SECONDS)  # a controller that comes back tells nobody
 
 
-def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, who: dict[str, Any]) -> int:
+def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, who: dict[str, Any]) -> None:
     try:
         spec = run.load_spec()
         if spec.launcher == "submitit":
@@ -99,11 +104,11 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, who: dict[str, Any]
         if successor == job_id:
             raise SlurmError("sbatch gave no answer, and Slurm shows no other job of this run")
     except (ClusterDDPError, OSError) as error:
-        return _give_up(run, job_id, who, error)
+        _give_up(run, job_id, who, error)
+        return
     record(run, "submitted", job_id=successor, launcher="sbatch", in_place_of=job_id, **who)
     say(f"clusterddp: job {successor} goes on in place of job {job_id}")
     _heed_withdrawal(run, job_id, successor)
-    return 0
 
 
 def _heed_withdrawal(run: RunDir, job_id: str, successor: str) -> None:
@@ -123,14 +128,27 @@ def withdraw(run: RunDir, job_id: str) -> None:
     say(f"clusterddp: job {job_id} is cancelled: a person has taken it back")
 
 
-def _give_up(run: RunDir, job_id: str, who: dict[str, Any], error: Exception) -> int:
+def _give_up(run: RunDir, job_id: str, who: dict[str, Any], error: Exception) -> None:
     words = str(error) if isinstance(error, RequestError | SlurmError) else f"{error}"
     record(run, "requeue_failed", job_id=job_id, **who, error=words)
     say(
         f"clusterddp: this node cannot start the run again: {words}\n"
         f"clusterddp: go on with: clusterddp resubmit {run.shown}"
     )
-    return EXIT_FAILED
+
+
+def warn_of_requeue_exit(run: RunDir, exit_code: int) -> None:
+    """Say so where this cluster requeues a job because of the code with which this one ends."""
+    try:
+        settings = requeue_exit.settings()
+    except SlurmError:
+        return
+    for setting in settings:
+        if requeue_exit.names(setting, exit_code):
+            say(
+                f"clusterddp: warning: slurm.conf has {setting}: Slurm puts the job back for its "
+                f"exit code {exit_code}. Take it out with: clusterddp cancel {run.shown}"
+            )
 
 
 def go_to_submission_folder() -> None:

@@ -98,7 +98,7 @@ def _request_options(function: F) -> F:
         _TRAINED: list(_TRAIN_NAMES),
     },
     epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
-    "75 it was stopped and has saved, 130 interrupted.",
+    "75 it was stopped and can go on, 130 interrupted.",
 )
 @click.argument("run", type=runs.RUN)
 @_request_options

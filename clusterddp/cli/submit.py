@@ -56,7 +56,7 @@ class SubmitCommand(settings.SettingsCommand):
     },
     epilog="Precedence: flag, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this shell, "
     "site.cfg, --recipe, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
-    "75 it was stopped and has saved, 130 interrupted.",
+    "75 it was stopped and can go on, 130 interrupted.",
 )
 @request_options.request_options
 @functools.partial(train_options, settings=True)

@@ -21,12 +21,17 @@ __all__ = ["workplace"]
 
 
 def starts(
-    workplace: Workplace, run: RunDir, job_id: str = "7", *, restart: int = 0, cap: int = 20
+    workplace: Workplace,
+    run: RunDir,
+    *options: str,
+    job_id: str = "7",
+    restart: int = 0,
+    cap: int = 20,
 ) -> Outcome:
     """What the batch script is told when it asks to start."""
     return workplace.invoke(
         "begin", str(run.path), f"--job-id={job_id}", f"--restart={restart}",
-        f"--max-requeues={cap}", "--patience=0", "--nodelist=h[01-02]",
+        f"--max-requeues={cap}", "--patience=0", "--nodelist=h[01-02]", *options,
     )  # fmt: skip
 
 
@@ -64,9 +69,31 @@ def test_a_persons_submission_starts_the_counting_anew(workplace: Workplace) -> 
     assert starts(workplace, run, cap=0).code == 0
     assert starts(workplace, run, cap=0).code == 1
     run.add_event("resubmit")  # its job can start before the line with the job's id is there
-    assert starts(workplace, run, "8", cap=0).out == "2\n"
+    assert starts(workplace, run, job_id="8", cap=0).out == "2\n"
     run.add_event("submitted", job_id="8", launcher="sbatch")
-    assert starts(workplace, run, "8", cap=0).code == 1
+    assert starts(workplace, run, job_id="8", cap=0).code == 1
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["its verdict", "its ranks' last word"])
+def test_a_run_that_is_done_is_not_begun_again(workplace: Workplace, recorded: bool) -> None:
+    run = workplace.run("one", submitted("7"))
+    assert starts(workplace, run).code == 0
+    if recorded:
+        run.add_event(**noted("ended", attempt=1, cause="done", exit_code=0))
+    else:  # the script was killed before it could judge
+        Attempt(run, 1).record.write_text(json.dumps({"job_id": "7"}))
+        Attempt(run, 1).end.write_text(json.dumps({"cause": "done", "step": 60}))
+    got = starts(workplace, run, "--or-done", restart=1)
+    assert (got.code, got.out) == (0, "done\n")
+    assert "one is done" in got.err
+    assert len(attempts.attempts(run)) == 1
+    assert run.read_events()[-1]["event"] == "not_started"
+    status = json.loads(workplace.invoke("status", "one", "--json").out)
+    assert (status["state"], status["attempt"], status["exit_code"]) == ("done", 1, 0)
+    # A script of before would go on after exit code 0.
+    assert (starts(workplace, run, restart=2).code, len(attempts.attempts(run))) == (1, 1)
+    run.add_event("resubmit")
+    assert starts(workplace, run, job_id="8").out == "2\n"
 
 
 @pytest.mark.parametrize("event", ["stop_asked", "cancelled"])
@@ -78,14 +105,15 @@ def test_what_a_person_took_back_while_it_waited_does_not_start(
     for one in (noted("ended", attempt=1, cause="signal"), noted(event), noted("requeued")):
         run.add_event(**one)
     got = starts(workplace, run, restart=1)
-    assert (got.code, got.out) == (1, "")
+    assert (got.code, got.out) == (75, "")  # as of a run that was stopped while it trained
     command = "stop" if event == "stop_asked" else "cancel"
     assert f"'clusterddp {command}' asked for it" in got.err
     assert len(attempts.attempts(run)) == 1
     ended = run.read_events()[-1]
+    assert ended["exit_code"] == 75
     assert ended["cause"] == ("stopped" if event == "stop_asked" else "cancelled")
     run.add_event("resubmit")
-    assert starts(workplace, run, "8").out == "2\n"
+    assert starts(workplace, run, job_id="8").out == "2\n"
 
 
 def test_a_stop_that_comes_in_between_is_seen_or_finds_the_attempt(
@@ -102,13 +130,13 @@ def test_a_stop_that_comes_in_between_is_seen_or_finds_the_attempt(
 
     monkeypatch.setattr(attempts, "begin", asked_just_before)
     got = starts(workplace, run)
-    assert (got.code, got.out) == (1, "")
+    assert (got.code, got.out) == (75, "")
     assert "'clusterddp stop' asked for it" in got.err
 
 
 def test_a_job_given_to_sbatch_by_hand_starts_a_run_that_was_stopped(workplace: Workplace) -> None:
     run = workplace.run("one", submitted("7"), noted("stop_asked"))
-    assert starts(workplace, run, "9").out == "1\n"
+    assert starts(workplace, run, job_id="9").out == "1\n"
 
 
 def test_another_job_at_work_is_not_joined(workplace: Workplace) -> None:
@@ -117,11 +145,11 @@ def test_another_job_at_work_is_not_joined(workplace: Workplace) -> None:
     made = Attempt(run, 1)
     made.record.write_text(json.dumps({"job_id": "7", "host": "elsewhere", "pid": 1}))
     made.show_life(1)
-    got = starts(workplace, run, "8")
+    got = starts(workplace, run, job_id="8")
     assert (got.code, got.out) == (1, "")
     assert "is still trained by job 7 on elsewhere" in got.err
     assert run.read_events()[-1]["cause"] == "failed"
-    assert starts(workplace, run, "7", restart=1).out == "2\n"  # the same job, requeued
+    assert starts(workplace, run, job_id="7", restart=1).out == "2\n"  # the same job, requeued
 
 
 def test_a_directory_of_a_newer_version_is_refused(workplace: Workplace) -> None:

@@ -365,7 +365,7 @@ def test_where_requeue_is_refused_another_job_takes_the_place(
     run.script.write_text("#!/bin/bash\necho the script\n")
     leave(run, **PAUSED)
     got = finish(workplace, run, 75, REQUEUES)
-    assert got.code == 0
+    assert got.code == 75  # the run is not done: what waits for this job must not start
     assert "presently disabled" in got.out
     event = last(run, "submitted")
     assert (event["job_id"], event["in_place_of"], event["attempt"]) == ("18", "17", 1)
@@ -499,6 +499,54 @@ def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workp
     finish(workplace, run, 138, REQUEUES)
     assert last(run, "ended")["why"] == "'clusterddp stop' asked for it"
     assert kinds(run)[-1] == "ended"
+
+
+def test_a_command_that_the_time_limit_killed_has_failed(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace, "JobState=COMPLETING RunTime=00:10:05")
+    record(run, 0, 143, signal="SIGTERM")
+    assert finish(workplace, run, 143).code == 143
+    assert last(run, "ended")["cause"] == "time limit"
+    status = json.loads(workplace.invoke("status", "own", "--json").out)
+    assert (status["state"], status["exit_code"]) == ("failed", 143)
+    assert status["detail"] == "time limit, and requeue is off; it ended without saving"
+    assert finish(workplace, run, 143, REQUEUES).code == 0  # what it saved before is its own matter
+
+
+def test_a_command_that_exits_with_75_asked_to_be_started_again(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    record(run, 0, 75)
+    got = finish(workplace, run, 0)
+    assert got.code == 75
+    assert "the command asked to be started again (exit code 75)" in got.out
+    assert "saved" not in got.out
+    assert finish(workplace, run, 0, REQUEUES).code == 0
+    assert "scontrol requeue 17" in workplace.calls
+
+
+def test_a_command_whose_srun_was_ended_is_not_done(workplace: Workplace) -> None:
+    """TERM to srun kills the tasks together with their parents, and srun exits with 0."""
+    run = command_run(workplace)
+    slurm_says(workplace)
+    record(run, 0, 0, ended=None, exit_code=None)
+    got = finish(workplace, run, 0)
+    assert got.code == 1
+    assert "rank 0 on h01 failed first: left no record of its end" in got.out
+
+
+@pytest.mark.parametrize(("code", "warned"), [(3, True), (4, False), (75, True)])
+def test_a_code_for_which_slurm_requeues_is_warned_about(
+    workplace: Workplace, code: int, warned: bool
+) -> None:
+    run = command_run(workplace)
+    config = "RequeueExit             = 2-3,9\nRequeueExitHold         = 75\nX = (null)"
+    slurm_says(workplace)
+    workplace.command("scontrol", f'case "$2" in config) echo "{config}";; esac')
+    record(run, 0, code)
+    got = finish(workplace, run, code)
+    assert got.code == code
+    assert ("warning: slurm.conf has RequeueExit" in got.out) == warned
 
 
 def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: Workplace) -> None:
