@@ -12,7 +12,13 @@ from clusterddp.cli.job_log import say
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.run_dir import RunDir
 from clusterddp.slurm import control, requeue_exit
-from clusterddp.slurm.own_job import Ending, ending, is_rehearsal, own_name
+from clusterddp.slurm.own_job import (
+    Ending,
+    ending,
+    is_rehearsal,
+    own_name,
+    requeued_after_grace,
+)
 from clusterddp.slurm.sbatch import sbatch
 from clusterddp.spec import submission_comment
 
@@ -24,7 +30,7 @@ _PAUSE_SECONDS = 5.0
 
 
 def start(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) -> bool:
-    """Have the run started again; returns whether this very job is back in the queue.
+    """Have the run started again; returns whether it has put this very job back into the queue.
 
     Otherwise the next job goes on in its place, or what is to be typed is said.
     """
@@ -35,6 +41,10 @@ def start(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) ->
         )
         return False
     who = {"attempt": attempt.number, "why": why}
+    if why == requeue.PREEMPTED and _slurm_requeues(own_name(os.environ, job_id)):
+        record(run, "requeued", job_id=job_id, **who)
+        say(f"clusterddp: {why}: Slurm puts job {job_id} back into the queue")
+        return False  # and it has not ended well, should Slurm not do it
     try:
         patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart))
     except control.RequeueRefused as refused:
@@ -51,6 +61,13 @@ def start(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) ->
     say(f"clusterddp: {why}: job {job_id} is back in the queue")
     _heed_withdrawal(run, job_id, job_id)
     return True
+
+
+def _slurm_requeues(name: str) -> bool:
+    try:
+        return requeued_after_grace(name)
+    except SlurmError:
+        return False
 
 
 class _Cancelled(ClusterDDPError):

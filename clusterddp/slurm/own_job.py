@@ -13,6 +13,9 @@ REHEARSAL_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
 """Set in the tasks of the local launcher: the folder in which its steps note their tasks."""
 
 
+_REQUEUES_AFTER_GRACE = (24, 5)
+
+
 class Ending(str, Enum):
     """Why a job whose script is still there is coming to its end, as the controller sees it."""
 
@@ -49,12 +52,10 @@ def ending(job_id: str, restart: int, environ: Mapping[str, str] | None = None) 
     """
     environ = os.environ if environ is None else environ
     try:
-        answer = ask(["scontrol", "show", "job", "-o", job_id], environ, QUERY_SECONDS)
+        fields = _job_fields(job_id, environ)
     except SlurmError:
         return Ending.UNKNOWN
-    # The last of each name: a job's name and comment, which can hold anything, stand before them.
-    fields = dict(re.findall(r" ([A-Za-z]+)=(\S*)", answer.stdout.partition(" Command=")[0]))
-    if answer.returncode or "JobState" not in fields:
+    if "JobState" not in fields:
         return Ending.UNKNOWN
     if int(fields.get("Restarts") or 0) > restart or parse_state(fields["JobState"]) is (
         State.PENDING
@@ -71,6 +72,37 @@ def ending(job_id: str, restart: int, environ: Mapping[str, str] | None = None) 
     if ran is not None and limit is not None and ran >= limit:
         return Ending.TIME_LIMIT
     return Ending.CANCELLED
+
+
+def requeued_after_grace(job_id: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether Slurm itself puts a preempted job back that ends within its grace.
+
+    It does since 24.05, where the job's PreemptMode is REQUEUE (slurmctld's proc_req.c,
+    GRACE_PREEMPT; seen on 24.11.5). A requeue of the job's own would leave that mark, which counts
+    at the job's next end then, be it done or not. False where it cannot be told, as with modes that
+    belong to a QOS. Raises SlurmError where Slurm could not be asked.
+    """
+    environ = os.environ if environ is None else environ
+    config = ask(["scontrol", "show", "config"], environ, QUERY_SECONDS).stdout
+    version = re.search(r"^SLURM_VERSION\s*=\s*(\d+)\.(\d+)", config, re.MULTILINE)
+    if not version or (int(version[1]), int(version[2])) < _REQUEUES_AFTER_GRACE:
+        return False
+    if not re.search(r"^PreemptType\s*=\s*(preempt/)?partition_prio\b", config, re.MULTILINE):
+        return False
+    fields = _job_fields(job_id, environ)
+    if fields.get("Requeue") != "1" or "Partition" not in fields:
+        return False
+    show = ["scontrol", "show", "partition", "-o", fields["Partition"]]
+    mode = re.search(r" PreemptMode=(\S*)", ask(show, environ, QUERY_SECONDS).stdout)
+    return mode is not None and "REQUEUE" in mode[1].split(",")
+
+
+def _job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What `scontrol show job` says of a job; empty where it knows none. Raises SlurmError."""
+    answer = ask(["scontrol", "show", "job", "-o", job_id], environ, QUERY_SECONDS)
+    # The last of each name: a job's name and comment, which can hold anything, stand before them.
+    fields = dict(re.findall(r" ([A-Za-z]+)=(\S*)", answer.stdout.partition(" Command=")[0]))
+    return {} if answer.returncode else fields
 
 
 def seconds_left(job_id: str, environ: Mapping[str, str] | None = None) -> float | None:

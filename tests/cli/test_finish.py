@@ -336,6 +336,47 @@ def test_a_run_that_was_interrupted_goes_back_into_the_queue(
     assert "job 17 is back in the queue" in got.out
 
 
+@pytest.mark.parametrize(
+    ("version", "by", "requeue", "mode", "slurms"),
+    [
+        ("24.05.0", "preempt/partition_prio", "1", "REQUEUE", True),
+        ("24.11.5", "preempt/partition_prio", "1", "GANG,REQUEUE", True),
+        ("22.05.8", "preempt/partition_prio", "1", "REQUEUE", False),
+        ("24.11.5", "preempt/partition_prio", "1", "CANCEL", False),
+        ("24.11.5", "preempt/partition_prio", "0", "REQUEUE", False),
+        ("24.11.5", "preempt/qos", "1", "REQUEUE", False),
+    ],
+)
+def test_a_preempted_job_is_left_to_slurm_where_slurm_requeues_it(
+    workplace: Workplace,
+    run: RunDir,
+    version: str,
+    by: str,
+    requeue: str,
+    mode: str,
+    *,
+    slurms: bool,
+) -> None:
+    job = (
+        "JobId=17 JobName=x JobState=RUNNING Restarts=0 PreemptTime=2026-01-01T00:00:00 "
+        f"RunTime=00:01:00 TimeLimit=00:10:00 Requeue={requeue} Partition=main Command=y"
+    )
+    config = f"PreemptMode = REQUEUE\nPreemptType = {by}\nSLURM_VERSION           = {version}"
+    partition = f"PartitionName=main PreemptMode={mode} State=UP"
+    workplace.command(
+        "scontrol",
+        f'case "$2" in config) echo "{config}";; job) echo "{job}";; '
+        f'partition) echo "{partition}";; esac',
+    )
+    leave(run, **PAUSED)
+    got = finish(workplace, run, 0, REQUEUES)
+    assert ("scontrol requeue 17" in workplace.calls) != slurms
+    assert kinds(run)[-2:] == ["ended", "requeued"]
+    assert last(run, "requeued")["why"] == "preempted"
+    # Where Slurm does not do it after all, the job must not look as if the run were done.
+    assert got.code == (75 if slurms else 0)
+
+
 @pytest.mark.parametrize("words", ["JobState=PENDING", "JobState=COMPLETING"])
 def test_what_slurm_or_a_person_has_decided_is_left(
     workplace: Workplace, run: RunDir, words: str

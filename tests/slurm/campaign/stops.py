@@ -97,6 +97,8 @@ def _preempt(trial: Trial) -> tuple[Run, str]:
     seen = run.check_same(struck)
     if run.causes[0] not in ("preempted", "requeued"):
         raise run.differs("it was not preempted")
+    if run.events("not_started"):
+        raise run.differs("it was started once more when it was done")
     return run, seen
 
 
