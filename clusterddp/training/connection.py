@@ -20,6 +20,8 @@ from clusterddp.training import listener, lookups
 from clusterddp.training.bounded_call import bounded
 from clusterddp.training.messages import PeerError
 
+_NAMELESS = "127.93.41.7"  # Linux answers on all of 127.0.0.0/8
+
 
 def listen(
     env: DistEnv,
@@ -71,14 +73,15 @@ def _have_torch_ask_nobody() -> None:
 
     It looks up every peer's name, and gives that up for good after the first that is not answered
     (c10d's formatSockAddr, since torch 2.9). In this thread nobody is asked, so it takes no time;
-    the thread in which rank 0's store serves the others would wait. The peer is an IPv4 loopback,
-    which every hosts file has.
+    the thread in which rank 0's store serves the others would wait. The peer is a loopback address
+    that no hosts file has: torch asks for its IPv6 form, ::ffff:127.…, by which glibc 2.41 finds
+    127.0.0.1 there, and 2.36 does not.
     """
     with contextlib.suppress(RuntimeError, OSError):
-        bound = socket.create_server(("127.0.0.1", 0))
+        bound = socket.create_server((_NAMELESS, 0))
         port = bound.getsockname()[1]
         TCPStore(
-            "127.0.0.1", port, 1, is_master=True, wait_for_workers=False,
+            _NAMELESS, port, 1, is_master=True, wait_for_workers=False,
             master_listen_fd=bound.detach(),
         )  # fmt: skip
 

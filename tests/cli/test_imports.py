@@ -13,10 +13,16 @@ DRY_RUN = ["submit", "--dry-run", "--nodes=2", "--gpus-per-node=4", "--run-name=
 # Runs the command and then writes what is loaded and what was started, as JSON into a file.
 _WATCHED = """
 import json, sys
-started = []
+started, popped = [], None
 def watch(event, arguments):
-    if event in ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.fork", "os.system"):
-        started.append(arguments[1][0] if event == "subprocess.Popen" else event)
+    global popped
+    if event == "subprocess.Popen":
+        popped = list(arguments[1])
+        started.append(popped[0])
+    elif event == "os.posix_spawn" and list(arguments[1]) == popped:
+        popped = None  # from Python 3.13 on it is how Popen starts what it has told of
+    elif event in ("os.posix_spawn", "os.exec", "os.fork", "os.system"):
+        started.append(event)
 sys.addaudithook(watch)
 from clusterddp.cli.main import main
 report = sys.argv.pop(1)

@@ -180,6 +180,7 @@ def test_submission_from_inside_a_job_is_as_from_a_login_shell(
         # of the job itself, and of where sbatch was called
         *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_NAME", "SLURM_TASK_PID", "SLURM_SUBMIT_HOST"),
         *("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURMD_NODENAME", "SLURM_TOPOLOGY_ADDR"),
+        *("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"),  # set from 23.02 on
         # what a batch shell has in any case
         *("HOSTNAME", "SHLVL", "OLDPWD", "TMPDIR", "ENVIRONMENT", "_"),
     }

@@ -1,7 +1,7 @@
 """Our reading of host lists, held against the real `scontrol show hostnames`.
 
-Seen with Slurm 22.05. A hundred lists at a time go to one scontrol, told apart by a host name
-between them.
+Seen with Slurm 22.05 and 24.11. A hundred lists at a time go to one scontrol, told apart by a host
+name between them.
 """
 
 import random
@@ -87,7 +87,7 @@ def test_thousands_of_random_lists_expand_as_scontrol_expands_them(cluster: Clus
     "text",
     [
         *("a[3-1]", "a[010-9]", "a[]", "a[1,]", "a[,1]", "a[1,,2]", "a[-1]", "a[x]", "a[1-x]"),
-        *("a[1-2-3]", "a[0x1-3]", "a[[1-2]]", "a[1]b]", "a[1-2]]", "a[1-3-]"),
+        *("a[1-2-3]", "a[0x1-3]", "a[1-3-]"),
     ],
 )
 def test_what_scontrol_refuses_is_refused(cluster: Cluster, text: str) -> None:
@@ -96,24 +96,28 @@ def test_what_scontrol_refuses_is_refused(cluster: Cluster, text: str) -> None:
         expand_nodelist(text)
 
 
-# What scontrol repairs, or reads as something that no one meant; Slurm itself never writes it.
-REFUSED_BY_US_ALONE = {
-    "a[1": ["a]"],
-    "a[": ["a]"],
-    "a]": ["a]"],
-    "a[1-]": ["a1"],
-    "a,b,": ["a", "b"],
-    ",a": ["a"],
-    "a,,b": ["a", "b"],
-    "a[+1-2]": ["a01", "a02"],
-    "a b": ["a", "b"],
-    "a;b": ["a;b"],
+# What scontrol repairs, or reads as something that no one meant; Slurm itself never writes it. The
+# answer of Slurm 22.05, and that of 24.11 where it differs.
+REFUSED_BY_US_ALONE: dict[str, tuple[list[str], list[str]]] = {
+    "a[1": (["a]"], []),
+    "a[": (["a]"], []),
+    "a[[1-2]]": ([], ["a[1]", "a[2]"]),
+    "a[1]b]": ([], ["a1b]"]),
+    "a[1-2]]": ([], ["a1]", "a2]"]),
+    "a]": (["a]"], ["a]"]),
+    "a[1-]": (["a1"], ["a1"]),
+    "a,b,": (["a", "b"], ["a", "b"]),
+    ",a": (["a"], ["a"]),
+    "a,,b": (["a", "b"], ["a", "b"]),
+    "a[+1-2]": (["a01", "a02"], ["a01", "a02"]),
+    "a b": (["a", "b"], ["a", "b"]),
+    "a;b": (["a;b"], ["a;b"]),
 }
 
 
 @pytest.mark.parametrize("text", REFUSED_BY_US_ALONE)
 def test_what_scontrol_repairs_is_refused(cluster: Cluster, text: str) -> None:
-    assert scontrol(cluster, text) == REFUSED_BY_US_ALONE[text]
+    assert scontrol(cluster, text) in REFUSED_BY_US_ALONE[text]
     with pytest.raises(RequestError):
         expand_nodelist(text)
 

@@ -85,8 +85,17 @@ def meet(folder: Path, hosts: str, rank: str = RANK) -> dict[str, Any]:
     return answer
 
 
-def test_ranks_meet_while_name_servers_keep_them_waiting(tmp_path: Path) -> None:
-    seen = meet(tmp_path, "127.0.0.1 localhost")
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        "127.0.0.1 localhost",
+        # The form in which torch asks for it: some versions of glibc find it without this line.
+        "127.0.0.1 localhost\n::ffff:127.0.0.1 localhost",
+    ],
+    ids=["the loopback", "the loopback in IPv6's form"],
+)
+def test_ranks_meet_while_name_servers_keep_them_waiting(hosts: str, tmp_path: Path) -> None:
+    seen = meet(tmp_path, hosts)
     # The look-ups that were made early are not answered yet when the ranks have met: nobody has
     # waited for one. They are all that was asked: an address and this host's name.
     assert [rank["before"] for rank in seen["ranks"]] == [False, False]
