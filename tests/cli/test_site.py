@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from clusterddp.cli.main import cli
 from clusterddp.cli.settings import setting_names
+from clusterddp.errors import RequestError
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +52,47 @@ def test_the_table_for_people_names_the_same_sources(elsewhere: Path) -> None:
 
 def test_without_a_site_cfg_it_says_so() -> None:
     assert CliRunner().invoke(cli, ["site"]).output.startswith("site.cfg: none found\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "environment", "words"),
+    [
+        ("[defaults]\ntime = soon\n", {}, ["--time", "'soon'", "site.cfg [defaults]"]),
+        ("[cluster:big]\nmem = lots\n", {}, ["--mem", "'lots'", "site.cfg [cluster:big]"]),
+        ("[defaults]\nnodes = two\n", {}, ["'two'", "site.cfg [defaults]"]),
+        ("[defaults]\nsignal = USR3\n", {}, ["--signal", "USR3"]),
+        (
+            "[defaults]\ntemplate = gone\n",
+            {},
+            ["--template: 'gone' is not found", "site.cfg [defaults]"],
+        ),
+        ("[defaults]\ntemplate-dir = /gone\n", {}, ["--template-dir", "/gone"]),
+        ("[defaults]\ngpus-per-node = 4\n", {"SBATCH_TIMELIMIT": "x"}, ["SBATCH_TIMELIMIT"]),
+        ("", {"CLUSTERDDP_PARTITION": "a b"}, ["'a b'", "CLUSTERDDP_PARTITION"]),
+    ],
+)
+def test_a_value_that_is_none_is_refused_as_a_submission_would(
+    content: str,
+    environment: dict[str, str],
+    words: list[str],
+    elsewhere: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (elsewhere / "site.cfg").write_text(content or "[cluster:big]\n")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    cluster = ["--cluster", "big"] if "[cluster:big]" in content else []
+    for form in ([], ["--json"]):
+        result = CliRunner().invoke(cli, ["site", *cluster, *form])
+        assert isinstance(result.exception, RequestError)
+        for word in words:
+            assert word in str(result.exception)
+    assert [path.name for path in elsewhere.iterdir()] == ["site.cfg"]
+
+
+def test_the_settings_are_shown_beside_the_refusal(elsewhere: Path) -> None:
+    (elsewhere / "site.cfg").write_text("[defaults]\ntime = soon\npartition = a\n")
+    shown = CliRunner().invoke(cli, ["site"]).output
+    assert [line.split()[:2] for line in shown.splitlines() if line.startswith("partition")] == [
+        ["partition", "a"]
+    ]
