@@ -6,8 +6,10 @@ reads: a checkpoint that it still writes lies where nobody looks any more. Made 
 atomic on network file systems too; no lock outlives a node.
 """
 
+import contextlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -87,6 +89,31 @@ class Attempt:
     def reserve(self) -> Path:
         """Room on the disk for the last records of the attempt, should the disk be full by then."""
         return self.path / "reserve"
+
+    @property
+    def agents(self) -> Path:
+        """Where torchrun's agents keep files, which nobody needs once they have ended."""
+        return self.path / "torchelastic"
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes of the attempt have left; what cannot be removed stays.
+
+        Whatever is hidden in its folders is a file that somebody was writing. Only for an attempt
+        that has ended, or is superseded: an orphan of a lost node may see a save fail.
+        """
+        for folder in (self.path, self.outcomes, self.checkpoints, self.path / "profile"):
+            if folder.is_symlink():
+                continue  # into a folder of a person's, who may hide things there
+            with contextlib.suppress(OSError):
+                for entry in list(os.scandir(folder)):
+                    if not entry.name.startswith(".") or entry.name.startswith(".nfs"):
+                        continue  # a network file system's own are files that are still open
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                    else:
+                        Path(entry.path).unlink(missing_ok=True)
+        shutil.rmtree(self.agents, ignore_errors=True)
+        self.give_room_back()
 
     def set_room_aside(self) -> None:
         """Take the reserve. Raises OSError."""
@@ -184,7 +211,7 @@ def latest(run: RunDir) -> Attempt | None:
 def begin(run: RunDir) -> Attempt:
     """Make the directory of the next attempt: this one's alone, whoever else tries.
 
-    Raises OSError.
+    What earlier ones have left half-written is removed. Raises OSError.
     """
     run.make(run.attempts)
     previous = latest(run)
@@ -202,7 +229,11 @@ def begin(run: RunDir) -> Attempt:
             number += 1
         else:
             made.outcomes.mkdir(mode=0o700)
-            return made
+            break
+    for earlier in attempts(run):
+        if earlier.number < made.number:
+            earlier.remove_leftovers()
+    return made
 
 
 def await_silence(run: RunDir, job_id: str, patience: float, say: Callable[[str], None]) -> None:

@@ -181,6 +181,33 @@ def test_the_wait_ends_with_the_other_one(run: RunDir) -> None:
     await_silence(run, "7", 60, leave)  # it says so before it waits
 
 
+def left_by_a_killed_rank(attempt: Attempt) -> None:
+    for name in (
+        ".alive.17", ".end.json.x", "outcomes/.rank-0.json.x", "checkpoints/.step-00000080.pt.x",
+        "checkpoints/.best.json.x", ".checkpoints.x/step-00000040.pt", "torchelastic/7.0_x/0/log",
+    ):  # fmt: skip
+        path = attempt.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("half")
+
+
+def test_the_next_start_removes_what_killed_ranks_have_left_and_nothing_else(run: RunDir) -> None:
+    first = begin(run)
+    first.checkpoints.mkdir()
+    first.show_life(3)
+    (first.checkpoints / "step-00000040.pt").touch()
+    kept = sorted(first.path.rglob("*"))
+    left_by_a_killed_rank(first)
+    first.set_room_aside()
+    elsewhere = run.path.parent / "precious"
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    (first.path / ".link").symlink_to(elsewhere)
+    begin(run)
+    assert sorted(first.path.rglob("*")) == kept
+    assert (elsewhere / "mine").exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a full disk")
 def test_the_last_records_of_an_attempt_find_room_on_a_full_disk(tmp_path: Path) -> None:
     write = (

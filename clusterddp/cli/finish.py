@@ -85,6 +85,7 @@ def command(
         trouble=end.trouble,
         why="" if decision.go_on or end.cause == requeue.DONE else decision.why,
     )
+    attempt.remove_leftovers()
     if decision.go_on:
         requeued = next_start.start(run, attempt, job_id, restart, decision.why)
         # A job that is over must not say that the run is done: an afterok would believe it.

@@ -79,6 +79,10 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
             job = executor.submit(task)
         except submitit.core.utils.FailedJobError as error:
             raise RequestError(f"sbatch refused the job: {' '.join(str(error).split())}") from None
+        finally:
+            # Slurm has a copy of its own of the script; submitit leaves a link to it, or the file.
+            for left in _folder(spec).glob(".submission_file_*.sh"):
+                left.unlink(missing_ok=True)
     run.add_event("submitted", job_id=job.job_id, launcher="submitit", folder=str(Path.cwd()))
     return Submission(job.job_id)
 

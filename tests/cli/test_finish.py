@@ -19,6 +19,7 @@ from clusterddp.run_dir import RunDir
 from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
 from clusterddp.spec import JobSpec
 from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
+from tests.test_attempt import left_by_a_killed_rank
 
 __all__ = ["workplace"]
 
@@ -230,6 +231,23 @@ def test_a_damaged_run_directory_still_gives_a_verdict(workplace: Workplace) -> 
     got = finish(workplace, RunDir(workplace.root / "gone"), 9)
     assert got.code == 9
     assert "cannot record 'ended'" in got.err
+
+
+def test_what_killed_ranks_have_left_goes_with_the_attempt(
+    workplace: Workplace, run: RunDir
+) -> None:
+    saved(run)
+    attempt = Attempt(run, 1)
+    attempt.set_room_aside()
+    kept = sorted(attempt.path.rglob("*"))
+    left_by_a_killed_rank(attempt)
+    later = Attempt(run, 2)  # of a job that has begun meanwhile
+    later.path.mkdir()
+    (later.path / ".alive.99").write_text("{}")
+    finish(workplace, run, 137)
+    kept.remove(attempt.reserve)
+    assert sorted(attempt.path.rglob("*")) == kept
+    assert (later.path / ".alive.99").exists()
 
 
 TROUBLE = "the checkpoint step-00000050.pt was not written: No space left on device"

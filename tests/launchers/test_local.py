@@ -49,7 +49,12 @@ def test_a_command_runs_on_every_rank_of_every_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["ddp.sbatch.j2", "torchrun.sbatch.j2"])
-def test_the_rank_that_failed_first_is_named_everywhere(tmp_path: Path, template: str) -> None:
+def test_the_rank_that_failed_first_is_named_everywhere(
+    tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     fail = 'if [ "$RANK" = 1 ]; then echo its own words; exit 7; fi; sleep 60'
     done = submit(
         tmp_path, "--nodes", "2", "--template", template, "--", "sh", "-c", fail
@@ -62,6 +67,10 @@ def test_the_rank_that_failed_first_is_named_everywhere(tmp_path: Path, template
     found = status(tmp_path)
     assert (found["state"], found["first_failure"]) == ("failed", named)
     assert found["next_command"] == "clusterddp logs --rank 1 a"
+    names = [path.name for path in (tmp_path / "jobs").rglob("*")] + [
+        path.name for path in temporary.iterdir()
+    ]
+    assert [n for n in names if n.startswith((".", "torchelastic")) or n == "reserve"] == []
 
 
 # Rank 0 loses rank 1 and ends first; rank 1 says why only when that is on record.

@@ -72,6 +72,8 @@ def test_one_request_trains_to_the_same_weights_under_every_launcher(
         assert done.returncode == 0, name + done.stdout + done.stderr
         seen[name] = weights(tmp_path / "jobs" / name)
     assert len(set(seen.values())) == 1, seen
+    left = [p for p in (tmp_path / "jobs").rglob("*") if p.name.startswith((".", "torchelastic"))]
+    assert left == []
 
 
 def test_submitit_sends_what_the_dry_run_shows(cluster: SlurmCluster, tmp_path: Path) -> None:
