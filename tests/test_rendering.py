@@ -15,6 +15,7 @@ from clusterddp import rendering
 from clusterddp.dist_env import master_port
 from clusterddp.errors import RequestError
 from clusterddp.resources import Resources
+from clusterddp.train_config import TrainConfig
 from tests.hostile import CARRIED, REFUSED
 from tests.test_spec import spec
 
@@ -158,6 +159,24 @@ class Compiled:
 def own(folder: Path, content: str) -> str:
     (folder / "own.sbatch.j2").write_text(content)
     return "own.sbatch.j2"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a disk")
+def test_ranks_are_told_by_the_signal_where_no_file_can_tell_them(tmp_path: Path) -> None:
+    script = rendering.render(spec(train=TrainConfig(), command=()))
+    ask = script[script.index("ask_to_stop() {") :].partition("\n}\n")[0] + "\n}\n"
+    told = "attempt_dir=$1 SLURM_JOB_ID=7; sleep 20 & launched=$!; ask_to_stop USR1; "
+    ended = "wait $launched; echo $?"
+    for read_only, end, seen in (
+        ("", f"kill $launched; {ended}", 143),
+        ("mount -t tmpfs -o ro none $1 && ", ended, 138),
+    ):
+        lines = f"{ask}{read_only}{told}{end}"
+        done = subprocess.run(
+            ["unshare", "--mount", "bash", "-c", lines, "bash", str(tmp_path)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.stdout.endswith(f"asking the ranks to stop\n{seen}\n"), done
 
 
 def test_a_misspelt_block_is_refused_with_those_there_are(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -233,7 +234,8 @@ class _Job:
         elif self._cancelled or left <= 0:
             self._kill_at = time.monotonic() + KILL_WAIT_SECONDS
             event = "cancelled" if self._cancelled else "time_limit"
-            self._run.add_event(event, job_id=str(os.getpid()))
+            with suppress(OSError):  # a full disk costs the record
+                self._run.add_event(event, job_id=str(os.getpid()))
             self._signal(script, signal.SIGCONT, signal.SIGTERM)
         elif limit.signal and left <= limit.lead_seconds and not self._warned:
             self._warned = True
