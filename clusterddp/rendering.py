@@ -104,7 +104,8 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
     if resources.exclusive:
         wanted["exclusive"] = None
     if spec.requeue is not None:  # an explicit one overrides the site's own default
-        wanted["requeue" if spec.requeue else "no-requeue"] = None
+        mode = spec.requeue if isinstance(spec.requeue, str) else None
+        wanted["requeue" if spec.requeue else "no-requeue"] = mode
     if spec.signal:
         wanted["signal"] = spec.signal
     if spec.export == "NONE":

@@ -34,6 +34,9 @@ SETTLE_SECONDS = 60.0
 
 FORGOTTEN = "Slurm no longer knows the job"
 
+_HELD = "job requeued in held state"
+"""Slurm's reason of a job with --requeue=expedite that failed on healthy nodes (seen on 26.05)."""
+
 # Why a run goes on: a word of `requeue`, in a sentence.
 _AFTER = {
     requeue.TIME_LIMIT: "the time limit",
@@ -115,6 +118,9 @@ def _judge(
     if job.state is State.PENDING:
         again = "put back into the queue by Slurm" if submission.started else ""
         return QUEUED, ": ".join(filter(None, (again, _why_pending(job))))
+    if job.state is State.OTHER:
+        state = RUNNING if submission.started else QUEUED
+        return state, ", ".join(filter(None, (_other(job), _asked(submission))))
     if not job.state.is_final:
         seen = "" if job.state is State.RUNNING else job.state.value
         return RUNNING, ", ".join(filter(None, (seen, _asked(submission))))
@@ -136,7 +142,10 @@ def _judge_ended(
         return CANCELLED, "before it started again" if submission.goes_on else ""
     if submission.goes_on:
         return _judge_going_on(submission, job, now)
-    if job and job.state is State.PENDING:
+    held = ""
+    if job and job.state is State.PENDING and job.reason == _HELD and submission.why:
+        held = f"; Slurm holds job {submission.job_id}: 'scancel {submission.job_id}' drops it"
+    elif job and job.state is State.PENDING:
         return QUEUED, ": ".join(filter(None, ("requeued", _why_pending(job))))
     if submission.requeue_error:
         error = f"it could not be started again: {submission.requeue_error}"
@@ -149,7 +158,7 @@ def _judge_ended(
         return _judge_code(submission.exit_code, job)
     if cause == requeue.FAILED:
         told = "" if submission.why == requeue.NO_RESTART else f"; {submission.why}"
-        return FAILED, f"exit code {submission.exit_code}{told}"
+        return FAILED, f"exit code {submission.exit_code}{told}{held}"
     if cause == requeue.STOPPED:
         return STOPPED, f"by 'clusterddp stop'{_at(submission)}"
     own = submission.why.startswith(cause)
@@ -248,7 +257,13 @@ def _judge_forgotten(
 
 
 def _why_pending(job: JobState) -> str:
+    if job.state is State.OTHER:
+        return _other(job)
     return _WHY_PENDING.get(job.reason, job.reason) if job.state is State.PENDING else ""
+
+
+def _other(job: JobState) -> str:
+    return f"Slurm says {job.word}, a state that clusterddp does not know"
 
 
 def _asked(submission: Submission) -> str:

@@ -17,6 +17,8 @@ from clusterddp.resources import Resources
 from clusterddp.train_config import TrainConfig
 
 SPEC_FORMAT = 1
+EXPEDITE = "expedite"
+"""The word of sbatch's --requeue that puts a job back at the top of the queue (Slurm 25.11)."""
 MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
@@ -66,9 +68,10 @@ class JobSpec:
     modules: tuple[str, ...] = ()
     network_interface: str = ""
     launch_prefix: tuple[str, ...] = ()
-    requeue: bool | None = None
-    """Whether the run goes on after the time limit, preemption, a lost node; None resolves to yes
-    for a training, and leaves a command to the site's own default."""
+    requeue: bool | str | None = None
+    """Whether the run goes on after the time limit, preemption, a lost node; `expedite` for yes
+    and, after a hardware failure, ahead of all other jobs. None resolves to yes for a training, and
+    leaves a command to the site's own default."""
     max_requeues: int = 20
     """Starts after the first, whoever causes them."""
     restart_on_failure: int = 0
@@ -84,6 +87,8 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
+        if self.requeue not in (None, True, False, EXPEDITE):
+            raise RequestError(f"--requeue: {self.requeue!r} is neither yes, no nor {EXPEDITE}.")
         if bool(self.command) == bool(self.train):
             raise RequestError(
                 "a run either trains (train) or runs a command (command): give one of them."

@@ -23,6 +23,9 @@ from tests.made_events import (
     submitted,
 )
 
+LATER = JobState(State.OTHER, word="EXPLORING")
+HELD = said(State.PENDING, "job requeued in held state")
+
 # events, report, what Slurm says, whether the local process is alive -> state, part of the detail
 TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] = [
     ([], {}, None, None, "created", "nothing was submitted"),
@@ -34,6 +37,13 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
     ([submitted(), started()], {}, said(State.SUSPENDED), None, "running", "suspended"),
     ([started(), submitted()], {}, said(State.RUNNING), None, "running", ""),
     ([started()], {}, said(State.RUNNING), None, "running", ""),
+    ([submitted()], {}, LATER, None, "queued", "Slurm says EXPLORING, a state that"),
+    ([submitted(), started()], {}, LATER, None, "running", "Slurm says EXPLORING, a state that"),
+    ([submitted(), begun(1), left(1, "time limit"), requeued(1, "time limit")], {}, LATER, None,
+     "queued", "goes on after the time limit: Slurm says EXPLORING"),
+    # --requeue=expedite on healthy nodes
+    ([submitted(), begun(1), left(1, "failed", requeue.NO_RESTART)], {}, HELD, None,
+     "failed", "exit code 1; Slurm holds job 7: 'scancel 7' drops it"),
     # the run's own end
     ([submitted(), started(), ended(0)], {}, None, None, "done", ""),
     ([submitted(), started(), ended(0)], {}, said(State.FAILED), None, "done", ""),

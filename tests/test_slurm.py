@@ -10,6 +10,7 @@ from clusterddp.errors import RequestError, SlurmError
 from clusterddp.slurm import control
 from clusterddp.slurm.environment import submission_environment
 from clusterddp.slurm.queries import partitions, query
+from clusterddp.slurm.release import check_expedite
 from clusterddp.slurm.sbatch import sbatch
 from clusterddp.slurm.states import JobState, State, parse_exit_code, parse_state
 
@@ -144,6 +145,40 @@ def test_a_refusal_carries_sbatchs_own_words(fake: Fake) -> None:
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "words", ["option '--requeue' doesn't allow an argument", "unrecognized option '--mem-update'"]
+)
+def test_an_option_that_this_slurm_lacks_is_refused_with_the_version(
+    fake: Fake, words: str
+) -> None:
+    body = f"""[ "$1" = --version ] && echo 'slurm-wlm 24.11.5' && exit 0
+echo "sbatch: {words}" >&2; exit 255"""
+    with pytest.raises(RequestError, match=r"(?s)option .*\(this is Slurm 24\.11\.5\)"):
+        sbatch(SCRIPT, fake(sbatch=body), comment=COMMENT)
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ("slurm-wlm 22.05.8", True),
+        ("slurm 25.05.9", True),
+        ("slurm 25.11.0-1rc1", False),
+        ("slurm-wlm 26.05.5", False),
+        ("a site's own words", False),
+    ],
+)
+def test_expedite_is_refused_with_the_version_where_slurm_is_older(
+    fake: Fake, said: str, refused: bool
+) -> None:
+    environ = fake(sbatch=f'echo "{said}"')
+    if refused:
+        version = said.split()[1]
+        with pytest.raises(RequestError, match=rf"25\.11; this is Slurm {version}\. Use --requeue"):
+            check_expedite(environ)
+    else:
+        check_expedite(environ)
+
+
 def test_a_silent_refusal_names_the_exit_code(fake: Fake) -> None:
     with pytest.raises(RequestError, match=r"it said nothing \(exit code 255\)"):
         sbatch(SCRIPT, fake(sbatch="exit 255"), comment=COMMENT)
@@ -215,7 +250,8 @@ def test_an_sbatch_that_hangs_is_given_up(fake: Fake, monkeypatch: pytest.Monkey
         ("OUT_OF_MEMORY", State.OUT_OF_MEMORY),
         ("DEADLINE", State.DEADLINE),
         ("BOOT_FAIL", State.BOOT_FAIL),
-        ("SOMETHING_NEW", State.UNKNOWN),
+        ("EXPEDITING", State.PENDING),
+        ("SOMETHING_NEW", State.OTHER),
         ("", State.UNKNOWN),
         ("???", State.UNKNOWN),
     ],
@@ -225,7 +261,7 @@ def test_state_words(text: str, state: State) -> None:
 
 
 def test_only_ended_states_are_final() -> None:
-    going_on = {"pending", "running", "suspended", "completing", "unknown"}
+    going_on = {"pending", "running", "suspended", "completing", "other", "unknown"}
     assert {state.value for state in State if not state.is_final} == going_on
 
 
@@ -307,7 +343,8 @@ def test_a_silent_controller_is_a_problem_and_not_a_forgotten_job(
 def test_garbage_is_unknown(fake: Fake) -> None:
     squeue = "echo 'CLUSTER: west'; echo '1'; echo '|'; echo '2|WEIRD|None'; echo 'x|RUNNING|None'"
     states = query(["1", "2"], fake(squeue=squeue, sacct="echo '1'; echo '|||'"))
-    assert [states["1"].state, states["2"].state] == [State.UNKNOWN, State.UNKNOWN]
+    assert states["1"].state is State.UNKNOWN
+    assert (states["2"].state, states["2"].word) == (State.OTHER, "WEIRD")
 
 
 def test_an_array_is_as_alive_as_its_liveliest_element(fake: Fake) -> None:

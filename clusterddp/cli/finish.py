@@ -95,6 +95,9 @@ def command(
             next_start.withdraw(run, job_id)
         say(f"clusterddp: {decision.why}")
         return 0
+    # Of a failure Slurm itself decides whether it was the hardware's, and starts the job again.
+    if end.cause not in (requeue.DONE, requeue.FAILED, requeue.SUPERSEDED):
+        next_start.let_job_end(run, job_id)
     if end.cause == requeue.CANCELLED:
         say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
     elif end.cause not in (requeue.DONE, requeue.SUPERSEDED):

@@ -20,7 +20,7 @@ from clusterddp.slurm.own_job import (
     requeued_after_grace,
 )
 from clusterddp.slurm.sbatch import sbatch
-from clusterddp.spec import submission_comment
+from clusterddp.spec import EXPEDITE, submission_comment
 
 T = TypeVar("T")
 
@@ -143,6 +143,19 @@ def withdraw(run: RunDir, job_id: str) -> None:
     except SlurmError as error:
         say(f"clusterddp: {error}")
     say(f"clusterddp: job {job_id} is cancelled: a person has taken it back")
+
+
+def let_job_end(run: RunDir, job_id: str) -> None:
+    """Have a job whose run does not go on end as any other does.
+
+    With --requeue=expedite Slurm holds a job for ever whose script ends with a code other than 0 on
+    healthy nodes (REQUEUE_HOLD, seen on 26.05).
+    """
+    try:
+        if run.load_spec().requeue == EXPEDITE and not is_rehearsal(os.environ):
+            control.forbid_requeue(own_name(os.environ, job_id))
+    except ClusterDDPError as error:
+        say(f"clusterddp: {error}")
 
 
 def _give_up(run: RunDir, job_id: str, who: dict[str, Any], error: Exception) -> None:

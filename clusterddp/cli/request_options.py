@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clusterddp.cli.partition import PARTITION
+from clusterddp.cli.requeue_option import RequeueOption
 from clusterddp.resources import GPU_REQUESTS
 from clusterddp.spec import LAUNCHERS
 
@@ -146,9 +147,10 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
     },
     "When it is interrupted": {
         "requeue": {
-            "flag": "requeue/--no-requeue", "default": None,
+            "cls": RequeueOption, "default": None,
             "show_default": "on for the training, the site's for a COMMAND",
-            "help": "Go on after the time limit, preemption or a lost node.",
+            "help": "Go on after the time limit, preemption or a lost node. expedite (Slurm 25.11 "
+            "and later): after a hardware failure, ahead of all other jobs.",
         },
         "max-requeues": {
             "type": int, "default": 20, "help": "Most starts after the first, whatever the cause.",

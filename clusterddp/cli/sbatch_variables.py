@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 
 from clusterddp.errors import RequestError
+from clusterddp.spec import EXPEDITE
 
 # Those that an option here stands for; GPUs asked for by SBATCH_GRES become one too.
 SETTINGS = {
@@ -71,9 +72,10 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
                 "unset it, or use --exclusive."
             )
         found["exclusive"] = "yes"  # sbatch takes the variable's being there as a yes
-    # sbatch takes these two by their being there as well; the second of them wins.
+    # sbatch takes these two by their being there as well (a newer one heeds the word expedite);
+    # the second of them wins.
     if "requeue" in found:
-        found["requeue"] = "yes"
+        found["requeue"] = EXPEDITE if found["requeue"].lower() == EXPEDITE else "yes"
     if "SBATCH_NO_REQUEUE" in environ:
         found["requeue"] = "no"
     gpus = _GPU_GRES.fullmatch(environ.get("SBATCH_GRES", ""))

@@ -6,7 +6,7 @@ from pathlib import Path
 from clusterddp import rendering
 from clusterddp.launchers import Submission
 from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec, submission_comment
+from clusterddp.spec import EXPEDITE, JobSpec, submission_comment
 
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:
@@ -16,8 +16,11 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
 
 def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
     """Queue the script; its job id is recorded in the run."""
-    from clusterddp.slurm.sbatch import sbatch  # not needed for a dry run
+    from clusterddp.slurm.release import check_expedite  # not needed for a dry run
+    from clusterddp.slurm.sbatch import sbatch
 
+    if spec.requeue == EXPEDITE:
+        check_expedite(os.environ)
     comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
     job_id = sbatch(script, os.environ, comment=comment)
     run.add_event("submitted", job_id=job_id, launcher="sbatch", folder=str(Path.cwd()))

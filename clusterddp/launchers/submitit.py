@@ -27,7 +27,8 @@ from clusterddp.requeue import Policy, Start
 from clusterddp.run_dir import RunDir, read_json
 from clusterddp.slurm.environment import submission_environment
 from clusterddp.slurm.own_job import Ending, ending
-from clusterddp.spec import JobSpec
+from clusterddp.slurm.release import check_expedite, explained
+from clusterddp.spec import EXPEDITE, JobSpec
 
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Set by the script: the number of this start of the run."""
@@ -52,10 +53,12 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
     return text
 
 
-def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG001 -- submitit renders it
-    """Queue the run through submitit's executor."""
+def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
+    """Queue the run through submitit's executor, which renders the script anew."""
     import submitit
 
+    if spec.requeue == EXPEDITE:
+        check_expedite(os.environ)
     try:
         executor = submitit.SlurmExecutor(
             folder=_folder(spec), python=_python(spec), max_num_timeout=spec.max_requeues
@@ -78,7 +81,8 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
         try:
             job = executor.submit(task)
         except submitit.core.utils.FailedJobError as error:
-            raise RequestError(f"sbatch refused the job: {' '.join(str(error).split())}") from None
+            words = explained(" ".join(str(error).split()), script, os.environ)
+            raise RequestError(f"sbatch refused the job: {words}") from None
         finally:
             # Slurm has a copy of its own of the script; submitit leaves a link to it, or the file.
             for left in _folder(spec).glob(".submission_file_*.sh"):

@@ -33,6 +33,15 @@ def signal_script(job_id: str, environ: Mapping[str, str] | None = None) -> None
         raise SlurmError(f"scancel --batch --signal=USR1 {job_id}: {words}")
 
 
+def forbid_requeue(job_id: str, environ: Mapping[str, str] | None = None) -> None:
+    """Take a job's leave to be requeued away. Raises SlurmError with scontrol's own words."""
+    environ = os.environ if environ is None else environ
+    answer = ask(["scontrol", "update", f"JobId={job_id}", "Requeue=0"], environ, QUERY_SECONDS)
+    if answer.returncode:
+        words = answer.stderr.strip() or f"exit code {answer.returncode}"
+        raise SlurmError(f"scontrol update JobId={job_id} Requeue=0: {words}")
+
+
 def requeue(job_id: str, environ: Mapping[str, str] | None = None) -> None:
     """Put a job back into the queue; one that is there already stays.
 

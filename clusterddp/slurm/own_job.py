@@ -66,6 +66,8 @@ def ending(job_id: str, restart: int, environ: Mapping[str, str] | None = None) 
     state = parse_state(fields["JobState"])
     if state is State.RUNNING:
         return Ending.NONE
+    if state is State.OTHER:
+        return Ending.UNKNOWN
     if state is State.TIMEOUT:
         return Ending.TIME_LIMIT
     ran, limit = _seconds(fields.get("RunTime", "")), _seconds(fields.get("TimeLimit", ""))

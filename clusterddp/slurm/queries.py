@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from clusterddp.errors import SlurmError
 from clusterddp.slurm.command import QUERY_SECONDS, ask
-from clusterddp.slurm.states import JobState, State, parse_exit_code, parse_state
+from clusterddp.slurm.states import JobState, State, other_word, parse_exit_code, parse_state
 
 COMPLETION_SECONDS = 3.0
 MOST_SCONTROL_CALLS = 8
@@ -75,6 +75,7 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, Job
             source="squeue",
             comment=_reason(comment),
             element=name if underscore else "",
+            word=other_word(state),
         )
         # The SLURM_JOB_ID of an array's element is its raw id; that of the last one is the array's.
         own = raw_id if raw_id in job_ids else name
@@ -119,7 +120,7 @@ def _sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobS
             if job_id in job_ids:  # requeues repeat the id: the last row is the latest
                 word = parse_state(state)
                 code = parse_exit_code(exit_code, "sacct") if word.is_final else None
-                found[job_id] = JobState(word, "", code, "sacct")
+                found[job_id] = JobState(word, "", code, "sacct", word=other_word(state))
     return found
 
 

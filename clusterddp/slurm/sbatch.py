@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.slurm.command import QUERY_SECONDS, UNREACHABLE, ask, call
+from clusterddp.slurm.release import explained
 
 SBATCH_SECONDS = 60.0
 """Bound on sbatch; its own MessageTimeout is 10 s, and some sites set it to 60."""
@@ -51,6 +52,7 @@ def sbatch(
     if answer.returncode:
         if UNREACHABLE.search(words):
             return _lost(words, environ, comment, started)
+        words = explained(words, script, environ)
         raise RequestError(
             f"sbatch refused the job: {words or answer.stdout.strip() or 'it said nothing'} "
             f"(exit code {answer.returncode}). Nothing was queued."

@@ -24,13 +24,16 @@ class State(str, Enum):
     OUT_OF_MEMORY = "out_of_memory"
     DEADLINE = "deadline"
     BOOT_FAIL = "boot_fail"
+    OTHER = "other"
+    """Slurm knows the job, in a state for which this table has no word: a later release's."""
     UNKNOWN = "unknown"
 
     @property
     def is_final(self) -> bool:
         """Whether the job is over, as far as this word can tell: a requeue may follow."""
         return self not in (
-            State.PENDING, State.RUNNING, State.SUSPENDED, State.COMPLETING, State.UNKNOWN,
+            State.PENDING, State.RUNNING, State.SUSPENDED, State.COMPLETING, State.OTHER,
+            State.UNKNOWN,
         )  # fmt: skip
 
 
@@ -43,6 +46,7 @@ STATES = {
     "REQUEUE_HOLD": State.PENDING,
     "RESV_DEL_HOLD": State.PENDING,
     "SPECIAL_EXIT": State.PENDING,
+    "EXPEDITING": State.PENDING,  # 25.11 and later: waits to start again, ahead of all others
     "RUNNING": State.RUNNING,
     "RESIZING": State.RUNNING,
     "SIGNALING": State.RUNNING,
@@ -82,12 +86,19 @@ class JobState:
     """The job's comment, by which a run knows a job of its own."""
     element: str = ""
     """The name of an array's element, 89_0: its raw id can be that of the whole array."""
+    word: str = ""
+    """Slurm's own word for `State.OTHER`."""
 
 
 def parse_state(text: str) -> State:
     """The state behind Slurm's word, which may be decorated: `CANCELLED by 0`, `RUNNING+`."""
     words = re.findall(r"[A-Z_]+", text.upper())
-    return STATES.get(words[0], State.UNKNOWN) if words else State.UNKNOWN
+    return STATES.get(words[0], State.OTHER) if words else State.UNKNOWN
+
+
+def other_word(text: str) -> str:
+    """Slurm's word where `parse_state` has none for it, otherwise nothing."""
+    return text.strip() if parse_state(text) is State.OTHER else ""
 
 
 def parse_exit_code(text: str, source: str = "scontrol") -> int | None:

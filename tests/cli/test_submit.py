@@ -338,6 +338,18 @@ GPUS = [*EIGHT, "--gpu-request", "gres"]
         ({"SBATCH_MEM_PER_CPU": "1G"}, [], ["--mem-per-cpu=1G"], []),
         ({"SBATCH_NO_KILL": "1", "SBATCH_OVERCOMMIT": "1"}, [], ["--no-kill", "--overcommit"], []),
         ({"SBATCH_REQ_SWITCH": "2"}, [], ["--switches=2"], []),
+        ({"SBATCH_REQUEUE": "expedite"}, [], ["--requeue=expedite"], []),
+        ({"SBATCH_REQUEUE": "1"}, [], ["--requeue"], []),
+        (
+            {"SBATCH_REQUEUE": "expedite"},
+            ["--no-requeue"],
+            ["--no-requeue"],
+            ["--requeue=expedite"],
+        ),
+        ({"CLUSTERDDP_REQUEUE": "expedite"}, [], ["--requeue=expedite"], []),
+        ({"CLUSTERDDP_REQUEUE": "false"}, [], ["--no-requeue"], []),
+        ({}, ["--requeue=expedite"], ["--requeue=expedite"], []),
+        ({}, ["--requeue"], ["--requeue"], []),
         ({"SBATCH_HINT": "a"}, ["--sbatch", "hint=b"], ["--hint=b"], ["--hint=a"]),
     ],
 )

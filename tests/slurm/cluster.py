@@ -50,7 +50,9 @@ SLURM_PROGRAMS = (
     "munged",
 )
 PROGRAMS = ("ip", "nsenter", "unshare", "mount", "pivot_root", "chroot")
-ROOT_VARIABLE = "CLUSTERDDP_SLURM_ROOT"  # the root file system that clusters boot from
+ROOT_VARIABLE = "CLUSTERDDP_SLURM_ROOT"
+# The root file system that clusters boot from; read once, as tests clear what they see of these.
+DEFAULT_ROOT = Path(_root).resolve() if (_root := os.environ.get(ROOT_VARIABLE)) else None
 DAEMON_PATH = "/usr/local/sbin:/usr/sbin:/sbin"  # often missing from a plain user's PATH
 
 # What a surrounding job or a person's settings would otherwise leak into the commands under test.
@@ -75,7 +77,7 @@ def why_unavailable(root: Path | None = None) -> str | None:
 
     `root` is as of SlurmCluster.
     """
-    root = root or _root_of_environment()
+    root = root or DEFAULT_ROOT
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no Linux namespaces"
     if os.geteuid() != 0:
@@ -138,7 +140,7 @@ class SlurmCluster:
         }
         self.gpus_per_host = gpus_per_host
         self.cpus_per_host = cpus_per_host
-        self.root = root or _root_of_environment()
+        self.root = root or DEFAULT_ROOT
         self._conf = dict(conf or {})
         self._folder: Path | None = None
         self._lock: int | None = None
@@ -501,7 +503,7 @@ class SlurmCluster:
         self.slurm_conf.write_text(self._slurm_conf_text())
         # Nothing here uses control groups, but slurmd refuses to start when it looks for them and
         # finds none; naming a plugin keeps it from looking.
-        plugin = "cgroup/v1" if self._release() < (23, 2) else "disabled"
+        plugin = "cgroup/v1" if self.release < (23, 2) else "disabled"
         (folder / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
         (folder / "gres.conf").write_text("")
         if self.gpus_per_host:
@@ -512,8 +514,9 @@ class SlurmCluster:
             files = f"{folder}/dev/nvidia[0-{self.gpus_per_host - 1}]"
             (folder / "gres.conf").write_text(f"Name=gpu File={files}\n")
 
-    def _release(self) -> tuple[int, int]:
-        """The Slurm release about to be booted, (22, 5) for 22.05.8."""
+    @property
+    def release(self) -> tuple[int, int]:
+        """The installed Slurm's release, (22, 5) for 22.05.8."""
         argv = [*(["chroot", str(self.root)] if self.root else []), "slurmctld", "-V"]
         env = os.environ | {"PATH": f"{os.environ.get('PATH') or os.defpath}:{DAEMON_PATH}"}
         said = subprocess.run(argv, env=env, capture_output=True, text=True, check=False).stdout
@@ -801,10 +804,6 @@ class _Namespace:
 
 
 _NAMESPACE_FILES = {"net": "net", "uts": "uts", "mount": "mnt", "pid": "pid_for_children"}
-
-
-def _root_of_environment() -> Path | None:
-    return Path(root).resolve() if (root := os.environ.get(ROOT_VARIABLE)) else None
 
 
 def _installed(name: str, root: Path | None) -> bool:

@@ -112,6 +112,52 @@ def test_where_requeue_is_refused_the_next_job_goes_on_and_is_followed(
     assert lines[-1].startswith("done"), said
 
 
+def test_an_expedited_requeue_is_slurms_own_or_refused_with_the_version(
+    slurm_available: None, tmp_path: Path, synthetic_dir: Path, uninterrupted: str
+) -> None:
+    conf = {"SlurmctldParameters": "enable_expedited_requeue", "SlurmdTimeout": "5"}
+    with SlurmCluster(hosts=2, conf=conf) as cluster:
+        done = submit(cluster, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir),
+                      "--run-name", "life", "--requeue=expedite")  # fmt: skip
+        if cluster.release < (25, 11):
+            assert done.returncode == 2
+            release = "{}.{:02}".format(*cluster.release)
+            assert (
+                f"--requeue=expedite came with Slurm 25.11; this is Slurm {release}" in done.stderr
+            )
+            assert not (tmp_path / "jobs/life").exists()
+            return
+        assert done.returncode == 0, done.stderr
+        run = RunDir(tmp_path / "jobs/life")
+        train_to(run.path, 50)
+        host, job = (told(cluster, tmp_path, "life")[name] for name in ("hosts", "job_id"))
+        cluster.kill_host(host[0])  # another is idle: it goes on there
+        assert cluster.wait_job(job) == "COMPLETED"
+        assert weights(run.path) == uninterrupted
+        assert [e["event"] for e in run.read_events()].count("requeued") == 0
+        status = told(cluster, tmp_path, "life")
+        assert (status["state"], status["attempt"]) == ("done", 2)
+
+
+def test_a_stopped_run_is_not_held_by_an_expedited_requeue(
+    slurm_available: None, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    conf = {"SlurmctldParameters": "enable_expedited_requeue"}
+    with SlurmCluster(hosts=1, conf=conf) as cluster:
+        if cluster.release < (25, 11):
+            return  # refused, as the test above shows
+        submit(cluster, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir),
+               "--run-name", "life", "--requeue=expedite")  # fmt: skip
+        train_to(tmp_path / "jobs/life", 50)
+        stopped = typed(cluster, tmp_path, "stop", "life", "--wait")
+        assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+        assert cluster.wait_job(told(cluster, tmp_path, "life")["job_id"]) in (
+            "FAILED",
+            "COMPLETED",
+        )
+        assert told(cluster, tmp_path, "life")["state"] == "stopped"
+
+
 def test_stop_reaches_a_run_that_waits_to_be_requeued(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:

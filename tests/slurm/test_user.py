@@ -11,7 +11,7 @@ import pytest
 
 from clusterddp.run_dir import RunDir, read_json
 from tests.processes import wait_for
-from tests.slurm.cluster import ROOT_VARIABLE, SlurmCluster
+from tests.slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.slurm.test_cluster import AS_NOBODY, NOBODY
 from tests.slurm.test_submit import CLUSTERDDP
 
@@ -37,8 +37,7 @@ def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_we
     slurm_available: None, home: Path
 ) -> None:
     # This Python and the tree can lie in a folder that only root may enter: not on such a cluster.
-    root = Path(os.environ.get(ROOT_VARIABLE, "/"))
-    with SlurmCluster(hosts=2, root=root) as cluster:
+    with SlurmCluster(hosts=2, root=DEFAULT_ROOT or Path("/")) as cluster:
         weights = {}
         for name in ("main", "requeued"):
             data = ["--data-dir", str(home / "data")]

@@ -23,7 +23,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.slurm.cluster import ROOT_VARIABLE, ClusterError, SlurmCluster, why_unavailable
+from tests.slurm.cluster import (
+    DEFAULT_ROOT,
+    ROOT_VARIABLE,
+    ClusterError,
+    SlurmCluster,
+    why_unavailable,
+)
 
 OWN = "own"
 """Stands for this machine's Slurm among the releases."""
@@ -49,6 +55,11 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "ordinary user": ("tests/slurm/test_user.py",),
     "preemption": (f"{_FAULTS}[preempt-with-grace]",),
     "requeue": (f"{_FAULTS}[requeue-from-outside]",),
+    "expedited requeue": (
+        "tests/slurm/test_life.py::"
+        "test_an_expedited_requeue_is_slurms_own_or_refused_with_the_version",
+        "tests/slurm/test_life.py::test_a_stopped_run_is_not_held_by_an_expedited_requeue",
+    ),
     "quick faults": ("tests/slurm/test_faults.py",),
 }
 
@@ -77,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    os.environ.pop(ROOT_VARIABLE, None)  # each release has its own
     checks = list(dict.fromkeys(arguments.check or CHECKS))
     required = os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1"
     rows, ok = [], True
@@ -122,6 +132,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="the folder that keeps the root file systems; default: %(default)s",
     )
+    if DEFAULT_ROOT is not None:
+        parser.error(f"{ROOT_VARIABLE} is set: each release has its own root")
     return parser.parse_args(argv)
 
 
