@@ -786,9 +786,12 @@ class _Namespace:
         return any(table.exists() and listening.search(table.read_text()) for table in tables)
 
     def end(self) -> None:
+        """Ends the first process. Its input alone would not do: a fork of this one may hold it."""
         assert self.init.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.init.stdin.close()
+        for pid in _children(self.init.pid):
+            _kill(pid)
 
     def wait_ended(self, timeout: float = 30) -> None:
         """Waits until the first process, and with it all others of the host, is gone."""

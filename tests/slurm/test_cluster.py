@@ -10,10 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from clusterddp.supervise import die_with_parent
 
 from .cluster import FOLDER_PREFIX, ClusterError, SlurmCluster
 
@@ -261,6 +264,23 @@ def test_two_clusters_at_once_and_no_trace_of_either(own_tmp: Path) -> None:
     assert not any(folder.exists() for folder in folders)
     assert _left_in(own_tmp) == set()
     assert _machine() == before
+
+
+def test_a_process_forked_meanwhile_keeps_no_cluster_up(own_tmp: Path) -> None:
+    """It holds every descriptor that this process had: a function's rank for one."""
+    with SlurmCluster(hosts=1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of threads and forks
+        own, pid = os.getpid(), os.fork()
+        if pid == 0:
+            die_with_parent(own)
+            signal.pause()
+            os._exit(1)
+    try:
+        assert _left_in(own_tmp) == set()
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it outlives the cluster"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_the_slurm_of_another_root_is_booted_and_the_root_left_as_it_was(own_tmp: Path) -> None:
