@@ -122,13 +122,10 @@ class Attempt:
             file.flush()
             os.fsync(file.fileno())
 
-    def give_room_back(self) -> bool:
-        """Give the reserve up; returns whether there was one."""
-        try:
+    def give_room_back(self) -> None:
+        """Give the reserve up, if there still is one."""
+        with contextlib.suppress(OSError):
             self.reserve.unlink()
-        except OSError:
-            return False
-        return True
 
     def write_last_word(self, path: Path, content: bytes) -> None:
         """Write a record of how the attempt ends: on a full disk into its reserve.
@@ -138,8 +135,7 @@ class Attempt:
         try:
             write_atomically(path, content)
         except OSError:
-            if not self.give_room_back():
-                raise
+            self.give_room_back()  # as another rank may just have done
             write_atomically(path, content)
 
     def trouble_writing(self) -> str:
