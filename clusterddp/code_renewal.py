@@ -32,7 +32,15 @@ class Comparison:
     @property
     def changes(self) -> list[str]:
         """What became of the files, a line each."""
-        return snapshot.difference(self.recorded, self.now, new=True) if self.now else []
+        if self.now is None:
+            return []
+        # What is linked for its size is as it is now in the copy, too.
+        linked = {*self.recorded.large, *self.now.large}
+        before, now = (
+            replace(one, digests={n: d for n, d in one.digests.items() if n not in linked})
+            for one in (self.recorded, self.now)
+        )
+        return snapshot.difference(before, now, new=True)
 
 
 def compare(spec: JobSpec, run: RunDir) -> Comparison | None:

@@ -1,6 +1,7 @@
 """Stopping a run and going on with it, on a real Slurm, typed as a user would type it."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,38 @@ def test_a_command_gets_the_signal_and_is_not_started_again(
     status = told(cluster, tmp_path, "own")
     assert status["state"] == "stopped", status
     assert cluster.run(["squeue", "-h"]).stdout == ""
+
+
+def test_mended_code_is_taken_and_of_three_resubmissions_one_is_queued(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    program = tmp_path / "own.py"
+    program.write_text(
+        "import os, time\n"
+        "if os.environ['RANK'] == '1':\n    raise LookupError('boom')\n"
+        "time.sleep(99)\n"
+    )
+    first = submit(cluster, tmp_path, "--nodes", "2", "--run-name", "own", "--wait", "--",
+                   sys.executable, "own.py")  # fmt: skip
+    named = "rank 1 on h02 failed first: LookupError: boom (logs/rank-1.log)"
+    assert first.returncode == 1
+    assert named in first.stderr
+    assert told(cluster, tmp_path, "own")["first_failure"] == named
+
+    program.write_text("print('mended')\n")
+    assert "changed own.py" in typed(cluster, tmp_path, "resubmit", "own", "--dry-run").stderr
+    argv = [*CLUSTERDDP, "resubmit", "own", "--code", "new", "--wait"]
+    several = [cluster.popen(argv, cwd=tmp_path, stdout=-1, stderr=-1) for _ in range(3)]
+    said = [process.communicate(timeout=200) for process in several]
+    assert sorted(process.returncode for process in several) == [0, 2, 2], said
+    run = RunDir(tmp_path / "jobs/own")
+    jobs = [event["job_id"] for event in run.read_events() if event["event"] == "submitted"]
+    assert len(jobs) == 2
+    assert len(cluster.run(["squeue", "-h", "-t", "all", "-n", "own"]).stdout.splitlines()) == 2
+    *former, divider, last = run.rank_log(1).read_text().splitlines()
+    assert former[-1] == "LookupError: boom"
+    assert divider.startswith(f"--- attempt 2, job {jobs[1]}, ")
+    assert last == "mended"
 
 
 def test_a_run_of_submitit_is_resubmitted_through_submitit(

@@ -172,6 +172,7 @@ def test_a_hostile_output_root_is_carried(cluster: SlurmCluster, tmp_path: Path)
     [
         ("import sys; sys.exit(3)", 3, "exit code 3"),
         ("import os; os.kill(os.getpid(), 9)", 137, "killed by SIGKILL"),
+        ("raise LookupError('boom')", 1, "LookupError: boom (logs/rank-2.log)"),
     ],
 )
 def test_a_failed_rank_ends_the_job_and_is_named(
