@@ -4,14 +4,17 @@ Reads the records of `supervise`, and srun's own lines for a task that was kille
 its parent. Errors that only follow from another rank's end are told apart from the first one.
 """
 
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp.errors import EXIT_PAUSED
-from clusterddp.run_dir import read_json
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
+from clusterddp.run_dir import read_json, write_atomically
+
+_HUNG = "hung.json"
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Outcome:
     exit_code: int | None = None
     signal: str | None = None
     error: dict[str, Any] | None = None
+    hung: str = ""
+    """Where it kept the others waiting, as the watchdog of one of them has found."""
 
     @property
     def failed(self) -> bool:
@@ -54,6 +59,8 @@ class Outcome:
 
     @property
     def reason(self) -> str:
+        if self.hung:
+            return f"hung: {self.hung}"
         if self.error:
             message = str(self.error.get("message", "")).strip()
             first_line = message.splitlines()[0] if message else ""
@@ -82,6 +89,8 @@ class Failure:
     def of(cls, outcome: Outcome) -> "Failure":
         """The failure that a rank's own record tells of."""
         reason = outcome.reason
+        if outcome.hung:  # what ended it in the end says nothing of why
+            return cls(outcome.rank, outcome.host, reason, _log(outcome.rank), EXIT_FAILED)
         if outcome.signal == "SIGTERM":
             reason += " (cancelled, time limit or preempted)"
         return cls(outcome.rank, outcome.host, reason, _log(outcome.rank), outcome.exit_code)
@@ -95,7 +104,22 @@ class Failure:
 def read_outcomes(folder: Path) -> list[Outcome]:
     """The records of the ranks of one start, by rank."""
     outcomes = [outcome for path in folder.glob("rank-*.json") if (outcome := _read(path))]
+    hung = read_json(folder / _HUNG) or {}
+    ranks, reason = hung.get("ranks"), str(hung.get("reason") or "")
+    if isinstance(ranks, list):
+        outcomes = [replace(o, hung=reason) if o.rank in ranks else o for o in outcomes]
     return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+
+def note_hung(folder: Path, ranks: Sequence[int], reason: str) -> None:
+    """Record which ranks keep the others waiting, and where; no ranks: none does any more.
+
+    Raises OSError.
+    """
+    if ranks:
+        write_atomically(folder / _HUNG, json.dumps({"ranks": ranks, "reason": reason}).encode())
+    else:
+        (folder / _HUNG).unlink(missing_ok=True)
 
 
 def read_outcome(folder: Path, rank: int) -> Outcome | None:
@@ -117,8 +141,8 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
 
     `job_log_text` is what srun and Slurm said in the batch script's log. In this order: errors of
     a rank's own and tasks that srun reports as killed without a record of their end, whichever
-    srun names first; codes and signals; ranks that vanished; ranks that lost another; and ranks
-    that were told to end.
+    srun names first; ranks that hung; codes and signals; ranks that vanished; ranks that lost
+    another; and ranks that were told to end.
     """
     said = _read_srun(job_log_text)
     by_time = sorted(
@@ -142,6 +166,7 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
         own = [o for o in by_time if not o.peer_lost and o.signal != "SIGTERM"]
     for group in (
         own,
+        [o for o in outcomes if o.hung and by_time and (o.failed or o.ended is None)],
         [o for o in by_time if not o.error and o.signal != "SIGTERM"],
         [o for o in outcomes if o.ended is None and by_time],
         _left_early(outcomes),

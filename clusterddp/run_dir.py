@@ -14,7 +14,8 @@ A run is one directory below the output root. What is in it:
         attempt.json     who trains, and from which checkpoint
         checkpoints/     step-00001200.pt and its .sha256, those of earlier attempts included
         metrics.jsonl    loss, accuracy, images/s, learning rate since the run's first step
-        outcomes/        rank-R.json: how rank R ended; error-R.json: written by torch's `record`
+        outcomes/        rank-R.json: how rank R ended; beside them what `outcome` notes, and
+                         error-R.json: written by torch's `record`
         profile/         rank-R.trace.json.gz, with --profile
         tensorboard/     with --tensorboard
     current              leads to the attempt that trains, or that trained last

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from clusterddp.errors import (
     ClusterDDPError,
     TrainingError,
 )
+from clusterddp.outcome import note_hung
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import listener, lookups, node_data, own_data
 from clusterddp.training.deadline import Deadline
@@ -32,6 +34,7 @@ from clusterddp.training.deadline import Deadline
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from clusterddp.training.blame import Verdict
     from clusterddp.training.images import Images
     from clusterddp.training.joining import Joined
     from clusterddp.training.loader import Loaded
@@ -97,7 +100,7 @@ def _run(
         from clusterddp.training import joining, leaving, posting_board, rendezvous
         from clusterddp.training.messages import PeerError
         from clusterddp.training.phases import Progress
-        from clusterddp.training.watchdog import Watchdog
+        from clusterddp.training.watchdog import Watchdog, periods
 
         # The first optimizer imports as much again (torch._dynamo, sympy: some 900 modules). Here,
         # so that ranks which are slow at it are waited for once: when all meet.
@@ -115,9 +118,11 @@ def _run(
             fingerprint=reading.fingerprint if reading else None, asked=asked,
         )  # fmt: skip
         if config.watchdog:
+            silent, beat = periods(config.watchdog, config.process_group_timeout, env.world_size)
             dog = Watchdog(
                 posting_board.connect(env, os.environ, 10.0), env, progress,
-                silent_seconds=config.watchdog, say=_say, host=joined.hello.host,
+                silent_seconds=silent, beat_seconds=beat, say=_say, host=joined.hello.host,
+                note=partial(_note_hung, joined.attempt),
             )  # fmt: skip
             dog.start()
         reason = _train(config, joined, env, store, reading, progress, deadline, began)
@@ -280,6 +285,17 @@ def _find_batch_size(
                 f"{error.strerror}."
             ) from None
     return reason
+
+
+def _note_hung(attempt: Attempt, verdict: "Verdict | None") -> None:
+    """By this the batch script names the rank that hangs, not those that gave up waiting for it."""
+    if verdict and verdict.kind == "alone":
+        return  # a rank that sees no other
+    with suppress(OSError):
+        if verdict and verdict.reason:
+            note_hung(attempt.outcomes, verdict.ranks, verdict.reason)
+        else:
+            note_hung(attempt.outcomes, (), "")
 
 
 def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = None) -> None:

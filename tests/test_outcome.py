@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.outcome import Failure, Outcome, first_failure, read_outcomes
+from clusterddp.outcome import Failure, Outcome, first_failure, note_hung, read_outcomes
 
 
 def outcome(rank: int, **fields: Any) -> Outcome:
@@ -103,6 +103,21 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
         "srun: error: h02: task 3: Killed\n",
         (0, "RuntimeError: boom"),
     ),
+    "a rank that hung, before those that gave up waiting for it": (
+        [lost(0, 20.0), outcome(1, ended=25.0, exit_code=137, signal="SIGKILL", hung="in a loop")],
+        "", (1, "hung: in a loop"),
+    ),
+    "a rank that hung, killed with its parent": (
+        [lost(0, 20.0), outcome(1, hung="in a loop"), exited(2, 20.1, 134)],
+        "", (1, "hung: in a loop"),
+    ),
+    "an exception beside a rank that hung": (
+        [raised(0, 20.0), outcome(1, hung="in a loop")], "", (0, "RuntimeError: boom"),
+    ),
+    "a rank that was suspected and ended well": (
+        [outcome(0, ended=50.0, exit_code=0, hung="in a loop"), exited(1, 51.0, 3)],
+        "", (1, "exit code 3"),
+    ),
     "a rank that vanished without a word": (
         [lost(0, 20.0), outcome(1)], "", (1, "left no record of its end"),
     ),
@@ -169,6 +184,18 @@ def test_the_records_of_one_start_are_read_by_rank(tmp_path: Path) -> None:
     (tmp_path / ".rank-9.json.draft").write_text("{}")
     assert [o.rank for o in read_outcomes(tmp_path)] == [0, 2, 10]
     assert read_outcomes(tmp_path / "nowhere") == []
+
+
+def test_a_rank_that_hangs_is_noted_until_it_goes_on(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(outcome(rank).__dict__))
+    note_hung(tmp_path, (1,), "fetching the batch of step 7")
+    assert [o.hung for o in read_outcomes(tmp_path)] == ["", "fetching the batch of step 7"]
+    note_hung(tmp_path, (), "")
+    note_hung(tmp_path, (), "")
+    assert [o.hung for o in read_outcomes(tmp_path)] == ["", ""]
+    (tmp_path / "hung.json").write_text('{"ranks": 1}')
+    assert [o.hung for o in read_outcomes(tmp_path)] == ["", ""]
 
 
 def test_a_rank_that_saved_and_left_has_not_failed() -> None:

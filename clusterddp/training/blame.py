@@ -14,6 +14,8 @@ class Verdict(NamedTuple):
     """silent, left, behind, level, or alone: a rank that knows only about itself."""
     ranks: tuple[int, ...]
     text: str
+    reason: str = ""
+    """The same without the ranks' names; empty where none of them is known to hang."""
 
 
 def judge(
@@ -36,11 +38,12 @@ def judge(
             if first in postings
             else f"rank {first} never gave a sign"
         )
+        why = "not answer (stopped, cut off, or stuck in native code)"
         return Verdict(
             "silent",
             tuple(sorted(silent)),
-            f"{_who(silent, postings)} {'does' if len(silent) == 1 else 'do'} not answer (stopped, "
-            f"cut off, or stuck in native code): {sign}",
+            f"{_who(silent, postings)} {'does' if len(silent) == 1 else 'do'} {why}: {sign}",
+            f"it did {why}",
         )
     left = [rank for rank, seen in postings.items() if seen.left and seen.place.phase < Phase.DONE]
     if left:
@@ -66,11 +69,12 @@ def judge(
         hint = f"last moved {moved:.0f} s ago"
     else:
         hint = "its log has its stack" if len(behind) == 1 else "their logs have their stacks"
+    where = f"{lowest.words()}, while others are {highest.words()}"
     return Verdict(
         "behind",
         tuple(behind),
-        f"{_who(behind, postings)} {'is' if len(behind) == 1 else 'are'} behind: "
-        f"{lowest.words()}, while others are {highest.words()}; {hint}",
+        f"{_who(behind, postings)} {'is' if len(behind) == 1 else 'are'} behind: {where}; {hint}",
+        where,
     )
 
 

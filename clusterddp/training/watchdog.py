@@ -29,6 +29,21 @@ _POSSIBLE_SPEAKERS = 16
 # How long stop() waits for the thread.
 _STOP_SECONDS = 1.0
 _STDERR = 2
+# Beats until a stall that is looked at has a verdict: those of silence, and what comes before.
+_BEATS_TO_A_VERDICT = 8
+
+
+def periods(watchdog: float, group_timeout: float, world_size: int) -> tuple[float, float]:
+    """Seconds of `silent_seconds` and `beat_seconds`, so that the verdict precedes the time-out.
+
+    A process group whose time-out comes first ends the ranks that wait before anybody has looked
+    for the one that hangs. Then a third of that time-out counts, and ranks post more often.
+    """
+    beat = default_beat(world_size)
+    if watchdog + _BEATS_TO_A_VERDICT * beat <= group_timeout:
+        return watchdog, beat
+    silent = min(watchdog, group_timeout / 3)
+    return silent, max(world_size / 50, min(beat, silent / _BEATS_TO_A_VERDICT))
 
 
 class Watchdog:
@@ -37,7 +52,8 @@ class Watchdog:
     Where it has not moved for `silent_seconds`, this rank's stacks go to stderr. One rank says
     for all which one is to blame: rank 0, or the lowest that still answers. `store` is used by
     nobody else; None means that nothing is known of the other ranks. `say` takes a line, in the
-    watchdog's thread. `host` is this rank's, as the others shall read it.
+    watchdog's thread. `note` takes the verdict of the rank that says so, and None when the training
+    goes on. `host` is this rank's, as the others shall read it.
     """
 
     def __init__(
@@ -50,8 +66,10 @@ class Watchdog:
         say: Callable[[str], None],
         beat_seconds: float | None = None,
         host: str = "",
+        note: Callable[[Verdict | None], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._note = note
         self._env, self._progress, self._say_line, self._clock = env, progress, say, clock
         self._host = host or socket.gethostname()
         self._silent_seconds = silent_seconds
@@ -145,6 +163,7 @@ class Watchdog:
         if self._board:
             self._board.wanted, self._board.suspect = range(0), ""
         if told:
+            self._note(None)
             self._say(f"goes on after {still:.0f} s")
 
     def _stall(self) -> None:
@@ -219,6 +238,7 @@ class Watchdog:
             (0,),
             f"rank 0 on {host} does not answer (stopped, or cut off), nor does its store at "
             f"{env.master_addr}:{env.master_port}, for {self._now - self._round_at:.0f} s",
+            "it did not answer, nor did its store (stopped, or cut off)",
         )
         self._tell(verdict, aloud=speaks)
         # When the store answers again, the others' postings have been held up with it.
@@ -241,6 +261,7 @@ class Watchdog:
         if aloud and (verdict.kind, verdict.ranks) != self._told:
             self._told = verdict.kind, verdict.ranks
             self._say(f"nothing moved for {self._still_seconds:.0f} s: {verdict.text}")
+            self._note(verdict)
 
     def _say(self, text: str) -> None:
         try:

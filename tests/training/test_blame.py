@@ -111,6 +111,8 @@ def test_the_rank_to_blame_is_named(
     assert (verdict.kind, verdict.ranks) == (kind, ranks)
     for some in words:
         assert some in verdict.text
+    assert bool(verdict.reason) == (kind in ("silent", "behind"))
+    assert "rank" not in verdict.reason
 
 
 def test_a_rank_that_never_posted_is_named() -> None:

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from clusterddp.dist_env import DistEnv
 from clusterddp.training import posting_board
 from clusterddp.training.phases import Phase, Progress
-from clusterddp.training.watchdog import Watchdog
+from clusterddp.training.watchdog import Watchdog, periods
 from tests.processes import PATIENCE, wait_for
 from tests.training.meetings import env
 
@@ -86,6 +86,24 @@ def test_the_time_for_which_a_process_was_stopped_is_no_silence() -> None:
         clock.now += 600
         dog._tick()
     assert not said
+
+
+@pytest.mark.parametrize(
+    ("watchdog", "group_timeout", "world_size", "expected"),
+    [
+        (60, 600, 2, (60, 2.0)),
+        (60, 600, 1000, (60, 20.0)),
+        (60, 60, 2, (20, 2.0)),
+        (60, 12, 2, (4, 0.5)),
+        (60, 12, 1000, (4, 20.0)),  # no rank posts so often that the store gets too much
+        (4, 12, 2, (4, 0.5)),
+        (1, 12, 2, (1, 0.125)),
+    ],
+)
+def test_the_verdict_comes_before_the_groups_time_out(
+    watchdog: float, group_timeout: float, world_size: int, expected: tuple[float, float]
+) -> None:
+    assert periods(watchdog, group_timeout, world_size) == expected
 
 
 def test_a_log_that_is_closed_does_not_end_the_watchdog() -> None:
@@ -216,6 +234,7 @@ def train(
         say=tell,
         beat_seconds=BEAT_SECONDS,
         host=f"h{rank:02}",
+        note=lambda verdict: tell(f"notes {verdict and verdict.ranks}"),
     )
     threading.Thread(target=tell_suspects, args=(dog,), daemon=True).start()
     with dog:
@@ -263,7 +282,10 @@ def test_a_stopped_rank_is_named_by_rank_0_until_it_goes_on(ranks: Ranks) -> Non
     ranks.send(2, signal.SIGSTOP)
     ranks.await_line(0, "watchdog: nothing moved for", "rank 2 on h02 does not answer")
     ranks.send(2, signal.SIGCONT)
+    ranks.await_line(0, "notes (2,)")
     ranks.await_line(0, "watchdog: goes on after")
+    ranks.await_line(0, "notes None")
+    assert "notes" not in ranks.log(1)
     assert "watchdog: nothing moved" not in ranks.log(1)
     assert "in exchange" in ranks.log(1), "each rank that waits prints its stack"
 

@@ -161,18 +161,31 @@ def fault_in_the_restart(trial: Trial) -> str:
     return run.check_same(struck, causes=["failed", "failed", "done"])
 
 
-@fault("stopped-for-good")
-def stopped_for_good(trial: Trial) -> str:
-    """SIGSTOP: the others wait in an exchange until the process group's timeout."""
-    short = ["--process-group-timeout", "12", "--watchdog", "4"]
+def _stop_for_good(trial: Trial, rank: int, *options: str) -> str:
+    """SIGSTOP: the others wait in an exchange until the process group's time-out."""
+    short = ["--process-group-timeout", "12", *options]
     run = trial.start("--restart-on-failure", "1", *short)
     run.wait_step(60)
     struck = run.struck()
-    pid = run.kill(1, signal.SIGSTOP)
+    pid = run.kill(rank, signal.SIGSTOP)
     run.wait_said("is stopped (SIGSTOP)")
     run.gone(pid)
     run.wait_attempt(2)
-    return run.check_same(struck, causes=["failed", "done"])
+    seen = run.check_same(struck, causes=["failed", "done"])
+    named(run, rank)
+    if "failed first: hung: it did not answer" not in run.log:
+        raise run.differs("nobody says that the rank hung")
+    return seen
+
+
+@fault("stopped-for-good")
+def stopped_for_good(trial: Trial) -> str:
+    return _stop_for_good(trial, 1, "--watchdog", "4")
+
+
+@fault("stopped-with-a-time-out-under-the-watchdogs", quick=True)
+def stopped_with_a_time_out_under_the_watchdogs(trial: Trial) -> str:
+    return _stop_for_good(trial, 1)
 
 
 @fault("stopped-for-seconds")
