@@ -6,15 +6,16 @@ its parent. Errors that only follow from another rank's end are told apart from 
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
-from clusterddp.run_dir import read_json, write_atomically
+from clusterddp.run_dir import first_number, read_json, write_atomically
 
 _HUNG = "hung.json"
+_CLOCKS = "clocks.json"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Outcome:
     error: dict[str, Any] | None = None
     hung: str = ""
     """Where it kept the others waiting, as the watchdog of one of them has found."""
+    clock_ahead: float | None = None
+    """Seconds by which its host's clock is ahead of rank 0's, where the ranks have measured it."""
 
     @property
     def failed(self) -> bool:
@@ -108,7 +111,14 @@ def read_outcomes(folder: Path) -> list[Outcome]:
     ranks, reason = hung.get("ranks"), str(hung.get("reason") or "")
     if isinstance(ranks, list):
         outcomes = [replace(o, hung=reason) if o.rank in ranks else o for o in outcomes]
+    clocks = read_json(folder / _CLOCKS) or {}
+    outcomes = [replace(o, clock_ahead=first_number(clocks.get(o.host))) for o in outcomes]
     return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+
+def note_clocks(folder: Path, ahead: Mapping[str, float]) -> None:
+    """Record the seconds by which each host's clock is ahead of rank 0's. Raises OSError."""
+    write_atomically(folder / _CLOCKS, json.dumps(ahead).encode())
 
 
 def note_hung(folder: Path, ranks: Sequence[int], reason: str) -> None:
@@ -145,17 +155,15 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     another; and ranks that were told to end.
     """
     said = _read_srun(job_log_text)
-    by_time = sorted(
-        (outcome for outcome in outcomes if outcome.failed),
-        key=lambda outcome: (outcome.ended or 0.0, outcome.rank),
-    )
+    failed = [outcome for outcome in outcomes if outcome.failed]
     by_rank = {outcome.rank: outcome for outcome in outcomes}
     unrecorded = [report for report in said if _is_missing(report, by_rank.get(report.rank))]
     killed = [report for report in unrecorded if report.primary]
-    own = [outcome for outcome in by_time if outcome.error and not outcome.peer_lost]
+    own = [outcome for outcome in failed if outcome.error and not outcome.peer_lost]
     if killed and own:
         order = [report.rank for report in said]
-        mine = order.index(own[0].rank) if own[0].rank in order else -1
+        first = _earliest(own, said).rank
+        mine = order.index(first) if first in order else -1
         if mine < order.index(killed[0].rank):
             killed = []
     if killed:
@@ -166,15 +174,15 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
         own = [o for o in by_time if not o.peer_lost and o.signal != "SIGTERM"]
     for group in (
         own,
-        [o for o in outcomes if o.hung and by_time and (o.failed or o.ended is None)],
-        [o for o in by_time if not o.error and o.signal != "SIGTERM"],
-        [o for o in outcomes if o.ended is None and by_time],
+        [o for o in outcomes if o.hung and failed and (o.failed or o.ended is None)],
+        [o for o in failed if not o.error and o.signal != "SIGTERM"],
+        [o for o in outcomes if o.ended is None and failed],
         _left_early(outcomes),
-        [o for o in by_time if o.peer_lost],
-        by_time,
+        [o for o in failed if o.peer_lost],
+        failed,
     ):
         if group:
-            return Failure.of(group[0])
+            return Failure.of(_earliest(group, said))
     return _from_srun(unrecorded[0]) if unrecorded else None
 
 
@@ -182,7 +190,29 @@ def _left_early(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Ranks that ended with exit code 0 while others still counted on them."""
     lost = [outcome for outcome in outcomes if outcome.peer_lost]
     left = [o for o in outcomes if o.exit_code == 0 and o.ended is not None]
-    return sorted(left, key=lambda o: o.ended or 0.0) if lost else []
+    return left if lost else []
+
+
+def _earliest(group: Sequence[Outcome], said: Sequence["_Report"]) -> Outcome:
+    """The one that ended first: by the clock on one host, by what clocks do not tell on several.
+
+    Where the ranks have not measured how far the clocks are apart, srun's lines stand in the order
+    in which it saw tasks end; under torchrun these are the agents, so their hosts are compared.
+    """
+    first_of_host: dict[str, Outcome] = {}
+    for outcome in sorted(group, key=lambda o: (o.ended or 0.0, o.rank)):
+        first_of_host.setdefault(_short(outcome.host), outcome)
+    candidates = list(first_of_host.values())
+    if all(outcome.clock_ahead is not None for outcome in candidates):
+        return min(candidates, key=lambda o: ((o.ended or 0.0) - (o.clock_ahead or 0.0), o.rank))
+    hosts = list(dict.fromkeys(_short(report.host) for report in said if report.primary))
+    if len(candidates) > 1 and any(host in hosts for host in first_of_host):
+        return first_of_host[next(host for host in hosts if host in first_of_host)]
+    return candidates[0]
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -203,7 +233,7 @@ def _is_missing(report: _Report, outcome: Outcome | None) -> bool:
     """
     if outcome is None:
         return True
-    return outcome.ended is None and outcome.host.split(".")[0] == report.host.split(".")[0]
+    return outcome.ended is None and _short(outcome.host) == _short(report.host)
 
 
 # srun: error: h02: task 3: Killed / h01: tasks 0-2: Exited with exit code 1 (srun's

@@ -1,11 +1,19 @@
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterddp.outcome import Failure, Outcome, first_failure, note_hung, read_outcomes
+from clusterddp.outcome import (
+    Failure,
+    Outcome,
+    first_failure,
+    note_clocks,
+    note_hung,
+    read_outcomes,
+)
 
 
 def outcome(rank: int, **fields: Any) -> Outcome:
@@ -43,8 +51,42 @@ def exited(rank: int, ended: float, code: int) -> Outcome:
     return outcome(rank, ended=ended, exit_code=code)
 
 
+def on(host: str, ahead: float, outcome: Outcome) -> Outcome:
+    """The same on this host, whose clock shows as many seconds more than rank 0's."""
+    return replace(outcome, host=host, ended=(outcome.ended or 0.0) + ahead, clock_ahead=ahead)
+
+
 KILLED_3 = "srun: error: h02: task 3: Killed\nsrun: Terminating StepId=17.0\n"
 CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
+    "a host's clock is ahead, as was measured": (
+        [on("h01", 0.0, raised(0, 20.5)), on("h02", 5.0, raised(2, 20.0))],
+        "", (2, "RuntimeError: boom"),
+    ),
+    "a host's clock is behind, as was measured": (
+        [on("h01", 0.0, exited(0, 20.0, 3)), on("h02", -5.0, exited(2, 20.5, 4))],
+        "", (0, "exit code 3"),
+    ),
+    "a host's clock is ahead, and srun has seen the order": (
+        [exited(0, 20.5, 3), exited(2, 25.0, 4)],
+        "srun: error: h02: task 2: Exited with exit code 4\nsrun: Terminating StepId=17.0\n"
+        "srun: error: h01: task 0: Exited with exit code 3\n",
+        (2, "exit code 4"),
+    ),
+    "srun has seen agents end": (
+        [signalled(0, 21.0, "SIGTERM"), exited(1, 20.5, 3), lost(2, 25.5), exited(3, 25.0, 4)],
+        "srun: error: h02: task 1: Exited with exit code 1\n"
+        "srun: error: h01: task 0: Exited with exit code 1\n",
+        (3, "exit code 4"),
+    ),
+    "one host's clock is right by itself, whatever srun says": (
+        [exited(0, 20.5, 3), exited(1, 20.0, 4)],
+        "srun: error: h01: task 0: Exited with exit code 3\n"
+        "srun: error: h01: task 1: Exited with exit code 4\n",
+        (1, "exit code 4"),
+    ),
+    "nobody knows more than the clocks": (
+        [exited(0, 20.5, 3), exited(2, 20.0, 4)], "", (2, "exit code 4"),
+    ),
     "all did well": ([done(0), done(1)], "", None),
     "an exception, and what it led to": (
         [lost(0, 20.0), raised(1, 21.0), signalled(2, 22.0, "SIGTERM"), lost(3, 19.0)],
@@ -184,6 +226,15 @@ def test_the_records_of_one_start_are_read_by_rank(tmp_path: Path) -> None:
     (tmp_path / ".rank-9.json.draft").write_text("{}")
     assert [o.rank for o in read_outcomes(tmp_path)] == [0, 2, 10]
     assert read_outcomes(tmp_path / "nowhere") == []
+
+
+def test_the_clocks_of_hosts_are_read_with_the_ranks_ends(tmp_path: Path) -> None:
+    for rank in (0, 2):
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(outcome(rank).__dict__))
+    note_clocks(tmp_path, {"h01": 0.0})
+    assert [o.clock_ahead for o in read_outcomes(tmp_path)] == [0.0, None]
+    (tmp_path / "clocks.json").write_text('{"h01": "later", "h02": [1]}')
+    assert [o.clock_ahead for o in read_outcomes(tmp_path)] == [None, None]
 
 
 def test_a_rank_that_hangs_is_noted_until_it_goes_on(tmp_path: Path) -> None:

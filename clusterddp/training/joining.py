@@ -2,7 +2,9 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,10 +18,11 @@ from clusterddp import extras, references
 from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import ClusterDDPError, TrainingError
+from clusterddp.outcome import note_clocks
 from clusterddp.run_dir import RunDir
 from clusterddp.train_config import TrainConfig
+from clusterddp.training import clocks, lookups, messages, optimizer, parallel, rendezvous, start
 from clusterddp.training import device as devices
-from clusterddp.training import lookups, messages, optimizer, parallel, rendezvous, start
 from clusterddp.training.agreement import Agreement, Hello
 
 _OWN_DATA_SECONDS = 3600.0
@@ -62,18 +65,30 @@ def join(
     except ClusterDDPError as error:
         rendezvous.decline(store, env, error)
         raise
+    asked_for_time: dict[int, str] = {}
+
+    def decide(hellos: list[dict[str, Any]]) -> dict[str, Any]:
+        identity = _identity(environ)
+        agreed = start.decide(config, run_dir, attempt, hellos, identity, say, fingerprint)
+        asked_for_time.update(clocks.speakers(hellos))
+        speaking = sorted(asked_for_time)
+        return {**agreed.to_dict(), "tell_time": speaking, "sent": time.time()}
+
     verdict = rendezvous.agree(
         store,
         env,
         hello.__dict__,
-        lambda hellos: start.decide(
-            config, run_dir, attempt, hellos, _identity(environ), say, fingerprint
-        ).to_dict(),
+        decide,
         config.rendezvous_timeout,
         # Rank 0 calls a person's own function meanwhile, which may have to fetch its data.
         _OWN_DATA_SECONDS if references.is_reference(config.dataset) else messages.GRACE_SECONDS,
     )
+    if env.rank in verdict.get("tell_time", ()):
+        clocks.tell(store, env, time.time())
     agreed = Agreement.from_dict(verdict)
+    if asked_for_time:
+        ahead = clocks.collect(store, env, asked_for_time, verdict["sent"])
+        _note_clocks(agreed, {hello.host: 0.0, **ahead}, say)
     device = torch.device(hello.device)
     _settle(agreed, device, environ, deterministic=config.deterministic)
     if config.profile:
@@ -85,6 +100,16 @@ def join(
     _start_group(config, agreed, env, store, device)
     announce(config, agreed, hello, env, say)
     return Joined(hello, agreed, device)
+
+
+def _note_clocks(agreed: Agreement, ahead: dict[str, float], say: Callable[[str], None]) -> None:
+    """Record them for who reads the ranks' outcomes; a full disk costs the record."""
+    apart = {host: seconds for host, seconds in ahead.items() if seconds}
+    if apart:
+        told = ", ".join(f"{host} {seconds:+.1f} s" for host, seconds in apart.items())
+        say(f"warning: the clocks of hosts differ from that of rank 0's: {told}")
+    with suppress(OSError):
+        note_clocks(Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt).outcomes, ahead)
 
 
 def _identity(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from .fault import fault
-from .run import Run, Trial
+from clusterddp.run_dir import read_json
+
+from .fault import ENDS, fault
+from .run import Differs, Run, Trial
 
 
 def named(run: Run, rank: int) -> None:
@@ -130,6 +132,48 @@ def srun_killed(trial: Trial) -> str:
 def srun_terminated(trial: Trial) -> str:
     """TERM to srun: it ends the tasks at once and exits with 0, as if all had been done."""
     return _srun(trial, signal.SIGTERM)
+
+
+BOTH = ("--nodelist", "h[01-02]")
+
+
+def _recorded(run: Run, rank: int) -> bool:
+    record = read_json(run.attempts[0].outcomes / f"rank-{rank}.json") or {}
+    return bool(record.get("ended"))
+
+
+@fault("clocks-apart", quick=True)
+def clocks_apart(trial: Trial) -> str:
+    """The clock of rank 1's host is five seconds ahead: it is killed first all the same."""
+    trial.want("step-100")
+    run = trial.start("--restart-on-failure", "1", *BOTH, CAMPAIGN_CLOCK="h02:5")
+    trial.held("step-100", 2)
+    struck = run.struck()
+    run.kill(1)
+    run.wait(lambda: _recorded(run, 1), "the end of rank 1")
+    run.kill(0)
+    trial.release("step-100")
+    run.wait_attempt(2)
+    seen = run.check_same(struck, causes=["failed", "done"])
+    named(run, 1)
+    return seen
+
+
+@fault("clocks-apart-command", ENDS, needs=())
+def clocks_apart_command(trial: Trial) -> str:
+    """The same of a command, whose ranks compare no clocks: srun has seen the order."""
+    wait = "trap '' TERM; until [ -e go-$RANK ]; do sleep 0.1; done; exit $((3 + RANK))"
+    folder = ["--no-snapshot", "--run-name", "run", "--nodes", "2", *BOTH]
+    done = trial.clusterddp("submit", *folder, "--", "bash", "-c", wait, CAMPAIGN_CLOCK="h02:5")
+    if done.returncode:
+        raise Differs(done.stderr)
+    run = trial.adopt("run")
+    for rank in (1, 0):
+        (trial.folder / f"go-{rank}").touch()
+        run.wait(lambda rank=rank: run.attempts and _recorded(run, rank), f"the end of rank {rank}")
+    run.wait(lambda: run.causes, "the verdict")
+    named(run, 1)
+    return run.check_failed("exit code 4")
 
 
 @fault("two-faults-in-a-row")
