@@ -149,12 +149,16 @@ def _read(path: Path) -> Outcome | None:
 def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:
     """The rank that failed first, or None where no rank is known to have failed.
 
-    `job_log_text` is what srun and Slurm said in the batch script's log. In this order: errors of
-    a rank's own and tasks that srun reports as killed without a record of their end, whichever
-    srun names first; ranks that hung; codes and signals; ranks that vanished; ranks that lost
-    another; and ranks that were told to end.
+    `job_log_text` is what srun and Slurm said in the batch script's log. In this order: the
+    rank above which something was killed before srun saw any other end; errors of a rank's own and
+    tasks that srun reports as killed without a record of their end, whichever srun names first;
+    ranks that hung; codes and signals; ranks that vanished; ranks that lost another; and ranks that
+    were told to end.
     """
     said = _read_srun(job_log_text)
+    above = _killed_above(outcomes, said)
+    if above:
+        return above
     failed = [outcome for outcome in outcomes if outcome.failed]
     by_rank = {outcome.rank: outcome for outcome in outcomes}
     unrecorded = [report for report in said if _is_missing(report, by_rank.get(report.rank))]
@@ -184,6 +188,47 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
         if group:
             return Failure.of(_earliest(group, said))
     return _from_srun(unrecorded[0]) if unrecorded else None
+
+
+def first_killed(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:
+    """The rank that srun saw killed, itself or what stands above it, before any other end.
+
+    srun then ends the other ranks, which save and leave as if somebody had asked them to.
+    """
+    said = _read_srun(job_log_text)
+    first = _killed_at_first(said)
+    if first and any(o.rank == first.rank and _is_missing(first, o) for o in outcomes):
+        return _from_srun(first)
+    return _killed_above(outcomes, said)
+
+
+def _killed_above(outcomes: Sequence[Outcome], said: Sequence["_Report"]) -> Failure | None:
+    """A rank whose end is recorded although srun's task, first of all, was killed.
+
+    That task is then no rank: an agent of torchrun's, submitit's process, a launch prefix.
+    """
+    first = _killed_at_first(said)
+    if first is None:
+        return None
+    by_rank = {outcome.rank: outcome for outcome in outcomes}
+    if _is_missing(first, by_rank.get(first.rank)):
+        return None  # killed together with the rank
+    there = [o for o in outcomes if _short(o.host) == _short(first.host)]
+    if any(o.signal not in (None, "SIGTERM") for o in there):
+        return None  # a rank of this host was killed itself
+    ended_for_it = [o for o in there if o.exit_code != 0]
+    if all(o.exit_code == 0 for o in outcomes):
+        ended_for_it = there  # a command that takes TERM for a wish, and exits with 0
+    if not ended_for_it:
+        return None
+    mine = next((o for o in ended_for_it if o.rank == first.rank), ended_for_it[0])
+    reason, code = _SIGNAL_WORDS[first.word]
+    return Failure(mine.rank, mine.host, f"{_ABOVE} was {reason}", _log(mine.rank), code)
+
+
+def _killed_at_first(said: Sequence["_Report"]) -> "_Report | None":
+    first = next((report for report in said if report.primary), None)
+    return first if first and first.word in _KILLED else None
 
 
 def _left_early(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -224,6 +269,11 @@ class _Report:
     reason: str
     primary: bool
     """Said before srun began to end the other tasks, and no answer to its SIGTERM."""
+
+    @property
+    def word(self) -> str:
+        """The signal, in strsignal(3)'s words, if it was one."""
+        return self.reason.removesuffix(" (core dumped)")
 
 
 def _is_missing(report: _Report, outcome: Outcome | None) -> bool:
@@ -282,11 +332,16 @@ _SIGNAL_WORDS = {
     "User defined signal 2": ("killed by SIGUSR2", 140),
     "Out Of Memory": ("out of memory (killed by the kernel)", 137),
 }
+# What nobody sends to ask for an end.
+_KILLED = (
+    "Killed", "Segmentation fault", "Aborted", "Bus error", "Illegal instruction",
+    "Floating point exception",
+)  # fmt: skip
+_ABOVE = "what had started it (an agent, submitit's process or a launch prefix)"
 
 
 def _from_srun(report: _Report) -> Failure:
-    word = report.reason.removesuffix(" (core dumped)")
-    reason, code = _SIGNAL_WORDS.get(word, (report.reason, None))
+    reason, code = _SIGNAL_WORDS.get(report.word, (report.reason, None))
     exited = re.fullmatch(r"Exited with exit code (\d+)", report.reason)
     if exited:
         code = int(exited[1])

@@ -10,6 +10,7 @@ from clusterddp.outcome import (
     Failure,
     Outcome,
     first_failure,
+    first_killed,
     note_clocks,
     note_hung,
     read_outcomes,
@@ -56,6 +57,7 @@ def on(host: str, ahead: float, outcome: Outcome) -> Outcome:
     return replace(outcome, host=host, ended=(outcome.ended or 0.0) + ahead, clock_ahead=ahead)
 
 
+ABOVE = "what had started it (an agent, submitit's process or a launch prefix)"
 KILLED_3 = "srun: error: h02: task 3: Killed\nsrun: Terminating StepId=17.0\n"
 CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
     "a host's clock is ahead, as was measured": (
@@ -160,6 +162,36 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
         [outcome(0, ended=50.0, exit_code=0, hung="in a loop"), exited(1, 51.0, 3)],
         "", (1, "exit code 3"),
     ),
+    "an agent, killed above two ranks that then saved": (
+        [exited(rank, 21.0, 75) for rank in range(4)],
+        "srun: error: h02: task 1: Killed\n"
+        "slurmstepd: error: *** STEP 17.0 ON h01 CANCELLED AT 2026-01-01T00:00:00 ***\n",
+        (2, f"{ABOVE} was killed by SIGKILL"),
+    ),
+    "submitit's process, killed above a command that took the signal for an end": (
+        [signalled(0, 21.0, "SIGTERM"), signalled(1, 20.9, "SIGTERM")],
+        "srun: error: h01: task 1: Segmentation fault (core dumped)\n"
+        "srun: error: h01: task 0: Terminated\n",
+        (1, f"{ABOVE} was killed by SIGSEGV"),
+    ),
+    "an agent, killed above a rank that lost its store": (
+        [raised(0, 20.0, "the store is gone"), lost(2, 20.1)],
+        "srun: error: h01: task 0: Killed\nsrun: error: h02: task 1: Exited with exit code 1\n",
+        (0, f"{ABOVE} was killed by SIGKILL"),
+    ),
+    "a launch prefix, killed above a command that exits with 0 when it is told to end": (
+        [done(0), done(1)], "srun: error: h01: task 1: Killed\n",
+        (1, f"{ABOVE} was killed by SIGKILL"),
+    ),
+    "an agent that Slurm had to kill at the end": (
+        [exited(0, 20.0, 3), *(signalled(rank, 21.0, "SIGTERM") for rank in (1, 2, 3))],
+        "srun: error: h01: task 0: Exited with exit code 1\nsrun: error: h02: task 1: Killed\n",
+        (0, "exit code 3"),
+    ),
+    "a launch prefix that took a signal meant for the ranks": (
+        [exited(0, 20.0, 75), exited(1, 20.0, 75)],
+        "srun: error: h01: tasks 0-1: User defined signal 1\n", None,
+    ),
     "a rank that vanished without a word": (
         [lost(0, 20.0), outcome(1)], "", (1, "left no record of its end"),
     ),
@@ -247,6 +279,23 @@ def test_a_rank_that_hangs_is_noted_until_it_goes_on(tmp_path: Path) -> None:
     assert [o.hung for o in read_outcomes(tmp_path)] == ["", ""]
     (tmp_path / "hung.json").write_text('{"ranks": 1}')
     assert [o.hung for o in read_outcomes(tmp_path)] == ["", ""]
+
+
+def test_a_kill_that_srun_saw_first_is_told_apart_from_a_request_to_stop() -> None:
+    saved = [exited(0, 20.0, 75), exited(1, 20.0, 75)]
+    vanished = [exited(0, 20.0, 75), outcome(1)]
+    killed = "srun: error: h01: task 1: Killed\n"
+    for outcomes, log, rank in (
+        (saved, killed, 1),
+        (vanished, killed, 1),
+        (saved, "", None),
+        (saved, "srun: error: h01: task 1: Terminated\n", None),
+        (saved, "srun: error: h01: task 1: User defined signal 1\n", None),
+        (saved, "slurmstepd: error: *** STEP 17.0 ON h01 CANCELLED ***\n" + killed, None),
+        (saved, "srun: error: h01: task 0: Exited with exit code 1\n" + killed, None),
+    ):
+        found = first_killed(outcomes, log)
+        assert (found and found.rank) == rank, log
 
 
 def test_a_rank_that_saved_and_left_has_not_failed() -> None:

@@ -21,7 +21,7 @@ from clusterddp.attempt_logs import of_attempt
 from clusterddp.cli import next_start
 from clusterddp.cli.job_log import say
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
-from clusterddp.outcome import Failure, Outcome, first_failure, read_outcomes
+from clusterddp.outcome import Failure, Outcome, first_failure, first_killed, read_outcomes
 from clusterddp.requeue import Policy, Start, decide, gained, starts_since_submission
 from clusterddp.run_dir import RunDir, read_json
 from clusterddp.slurm.own_job import Ending, ending, is_rehearsal, own_name
@@ -192,16 +192,20 @@ def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwri
             return End(
                 cause, asked or code or EXIT_FAILED, step=step, saved=has_saved, lines=(line,)
             )
+    killed = first_killed(outcomes, _log_of(run, job_id)) if exit_code else None
+    if killed and (paused or left):  # the other ranks were ended for it
+        line = f"{killed.describe()}; {saved}"
+        return End(requeue.FAILED, killed.exit_code or EXIT_FAILED, killed, step, lines=(line,))
     if paused or left:
         if not _trains(run):
             return End(requeue.SIGNAL, EXIT_PAUSED, lines=(saved,))
         reason = left.get("reason") or "a request to stop"
         return End(requeue.SIGNAL, EXIT_PAUSED, step=step, lines=(f"{reason}: {saved}",))
-    killed = failure and failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
-    if failure and killed and not _trains(run) and any(o.rank == failure.rank for o in outcomes):
+    by_signal = failure and failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
+    if failure and by_signal and not _trains(run) and any(o.rank == failure.rank for o in outcomes):
         line = f"{failure.describe()}: the command does not take that signal, so it saved nothing"
         return End(requeue.FAILED, code, failure, lines=(line,))
-    if failure and killed:
+    if failure and by_signal:
         line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
         return End(requeue.SIGNAL, EXIT_PAUSED, lines=(line,))
     if failure and _is_aftershock(attempt, failure):

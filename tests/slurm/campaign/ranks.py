@@ -134,6 +134,38 @@ def srun_terminated(trial: Trial) -> str:
     return _srun(trial, signal.SIGTERM)
 
 
+def _kill_above(trial: Trial, words: str, *options: str) -> str:
+    """Kills what stands above rank 1; rank 0, ended for it, takes that for a request to stop."""
+    run = trial.start("--restart-on-failure", "1", "--nodelist", "h[01-02]", *options)
+    run.wait_step(60)
+    struck = run.struck()
+    [above] = run.wait(lambda: run.processes("h02", words), words)
+    run.signal(above, signal.SIGKILL)
+    run.gone(above)
+    run.wait_attempt(2)
+    seen = run.check_same(struck, causes=["failed", "done"])
+    named(run, 1)
+    return seen
+
+
+@fault("agent-killed", quick=True)
+def agent_killed(trial: Trial) -> str:
+    return _kill_above(trial, "torch.distributed.run", "--template", "torchrun.sbatch.j2")
+
+
+@fault("submitits-process-killed")
+def submitits_process_killed(trial: Trial) -> str:
+    return _kill_above(trial, "submitit.core._submit", "--launcher", "submitit")
+
+
+@fault("launch-prefix-killed")
+def launch_prefix_killed(trial: Trial) -> str:
+    prefix = trial.folder / "prefix"
+    prefix.write_text('#!/bin/bash\n"$@"\nexit $?\n')
+    prefix.chmod(0o755)
+    return _kill_above(trial, str(prefix), "--launch-prefix", str(prefix))
+
+
 BOTH = ("--nodelist", "h[01-02]")
 
 
