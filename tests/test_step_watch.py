@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from clusterddp import step_watch
 from clusterddp.attempt import Attempt
 from clusterddp.run_dir import RunDir
+from tests.processes import has_gone, wait_for
 
 
 class Step:
@@ -162,3 +164,22 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(step_watch.time, "sleep", sleep)
     step.watch()
     assert (lives, step.cancelled) == (0, ["17.3"])
+
+
+def test_it_outlives_the_scripts_signals_and_not_the_script(tmp_path: Path) -> None:
+    Attempt(RunDir(tmp_path / "run"), 1).outcomes.mkdir(parents=True)
+    script = (
+        '(trap \'\' TERM USR1 USR2; exec "$0" -m clusterddp watch-step "$1" --script "$$" '
+        "--job-id 17 --attempt 1 --ranks 1) & disown || :; echo $!; wait; read line"
+    )
+    argv = ["bash", "-c", script, sys.executable, str(tmp_path / "run")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as bash:
+        assert bash.stdin and bash.stdout
+        pid = int(bash.stdout.readline())
+        wait_for(lambda: b"watch-step" in Path(f"/proc/{pid}/cmdline").read_bytes(), "Python")
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2):
+            os.kill(pid, number)
+        assert Path(f"/proc/{pid}").exists()
+        assert bash.poll() is None
+        bash.kill()  # after `wait`, which does not wait for it
+    assert has_gone(pid)

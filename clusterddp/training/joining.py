@@ -26,6 +26,8 @@ from clusterddp.training import device as devices
 from clusterddp.training.agreement import Agreement, Hello
 
 _OWN_DATA_SECONDS = 3600.0
+# Logs and records of hosts that are further apart are hard to read side by side.
+_APART_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,9 @@ def join(
 
 def _note_clocks(agreed: Agreement, ahead: dict[str, float], say: Callable[[str], None]) -> None:
     """Record them for who reads the ranks' outcomes; a full disk costs the record."""
-    apart = {host: seconds for host, seconds in ahead.items() if seconds}
+    apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
     if apart:
-        told = ", ".join(f"{host} {seconds:+.1f} s" for host, seconds in apart.items())
-        say(f"warning: the clocks of hosts differ from that of rank 0's: {told}")
+        say(f"warning: clocks differ from that of rank 0's host: {', '.join(apart)}")
     with suppress(OSError):
         note_clocks(Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt).outcomes, ahead)
 
