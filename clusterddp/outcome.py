@@ -175,7 +175,7 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     if any(outcome.of_command for outcome in own):
         # Not all that follows from the end of another rank can be told from the words of a
         # command: an error counts no more than a code or a signal there, and the first one does.
-        own = [o for o in by_time if not o.peer_lost and o.signal != "SIGTERM"]
+        own = [o for o in failed if not o.peer_lost and o.signal != "SIGTERM"]
     for group in (
         own,
         [o for o in outcomes if o.hung and failed and (o.failed or o.ended is None)],

@@ -201,19 +201,8 @@ def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwri
             return End(requeue.SIGNAL, EXIT_PAUSED, lines=(saved,))
         reason = left.get("reason") or "a request to stop"
         return End(requeue.SIGNAL, EXIT_PAUSED, step=step, lines=(f"{reason}: {saved}",))
-    by_signal = failure and failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
-    if failure and by_signal and not _trains(run) and any(o.rank == failure.rank for o in outcomes):
-        line = f"{failure.describe()}: the command does not take that signal, so it saved nothing"
-        return End(requeue.FAILED, code, failure, lines=(line,))
-    if failure and by_signal:
-        line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
-        return End(requeue.SIGNAL, EXIT_PAUSED, lines=(line,))
-    if failure and _is_aftershock(attempt, failure):
-        line = f"{failure.describe()}: Slurm ended a step of the lost node once more"
-        return End(requeue.NODE_LOST, code, failure, step, lines=(line,))
     if failure:
-        log = f"see its log: clusterddp logs {run.shown} --rank {failure.rank}"
-        return End(requeue.FAILED, code, failure, step, lines=(failure.describe(), log))
+        return _judge_failure(attempt, failure, code, step, outcomes)
     if code == 0:
         line = (
             f"srun ended with exit code 0, but the run has no {run.report.name} of this attempt: "
@@ -225,6 +214,24 @@ def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwri
         requeue.FAILED, code,
         lines=(f"ended with exit code {code}; no rank says why. See {where}.",),
     )  # fmt: skip
+
+
+def _judge_failure(
+    attempt: Attempt, failure: Failure, code: int, step: int | None, outcomes: Sequence[Outcome]
+) -> End:
+    """What a rank's failure makes of an attempt that was not interrupted."""
+    run = attempt.run
+    if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
+        if not _trains(run) and any(o.rank == failure.rank for o in outcomes):
+            why = "the command does not take that signal, so it saved nothing"
+            return End(requeue.FAILED, code, failure, lines=(f"{failure.describe()}: {why}",))
+        line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
+        return End(requeue.SIGNAL, EXIT_PAUSED, lines=(line,))
+    if _is_aftershock(attempt, failure):
+        line = f"{failure.describe()}: Slurm ended a step of the lost node once more"
+        return End(requeue.NODE_LOST, code, failure, step, lines=(line,))
+    log = f"see its log: clusterddp logs {run.shown} --rank {failure.rank}"
+    return End(requeue.FAILED, code, failure, step, lines=(failure.describe(), log))
 
 
 def _what_was_saved(run: RunDir, left: Mapping[str, Any], *, paused: bool, unwritable: bool) -> str:
