@@ -257,7 +257,8 @@ def _earliest(group: Sequence[Outcome], said: Sequence["_Report"]) -> Outcome:
 
 
 def _short(host: str) -> str:
-    return host.partition(".")[0]
+    """The name without its domain, which Slurm and the host itself may or may not give."""
+    return host if host.replace(".", "").isdigit() else host.partition(".")[0]
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,11 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
         [done(0), done(1)], "srun: error: h01: task 1: Killed\n",
         (1, f"{ABOVE} was killed by SIGKILL"),
     ),
+    "an agent of a rehearsal, whose hosts are addresses": (
+        [outcome(rank, host=f"127.0.0.{1 + rank // 2}", ended=21.0, exit_code=75)
+         for rank in range(4)],
+        "srun: error: 127.0.0.2: task 1: Killed\n", (2, f"{ABOVE} was killed by SIGKILL"),
+    ),
     "an agent that Slurm had to kill at the end": (
         [exited(0, 20.0, 3), *(signalled(rank, 21.0, "SIGTERM") for rank in (1, 2, 3))],
         "srun: error: h01: task 0: Exited with exit code 1\nsrun: error: h02: task 1: Killed\n",
