@@ -26,14 +26,14 @@ def full_name(template: str, folder: Path | None = None) -> str:
     return next((name for name in SHIPPED if name.split(".")[0] == template), template)
 
 
-class ShippedName(click.Choice[str]):
+class ShippedName(click.Choice):  # type: ignore[type-arg] # its type is no parameter before click 8.2
     """A shipped template, by its file name or short: `torchrun`."""
 
     def __init__(self) -> None:
         super().__init__(list(SHIPPED))
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return super().convert(full_name(value), param, ctx)
+        return str(super().convert(full_name(value), param, ctx))
 
 
 NAME = ShippedName()
