@@ -152,8 +152,8 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     `job_log_text` is what srun and Slurm said in the batch script's log. In this order: the
     rank above which something was killed before srun saw any other end; errors of a rank's own and
     tasks that srun reports as killed without a record of their end, whichever srun names first;
-    ranks that hung; codes and signals; ranks that vanished; ranks that lost another; and ranks that
-    were told to end.
+    codes and signals; ranks that hung; ranks that aborted; ranks that vanished; ranks that lost
+    another; and ranks that were told to end.
     """
     said = _read_srun(job_log_text)
     above = _killed_above(outcomes, said)
@@ -176,10 +176,13 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
         # Not all that follows from the end of another rank can be told from the words of a
         # command: an error counts no more than a code or a signal there, and the first one does.
         own = [o for o in failed if not o.peer_lost and o.signal != "SIGTERM"]
+    by_itself = [o for o in failed if not o.error and o.signal != "SIGTERM"]
     for group in (
         own,
+        # NCCL aborts a rank that has waited in vain. What Slurm kills, it kills with its parent.
+        [o for o in by_itself if not o.hung and o.signal != "SIGABRT"],
         [o for o in outcomes if o.hung and failed and (o.failed or o.ended is None)],
-        [o for o in failed if not o.error and o.signal != "SIGTERM"],
+        by_itself,
         [o for o in outcomes if o.ended is None and failed],
         _left_early(outcomes),
         [o for o in failed if o.peer_lost],

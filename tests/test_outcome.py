@@ -152,8 +152,16 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
         "", (1, "hung: in a loop"),
     ),
     "a rank that hung, killed with its parent": (
-        [lost(0, 20.0), outcome(1, hung="in a loop"), exited(2, 20.1, 134)],
+        [
+            lost(0, 20.0),
+            outcome(1, hung="in a loop"),
+            outcome(2, ended=20.1, exit_code=134, signal="SIGABRT"),
+        ],
         "", (1, "hung: in a loop"),
+    ),
+    "a rank that is killed while another takes its time to save": (
+        [replace(lost(0, 20.0), hung="saving"), signalled(1, 20.1, "SIGKILL")],
+        "", (1, "killed by SIGKILL"),
     ),
     "an exception beside a rank that hung": (
         [raised(0, 20.0), outcome(1, hung="in a loop")], "", (0, "RuntimeError: boom"),
