@@ -90,14 +90,34 @@ OWN = re.compile(
     r"SLURM_(CLUSTER_NAME|CONF|JOB_?ID|JOB_(NAME|NODELIST|PARTITION|UID|GID|USER|QOS|ACCOUNT"
     r"|END_TIME|START_TIME)|LAUNCH_NODE_IPADDR|NODELIST|STEP_NODELIST|SUBMIT_\w+|TASK_PID"
     r"|(STEP_)?TOPOLOGY\w*|NODE_ALIASES|WORKING_CLUSTER|SRUN_COMM_\w+|STEP_LAUNCHER_PORT|UMASK"
-    r"|PRIO_PROCESS|CPUS_ON_NODE|JOB_CPUS_PER_NODE\w*)|SLURMD_NODENAME"
+    r"|PRIO_PROCESS|CPUS_ON_NODE|JOB_CPUS_PER_NODE\w*|OOM_KILL_STEP)|SLURMD_(NODENAME|DEBUG)"
 )
 
 
 def variables(log: Path) -> dict[str, str]:
     found: dict[str, str] = json.loads(log.read_text().splitlines()[-1])
     wanted = ("SLURM", "CUDA_VISIBLE_DEVICES")
-    return {k: v for k, v in found.items() if k.startswith(wanted) and not OWN.fullmatch(k)}
+    return as_22_05(
+        {k: v for k, v in found.items() if k.startswith(wanted) and not OWN.fullmatch(k)}
+    )
+
+
+def as_22_05(step: dict[str, str]) -> dict[str, str]:
+    """A step's variables in the words of Slurm 22.05, which the stand-in uses.
+
+    24.11 has a task's share in one variable, SLURM_TRES_PER_TASK=cpu=2,gres/gpu=1, and says twice
+    to which of its devices a task is bound.
+    """
+    shares = step.pop("SLURM_TRES_PER_TASK", "")
+    for share in filter(None, shares.split(",")):
+        kind, _, count = share.rpartition("=")
+        name = {"cpu": "SLURM_CPUS_PER_TASK", "gres/gpu": "SLURM_GPUS_PER_TASK"}[kind]
+        assert step.setdefault(name, count) == count, shares
+    bound = step.get("SLURMD_TRES_BIND")
+    assert step.pop("SLURM_TRES_BIND", bound) == bound
+    if bound:
+        step["SLURMD_TRES_BIND"] = bound.removeprefix("gres/")
+    return step
 
 
 @pytest.mark.parametrize(
