@@ -507,6 +507,21 @@ def test_a_check_is_one_question_that_warns_and_refuses_nothing(
     assert calls.read_text().split("\n") == ["--test-only", "--parsable", ""]
 
 
+@pytest.mark.parametrize(
+    ("setting", "warned"), [("1-9,75", True), ("(null)", False)], ids=["set", "not set"]
+)
+def test_a_check_warns_of_codes_for_which_slurm_requeues(
+    setting: str, warned: bool, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch_that_forecasts(elsewhere, monkeypatch, "echo found >&2; exit 0")
+    scontrol = elsewhere / "bin" / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho 'RequeueExit             = {setting}'\n")
+    scontrol.chmod(0o755)
+    result = run("--check", "--run-name", "demo", "--no-snapshot", "--", "true")
+    assert result.exit_code == 0, result.output
+    assert (f"warning: slurm.conf has RequeueExit={setting}" in result.stderr) == warned
+
+
 def test_without_a_check_and_in_a_dry_run_slurm_is_not_asked(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
