@@ -84,7 +84,8 @@ def _hand_on(
             continue
         fresh = draft / each.path.name
         try:
-            checkpoint_file.read(each.path)
+            if each.path.is_symlink() or not each.path.is_file():
+                checkpoint_file.read(each.path)  # names what it is; such a thing is not linked
             _link(each.path, draft)
             checkpoint_file.read(fresh)
         except (FileNotFoundError, UnusableError) as error:

@@ -11,7 +11,7 @@ from clusterddp.training import checkpoint_file
 from clusterddp.training.checkpoint_file import Best, UnusableError, name_of, read_best
 from clusterddp.training.handing_on import adopt
 from clusterddp.training.run_checkpoints import listing, newest
-from tests.training.made_checkpoints import attempt, names_in, silent, steps_in
+from tests.training.made_checkpoints import DAMAGE, attempt, names_in, silent, steps_in
 
 
 @pytest.fixture
@@ -68,6 +68,18 @@ def test_the_best_can_be_named_by_what_the_source_holds(run: RunDir) -> None:
     adopt(third, second.checkpoints / name_of(200), 1, best=Best(0.5, 50))  # long removed
     assert steps_in(third.checkpoints) == [200]
     assert read_best(third.checkpoints) is None
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_nothing_can_go_on_from_is_not_handed_on(run: RunDir, damage: str) -> None:
+    first = attempt(run, 1, 100, 200, 300)
+    DAMAGE[damage][0](first.checkpoints / name_of(200))
+    second = Attempt(run, 2)
+    second.path.mkdir()
+    warnings: list[str] = []
+    adopt(second, first.checkpoints / name_of(300), 3, warn=warnings.append)
+    assert steps_in(second.checkpoints) == [300, 100]
+    assert len(warnings) == 1 and warnings[0].startswith(f"passing over {name_of(200)}")
 
 
 def test_what_is_handed_on_comes_from_all_earlier_attempts(run: RunDir) -> None:
