@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+from clusterddp import attempt as attempts
 from clusterddp import launchers, submitting
+from clusterddp.attempt_logs import of_attempt
 from clusterddp.by_hand import MOST_PROCS, START_METHODS
 from clusterddp.cli import runs
 from clusterddp.errors import (
@@ -172,8 +174,8 @@ def _how_it_failed(run: RunDir, failure: Failure | None) -> str:
     """The rank that failed first, with its traceback where its log ends with one."""
     if failure is None:
         return f"the training failed; the logs are in {run.logs}"
-    log = run.rank_log(failure.rank)
-    text = log.read_text(errors="replace") if log.is_file() else ""
+    attempt = attempts.latest(run)
+    text = of_attempt(run.rank_log(failure.rank), attempt.number if attempt else 1)
     _, found, trace = text.rpartition(_TRACEBACK)
     return f"{failure.describe()}\n{found}{trace}".rstrip() if found else failure.describe()
 

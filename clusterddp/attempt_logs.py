@@ -23,6 +23,8 @@ def divide(attempt: Attempt, job_id: str) -> None:
 
     A log that cannot be written goes without: it must not cost the start.
     """
+    if attempt.number == 1:
+        return
     line = f"{_divider(attempt.number, job_id)}\n"
     with contextlib.suppress(OSError):
         for log in sorted(attempt.run.logs.glob("*.log")):

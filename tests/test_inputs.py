@@ -213,6 +213,18 @@ def test_without_a_copy_a_changed_tree_is_refused_at_the_next_start(
     assert got.code == 2 and "changed nets.py" in got.err
 
 
+def test_a_changed_model_is_said_and_taken_on_purpose(tree: Path, workplace: Workplace) -> None:
+    run = submitted(workplace, *OPTIONS)
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"event": "ended", "time": 9e9, "job_id": "12", "exit_code": 1}\n')
+    workplace.command("squeue", "true")
+    (tree / "nets.py").write_text("raise SystemExit\ndef build(): return 2\n")
+    assert "changed nets.py" in workplace.invoke("resubmit", "one", "--dry-run").err
+    got = workplace.invoke("resubmit", "one", "--code", "new")
+    assert got.code == 0, got.err
+    assert (run / "code/nets.py").read_text() == (tree / "nets.py").read_text()
+
+
 def test_what_is_installed_or_ours_is_not_copied(
     tree: Path,
     workplace: Workplace,

@@ -79,8 +79,7 @@ def _begin(run: RunDir, job_id: str, max_requeues: int, patience: float) -> Atte
         attempts.await_silence(run, job_id, patience, lambda line: say(line, err=True))
         made = attempts.begin(run)
         made.set_room_aside()
-        if made.number > 1:
-            attempt_logs.divide(made, job_id)
+        attempt_logs.divide(made, job_id)
         # Looked at now that the attempt can be seen: who asks from here on leaves a mark in it.
         _refuse_withdrawn(run, job_id)
         return made

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from clusterddp import attempt as attempts
-from clusterddp import by_hand
+from clusterddp import attempt_logs, by_hand
 from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PAUSED, TrainingError
@@ -87,6 +87,7 @@ def train(
     run.make(run.logs)
     attempts.await_silence(run, "", config.rendezvous_timeout, say)
     attempt = attempts.begin(run)
+    attempt_logs.divide(attempt, "")
     with TaskGroup() as group:
         stopping = _Stopping(group, attempt)
         with stopping:

@@ -189,6 +189,8 @@ def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
     assert f"resuming from {run}/attempts/0002/checkpoints/{name_of(end['step'])}" in again.stdout
     assert f"rank 0 of {procs}" in again.stdout
     assert "done: test accuracy" in again.stdout
+    dividers = [log.read_text().count("--- attempt 2, job ") for log in run.glob("logs/*.log")]
+    assert dividers == [1] * (procs if procs > 1 else 0)
 
 
 # A training whose steps after the thirtieth never end: it cannot save.
