@@ -235,10 +235,19 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
 
 # sbatch's own forms of the same, which are taken too.
 _SBATCH_FORMS = {
-    "nodes": "-N", "tasks-per-node": "--ntasks-per-node", "cpus-per-task": "-c", "time": "-t",
-    "partition": "-p", "account": "-A", "qos": "-q", "constraint": "-C", "nodelist": "-w",
-    "exclude": "-x", "dependency": "-d", "job-name": "-J",
-}  # fmt: skip
+    "nodes": "-N",
+    "tasks-per-node": "--ntasks-per-node",
+    "cpus-per-task": "-c",
+    "time": "-t",
+    "partition": "-p",
+    "account": "-A",
+    "qos": "-q",
+    "constraint": "-C",
+    "nodelist": "-w",
+    "exclude": "-x",
+    "dependency": "-d",
+    "job-name": "-J",
+}
 
 # What sbatch has and means otherwise or that a run has no use for, and what is typed instead.
 IN_PLACE_OF = {

@@ -603,15 +603,15 @@ def test_large_files_beside_a_command_are_linked_and_named(
 
 
 def test_sbatchs_usual_forms_are_taken() -> None:
-    theirs = [
-        "-N2", "-p", "gpu", "-A", "ab", "-t", "30", "-J", "x y", "-c", "4", "-q", "high", "-C",
-        "a100", "-w", "h[1-2]", "-x", "h9", "-d", "afterok:1", "--ntasks-per-node=3",
-    ]  # fmt: skip
-    ours = [
-        "--nodes=2", "--partition=gpu", "--account=ab", "--time=30", "--job-name=x y",
-        "--cpus-per-task=4", "--qos=high", "--tasks-per-node=3", "--constraint=a100",
-        "--nodelist=h[1-2]", "--exclude=h9", "--dependency=afterok:1",
-    ]  # fmt: skip
+    theirs = shlex.split(
+        "-N2 -p gpu -A ab -t 30 -J 'x y' -c 4 -q high -C a100 -w h[1-2] -x h9 -d afterok:1 "
+        "--ntasks-per-node=3"
+    )
+    ours = shlex.split(
+        "--nodes=2 --partition=gpu --account=ab --time=30 --job-name='x y' --cpus-per-task=4 "
+        "--qos=high --constraint=a100 --nodelist=h[1-2] --exclude=h9 --dependency=afterok:1 "
+        "--tasks-per-node=3"
+    )
     assert dry_run(*theirs) == dry_run(*ours) != dry_run()
 
 
