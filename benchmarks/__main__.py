@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks import hardware
 from benchmarks.pairs import NOTES, Row
 
 # name -> module with a `measure() -> list[Row]`; loaded when it runs, for one of them needs torch.
@@ -56,7 +57,7 @@ def command(only: tuple[str, ...], as_json: bool, plots: Path | None) -> None:
     if plots:
         from benchmarks.plots import draw
 
-        for path in draw(tables, plots):
+        for path in draw(tables, plots, circumstances["hardware"]):
             click.echo(f"drew {path}", err=True)
     if as_json:
         shown = {name: [row.to_dict() for row in rows] for name, rows in tables.items()}
@@ -68,7 +69,7 @@ def command(only: tuple[str, ...], as_json: bool, plots: Path | None) -> None:
     for label, value in circumstances.items():
         click.echo(f"{label:<{width}}  {value}")
     for name, rows in tables.items():
-        click.echo(f"\n### {name}\n\n{table(rows)}")
+        click.echo(f"\n### {name}\n\nOn {circumstances['hardware']}.\n\n{table(rows)}")
     if NOTES:
         click.echo("\n" + "\n".join(f"- {line}" for line in NOTES))
 
@@ -126,22 +127,11 @@ def _circumstances() -> dict[str, str]:
     return {
         "command": f"python -m benchmarks {' '.join(sys.argv[1:])}".rstrip(),
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": _hardware(),
+        "hardware": hardware.named(),
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "versions": ", ".join(versions),
         "load": f"{os.getloadavg()[0]:.1f} before the start (0.0: the machine was idle)",
     }
-
-
-def _hardware() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:  # macOS
-        text = ""
-    names = [line.partition(":")[2] for line in text.splitlines() if line.startswith("model name")]
-    name = " ".join(names[0].split()) if names else platform.processor() or platform.machine()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} CPUs ({name}), {memory:.0f} GiB"
 
 
 if __name__ == "__main__":

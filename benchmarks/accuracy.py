@@ -24,6 +24,7 @@ import click
 import torch
 import torch.distributed as dist
 
+from benchmarks import hardware
 from clusterddp.attempt import begin
 from clusterddp.recipes import RECIPES
 from clusterddp.run_dir import RunDir
@@ -72,11 +73,13 @@ def command(
             click.echo(shown, err=True)
     if as_json:
         found = {"accuracies": accuracies, "seconds": seconds, "warm_up_seconds": warm_up}
-        click.echo(json.dumps({"recipe": recipe, "threads": threads, **found}, indent=2))
+        machine = hardware.named()
+        asked = {"recipe": recipe, "threads": threads, "hardware": machine}
+        click.echo(json.dumps({**asked, **found}, indent=2))
         return
     click.echo(
         f"{recipe}: {len(accuracies)} seeds from {first_seed}, {threads} threads, "
-        f"{_precision()}\n{summary(accuracies, seconds, warm_up)}"
+        f"{_precision()}, on {hardware.named()}\n{summary(accuracies, seconds, warm_up)}"
     )
 
 

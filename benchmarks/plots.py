@@ -6,8 +6,11 @@ from pathlib import Path
 from benchmarks.pairs import Row
 
 
-def draw(tables: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
-    """NAME.svg for every benchmark that has rows. Raises ImportError without matplotlib."""
+def draw(tables: Mapping[str, Sequence[Row]], folder: Path, hardware: str) -> list[Path]:
+    """NAME.svg for every benchmark that has rows, with the hardware that they are from.
+
+    Raises ImportError without matplotlib.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -28,7 +31,7 @@ def draw(tables: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
         labels = [f"{row.name} / {row.baseline} ({row.unit})" for row in shown]
         axes.barh(labels, [row.ratio for row in shown], xerr=spread, color="#4878a8", capsize=2)
         axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_xlabel("ratio, median of the pairs; least to greatest")
+        axes.set_xlabel(f"ratio, median of the pairs; least to greatest\n{hardware}")
         path = folder / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)

@@ -1,4 +1,5 @@
-"""The training step: our loop against others' on the same images, and against what it costs alone.
+"""The training step: our loop against others' on the same images, and against what it costs alone,
+by itself and with the least exchange that keeps ranks together.
 
 Two ranks with a thread each on CPUs; on a GPU, where there is one, a single rank. All train the
 same network (28,938 parameters) at 100 images a rank and step; each program is started once and
@@ -6,6 +7,7 @@ then trains in turn with the others. The loop's seconds are those that it report
 batches, learning rate, step, exchange, sums and log lines.
 """
 
+import statistics
 import tempfile
 from pathlib import Path
 
@@ -14,11 +16,13 @@ from benchmarks.pairs import Row, note
 from benchmarks.turns import Contender, interpreters, measured
 
 _BATCH, _STEPS, _ROUNDS = 100, 80, 5
+_PARAMETERS = 28_938
 _PEERS = {"lightning_ddp": "lightning", "accelerate_ddp": "accelerate"}
 _NAMES = {
     "article": "a tutorial's DDP script", "tensors": "the same, tensors in memory",
     "lightning_ddp": "Lightning",
     "accelerate_ddp": "Accelerate", "ours": "clusterddp", "bound": "the step alone",
+    "bound_exchanged": "the step with a bare all-reduce",
 }  # fmt: skip
 
 
@@ -41,10 +45,11 @@ def _two_ranks(root: str, folder: Path) -> list[Row]:
         note(f"step: {line}")
     by = {}
     for precision in ("fp32", "bf16"):
-        for module in ("article", *peers, "tensors", "ours", "bound"):
+        for module in ("article", *peers, "tensors", "ours", "bound", "bound_exchanged"):
             by[module, precision] = _contender(module, root, precision, 2, "cpu")
             if module in peers:
                 by[module, precision].interpreter = peers[module]
+    _note_exchange(folder)
     with measured(list(by.values()), _ROUNDS, folder / "two.log"):
         others = ["article", *peers]
         return [
@@ -53,7 +58,24 @@ def _two_ranks(root: str, folder: Path) -> list[Row]:
             *(_row(by["ours", "bf16"], by[other, "bf16"]) for other in others),
             *(_row(by["ours", each], by["tensors", each]) for each in ("fp32", "bf16")),
             *(_row(by["ours", each], by["bound", each]) for each in ("fp32", "bf16")),
+            *(_row(by["ours", each], by["bound_exchanged", each]) for each in ("fp32", "bf16")),
+            *(
+                _row(by["bound_exchanged", each], by["bound", each], "a bare all-reduce a step")
+                for each in ("fp32", "bf16")
+            ),
         ]
+
+
+def _note_exchange(folder: Path) -> None:
+    """Say what the all-reduce takes where nobody computes, so that neither rank is waited for."""
+    size = 4 * _PARAMETERS
+    asked = Contender("the exchange", "exchange", Request("", "fp32", "cpu", 0, size), 2)
+    with measured([asked], _ROUNDS, folder / "exchange.log"):
+        milliseconds = 1000 * statistics.median(asked.seconds)
+    note(
+        f"step: an all-reduce of {size:,} bytes by itself takes {milliseconds:.2f} ms between two "
+        "ranks here; what the step with it takes beyond that is waiting for the slower rank"
+    )
 
 
 def _one_rank(root: str, folder: Path, device: str) -> list[Row]:
@@ -80,9 +102,9 @@ def _contender(module: str, root: str, precision: str, ranks: int, device: str) 
     )
 
 
-def _row(ours: Contender, other: Contender) -> Row:
+def _row(ours: Contender, other: Contender, what: str = "training") -> Row:
     return Row(
-        f"training, {ours.name.partition(', ')[2]}",
+        f"{what}, {ours.name.partition(', ')[2]}",
         ", ".join(other.name.split(", ")[:2]),
         tuple(other.seconds),
         tuple(ours.seconds),

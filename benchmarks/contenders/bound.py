@@ -1,4 +1,5 @@
-"""What the step costs alone: tensors in memory, no loader, no exchange, nothing told or saved.
+"""What the step costs alone: tensors in memory, no loader, no exchange, nothing told or saved;
+and, by `bound_exchanged`, with the least that ranks can exchange in it.
 
 The arithmetic is the project's own (network, layout, precision, fused optimizer); on a GPU the step
 is captured into a graph.
@@ -19,7 +20,9 @@ from clusterddp.training.metrics import Tally
 from clusterddp.training.step import Step
 
 
-def main() -> None:
+def main(*, exchange: bool = False) -> None:
+    """exchange: with one bare all-reduce a step, of as many bytes as the gradients have, for which
+    a rank waits until the slower one is as far."""
     asked = request()
     dist.init_process_group("gloo")
     device = torch.device(asked.device)
@@ -28,9 +31,15 @@ def main() -> None:
     model = models.build("convnet").to(device).to(memory_format=torch.channels_last)
     config = TrainConfig(optimizer="sgd", lr=1e-4, momentum=0.0)
     captured = asked.device == "cuda"
+
+    def all_reduce() -> None:
+        dist.all_reduce(gradients)
+
+    gradients = torch.zeros(sum(each.numel() for each in model.parameters()), device=device)
     step = Step(
         model, optimizer.build(config, model, captured=captured), Tally(device),
         device=device, precision=asked.precision,
+        exchanged=all_reduce if exchange else lambda: None,
     )  # fmt: skip
     train_step = GraphedStep(step, model, asked.batch_size) if captured else step
     images = Images(*data.load("mnist", asked.root, train=True), device)
@@ -45,4 +54,5 @@ def main() -> None:
     serve(train)
 
 
-main()
+if __name__ == "__main__":
+    main()
