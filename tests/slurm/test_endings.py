@@ -7,6 +7,7 @@ failure; the tests then read what became of them.
 import json
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -171,6 +172,16 @@ class Seen:
 
 def test_the_page_has_a_row_for_each_way_that_is_tried() -> None:
     assert set(ROWS) == set(WAYS)
+
+
+def test_the_codes_for_which_a_cluster_requeues_are_read(slurm_available: None) -> None:
+    program = (
+        "import sys; from clusterddp.slurm import requeue_exit as exits; "
+        "print([[s, exits.names(s, 75), exits.names(s, 9)] for s in exits.settings()])"
+    )
+    with SlurmCluster(hosts=1, conf={"RequeueExit": "70-75", "RequeueExitHold": "3,9"}) as cluster:
+        said = cluster.run([sys.executable, "-c", program], check=True).stdout
+    assert said == "[['RequeueExit=70-75', True, False], ['RequeueExitHold=3,9', False, True]]\n"
 
 
 @pytest.mark.parametrize(("name", "launcher"), TRIED)
