@@ -43,3 +43,8 @@ class CheckpointError(ClusterDDPError):
 
 class TrainingError(ClusterDDPError):
     """A rank cannot train: no torch, no device, ranks that disagree."""
+
+
+def is_debuggers_quit(error: BaseException) -> bool:
+    """Whether a person left a debugger by `q`: bdb.BdbQuit, whose module need not be loaded."""
+    return type(error).__module__ == "bdb" and type(error).__name__ == "BdbQuit"

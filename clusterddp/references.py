@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import RequestError, TrainingError
+from clusterddp.errors import RequestError, TrainingError, is_debuggers_quit
 
 if TYPE_CHECKING:
     import ast
@@ -108,6 +108,8 @@ def running(reference: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # a script that reads its arguments exits at import
+        if is_debuggers_quit(error):
+            raise
         import traceback
 
         traceback.print_exception(error)

@@ -219,7 +219,7 @@ def _judge_code(code: int | None, job: JobState | None) -> tuple[str, str]:
     if code == EXIT_PAUSED:
         return STOPPED, "it was asked to stop, and has left"
     if code == EXIT_INTERRUPTED:
-        return STOPPED, "interrupted (Ctrl-C)"
+        return STOPPED, "interrupted (Ctrl-C, or q in a debugger)"
     if code == 143:
         return FAILED, "exit code 143: ended by SIGTERM (scancel, the time limit or preemption)"
     if code > 128:

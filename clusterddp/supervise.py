@@ -25,6 +25,7 @@ from clusterddp.errors import (
     EXIT_PAUSED,
     ClusterDDPError,
     TrainingError,
+    is_debuggers_quit,
 )
 from clusterddp.run_dir import RunDir
 from clusterddp.task_error import LONGEST_MESSAGE, TaskError
@@ -196,6 +197,8 @@ def _run(child: Callable[[], int], report_writer: int, mask: set[int]) -> int:
         _report(report_writer, error)
         return error.exit_code
     except BaseException as error:
+        if is_debuggers_quit(error):
+            return EXIT_INTERRUPTED
         traceback.print_exc()
         _report(report_writer, error)
         return EXIT_FAILED

@@ -51,7 +51,7 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
     ([submitted(), started(), ended(1)], {}, said(State.COMPLETING), None, "failed", "code 1"),
     ([submitted(), started(), ended(137)], {}, FORGOTTEN, None, "failed", "SIGKILL"),
     ([submitted(), started(), ended(143)], {}, FORGOTTEN, None, "failed", "the time limit"),
-    ([submitted(), started(), ended(130)], {}, None, None, "stopped", "interrupted (Ctrl-C)"),
+    ([submitted(), started(), ended(130)], {}, None, None, "stopped", "interrupted (Ctrl-C, or q"),
     ([submitted(), started(), ended(143)], {}, said(State.TIMEOUT), None, "failed", "time limit"),
     ([submitted(), started(), ended(143)], {}, said(State.CANCELLED), None, "cancelled", "scancel"),
     ([submitted(), started(), cancelled(), ended(143)], {}, None, None, "cancelled", ""),

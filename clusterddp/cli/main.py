@@ -10,7 +10,7 @@ import click
 
 from clusterddp import __version__
 from clusterddp.cli import short_lived
-from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError
+from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError, is_debuggers_quit
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -125,7 +125,7 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
     except Exception as error:
-        if type(error).__name__ == "BdbQuit":  # `q` at a breakpoint
+        if is_debuggers_quit(error):
             sys.exit(EXIT_INTERRUPTED)
         raise
     sys.exit(code if isinstance(code, int) else 0)

@@ -17,7 +17,13 @@ from clusterddp import attempt as attempts
 from clusterddp import attempt_logs, by_hand
 from clusterddp.attempt import Attempt
 from clusterddp.dist_env import DistEnv
-from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PAUSED, TrainingError
+from clusterddp.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PAUSED,
+    TrainingError,
+    is_debuggers_quit,
+)
 from clusterddp.launchers import start_methods
 from clusterddp.launchers.held_signals import held_back
 from clusterddp.launchers.processes import TaskGroup
@@ -71,7 +77,8 @@ def recorded(
             record(EXIT_INTERRUPTED)
             raise
         except Exception as error:
-            record(getattr(error, "exit_code", EXIT_FAILED))
+            left = is_debuggers_quit(error)
+            record(EXIT_INTERRUPTED if left else getattr(error, "exit_code", EXIT_FAILED))
             raise
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from clusterddp.run_dir import read_json_lines, write_atomically
 from clusterddp.training.checkpoint import Position
 from clusterddp.training.pace import Paces
 from clusterddp.training.tensorboard import Board
+
+if TYPE_CHECKING:
+    from clusterddp.training.progress_bar import ProgressBar
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Journal:
 
         of_ranks: images/s of each rank by itself, as `Paces` has them.
         """
-        if self._bar is not None:
+        if self._bar is not None and not self._bar.gives_way:
             self._bar.set_postfix(loss=f"{figures.loss:.4f}", refresh=False)
         else:
             self.say(
@@ -183,10 +186,10 @@ def _on_terminal() -> bool:
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
 
 
-def _bar(done: int, total: int) -> Any:
-    from tqdm import tqdm
+def _bar(done: int, total: int) -> "ProgressBar":
+    from clusterddp.training.progress_bar import ProgressBar
 
-    return tqdm(initial=done, total=total, unit="step", dynamic_ncols=True)
+    return ProgressBar(done, total)
 
 
 def _kinds_at(path: Path, step: int) -> set[str]:

@@ -1,11 +1,15 @@
+import fcntl
 import json
 import os
+import pty
 import select
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ import pytest
 from clusterddp.attempt import Attempt
 from clusterddp.launchers.workstation import free_port
 from clusterddp.run_dir import RunDir
+from clusterddp.run_status import run_status
 from clusterddp.training.checkpoint_file import name_of
 from tests.cli.made_runs import Workplace, workplace
 from tests.processes import dying_with_us, has_gone, wait_for
@@ -124,6 +129,107 @@ def test_one_process_is_this_very_process_with_its_input(debug: Any) -> None:
     assert process.returncode == 0, err
     assert f"in process {process.pid} asked for the loss" in out
     assert "done: test accuracy" in out
+
+
+STOPPING_MODEL = """
+import pdb
+from torch import nn
+
+class Net(nn.Sequential):
+    steps = 0
+
+    def forward(self, images):
+        Net.steps += 1
+        if Net.steps == 60:
+            {stop}
+        return super().forward(images)
+
+def build():
+    {at_once}
+    return Net(nn.Flatten(), nn.Linear(784, 10))
+"""
+
+
+BAR = "%|"
+"""What only the progress bar shows."""
+
+
+class Terminal:
+    """The terminal of a program: what it shows, and a person's keys."""
+
+    def __init__(self, argv: list[str], folder: Path) -> None:
+        self.keys, other = pty.openpty()
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        self.shown = ""
+        self.process = subprocess.Popen(
+            argv, cwd=folder, stdin=other, stdout=other, stderr=other, start_new_session=True,
+            preexec_fn=dying_with_us(),  # noqa: PLW1509 -- no threads here
+        )  # fmt: skip
+        os.close(other)
+
+    def read_until(self, text: str) -> str:
+        """What comes up to `text`, or to the end of the program."""
+        begin = len(self.shown)
+        while text not in self.shown[begin:]:
+            ready, _, _ = select.select([self.keys], [], [], PATIENCE)
+            assert ready, f"{text!r} has not come: {self.shown}"
+            try:
+                chunk = os.read(self.keys, 1 << 16)
+            except OSError:  # Linux's way to say that nobody has it open any more
+                break
+            self.shown += chunk.decode()
+        return self.shown[begin:]
+
+    def type(self, line: str) -> None:
+        os.write(self.keys, f"{line}\n".encode())
+
+    def line_of(self, text: str) -> str:
+        """The last line with `text`, as it stands on the screen after all carriage returns."""
+        [*_, line] = [row for row in self.shown.split("\n") if text in row]
+        seen = ""
+        for part in line.rstrip("\r").split("\r"):
+            seen = part + seen[len(part) :]
+        return seen.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("stop", "at_once"),
+    [("breakpoint()", "pass"), ("pdb.set_trace()", "pass"), ("pass", "breakpoint()")],
+    ids=["breakpoint", "set_trace", "as the model is made"],
+)
+def test_q_at_a_breakpoint_is_no_failure_and_no_bar_shares_the_prompts_line(
+    stop: str, at_once: str, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "nets.py").write_text(STOPPING_MODEL.format(stop=stop, at_once=at_once))
+    terminal = Terminal(
+        [
+            sys.executable, "-m", "clusterddp", "debug", "--dataset=synthetic", "--threads=1",
+            f"--data-dir={synthetic_dir}", "--model=nets:build", "--run-name=one", "--epochs=50",
+            "--log-every=5",
+        ],
+        tmp_path,
+    )  # fmt: skip
+    try:
+        terminal.read_until("(Pdb) ")
+        if stop != "pass":
+            assert "step/s" in terminal.shown  # there was a bar
+        for text, begin in (("nets.py(", "> "), ("-> ", "-> "), ("(Pdb)", "(Pdb)")):
+            assert terminal.line_of(text).startswith(begin)
+        for _ in range(8):  # out of the model, and through the loop that draws
+            terminal.type("up" if at_once != "pass" else "return")
+            told = terminal.read_until("(Pdb) ")
+            assert BAR not in told
+            assert terminal.line_of("(Pdb)") == "(Pdb)"
+        terminal.type("q")
+        terminal.read_until("no such text")
+        assert terminal.process.wait(PATIENCE) == 130
+    finally:
+        if terminal.process.poll() is None:
+            os.killpg(terminal.process.pid, signal.SIGKILL)
+            terminal.process.wait()
+        os.close(terminal.keys)
+    status = run_status(RunDir(tmp_path / "jobs/one"), {})
+    assert (status.state, status.first_failure) == ("stopped", "")
 
 
 def test_ranks_of_a_surrounding_job_do_not_matter(debug: Any) -> None:
