@@ -8,13 +8,13 @@ The tasks' own records say that they have ended. The batch script starts this be
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from clusterddp.attempt import Attempt
 from clusterddp.errors import SlurmError
-from clusterddp.outcome import Outcome, read_outcome
+from clusterddp.outcome import read_outcome, read_outcomes
 from clusterddp.slurm import control
 
 STEP_ENDED = "step_ended"
@@ -49,26 +49,32 @@ def watch(
     srun = _srun_of(script, attempt.run.path)
     if srun is None:
         return
-    step_id = next((outcome.step_id for outcome in _records(attempt, ranks)), "")
-    step = f"{job}.{step_id}"
-    say(f"{why}, but srun still waits: a task's exit message was lost. Ending step {step}")
+    step_id = next((o.step_id for o in read_outcomes(attempt.outcomes) if o.step_id), "")
+    # A job's id alone would cancel all of the job.
+    step = f"{job}.{step_id}" if step_id else ""
+    say(f"{why}, but srun still waits: a task's exit message was lost. Ending step {step or '?'}")
     with suppress(OSError):
         attempt.run.add_event(
             STEP_ENDED, job_id=job, attempt=attempt.number, step_id=step_id, why=why
         )
+    if step and _cancel(step, say):
+        deadline = time.monotonic() + cancel_seconds
+        while _is_child(srun, script) and time.monotonic() < deadline:
+            time.sleep(min(poll_seconds, 0.5))  # srun is no child of this process
+    if _is_child(srun, script):
+        say("killing srun, which does not end with its step")
+        with suppress(ProcessLookupError):
+            os.kill(srun, signal.SIGKILL)  # not TERM, for which srun would end tasks first
+
+
+def _cancel(step: str, say: Callable[[str], None]) -> bool:
     try:
         control.cancel(step)
     except SlurmError as error:
         # The hosts have told the controller that the step is over: srun alone does not know.
         say(f"{error}")
-    else:
-        deadline = time.monotonic() + cancel_seconds
-        while _is_child(srun, script) and time.monotonic() < deadline:
-            time.sleep(min(poll_seconds, 0.5))  # srun is no child of this process
-    if _is_child(srun, script):
-        say(f"killing srun, which does not end with step {step}")
-        with suppress(ProcessLookupError):
-            os.kill(srun, signal.SIGKILL)  # not TERM, for which srun would end tasks first
+        return False
+    return True
 
 
 def was_ended(attempt: Attempt) -> bool:
@@ -97,10 +103,10 @@ def _await_the_end(
             seen, since = now, time.monotonic()
         quiet = time.monotonic() - since
         if first_at_work >= ranks:
-            if quiet >= grace_seconds and all(_has_ended(attempt, rank) for rank in range(ranks)):
+            if quiet >= grace_seconds and _all_have_ended(attempt):
                 return "every task's end is recorded"
             if quiet >= grace_seconds:
-                first_at_work = 0  # an agent has started its ranks anew
+                first_at_work = 0  # an agent has started its ranks anew, or there are more of them
         elif seen[1] and quiet >= report_seconds:
             return f"the training has ended, without a sign of life for {report_seconds:g} s"
         time.sleep(poll_seconds)  # the records lie on a file system shared by hosts
@@ -111,18 +117,15 @@ def _has_ended(attempt: Attempt, rank: int) -> bool:
     return outcome is not None and outcome.ended is not None
 
 
+def _all_have_ended(attempt: Attempt) -> bool:
+    return all(outcome.ended is not None for outcome in read_outcomes(attempt.outcomes))
+
+
 def _last_sign(attempt: Attempt) -> float | None:
     try:
         return attempt.alive.stat().st_mtime
     except OSError:
         return None
-
-
-def _records(attempt: Attempt, ranks: int) -> Iterator[Outcome]:
-    for rank in range(ranks):
-        outcome = read_outcome(attempt.outcomes, rank)
-        if outcome and outcome.step_id:
-            yield outcome
 
 
 def _srun_of(script: int, run_dir: Path) -> int | None:

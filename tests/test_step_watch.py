@@ -96,6 +96,14 @@ def test_an_srun_that_a_cancelled_step_does_not_end_is_killed_never_terminated(
     assert step.other.poll() is None
 
 
+def test_without_a_step_to_name_the_job_is_not_cancelled_in_its_place(step: Step) -> None:
+    for rank in (0, 1):
+        step.record(rank, step_id="", **ENDED)
+    step.watch()
+    assert step.cancelled == []
+    assert step.srun.wait(10) == -signal.SIGKILL
+
+
 def test_an_srun_that_ends_by_itself_is_left_alone(step: Step) -> None:
     for rank in (0, 1):
         step.record(rank, **ENDED)
@@ -108,6 +116,7 @@ def test_an_srun_that_ends_by_itself_is_left_alone(step: Step) -> None:
 AT_WORK: dict[str, Callable[[Step], None]] = {
     "one has ended hours ago": lambda step: step.record(1),
     "one has not begun": lambda _: None,
+    "there are more than were asked for": lambda step: (step.record(1, **ENDED), step.record(2))[0],
     "one that had ended is started anew by its agent": lambda step: step.record(1, **ENDED),
 }
 
@@ -129,7 +138,8 @@ def test_a_rank_that_is_at_work_is_waited_for(
             step.record(1)
         if looks == 50:
             assert step.cancelled == []
-            step.record(1, **ENDED)
+            for rank in (1, 2):
+                step.record(rank, **ENDED)
         plain(seconds)
 
     monkeypatch.setattr(step_watch.time, "sleep", sleep)
