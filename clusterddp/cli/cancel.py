@@ -14,7 +14,7 @@ from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import EXIT_DONE, RequestError, SlurmError
 from clusterddp.local_process import process_alive
 from clusterddp.run_dir import RunDir
-from clusterddp.run_state import CREATED, ENDED, FORGOTTEN, UNKNOWN
+from clusterddp.run_state import CREATED, ENDED, FORGOTTEN, RUNNING, UNKNOWN
 from clusterddp.run_status import RunStatus
 from clusterddp.slurm import control
 from clusterddp.submission import Submission, latest_submission
@@ -61,6 +61,12 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
     then taken back.
     """
     submission = latest_submission(run.read_events())
+    if submission is None and status.state == RUNNING:
+        message = (
+            f"{run.name}: its ranks were started by hand: end them where they were started, or use "
+            f"'clusterddp stop {run.shown}'"
+        )
+        return Cancellation(run.name, status.job_id, False, message)
     if submission is None or status.state == CREATED:
         message = f"{run.name} was never submitted: there is nothing to cancel"
         return Cancellation(run.name, "", False, message)

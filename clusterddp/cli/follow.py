@@ -197,7 +197,7 @@ class _Watch:
         if answered:
             self._states = query(asked)
             self._say_problem(self._states[asked[0]].problem)
-        local = self._submission is not None and self._submission.is_local
+        local = self._submission is None or self._submission.is_local
         if changed or answered or local or self._status is None:
             self._status = run_status(self._run, self._states)
             self._say_requeues(self._status)

@@ -18,7 +18,7 @@ from clusterddp.errors import (
     RequestError,
 )
 from clusterddp.run_dir import RunDir
-from clusterddp.run_state import CREATED, ENDED, FAILED, QUEUED, UNKNOWN
+from clusterddp.run_state import CREATED, ENDED, FAILED, QUEUED, RUNNING, UNKNOWN
 from clusterddp.run_status import RunStatus
 from clusterddp.slurm import control
 from clusterddp.submission import Submission, latest_submission
@@ -67,6 +67,16 @@ def stop(run: RunDir, status: RunStatus) -> Stop:
     or it has not started yet; the record is then taken back.
     """
     submission = latest_submission(run.read_events())
+    attempt = latest(run) if submission is None and status.state == RUNNING else None
+    if attempt:  # of ranks that a person started
+        try:
+            attempt.ask_to_stop("stop")
+        except OSError as error:
+            raise RequestError(
+                f"{run.name}: {attempt.path} cannot be written: {error.strerror}."
+            ) from None
+        message = f"{run.name}: asked attempt {attempt.number} to save and leave"
+        return Stop(run.name, status.job_id, True, False, message)
     if submission is None or status.state == CREATED:
         message = f"{run.name} was never submitted: there is nothing to stop"
         return Stop(run.name, "", False, False, message)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.attempt import Attempt, latest
+from clusterddp.attempt import Attempt, begin, latest, publish
 from clusterddp.cli import follow as following
 from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
@@ -310,3 +310,23 @@ def test_a_hostile_folder_is_carried(workplace: Workplace) -> None:
     assert got.code == 0
     assert Attempt(RunDir(root / "one"), 1).asked_to_stop() == "stop"
     assert not list(Path(workplace.folder).rglob("pwned"))
+
+
+def test_ranks_that_a_person_started_are_asked_to_leave_and_are_not_cancelled(
+    workplace: Workplace,
+) -> None:
+    run = workplace.run("one")
+    attempt = begin(run)
+    publish(attempt, {"job_id": "78", "restart": 0, "host": "h1", "pid": 1})
+    got = workplace.invoke("cancel", "78")
+    assert "one: its ranks were started by hand" in got.out
+    assert not workplace.calls
+    assert attempt.asked_to_stop() is None
+    got = workplace.invoke("stop", "78")
+    assert (got.code, got.out) == (0, "one: asked attempt 1 to save and leave\n")
+    assert attempt.asked_to_stop() == "stop"
+    end = {"cause": "stopped", "reason": "stop", "step": 7, "saved": 7}
+    attempt.end.write_text(json.dumps(end))
+    got = workplace.invoke("stop", "--wait", "78")
+    assert got.code == 0
+    assert "one: stopped: its ranks were started by hand, and have saved at step 7" in got.err
