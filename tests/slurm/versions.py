@@ -54,8 +54,8 @@ CHECKS: dict[str, tuple[str, ...]] = {
     ),
     "ordinary user": ("tests/slurm/test_user.py",),
     "preemption": (f"{_FAULTS}[preempt-with-grace]",),
-    "requeue": (f"{_FAULTS}[requeue-from-outside]",),
-    "expedited requeue": (
+    "requeue": (
+        f"{_FAULTS}[requeue-from-outside]",
         "tests/slurm/test_life.py::"
         "test_an_expedited_requeue_is_slurms_own_or_refused_with_the_version",
         "tests/slurm/test_life.py::test_a_stopped_run_is_not_held_by_an_expedited_requeue",
