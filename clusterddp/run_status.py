@@ -110,9 +110,9 @@ def run_status(
     checkpoint = newest_checkpoint(run)
     failure = ""
     # Of a cancelled run the ranks were told to end: whichever did so first is no culprit.
-    if state == FAILED and submission:
-        failure = submission.first_failure
-        if not submission.cause:  # the script came to no verdict
+    if state == FAILED:
+        failure = submission.first_failure if submission else ""
+        if submission is None or not submission.cause:  # no script came to a verdict
             failure = failure or _first_failure(run)
     return RunStatus(
         name=run.name,
@@ -154,6 +154,8 @@ def _judge_by_hand(attempt: Attempt, report: Mapping[str, Any]) -> tuple[str, st
         if end.get("cause") == DONE:
             return DONE, how
         return STOPPED, f"{how}, and have saved at step {end.get('step')} ({end.get('reason')})"
+    if first_failure(read_outcomes(attempt.outcomes)):
+        return FAILED, how
     with contextlib.suppress(OSError):
         if attempt.is_alive():
             return RUNNING, how
