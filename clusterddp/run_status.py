@@ -16,7 +16,7 @@ from typing import Any
 
 from clusterddp import requeue
 from clusterddp.attempt import Attempt, latest
-from clusterddp.errors import ClusterDDPError
+from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError
 from clusterddp.local_process import process_alive
 from clusterddp.nodelist import expand_nodelist
 from clusterddp.outcome import first_failure, read_outcomes
@@ -110,10 +110,12 @@ def run_status(
     checkpoint = newest_checkpoint(run)
     failure = ""
     # Of a cancelled run the ranks were told to end: whichever did so first is no culprit.
-    if state == FAILED:
-        failure = submission.first_failure if submission else ""
-        if submission is None or not submission.cause:  # no script came to a verdict
+    if state == FAILED and submission:
+        failure = submission.first_failure
+        if not submission.cause:  # the script came to no verdict
             failure = failure or _first_failure(run)
+    elif state == FAILED and by_hand:
+        failure = _failure_by_hand(by_hand)
     return RunStatus(
         name=run.name,
         state=state,
@@ -154,7 +156,7 @@ def _judge_by_hand(attempt: Attempt, report: Mapping[str, Any]) -> tuple[str, st
         if end.get("cause") == DONE:
             return DONE, how
         return STOPPED, f"{how}, and have saved at step {end.get('step')} ({end.get('reason')})"
-    if first_failure(read_outcomes(attempt.outcomes)):
+    if _failure_by_hand(attempt):
         return FAILED, how
     with contextlib.suppress(OSError):
         if attempt.is_alive():
@@ -162,6 +164,22 @@ def _judge_by_hand(attempt: Attempt, report: Mapping[str, Any]) -> tuple[str, st
     if report:
         return DONE, how
     return UNKNOWN, f"{how}, show no sign of life and recorded no end"
+
+
+def _failure_by_hand(attempt: Attempt) -> str:
+    """The rank that failed first since the ranks met; one that was interrupted has not.
+
+    Without a script the tasks know no number of their start, and record their ends in the run.
+    """
+    began = first_number(attempt.read_record().get("began")) or 0.0
+    failure = first_failure(
+        [
+            outcome
+            for outcome in read_outcomes(attempt.run.outcomes)
+            if (outcome.ended or 0.0) >= began and outcome.exit_code != EXIT_INTERRUPTED
+        ]
+    )
+    return failure.describe() if failure else ""
 
 
 def _of_attempt(attempt: Attempt, state: str, now: float) -> dict[str, Any]:

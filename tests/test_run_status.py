@@ -322,13 +322,19 @@ def test_ranks_that_were_started_by_hand_in_a_job_show_it(run: RunDir) -> None:
     assert "no sign of life" in status.detail
     task = {"rank": 0, "local_rank": 0, "node_rank": 0, "host": "h1", "pid": 5}
     job = {"job_id": "78", "restart": 0, "step_id": "0"}
-    whole = {**task, **job, "started": 1.0, "ended": 2.0, "exit_code": 3}
-    outcome = attempt.outcomes / "rank-0.json"
-    outcome.write_text(json.dumps(whole))
-    status = run_status(run, {})
-    assert (status.state, status.next_command) == ("failed", "")
+    began = attempt.read_record()["began"]
+    run.outcomes.mkdir()
+    earlier, interrupted, failed = (began - 5, 3), (began + 5, 130), (began + 5, 3)
+    for (ended_at, code), state in (
+        (earlier, "unknown"),
+        (interrupted, "unknown"),
+        (failed, "failed"),
+    ):
+        whole = {**task, **job, "started": began - 9, "ended": ended_at, "exit_code": code}
+        (run.outcomes / "rank-0.json").write_text(json.dumps(whole))
+        status = run_status(run, {})
+        assert (status.state, status.next_command) == (state, "")
     assert status.first_failure.startswith("rank 0 on h1 failed first: exit code 3")
-    outcome.unlink()
     for cause, state in (("stopped", "stopped"), ("done", "done")):
         end = {"cause": cause, "reason": "signal", "step": 7, "saved": 7}
         attempt.end.write_text(json.dumps(end))
