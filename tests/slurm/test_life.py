@@ -203,23 +203,23 @@ def test_mended_code_is_taken_and_of_three_resubmissions_one_is_queued(
         "if os.environ['RANK'] == '1':\n    raise LookupError('boom')\n"
         "time.sleep(99)\n"
     )
-    first = submit(cluster, tmp_path, "--nodes", "2", "--run-name", "own", "--wait", "--",
+    first = submit(cluster, tmp_path, "--nodes", "2", "--run-name", "mended", "--wait", "--",
                    sys.executable, "own.py")  # fmt: skip
     named = "rank 1 on h02 failed first: LookupError: boom (logs/rank-1.log)"
     assert first.returncode == 1
     assert named in first.stderr
-    assert told(cluster, tmp_path, "own")["first_failure"] == named
+    assert told(cluster, tmp_path, "mended")["first_failure"] == named
 
     program.write_text("print('mended')\n")
-    assert "changed own.py" in typed(cluster, tmp_path, "resubmit", "own", "--dry-run").stderr
-    argv = [*CLUSTERDDP, "resubmit", "own", "--code", "new", "--wait"]
+    assert "changed own.py" in typed(cluster, tmp_path, "resubmit", "mended", "--dry-run").stderr
+    argv = [*CLUSTERDDP, "resubmit", "mended", "--code", "new", "--wait"]
     several = [cluster.popen(argv, cwd=tmp_path, stdout=-1, stderr=-1) for _ in range(3)]
     said = [process.communicate(timeout=200) for process in several]
     assert sorted(process.returncode for process in several) == [0, 2, 2], said
-    run = RunDir(tmp_path / "jobs/own")
+    run = RunDir(tmp_path / "jobs/mended")
     jobs = [event["job_id"] for event in run.read_events() if event["event"] == "submitted"]
     assert len(jobs) == 2
-    assert len(cluster.run(["squeue", "-h", "-t", "all", "-n", "own"]).stdout.splitlines()) == 2
+    assert len(cluster.run(["squeue", "-h", "-t", "all", "-n", "mended"]).stdout.splitlines()) == 2
     *former, divider, last = run.rank_log(1).read_text().splitlines()
     assert former[-1] == "LookupError: boom"
     assert divider.startswith(f"--- attempt 2, job {jobs[1]}, ")
