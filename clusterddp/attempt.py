@@ -59,7 +59,7 @@ class Attempt:
         return self.path / "outcomes"
 
     def error_file(self, rank: int) -> Path:
-        """Where torch's `record` writes the exception that ends a rank of a command."""
+        """File in which torch's `record` keeps the exception that ends a rank of a command."""
         return self.outcomes / f"error-{rank}.json"
 
     @property
@@ -92,7 +92,7 @@ class Attempt:
 
     @property
     def agents(self) -> Path:
-        """Where torchrun's agents keep files, which nobody needs once they have ended."""
+        """Folder of torchrun's agents, which nobody needs once they have ended."""
         return self.path / "torchelastic"
 
     def remove_leftovers(self) -> None:

@@ -44,7 +44,7 @@ def divide_own(number: int, environ: Mapping[str, str]) -> None:
 
 
 def of_attempt(log: Path, number: int) -> str:
-    """What a log says of one attempt, its last megabyte at most; empty without such a log."""
+    """Read one attempt's part of a log, its last megabyte at most; empty without such a log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

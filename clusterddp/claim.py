@@ -32,9 +32,9 @@ class Claim:
 
     run: RunDir
     number: int
-    """From 1."""
+    """Number of the claim, from 1."""
     is_used: bool = False
-    """Whether a job may have been queued under it."""
+    """True once a job may have been queued under it."""
 
     @property
     def path(self) -> Path:

@@ -23,7 +23,7 @@ _LINKED = frozenset({".venv", "node_modules"})
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 """What venv and conda leave at the top of an environment, whatever its name."""
 _DATASET_MARK = "MNIST/raw"
-"""What `clusterddp data` and torchvision make in a folder of datasets, whatever its name."""
+"""Path that `clusterddp data` and torchvision make in a folder of datasets, whatever its name."""
 _LARGE_BYTES = 1_000_000
 """Files from here on are linked, the largest first, where all of them are more than the limit."""
 

@@ -31,7 +31,7 @@ class Comparison:
 
     @property
     def changes(self) -> list[str]:
-        """What became of the files, a line each."""
+        """Changes of the files, a line each."""
         if self.now is None:
             return []
         # What is linked for its size is as it is now in the copy, too.
@@ -58,7 +58,7 @@ def compare(spec: JobSpec, run: RunDir) -> Comparison | None:
 
 
 def describe(run: RunDir, compared: Comparison) -> str:
-    """What a person has to know before the run goes on in its copy; empty where nothing differs."""
+    """Warning that the run's copy differs from the folder; empty where nothing differs."""
     taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.code_record.stat().st_mtime))
     uses = f"{run.name} runs its copy of the code ({run.code}, of {taken})"
     if compared.now is None:

@@ -46,5 +46,5 @@ class TrainingError(ClusterDDPError):
 
 
 def is_debuggers_quit(error: BaseException) -> bool:
-    """Whether a person left a debugger by `q`: bdb.BdbQuit, whose module need not be loaded."""
+    """Return whether a person left a debugger by `q` (bdb.BdbQuit, which need not be loaded)."""
     return type(error).__module__ == "bdb" and type(error).__name__ == "BdbQuit"

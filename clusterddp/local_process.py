@@ -12,7 +12,7 @@ def process_alive(submission: Submission) -> bool | None:
 
 
 def is_alive(pid: int | None, host: str | None, since: float | None) -> bool | None:
-    """Whether a process of this machine is there; None for another machine's.
+    """Return whether a process of this machine is there; None for another machine's.
 
     since: when it was there for certain, in seconds of the epoch; one that started later has only
     inherited the number.

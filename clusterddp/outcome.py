@@ -36,7 +36,7 @@ class Outcome:
     signal: str | None = None
     error: dict[str, Any] | None = None
     hung: str = ""
-    """Where it kept the others waiting, as the watchdog of one of them has found."""
+    """Place at which it kept the others waiting, as a watchdog has found."""
     clock_ahead: float | None = None
     """Seconds by which its host's clock is ahead of rank 0's, where the ranks have measured it."""
 
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def of_command(self) -> bool:
-        """Whether its error is pieced together from what a person's command has left."""
+        """True where its error is pieced together from what a person's command has left."""
         return bool(self.error and self.error.get("of_command"))
 
     @property

@@ -66,7 +66,7 @@ def recorded_batch(run: RunDir) -> tuple[int, int] | None:
 
 
 def is_finished(run: RunDir, step: int, before: TrainConfig, after: TrainConfig) -> bool:
-    """Whether a run has trained all that `after` asks for, by the report that it wrote at `step`.
+    """Return whether a run has trained all of `after`, by the report that it wrote at `step`.
 
     before: what it was asked for. A run without a report has not come to its end.
     """

@@ -135,7 +135,7 @@ def causes_of(events: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 
 
 def done_by(events: Sequence[Mapping[str, Any]], job_id: str) -> bool:
-    """Whether a start of this job has ended the run well since a person last submitted it."""
+    """Return whether a start of this job has finished the run since a person last submitted it."""
     causes = causes_of(events)
     return any(
         event.get("event") == "ended"

@@ -209,7 +209,7 @@ def _changed_in(copy: Path, record: Snapshot) -> list[str]:
 
 
 def _written(copy: Path, record: Snapshot, tree: str) -> Iterator[str]:
-    """What was written in a copy since: the topmost names of it, folder by folder."""
+    """Names that were written in a copy since, the topmost ones, folder by folder."""
     folders = {"", *(parent for name in record.digests for parent in _parents(name))}
     for folder in sorted(folders):
         if not (copy / folder).is_dir():

@@ -48,7 +48,7 @@ class JobSpec:
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
     allow_launcher: bool = False
-    """Whether the command may be a launcher, which starts ranks of its own in every task."""
+    """True where the command may be a launcher, which starts ranks of its own in every task."""
     job_name: str = ""
     """Slurm's job name; the run name when empty."""
     launcher: str = "sbatch"
@@ -69,7 +69,7 @@ class JobSpec:
     network_interface: str = ""
     launch_prefix: tuple[str, ...] = ()
     requeue: bool | str | None = None
-    """Whether the run goes on after the time limit, preemption, a lost node; `expedite` for yes
+    """Requeue after the time limit, preemption or a lost node; `expedite` for yes
     and, after a hardware failure, ahead of all other jobs. None resolves to yes for a training, and
     leaves a command to the site's own default."""
     max_requeues: int = 20

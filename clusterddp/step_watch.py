@@ -78,7 +78,7 @@ def _cancel(step: str, say: Callable[[str], None]) -> bool:
 
 
 def was_ended(attempt: Attempt) -> bool:
-    """Whether the attempt's step was ended in place of a message that was lost."""
+    """Return whether the attempt's step was ended in place of a message that was lost."""
     return any(
         event.get("event") == STEP_ENDED and event.get("attempt") == attempt.number
         for event in attempt.run.read_events()
@@ -143,7 +143,7 @@ def _srun_of(script: int, run_dir: Path) -> int | None:
 
 
 def _is_child(pid: int, script: int) -> bool:
-    """Whether it is an srun that this script has started and that has not ended (proc(5))."""
+    """Return whether it is an srun that this script started and that still runs (proc(5))."""
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
     except OSError:

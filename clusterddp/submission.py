@@ -50,7 +50,7 @@ class Submission:
     why: str = ""
     """Why it does not go on after that."""
     saved: bool = True
-    """Whether its latest attempt has left something to go on from."""
+    """True where its latest attempt has left something to resume from."""
     step: int | None = None
     """At which the ranks left."""
     trouble: str = ""

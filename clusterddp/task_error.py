@@ -27,7 +27,7 @@ PEER_LOST = (
     "Socket Timeout",
     "failed to recv, got 0 bytes",
 )
-"""What torch says when the other end of an exchange has gone: gloo finds its sockets reset or
+"""Messages of torch when the other end of an exchange has gone: gloo finds its sockets reset or
 closed, NCCL aborts or times out."""
 LONGEST_MESSAGE = 4000
 _LONGEST_TYPE = 200
@@ -50,13 +50,13 @@ class TaskError:
     type: str
     message: str
     peer_lost: bool
-    """Whether it only follows from the end of another rank."""
+    """True where it only follows from the end of another rank."""
     of_command: bool = True
-    """Whether it is pieced together from what a command left, rather than caught."""
+    """True where it is pieced together from what a command left, rather than caught."""
 
 
 class Traces:
-    """Where a command leaves word of the error that ends it; made before the command starts."""
+    """Sources that tell of the error that ends a command; made before the command starts."""
 
     def __init__(self, error_file: Path | None, log: int = 2) -> None:
         """error_file: for torch's `record`; a former one is removed. log: descriptor of stderr."""
@@ -98,7 +98,7 @@ class Traces:
 
 
 def parse_error_file(path: Path) -> TaskError | None:
-    """What torch's `record` wrote; None where there is nothing, or something else."""
+    """Parse what torch's `record` wrote; None where there is nothing, or something else."""
     try:
         # Whatever lies there is the command's: no link is followed, and no pipe waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)

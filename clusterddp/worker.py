@@ -288,7 +288,7 @@ def _find_batch_size(
 
 
 def _note_hung(attempt: Attempt, verdict: "Verdict | None") -> None:
-    """By this the batch script names the rank that hangs, not those that gave up waiting for it."""
+    """Notes which rank hangs: the verdict then names it before those that gave up waiting."""
     if verdict and verdict.kind == "alone":
         return  # a rank that sees no other
     with suppress(OSError):

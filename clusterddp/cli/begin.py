@@ -111,7 +111,7 @@ class _Withdrawn(NotStarted):
 
 
 def _is_done(run: RunDir, job_id: str) -> bool:
-    """Whether an earlier start of this very job has come to the run's end.
+    """Return whether an earlier start of this job has finished the run.
 
     Slurm starts a job once more whose node's daemon was lost with its script's last word, and one
     that was preempted while it was ending (seen on 22.05 and 24.11).

@@ -119,7 +119,7 @@ class End:
     failure: Failure | None = None
     step: int | None = None
     saved: bool = True
-    """Whether there is anything of this attempt to go on from, as far as its records tell."""
+    """True where the attempt has left something to resume from, as its records tell."""
     lines: tuple[str, ...] = ()
     """What is to be said of it."""
     trouble: str = ""
@@ -127,7 +127,7 @@ class End:
 
 
 def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: str = "") -> End:
-    """What ended an attempt, and what trouble it had with the disk.
+    """Judge what ended an attempt, and name its trouble with the disk.
 
     trouble: why nothing can be written in its directory.
     """
@@ -219,7 +219,7 @@ def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwri
 def _judge_failure(
     attempt: Attempt, failure: Failure, code: int, step: int | None, outcomes: Sequence[Outcome]
 ) -> End:
-    """What a rank's failure makes of an attempt that was not interrupted."""
+    """Judge an attempt that was not interrupted by its first failure."""
     run = attempt.run
     if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
         if not _trains(run) and any(o.rank == failure.rank for o in outcomes):
@@ -258,7 +258,7 @@ def _vanished(outcomes: Sequence[Outcome]) -> Failure | None:
 
 
 def _has_left_unrecorded(attempt: Attempt, outcomes: Sequence[Outcome]) -> bool:
-    """Whether ranks that nothing says anything of, and srun nothing bad, have left as asked to.
+    """Return whether ranks without a record have left as asked, as srun reports no failure.
 
     Of a command that holds only where it was asked to stop: it may as well be done.
     """

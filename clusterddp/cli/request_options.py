@@ -278,7 +278,7 @@ def request_options(function: F) -> F:
 
 
 def names(name: str, settings: dict[str, Any]) -> list[str]:
-    """What click.option takes first: an option's forms, and the parameter's name."""
+    """First arguments of click.option: an option's forms, and the parameter's name."""
     ours, sbatchs = f"--{settings.get('flag', name)}", _SBATCH_FORMS.get(name)
     return [ours, *([sbatchs] if sbatchs else []), name.replace("-", "_")]
 

@@ -173,7 +173,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _job_ids(run: RunDir) -> set[str]:
-    """Those that were submitted; of ranks that were started by hand that in which they trained."""
+    """Job ids of a run: submitted ones, or the one in which ranks started by hand have trained."""
     events = run.read_events()
     if not events and (attempt := latest(run)):
         events = [attempt.read_record()]

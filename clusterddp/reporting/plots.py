@@ -97,7 +97,7 @@ def over_steps(picture: Picture) -> str:
 
 
 def marked(line: Line) -> list[int]:
-    """Which points get a mark: those of a strong line, and those that no stroke leads to."""
+    """Points that get a mark: those of a strong line, and those that no stroke leads to."""
     drawn = [False, *map(_drawable, line.values), False]
     if line.strong and len(line.steps) <= _MOST_STEPS_MARKED:
         return [index for index in range(len(line.steps)) if drawn[index + 1]]

@@ -30,7 +30,7 @@ class Ending(str, Enum):
 
 
 def own_name(environ: Mapping[str, str], job_id: str) -> str:
-    """By what Slurm's commands know the job that this process is in.
+    """Job id that Slurm's commands accept for the job of this process.
 
     The SLURM_JOB_ID of an array's last element is that of the array, and means all of it.
     """
@@ -77,7 +77,7 @@ def ending(job_id: str, restart: int, environ: Mapping[str, str] | None = None) 
 
 
 def requeued_after_grace(job_id: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether Slurm itself puts a preempted job back that ends within its grace.
+    """Return whether Slurm itself requeues a preempted job that ends within its grace.
 
     It does since 24.05, where the job's PreemptMode is REQUEUE (slurmctld's proc_req.c,
     GRACE_PREEMPT; seen on 24.11.5). A requeue of the job's own would leave that mark, which counts
@@ -100,7 +100,7 @@ def requeued_after_grace(job_id: str, environ: Mapping[str, str] | None = None) 
 
 
 def _job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What `scontrol show job` says of a job; empty where it knows none. Raises SlurmError."""
+    """Fields of `scontrol show job`; empty where it knows no such job. Raises SlurmError."""
     answer = ask(["scontrol", "show", "job", "-o", job_id], environ, QUERY_SECONDS)
     # The last of each name: a job's name and comment, which can hold anything, stand before them.
     fields = dict(re.findall(r" ([A-Za-z]+)=(\S*)", answer.stdout.partition(" Command=")[0]))

@@ -20,7 +20,7 @@ def settings(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def names(setting: str, exit_code: int) -> bool:
-    """Whether a setting has that exit code among its own: `RequeueExit=1-9,18` has 3 and 18."""
+    """Return whether a setting lists that exit code: `RequeueExit=1-9,18` has 3 and 18."""
     for part in setting.partition("=")[2].split(","):
         first, _, last = part.partition("-")
         if first.isdigit() and int(first) <= exit_code <= int(last or first):

@@ -19,7 +19,7 @@ from clusterddp.errors import CheckpointError
 from clusterddp.run_dir import read_file, read_json, write_atomically
 
 FORMAT = 2
-"""Of what a checkpoint holds."""
+"""Version of what a checkpoint holds."""
 BEST = "best.json"
 _NAME = re.compile(r"step-(\d{8,})\.pt", re.ASCII)
 # What torch.save writes is a zip archive: how it begins, and how its last 22 bytes do.

@@ -1,4 +1,4 @@
-"""How far each host's wall clock is ahead of rank 0's, measured when the ranks meet.
+"""Measures how far each host's wall clock is ahead of rank 0's, when the ranks meet.
 
 The times at which ranks end are compared across hosts, to tell which of them failed first.
 """

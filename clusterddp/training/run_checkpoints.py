@@ -189,7 +189,7 @@ class _Folder:
 
     attempt: Attempt
     last_step: int | None
-    """What is beyond it does not count; None where all does."""
+    """Last step that counts; None where all do."""
     why: str
 
 
