@@ -337,10 +337,11 @@ _SIGNAL_WORDS = {
     "Out Of Memory": ("out of memory (killed by the kernel)", 137),
 }
 # What nobody sends to ask for an end.
-_KILLED = (
-    "Killed", "Segmentation fault", "Aborted", "Bus error", "Illegal instruction",
-    "Floating point exception",
-)  # fmt: skip
+_KILLED = _SIGNAL_WORDS.keys() - {
+    "Terminated",
+    "User defined signal 1",
+    "User defined signal 2",
+}
 _ABOVE = "what had started it (an agent, submitit's process or a launch prefix)"
 
 

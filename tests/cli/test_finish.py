@@ -310,20 +310,24 @@ def test_no_torch_is_needed(run: RunDir) -> None:
     assert subprocess.run(argv, check=False, timeout=30).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("word", "how"),
+    [("Killed", "killed by SIGKILL"), ("Out Of Memory", "out of memory (killed by the kernel)")],
+)
 def test_what_is_killed_above_a_rank_is_a_failure_and_no_request_to_stop(
-    workplace: Workplace, run: RunDir
+    workplace: Workplace, run: RunDir, word: str, how: str
 ) -> None:
     """srun ends the other tasks for it, by a TERM that the ranks take for a request."""
     slurm_says(workplace)
     leave(run, cause="stopped", reason="SIGTERM", step=40)
     run.job_log.write_text(
-        "clusterddp: mnist, job 17 on h01, Tue\nsrun: error: h01: task 1: Killed\n"
+        f"clusterddp: mnist, job 17 on h01, Tue\nsrun: error: h01: task 1: {word}\n"
     )
     got = finish(workplace, run, 137, REQUEUES)
     event = last(run, "ended")
     assert (event["cause"], event["exit_code"], event["step"]) == ("failed", 137, 40)
     assert (event["first_failure"]["rank"], event["first_failure"]["host"]) == (1, "h01")
-    assert "launch prefix) was killed by SIGKILL" in got.out
+    assert f"launch prefix) was {how}" in got.out
     assert "the ranks have saved and left at step 40" in got.out
     assert "requeued" not in kinds(run)
     finish(workplace, run, 137, REQUEUES, "--restart-on-failure=1")
