@@ -1,6 +1,8 @@
 """The progress bar of rank 0 on a terminal, which gives way to a debugger's prompt."""
 
+import functools
 import sys
+import weakref
 from typing import Any
 
 from tqdm import tqdm
@@ -23,7 +25,9 @@ class ProgressBar(tqdm):  # type: ignore[misc] # tqdm has no types
     def __init__(self, done: int, total: int) -> None:
         self._is_shown = False
         super().__init__(initial=done, total=total, unit="step", dynamic_ncols=True)
-        sys.addaudithook(self._hear)  # which stays for good
+        global _present  # noqa: PLW0603 -- the hook outlives every bar
+        _present = weakref.ref(self)
+        _listen()
 
     @property
     def gives_way(self) -> bool:
@@ -37,7 +41,23 @@ class ProgressBar(tqdm):  # type: ignore[misc] # tqdm has no types
         self._is_shown = True
         return super().display(*args, **kwargs)
 
-    def _hear(self, event: str, _arguments: tuple[object, ...]) -> None:
-        if event in _ASKING and self._is_shown and not self.disable:
+    def make_room(self) -> None:
+        """Clear the line of a bar that is shown, until it is drawn again."""
+        if self._is_shown and not self.disable:
             self._is_shown = False
             self.clear()
+
+
+_present: weakref.ref[ProgressBar] | None = None
+"""The bar that was begun last, as long as it is in use."""
+
+
+@functools.cache
+def _listen() -> None:
+    """Hear of what asks, from the first call on: an audit hook cannot be taken away again."""
+    sys.addaudithook(_hear)
+
+
+def _hear(event: str, _arguments: tuple[object, ...]) -> None:
+    if event in _ASKING and _present and (bar := _present()):
+        bar.make_room()
