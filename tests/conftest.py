@@ -2,7 +2,10 @@
 
 import importlib.util
 import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -60,9 +63,35 @@ def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def keras_installed() -> None:
     """Skips where Keras is not installed; fails instead where nothing may be skipped, as in CI."""
-    if importlib.util.find_spec("keras"):
-        return
-    message = "Keras is not installed. To run these tests: pip install 'clusterddp[keras]'"
+    if not importlib.util.find_spec("keras"):
+        _lacks("Keras is not installed. To run these tests: pip install 'clusterddp[keras]'")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Callable[[str], list[str]]:
+    """Gives the words that start a command in a small file system of its own, gone as it ends.
+
+    The function takes the options of tmpfs(5). It skips where nothing may be mounted, as in a
+    container without CAP_SYS_ADMIN; it fails instead where nothing may be skipped.
+    """
+
+    def within(options: str) -> list[str]:
+        folder = tmp_path / "disk"
+        folder.mkdir(exist_ok=True)
+        mount = 'mount -t tmpfs -o "$1" none "$2" && cd "$2" && shift 2 && exec "$@"'
+        words = ["unshare", "--mount", "sh", "-c", mount, "sh", options, str(folder)]
+        try:
+            subprocess.run([*words, "true"], check=True, capture_output=True, text=True)
+        except FileNotFoundError:
+            _lacks("a file system cannot be mounted here: no unshare on PATH")
+        except subprocess.CalledProcessError as error:
+            _lacks(f"a file system cannot be mounted here: {error.stderr.strip()}")
+        return words
+
+    return within
+
+
+def _lacks(what: str) -> NoReturn:
     if os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
-        pytest.fail(message)
-    pytest.skip(message)
+        pytest.fail(what)
+    pytest.skip(what)

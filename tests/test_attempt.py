@@ -2,10 +2,10 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -208,8 +208,9 @@ def test_the_next_start_removes_what_killed_ranks_have_left_and_nothing_else(run
     assert (elsewhere / "mine").exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a full disk")
-def test_the_last_records_of_an_attempt_find_room_on_a_full_disk(tmp_path: Path) -> None:
+def test_the_last_records_of_an_attempt_find_room_on_a_full_disk(
+    small_disk: Callable[[str], list[str]],
+) -> None:
     write = (
         "from pathlib import Path; from clusterddp.attempt import begin\n"
         "from clusterddp.run_dir import RunDir\n"
@@ -222,9 +223,8 @@ def test_the_last_records_of_an_attempt_find_room_on_a_full_disk(tmp_path: Path)
         "attempt.write_last_word(attempt.end, b'{}')\n"
         "print(attempt.end.read_text(), attempt.reserve.exists())\n"
     )
-    mounted = 'mount -t tmpfs -o size=1m none "$1" && cd "$1" && exec "$2" -c "$3"'
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", mounted, "sh", str(tmp_path), sys.executable, write],
+        [*small_disk("size=1m"), sys.executable, "-c", write],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.splitlines() == [

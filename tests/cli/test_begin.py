@@ -1,11 +1,10 @@
 """`clusterddp begin`: one more attempt of the run, or none and why."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -202,21 +201,20 @@ def assert_failed_at_once(workplace: Workplace, run: RunDir, why: str) -> None:
     assert why in status["detail"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a full disk")
-def test_on_a_full_disk_the_reason_goes_to_the_folder_of_the_submission(tmp_path: Path) -> None:
+def test_on_a_full_disk_the_reason_goes_to_the_folder_of_the_submission(
+    tmp_path: Path, small_disk: Callable[[str], list[str]]
+) -> None:
     """Neither the run's events nor the job's log take another byte."""
     script = (
-        'mount -t tmpfs -o size=64k none "$1/jobs" && cp -r "$1/one" "$1/jobs/one"\n'
-        'cat /dev/zero >"$1/jobs/filler" 2>/dev/null; cd "$1/jobs"\n'
+        'cp -r "$1/one" one; cat /dev/zero >filler 2>/dev/null\n'
         'cat /dev/zero >>"one/events.jsonl" 2>/dev/null\n'
         'SLURM_JOB_ID=7 SLURM_SUBMIT_DIR="$1" "$2" -m clusterddp begin one --job-id 7 2>/dev/full\n'
         'echo "exit $?"'
     )
-    (tmp_path / "jobs").mkdir()
     with RunDir.create(spec(run_dir=str(tmp_path / "one")), "") as run:
         run.add_event("submitted", job_id="7")
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path), sys.executable],
+        [*small_disk("size=1m"), "sh", "-c", script, "sh", str(tmp_path), sys.executable],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.split() == ["exit", "1"], done.stderr

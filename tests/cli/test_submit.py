@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,9 @@ def test_without_a_run_name_only_the_name_differs_and_stands_on_stderr() -> None
     assert first.stdout.replace(names[0], "NAME") == second.stdout.replace(names[1], "NAME")
 
 
-def test_a_dry_run_needs_neither_slurm_nor_torch_nor_a_writable_folder(elsewhere: Path) -> None:
+def test_a_dry_run_needs_neither_slurm_nor_torch_nor_a_writable_folder(
+    elsewhere: Path, small_disk: Callable[[str], list[str]]
+) -> None:
     code = (
         "import sys; from clusterddp.cli.main import cli\n"
         "cli.main(['submit', '--dry-run', '--nodes', '2'], standalone_mode=False)\n"
@@ -127,8 +130,7 @@ def test_a_dry_run_needs_neither_slurm_nor_torch_nor_a_writable_folder(elsewhere
     )
     argv = [sys.executable, "-c", code]
     if os.geteuid() == 0:  # whom no permission stops
-        mount = 'mount -t tmpfs -o ro none "$1" && cd "$1" && shift && PATH=/nonexistent exec "$@"'
-        argv = ["unshare", "--mount", "sh", "-c", mount, "sh", str(elsewhere), *argv]
+        argv = [*small_disk("ro"), "env", "PATH=/nonexistent", *argv]
     else:
         elsewhere.chmod(0o500)
     done = subprocess.run(argv, cwd=elsewhere, capture_output=True, text=True, check=False)
