@@ -120,8 +120,12 @@ def _take(run: RunDir, say: Callable[[str], None]) -> Claim:
             descriptor = os.open(claim.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             continue
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(_holder(), file)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(_holder(), file)
+        except BaseException:  # a full disk: an empty claim would be held until it expires
+            claim.path.unlink(missing_ok=True)
+            raise
         # A look at the numbers that was long ago: that number had been used, and removed.
         if _latest(run) != claim:
             claim.path.unlink()

@@ -1,5 +1,6 @@
 """The claim by which one process at a time resubmits a run."""
 
+import errno
 import json
 import os
 import signal
@@ -60,6 +61,20 @@ def test_a_refused_submission_leaves_no_claim(run: RunDir) -> None:
         claim.use()
         raise KeyboardInterrupt  # a job may be queued
     assert files(run) == ["resubmit-0002.claim"]
+
+
+def test_a_claim_that_a_full_disk_has_cut_holds_nobody_up(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("clusterddp.claim.json.dump", full)
+        with pytest.raises(RequestError, match="No space left"):
+            submit(run)
+    assert files(run) == []
+    assert submit(run) == []
 
 
 HOLD = """
