@@ -201,7 +201,8 @@ def attempts(run: RunDir) -> list[Attempt]:
 
 def latest(run: RunDir) -> Attempt | None:
     """The attempt that began last, or None before the first."""
-    return attempts(run)[-1] if attempts(run) else None
+    found = attempts(run)
+    return found[-1] if found else None
 
 
 def begin(run: RunDir) -> Attempt:

@@ -104,7 +104,7 @@ def follow(
     goes_on: whether the run outlives a Ctrl-C here, which is then said.
 
     It goes on over requeues and the jobs that take another one's place. Returns the exit code for
-    the command: 0 done, 1 failed, cancelled, stopped or lost, 130 interrupted.
+    the command: 0 done, 1 failed, cancelled or lost, 75 stopped, 130 interrupted.
     """
     printer = LogPrinter(
         paths or [run.rank_log(0)], lines, (sys.stderr if to_stderr else sys.stdout).buffer

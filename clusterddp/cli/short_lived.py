@@ -12,9 +12,8 @@ import sys
 import threading
 from typing import NoReturn
 
-_exit_codes = [
-    1
-]  # the last one counts: Python's own after a traceback, until `end` is told another
+_exit_code = 1
+"""Python's own after a traceback, until `end` is told another."""
 
 
 def begin() -> None:
@@ -42,11 +41,11 @@ def end(leaving: SystemExit) -> NoReturn:
     At once means without the handlers of `atexit`: none of those that register one (logging,
     multiprocessing, torch) is part of a command that never went on.
     """
-    code = leaving.code if isinstance(leaving.code, int) else int(bool(leaving.code))
+    global _exit_code  # noqa: PLW0603 -- an exit handler takes no arguments
+    _exit_code = leaving.code if isinstance(leaving.code, int) else int(bool(leaving.code))
     if gc.isenabled() or sys.gettrace() or sys.getprofile():
-        _exit_codes.append(code)
         raise leaving
-    _exit_at_once(code)
+    _exit_at_once(_exit_code)
 
 
 def _leave_threads_behind() -> None:
@@ -58,7 +57,7 @@ def _leave_threads_behind() -> None:
     torch.save; CPython's gh-87135).
     """
     if threading.active_count() > 1:
-        _exit_at_once(_exit_codes[-1])
+        _exit_at_once(_exit_code)
 
 
 def _exit_at_once(code: int) -> NoReturn:
