@@ -141,9 +141,28 @@ def _read(path: Path) -> Outcome | None:
     content = read_json(path) or {}
     known = {name: content[name] for name in Outcome.__dataclass_fields__ if name in content}
     try:
-        return Outcome(**known)
+        outcome = Outcome(**known)
     except TypeError:
         return None  # a record of another version
+    return outcome if _is_sound(outcome) else None
+
+
+_WHOLE_NUMBERS = ("rank", "local_rank", "node_rank", "pid", "restart")
+
+
+def _is_sound(outcome: Outcome) -> bool:
+    """Check that each field holds what it says, whoever wrote the record."""
+    known = vars(outcome)
+    return (
+        all(isinstance(known[name], int) for name in _WHOLE_NUMBERS)
+        and all(isinstance(known[name], str) for name in ("host", "job_id", "step_id", "hung"))
+        and all(
+            isinstance(known[name], int | float | None)
+            for name in ("started", "ended", "exit_code", "clock_ahead")
+        )
+        and isinstance(outcome.signal, str | None)
+        and isinstance(outcome.error, dict | None)
+    )
 
 
 def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:

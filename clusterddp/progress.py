@@ -91,7 +91,7 @@ def _tail_records(path: Path) -> Iterator[dict[str, Any]]:
     for line in lines:  # the first can be cut, the last torn: neither parses
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             yield record

@@ -229,7 +229,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(errors="replace").splitlines():
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             yield value
@@ -251,7 +251,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None when it is absent or torn."""
     try:
         value = json.loads(read_file(path))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

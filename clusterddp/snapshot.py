@@ -53,7 +53,7 @@ class Snapshot:
                 commit=str(fields["commit"]),
                 large=tuple(map(str, fields.get("large", ()))),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RequestError(f"this is no record of a code snapshot: {error!r}.") from None
 
 

@@ -285,7 +285,7 @@ class JobSpec:
                 if isinstance(value, list):
                     fields[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
             return cls(resources=resources, train=TrainConfig(**train) if train else None, **fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RequestError(f"spec.json is no record of a run: {error}.") from None
 
 

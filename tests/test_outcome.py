@@ -273,6 +273,25 @@ def test_the_records_of_one_start_are_read_by_rank(tmp_path: Path) -> None:
     assert read_outcomes(tmp_path / "nowhere") == []
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ended": "later"}, {"rank": "1"}, {"rank": None}, {"host": None}, {"exit_code": "1"},
+        {"signal": 9}, {"error": "boom"}, {"local_rank": []}, {"hung": {}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_record_that_holds_something_else_is_passed_over(
+    wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(vars(exited(rank, 20.0, 1))))
+    (tmp_path / "rank-1.json").write_text(json.dumps({**vars(exited(1, 10.0, 1)), **wrong}))
+    found = read_outcomes(tmp_path)
+    assert [o.rank for o in found] == [0]
+    assert first_failure(found) == Failure.of(exited(0, 20.0, 1))
+
+
 def test_the_clocks_of_hosts_are_read_with_the_ranks_ends(tmp_path: Path) -> None:
     for rank in (0, 2):
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(outcome(rank).__dict__))

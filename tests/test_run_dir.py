@@ -11,7 +11,8 @@ import pytest
 
 from clusterddp import rendering
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.run_dir import RunDir, find_runs, read_json_lines, write_atomically
+from clusterddp.run_dir import RunDir, find_runs, read_json, read_json_lines, write_atomically
+from clusterddp.spec import JobSpec
 from tests.test_spec import spec
 
 
@@ -74,6 +75,16 @@ def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": \n[1]\n\xff\n{"c": 3}')
     assert list(read_json_lines(path)) == [{"a": 1}, {"c": 3}]
+
+
+def test_what_is_nested_too_deeply_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text("[" * 100_000)
+    assert read_json(path) is None
+    path.write_text("[" * 100_000 + '\n{"a": 1}\n')
+    assert list(read_json_lines(path)) == [{"a": 1}]
+    with pytest.raises(RequestError, match=r"spec\.json"):
+        JobSpec.from_json("[" * 100_000)
 
 
 def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path: Path) -> None:

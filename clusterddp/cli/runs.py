@@ -1,5 +1,6 @@
 """What the commands on runs share: finding the run that is meant, and asking how runs are doing."""
 
+import contextlib
 import difflib
 import math
 import os
@@ -175,8 +176,9 @@ def duration(seconds: float | None) -> str:
 def _job_ids(run: RunDir) -> set[str]:
     """Job ids of a run: submitted ones, or the one in which ranks started by hand have trained."""
     events = run.read_events()
-    if not events and (attempt := latest(run)):
-        events = [attempt.read_record()]
+    if not events:
+        with contextlib.suppress(OSError):  # one run that cannot be looked into hides no other
+            events = [attempt.read_record() for attempt in [latest(run)] if attempt]
     return {str(event["job_id"]) for event in events if event.get("job_id")}
 
 
