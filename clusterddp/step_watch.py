@@ -39,13 +39,14 @@ def watch(
     report_seconds: float = REPORT_SECONDS,
     cancel_seconds: float = _CANCEL_SECONDS,
     poll_seconds: float = _POLL_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Return when srun has no message left to wait for and has ended, by itself or not.
 
     job: the id that Slurm's commands take. ranks: how many ends are recorded once all have ended.
     script: the process of which srun is a child.
     """
-    why = _await_the_end(attempt, ranks, grace_seconds, report_seconds, poll_seconds)
+    why = _await_the_end(attempt, ranks, grace_seconds, report_seconds, poll_seconds, clock)
     srun = _srun_of(script, attempt.run.path)
     if srun is None:
         return
@@ -58,8 +59,8 @@ def watch(
             STEP_ENDED, job_id=job, attempt=attempt.number, step_id=step_id, why=why
         )
     if step and _cancel(step, say):
-        deadline = time.monotonic() + cancel_seconds
-        while _is_child(srun, script) and time.monotonic() < deadline:
+        deadline = clock() + cancel_seconds
+        while _is_child(srun, script) and clock() < deadline:
             time.sleep(min(poll_seconds, 0.5))  # srun is no child of this process
     if _is_child(srun, script):
         say("killing srun, which does not end with its step")
@@ -86,22 +87,27 @@ def was_ended(attempt: Attempt) -> bool:
 
 
 def _await_the_end(
-    attempt: Attempt, ranks: int, grace_seconds: float, report_seconds: float, poll_seconds: float
+    attempt: Attempt,
+    ranks: int,
+    grace_seconds: float,
+    report_seconds: float,
+    poll_seconds: float,
+    clock: Callable[[], float],
 ) -> str:
     """Wait until srun should have ended; returns the reason.
 
     Each look reads the record of one rank that is still at work, however many there are.
     """
     seen: tuple[object, ...] = ()
-    since = time.monotonic()
+    since = clock()
     first_at_work = 0
     while True:
         while first_at_work < ranks and _has_ended(attempt, first_at_work):
             first_at_work += 1
         now = first_at_work, attempt.end.exists(), _last_sign(attempt)
         if now != seen:
-            seen, since = now, time.monotonic()
-        quiet = time.monotonic() - since
+            seen, since = now, clock()
+        quiet = clock() - since
         if first_at_work >= ranks:
             if quiet >= grace_seconds and _all_have_ended(attempt):
                 return "every task's end is recorded"

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from clusterddp import step_watch
 from clusterddp.attempt import Attempt
 from clusterddp.run_dir import RunDir
-from tests.processes import has_gone, wait_for
+from tests.processes import PATIENCE, has_gone, wait_for
 
 
 class Step:
@@ -49,10 +50,12 @@ class Step:
         }  # fmt: skip
         (self.attempt.outcomes / f"rank-{rank}.json").write_text(json.dumps(content))
 
-    def watch(self) -> None:
+    def watch(
+        self, clock: Callable[[], float] = time.monotonic, cancel_seconds: float = 0.2
+    ) -> None:
         step_watch.watch(
-            self.attempt, "17", 2, os.getpid(), self.said.append,
-            grace_seconds=0.2, report_seconds=0.4, cancel_seconds=0.2, poll_seconds=0.02,
+            self.attempt, "17", 2, os.getpid(), self.said.append, grace_seconds=0.2,
+            report_seconds=0.4, cancel_seconds=cancel_seconds, poll_seconds=0.02, clock=clock,
         )  # fmt: skip
 
     @property
@@ -76,7 +79,7 @@ def test_once_every_end_is_recorded_the_step_is_cancelled_and_no_other(step: Ste
     step.scancel(f"kill -9 {step.srun.pid}")
     for rank in (0, 1):
         step.record(rank, **ENDED)
-    step.watch()
+    step.watch(cancel_seconds=PATIENCE)
     assert step.cancelled == ["17.3"]
     assert step_watch.was_ended(step.attempt)
     assert "every task's end is recorded" in step.said[0]
@@ -129,9 +132,8 @@ def test_a_rank_that_is_at_work_is_waited_for(
     step.record(0, **ENDED)
     AT_WORK[why](step)
     looks = 0
-    plain = step_watch.time.sleep
 
-    def sleep(seconds: float) -> None:
+    def sleep(_: float) -> None:
         nonlocal looks
         looks += 1
         if looks == 1 and "anew" in why:
@@ -140,10 +142,9 @@ def test_a_rank_that_is_at_work_is_waited_for(
             assert step.cancelled == []
             for rank in (1, 2):
                 step.record(rank, **ENDED)
-        plain(seconds)
 
     monkeypatch.setattr(step_watch.time, "sleep", sleep)
-    step.watch()
+    step.watch(clock=lambda: looks * 0.02)
     assert looks > 50
     assert step.cancelled == ["17.3"]
 
@@ -160,20 +161,19 @@ def test_with_rank_0s_last_word_alone_the_step_is_ended_after_a_longer_grace(ste
 def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     step.record(0)
     step.attempt.end.write_text('{"cause": "done"}')
-    lives = 50
-    plain = step_watch.time.sleep
+    looks = 0
 
-    def sleep(seconds: float) -> None:
-        nonlocal lives
-        if lives:
-            lives -= 1
-            step.attempt.show_life(lives)
+    def sleep(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks <= 50:
             assert step.cancelled == []
-        plain(seconds)
+            step.attempt.show_life(looks)
 
     monkeypatch.setattr(step_watch.time, "sleep", sleep)
-    step.watch()
-    assert (lives, step.cancelled) == (0, ["17.3"])
+    step.watch(clock=lambda: looks * 0.02)
+    assert looks > 50 + 20  # the longer grace
+    assert step.cancelled == ["17.3"]
 
 
 def test_it_outlives_the_scripts_signals_and_not_the_script(tmp_path: Path) -> None:
