@@ -41,9 +41,11 @@ _TRACEBACK = "Traceback (most recent call last):"
 def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
     """Exactly what `submit` sends, and what `clusterddp submit --dry-run` prints of the same spec.
 
-    template_folder: where a template of your own lies. Raises RequestError where it is at fault.
+    template_folder: where a template of your own lies. Raises RequestError where it is at fault,
+    or where the command is a launcher.
     """
     folder = Path(template_folder) if template_folder else None
+    spec.refuse_launcher()
     return launchers.load(spec.launcher).prepare(spec, folder)
 
 

@@ -133,8 +133,6 @@ class JobSpec:
             )
         self._check_lines()
         self._check_environment()
-        if self.command and not self.allow_launcher:
-            self._check_launcher()
         if self.train:
             self._check_ranks(self.train)
 
@@ -158,34 +156,6 @@ class JobSpec:
             raise RequestError(
                 f"--profile {train.profile}: there is no such rank; {self.layout}, from 0."
             )
-
-    def _check_launcher(self) -> None:
-        """Refuse a launcher in every task: its ranks would know only those of their own task."""
-        from clusterddp import nested_launcher  # not needed for a training
-
-        found = nested_launcher.find(self.command)
-        if found is None:
-            return
-        words = [] if found.nodes in (None, self.resources.nodes) else [f"--nodes={found.nodes}"]
-        nodes = found.nodes or self.resources.nodes
-        ranks = found.tasks_per_node
-        if ranks is None and found.tasks is not None and found.tasks % nodes == 0:
-            ranks = found.tasks // nodes
-        if ranks and ranks != self.resources.tasks_per_node:
-            words.append(f"--tasks-per-node={ranks}")
-        if found.agents and self.launcher != "submitit" and self.template == DEFAULT_TEMPLATE:
-            words.append("--template=torchrun")
-        instead = shlex.join(found.instead or ("python", "train.py"))
-        line = " ".join([*map(shlex.quote, words), "--", instead])
-        note = ""
-        if found.adds_local_rank:
-            note = f" {found.name} also adds --local-rank: read LOCAL_RANK instead."
-        raise RequestError(
-            f"COMMAND starts {found.name}, which starts ranks of its own. The tasks are ranks "
-            f"already ({self.layout}), so each would train a copy by itself. With your other "
-            f"options, type: {line}{'' if found.instead else ' (your program and its arguments)'}."
-            f"{note} If each task is to start it all the same, add --allow-launcher."
-        )
 
     def _default_signal(self) -> str:
         """Two minutes ahead, or a fifth of a short limit: Slurm looks at limits twice a minute."""
@@ -235,6 +205,32 @@ class JobSpec:
         for name, value in self.environment:
             forms.text(f"--env {name}", value)
 
+    def refuse_launcher(self) -> None:
+        """Refuse a launcher in every task: its ranks would know only those of their own task.
+
+        A check of the request alone: the record of a run that is queued is read without it. Raises
+        RequestError with the line to type.
+        """
+        if not self.command or self.allow_launcher:
+            return
+        from clusterddp import nested_launcher  # not needed for a training
+
+        found = nested_launcher.find(self.command)
+        if found is None:
+            return
+        agents = found.agents and self.launcher != "submitit" and self.template == DEFAULT_TEMPLATE
+        line = "--template torchrun -- " if agents else "-- "
+        line += shlex.join(found.instead or ("python", "train.py"))
+        note = ""
+        if found.adds_local_rank:
+            note = f" {found.name} also adds --local-rank: read LOCAL_RANK instead."
+        raise RequestError(
+            f"COMMAND starts {found.name}, which starts ranks of its own. The tasks are ranks "
+            f"already ({self.layout}), so each would train a copy by itself. With your other "
+            f"options, type: {line}{'' if found.instead else ' (your program and its arguments)'}."
+            f"{note} If each task is to start it all the same, add --allow-launcher."
+        )
+
     @property
     def world_size(self) -> int:
         return self.resources.num_tasks
@@ -278,7 +274,6 @@ class JobSpec:
             fields: dict[str, Any] = json.loads(content)
             if fields.pop("format") != SPEC_FORMAT:
                 raise RequestError("spec.json was written by a newer clusterddp; update this one.")
-            fields.setdefault("allow_launcher", True)  # versions before 0.1.1 took any command
             resources = Resources(**fields.pop("resources"))
             train = fields.pop("train")
             for name, value in fields.items():

@@ -113,6 +113,10 @@ def test_a_submitted_command_has_its_code_copied(folder: Path) -> None:
 def test_what_cannot_be_submitted_is_refused_and_leaves_nothing(folder: Path) -> None:
     with pytest.raises(RequestError, match="nowhere does not exist"):
         submit(spec(folder, train=TrainConfig(dataset="synthetic", resume="nowhere")))
+    nested = spec(folder, train=None, command=("torchrun", "train.py"))
+    for ask in (render, submit):
+        with pytest.raises(RequestError, match="--template torchrun -- python train"):
+            ask(nested)
     for number in range(60):  # a single large file would be linked
         Path(f"part{number}.py").write_text("x" * 20_000)
     with pytest.raises(RequestError):

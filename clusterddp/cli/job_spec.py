@@ -79,7 +79,7 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
     template = options["template"]
     if Path(template).name.startswith("_"):
         raise RequestError(f"--template {template}: it is part of another one, not for itself.")
-    return JobSpec(
+    spec = JobSpec(
         run_name=run_name,
         run_dir=f"{os.path.abspath(options['output_root'])}/{run_name}",
         resources=resources,
@@ -110,6 +110,8 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         restart_in_job=options["restart_in_job"],
         signal="" if options["signal"] == "none" else options["signal"],
     )
+    spec.refuse_launcher()
+    return spec
 
 
 def _template(value: str, folder: str | None) -> str:

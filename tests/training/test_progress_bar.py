@@ -1,5 +1,6 @@
 """The progress bar: what is left of one that was closed."""
 
+import functools
 import gc
 import sys
 import weakref
@@ -14,7 +15,7 @@ from clusterddp.training.progress_bar import ProgressBar
 def test_closed_bars_are_let_go_and_leave_a_single_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: list[Callable[..., None]] = []
     monkeypatch.setattr(sys, "addaudithook", hooks.append)
-    progress_bar._listen.cache_clear()
+    monkeypatch.setattr(progress_bar, "_listen", functools.cache(progress_bar._listen.__wrapped__))
     bars = []
     for _ in range(3):
         bar = ProgressBar(0, 2)
