@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from clusterddp.run_dir import RunDir, read_json
 from tests.processes import wait_for
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.test_submit import CLUSTERDDP, submit
+from tests.slurm.versions import SKIPPED_FOR_VERSION
 
 STEPS = 3000
 # Steps long enough that a request comes in the middle, and a checkpoint before it.
@@ -141,12 +143,17 @@ def test_an_expedited_requeue_is_slurms_own_or_refused_with_the_version(
 
 
 def test_a_stopped_run_is_not_held_by_an_expedited_requeue(
-    slurm_available: None, tmp_path: Path, synthetic_dir: Path
+    slurm_available: None,
+    tmp_path: Path,
+    synthetic_dir: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     conf = {"SlurmctldParameters": "enable_expedited_requeue"}
-    with SlurmCluster(hosts=1, conf=conf) as cluster:
-        if cluster.release < (25, 11):
-            return  # refused, as the test above shows
+    cluster = SlurmCluster(hosts=1, conf=conf)
+    if cluster.release < (25, 11):
+        record_property(SKIPPED_FOR_VERSION, True)
+        pytest.skip("this Slurm is older than 25.11: refused, as the test above shows")
+    with cluster:
         submit(cluster, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir),
                "--run-name", "life", "--requeue=expedite")  # fmt: skip
         train_to(tmp_path / "jobs/life", 50)

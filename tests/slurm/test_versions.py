@@ -35,3 +35,19 @@ def test_a_table_counts_what_did_not_pass() -> None:
         "| --- | --- | --- | --- |",
         "| 24.11.5 | 13.7 | passed | 0 of 1 |",
     ]
+
+
+def test_a_skip_for_the_version_is_neither_passed_nor_failed(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(
+        "import pytest\n"
+        "def test_passes(): pass\n"
+        "def test_skips(): pytest.skip('something is missing')\n"
+        "def test_is_for_later_versions(record_property):\n"
+        f"    record_property({versions.SKIPPED_FOR_VERSION!r}, True)\n"
+        "    pytest.skip('too old')\n"
+    )
+    names = [
+        [name.partition("::")[2] for name in names]
+        for names in versions._test(None, [str(tmp_path / "test_x.py")])
+    ]
+    assert names == [["test_passes"], ["test_skips"]]
