@@ -149,6 +149,27 @@ def test_the_scripts_port_is_the_one_that_ranks_derive(job: int, restart: int) -
         assert int(seen.stdout) == master_port(job, 0, restart, candidate=taken)
 
 
+def test_a_log_that_takes_no_divider_does_not_end_the_start(tmp_path: Path) -> None:
+    script = rendering.render(spec())
+    start = script.index("  attempt=1\n")
+    part = script[start : script.index("  record started", start)]
+    (tmp_path / "attempts/0001").mkdir(parents=True)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank-0.log").symlink_to("/dev/full")
+    (tmp_path / "logs/rank-1.log").touch()
+    lines = f"set -o errexit -o pipefail; run_dir=$1\n{part}echo begun"
+    environ = {**os.environ, "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "-c", lines, "bash", tmp_path],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "begun\n", done
+    assert "--- attempt 2, job 7, " in (tmp_path / "logs/rank-1.log").read_text()
+
+
 @dataclass
 class Compiled:
     """Where the compiled forms of the shipped templates are kept, and what was compiled."""

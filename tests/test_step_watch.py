@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import step_watch
+from clusterddp import rendering, step_watch
 from clusterddp.attempt import Attempt
 from clusterddp.run_dir import RunDir
 from tests.processes import PATIENCE, has_gone, wait_for
+from tests.test_spec import spec
 
 
 class Step:
@@ -178,18 +179,24 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
 
 def test_it_outlives_the_scripts_signals_and_not_the_script(tmp_path: Path) -> None:
     Attempt(RunDir(tmp_path / "run"), 1).outcomes.mkdir(parents=True)
-    script = (
-        '(trap \'\' TERM USR1 USR2; exec "$0" -m clusterddp watch-step "$1" --script "$$" '
-        "--job-id 17 --attempt 1 --ranks 1) & disown || :; echo $!; wait; read line"
-    )
+    rendered = rendering.render(spec())
+    start = rendered.index("  (trap '' TERM")
+    line = rendered[start : rendered.index("\nfi\n", start)]
+    script = f"python=$0 run_dir=$1 attempt=1\n{line}\necho $!; wait; read line"
     argv = ["bash", "-c", script, sys.executable, str(tmp_path / "run")]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as bash:
+    environ = {**os.environ, "SLURM_JOB_ID": "17"}
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as bash:
         assert bash.stdin and bash.stdout
         pid = int(bash.stdout.readline())
         wait_for(lambda: b"watch-step" in Path(f"/proc/{pid}/cmdline").read_bytes(), "Python")
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2):
-            os.kill(pid, number)
-        assert Path(f"/proc/{pid}").exists()
-        assert bash.poll() is None
+        # Python leaves a signal alone that is ignored as it starts, SIGINT too.
+        assert {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2} <= _ignored(pid)
         bash.kill()  # after `wait`, which does not wait for it
     assert has_gone(pid)
+
+
+def _ignored(pid: int) -> set[int]:
+    """The signals that a process ignores (SigIgn in proc(5))."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(status.partition("SigIgn:")[2].split()[0], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}

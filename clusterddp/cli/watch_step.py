@@ -1,7 +1,6 @@
 """`clusterddp watch-step`: runs beside srun and ends a step whose end srun cannot see."""
 
 import os
-import signal
 from pathlib import Path
 
 import click
@@ -23,8 +22,6 @@ from clusterddp.supervise import die_with_parent
 @click.option("--grace", type=float, default=step_watch.GRACE_SECONDS, help="Seconds after them.")
 def command(run_dir: Path, job_id: str, number: int, script: int, ranks: int, grace: float) -> None:
     """Watch the records of an attempt's tasks; ends together with the batch script."""
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(name, signal.SIG_IGN)  # they are for the script, which stays
     die_with_parent(script)
     step_watch.watch(
         Attempt(RunDir(run_dir), number),
