@@ -8,6 +8,7 @@ function of a notebook's cell say; it is refused where the copies could not comp
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.process
@@ -16,7 +17,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,25 @@ def begin(
         # Python 3.12 warns of a fork where threads run, a notebook's for one. What they may hold
         # is renewed by Python and the C library; `get_ready` sees to what is not.
         warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
+        with _garbage_kept() if method == "fork" else contextlib.nullcontext():
+            process.start()
     return process
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Keep a forked copy from collecting the garbage that this process has left by now.
+
+    A copy that did was seen to crash in a collection: what ends threads of C++ when it is
+    collected finds none of them there. Python's documentation of gc advises gc.freeze.
+    """
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:  # what somebody has frozen before stays so
+            gc.unfreeze()
 
 
 def _become(

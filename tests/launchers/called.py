@@ -1,5 +1,6 @@
 """Functions for processes that multiprocessing starts, which import them from here."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -35,6 +36,11 @@ def leaves_one_behind() -> None:
     """Starts a program, says its process id, and ends well."""
     code = "import signal; signal.pause()"
     print(subprocess.Popen([sys.executable, "-c", code]).pid, flush=True)
+
+
+def collects() -> None:
+    """Collects what is garbage in its process."""
+    gc.collect()
 
 
 def rank_and_sum(more: int) -> tuple[str, int]:

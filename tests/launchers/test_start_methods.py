@@ -1,5 +1,6 @@
 """Tasks that multiprocessing starts are to the group what programs are."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -42,6 +43,33 @@ def test_a_function_gets_what_a_program_gets(
     assert (tmp_path / "log").read_text() == expected == (tmp_path / "other").read_text()
     assert capfd.readouterr().out == expected
     assert os.environ.get("NAME") is None
+
+
+class Deleted:
+    """Notes the process that collects it; garbage from the start, as only a collection can see."""
+
+    def __init__(self, note: Path) -> None:
+        self.note, self.itself = note, self
+
+    def __del__(self) -> None:
+        with self.note.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def test_a_forked_task_collects_no_garbage_of_its_parent(tmp_path: Path) -> None:
+    start_methods.get_ready("fork")
+    gc.collect()
+    gc.disable()
+    try:
+        Deleted(tmp_path / "note")
+        with TaskGroup() as group:
+            group.call("fork", called.collects, (), os.environ)
+            assert group.wait() == [0]
+        assert not (tmp_path / "note").exists()
+        gc.collect()
+    finally:
+        gc.enable()
+    assert (tmp_path / "note").read_text() == f"{os.getpid()}\n"
 
 
 def test_exit_codes_and_signals_come_back_in_order(method: str) -> None:
