@@ -77,21 +77,25 @@ class RequeueType(click.types.StringParamType):
 class RequeueOption(click.Option):
     """`--requeue`, `--requeue=expedite` and `--no-requeue`, as sbatch has them."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs |= {"type": RequeueType(), "is_flag": False, "flag_value": "yes"}
-        super().__init__(*args, **kwargs)
-
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        """Register both forms for one value."""
+        """Register all forms for one value."""
         super().add_to_parser(parser, ctx)
         parser.add_option(
             obj=self, opts=["--no-requeue"], dest=self.name, action="store_const", const="no"
         )
+        parse = parser.parse_args
+        parser.parse_args = lambda args: parse(_with_value(args))
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the two columns of --help."""
         record = super().get_help_record(ctx)
         return record and (f"--requeue[={EXPEDITE}] / --no-requeue", record[1])
+
+
+def _with_value(args: list[str]) -> list[str]:
+    """Spell a bare `--requeue` out: click would take the word after it as its value."""
+    cut = args.index("--") if "--" in args else len(args)
+    return [f"{arg}=yes" if arg == "--requeue" else arg for arg in args[:cut]] + args[cut:]
 
 
 # (name, keyword arguments of click.option), by the group under which --help shows them.
@@ -189,7 +193,7 @@ REQUEST: dict[str, dict[str, dict[str, Any]]] = {
     },
     "When it is interrupted": {
         "requeue": {
-            "cls": RequeueOption, "default": None,
+            "cls": RequeueOption, "type": RequeueType(), "default": None,
             "show_default": "on for the training, the site's for a COMMAND",
             "help": "Go on after the time limit, preemption or a lost node. expedite (Slurm 25.11 "
             "and later): after a hardware failure, ahead of all other jobs.",

@@ -242,6 +242,25 @@ def test_every_set_of_former_records_is_kept(workplace: Workplace) -> None:
     assert "--time=20" in (run.path / "script-2.sbatch").read_text()
 
 
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("--requeue one", "--requeue"),
+        ("one --requeue", "--requeue"),
+        ("--requeue=expedite one", "--requeue=expedite"),
+        ("--requeue=no one", "--no-requeue"),
+        ("--requeue --no-requeue one", "--no-requeue"),
+        ("--no-requeue --requeue -- one", "--requeue"),
+    ],
+)
+def test_a_bare_requeue_leaves_the_next_word_alone(
+    typed: str, line: str, workplace: Workplace
+) -> None:
+    stopped(workplace, requeue=line == "--no-requeue")
+    got = accepted(workplace, "--dry-run", *typed.split())
+    assert f"#SBATCH {line}\n" in got.out
+
+
 def test_an_empty_value_drops_an_option(workplace: Workplace) -> None:
     run = stopped(workplace, resources=Resources(dependency="afterok:9", qos="high"))
     assert "--dependency" in run.script.read_text()

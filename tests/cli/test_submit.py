@@ -352,6 +352,8 @@ GPUS = [*EIGHT, "--gpu-request", "gres"]
         ({"CLUSTERDDP_REQUEUE": "false"}, [], ["--no-requeue"], []),
         ({}, ["--requeue=expedite"], ["--requeue=expedite"], []),
         ({}, ["--requeue"], ["--requeue"], []),
+        ({}, ["--requeue", "--", "true"], ["--requeue"], []),
+        ({}, ["--requeue", "--no-requeue"], ["--no-requeue"], ["--requeue"]),
         ({"SBATCH_HINT": "a"}, ["--sbatch", "hint=b"], ["--hint=b"], ["--hint=a"]),
     ],
 )
