@@ -30,18 +30,17 @@ FOUND = [
     ("accelerate launch --config_file a.yaml -m pkg.train", "accelerate launch",
      "python -m pkg.train"),
     ("python -m accelerate.commands.launch train.py", "accelerate launch", "python train.py"),
-    ("deepspeed --num_gpus 4 train.py --deepspeed ds.json", "deepspeed",
-     "python train.py --deepspeed ds.json"),
-    ("horovodrun -np 4 python train.py", "horovodrun", "python train.py"),
-    ("mpirun --mca btl tcp,self -x PATH -np 4 ./train 1", "mpirun", "./train 1"),
+    ("mpirun --hostfile /etc/hosts -x PATH -np 4 ./train 1", "mpirun", "./train 1"),
+    ("mpirun --hostfile hosts env A=1 python train.py", "mpirun", "env A=1 python train.py"),
     ("mpiexec --oversubscribe -n 2 python train.py", "mpiexec", "python train.py"),
     ("srun -n4 --exclusive --gpus=2 python train.py", "srun", "python train.py"),
     ("env -u X A=b torchrun train.py", "torchrun", "env -u X A=b python train.py"),
     ("env -S 'torchrun train.py'", "torchrun", "env -S 'python train.py'"),
     ("time nice -n 5 nohup timeout -k 5 60 torchrun train.py", "torchrun",
      "time nice -n 5 nohup timeout -k 5 60 python train.py"),
-    ("taskset -c 0-3 torchrun train.py", "torchrun", "taskset -c 0-3 python train.py"),
-    ("conda run -n torch torchrun train.py", "torchrun", "conda run -n torch python train.py"),
+    ("uv run --with torch torchrun train.py", "torchrun", "uv run --with torch python train.py"),
+    ("env -i -S 'A=1 torchrun train.py' x", "torchrun", "env -i -S 'A=1 python train.py' x"),
+    ("srun -n 2 -- hostname -f", "srun", "hostname -f"),
     ("apptainer exec --nv -B /a:/b i.sif torchrun train.py", "torchrun",
      "apptainer exec --nv -B /a:/b i.sif python train.py"),
     ("bash -c 'torchrun train.py'", "torchrun", "bash -c 'python train.py'"),
@@ -65,7 +64,14 @@ def test_a_launcher_is_found_and_the_command_is_given_without_it(
     assert find(found.instead) is None
 
 
-@pytest.mark.parametrize("typed", ["torchrun", "srun -n 2", "mpirun -n 1 a : -n 2 b"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "torchrun", "srun -n 2", "mpirun -n 1 a : -n 2 b", "srun --exclusive ls /data",
+        "mpirun --mca plm_rsh_agent /usr/bin/ssh ./train",
+        "deepspeed --num_gpus 4 train.py", "horovodrun -np 4 python train.py",
+    ],
+)  # fmt: skip
 def test_a_launcher_whose_program_is_not_made_out_is_found_all_the_same(typed: str) -> None:
     found = find(shlex.split(typed))
     assert found is not None
@@ -78,9 +84,9 @@ def test_a_launcher_whose_program_is_not_made_out_is_found_all_the_same(typed: s
         "python train.py torchrun", "python -c 'import torchrun' -m torch.distributed.run",
         "python -m pkg.train -m torch.distributed.run", "accelerate config", "echo torchrun",
         "bash -c 'echo torchrun'", "bash -c 'true # torchrun train.py'", "bash torchrun.py",
-        "conda run -n torchrun python train.py", "env TORCHRUN=torchrun python train.py",
+        "uv run --with torchrun python train.py", "env TORCHRUN=torchrun python train.py",
         "./torchrun-less.sh", "clusterddp train", "env", "bash", "bash -c", "python -m", "timeout",
-        "nice -n", "conda run", "taskset", "env -S",
+        "nice -n", "uv run", "uv", "env -S", "env -i -S",
     ],
 )  # fmt: skip
 def test_what_starts_no_launcher_is_left_alone(typed: str) -> None:
@@ -170,3 +176,29 @@ def test_a_script_on_the_path_is_read_and_a_program_is_not(
         path.chmod(0o755)
     assert in_script(["go"], tmp_path) == LauncherInScript("go", 2, "torchrun")
     assert in_script(["elf"], tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "payload",
+    ['"a\\' * 250_000, "x" * 900_000, "".join(map(chr, range(256))) * 4000],
+    ids=["open quotes", "one word", "binary"],
+)
+def test_what_a_script_carries_behind_its_head_costs_little(
+    payload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unquoted: list[int] = []
+    split = shlex.split
+
+    def counted(word: str, comments: bool) -> list[str]:
+        unquoted.append(len(word))
+        return split(word, comments=comments)
+
+    monkeypatch.setattr(shlex, "split", counted)
+    head = "#!/bin/sh\ncd /data\ntail -n +9 $0 | tar x\nexit\n"
+    script = tmp_path / "run.sh"
+    script.write_bytes(f"{head}{payload}\ntorchrun train.py\n".encode("latin-1"))
+    assert in_script(["sh", "run.sh"], tmp_path) is None  # it stands behind the first 64 KiB
+    assert max(unquoted) <= 4096
+    assert sum(unquoted) <= 65_536
+    script.write_bytes(f"{head}torchrun train.py\n{payload}".encode("latin-1"))
+    assert in_script(["sh", "run.sh"], tmp_path) == LauncherInScript("run.sh", 5, "torchrun")
