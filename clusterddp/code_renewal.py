@@ -69,7 +69,7 @@ def describe(run: RunDir, compared: Comparison) -> str:
     files = "1 file differs" if len(changes) == 1 else f"{len(changes)} files differ"
     return (
         f"{uses}; in {compared.tree} {files} by now: {_shown(changes)}. "
-        "Take the folder as it is now with --code new"
+        "Use --code new to run the current files."
     )
 
 

@@ -45,9 +45,9 @@ def _say_outlook(script: str, say: Say) -> None:
     with suppress(SlurmError):
         for setting in requeue_exit.settings():
             say(
-                f"warning: slurm.conf has {setting}: Slurm puts a job that ends with such a code "
-                "back into the queue, also where --no-requeue, --max-requeues or 'clusterddp stop' "
-                "say otherwise. A run that was stopped ends with 75, a failed one with its rank's "
+                f"warning: slurm.conf has {setting}: Slurm requeues a job that ends with such a "
+                "code, also where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. "
+                "A run that was stopped ends with 75, a failed one with its rank's "
                 "code or 1."
             )
 

@@ -88,8 +88,8 @@ def _check_code(run: RunDir) -> None:
         more = f" and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
         raise RequestError(
             f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
-            f"{', '.join(changed[:_MOST_CHANGES])}{more}. Put it back, or take it as it is now "
-            "with --code new."
+            f"{', '.join(changed[:_MOST_CHANGES])}{more}. Put it back, or use --code new to "
+            "run the current files."
         )
 
 

@@ -97,7 +97,7 @@ def command(
         return 0
     # Of a failure Slurm itself decides whether it was the hardware's, and starts the job again.
     if end.cause not in (requeue.DONE, requeue.FAILED, requeue.SUPERSEDED):
-        next_start.let_job_end(run, job_id)
+        next_start.let_job_end(run, job_id, preempted=end.cause == requeue.PREEMPTED)
     if end.cause == requeue.CANCELLED:
         say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
     elif end.cause not in (requeue.DONE, requeue.SUPERSEDED):

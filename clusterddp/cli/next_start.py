@@ -44,6 +44,7 @@ def start(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) ->
     if why == requeue.PREEMPTED and _slurm_requeues(own_name(os.environ, job_id)):
         record(run, "requeued", job_id=job_id, **who)
         say(f"clusterddp: {why}: Slurm puts job {job_id} back into the queue")
+        _heed_withdrawal(run, job_id, job_id)
         return False  # and it has not ended well, should Slurm not do it
     try:
         patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart))
@@ -145,15 +146,18 @@ def withdraw(run: RunDir, job_id: str) -> None:
     say(f"clusterddp: job {job_id} is cancelled: a person has taken it back")
 
 
-def let_job_end(run: RunDir, job_id: str) -> None:
+def let_job_end(run: RunDir, job_id: str, *, preempted: bool) -> None:
     """Have a job whose run does not go on end as any other does.
 
-    With --requeue=expedite Slurm holds a job for ever whose script ends with a code other than 0 on
-    healthy nodes (REQUEUE_HOLD, seen on 26.05).
+    Slurm may requeue one that was preempted. With --requeue=expedite it holds a job for ever whose
+    script ends with a code other than 0 on healthy nodes (REQUEUE_HOLD, seen on 26.05).
     """
+    if is_rehearsal(os.environ):
+        return
+    name = own_name(os.environ, job_id)
     try:
-        if run.load_spec().requeue == EXPEDITE and not is_rehearsal(os.environ):
-            control.forbid_requeue(own_name(os.environ, job_id))
+        if (preempted and _slurm_requeues(name)) or run.load_spec().requeue == EXPEDITE:
+            control.forbid_requeue(name)
     except ClusterDDPError as error:
         say(f"clusterddp: {error}")
 
@@ -176,7 +180,7 @@ def warn_of_requeue_exit(run: RunDir, exit_code: int) -> None:
     for setting in settings:
         if requeue_exit.names(setting, exit_code):
             say(
-                f"clusterddp: warning: slurm.conf has {setting}: Slurm puts the job back for its "
+                f"clusterddp: warning: slurm.conf has {setting}: Slurm requeues the job for its "
                 f"exit code {exit_code}. Take it out with: clusterddp cancel {run.shown}"
             )
 

@@ -7,13 +7,11 @@ from enum import Enum
 
 from clusterddp.errors import SlurmError
 from clusterddp.slurm.command import QUERY_SECONDS, ask
+from clusterddp.slurm.release import REQUEUE_AFTER_GRACE_SINCE, reaches
 from clusterddp.slurm.states import State, parse_state
 
 REHEARSAL_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
 """Set in the tasks of the local launcher: the folder in which its steps note their tasks."""
-
-
-_REQUEUES_AFTER_GRACE = (24, 5)
 
 
 class Ending(str, Enum):
@@ -79,15 +77,15 @@ def ending(job_id: str, restart: int, environ: Mapping[str, str] | None = None) 
 def requeued_after_grace(job_id: str, environ: Mapping[str, str] | None = None) -> bool:
     """Return whether Slurm itself requeues a preempted job that ends within its grace.
 
-    It does since 24.05, where the job's PreemptMode is REQUEUE (slurmctld's proc_req.c,
-    GRACE_PREEMPT; seen on 24.11.5). A requeue of the job's own would leave that mark, which counts
-    at the job's next end then, be it done or not. False where it cannot be told, as with modes that
-    belong to a QOS. Raises SlurmError where Slurm could not be asked.
+    It does since REQUEUE_AFTER_GRACE_SINCE, where the job's PreemptMode is REQUEUE. A requeue of
+    the job's own would leave Slurm's mark on it, which counts at the job's next end then, be it
+    done or not. False where it cannot be told, as with modes that belong to a QOS. Raises
+    SlurmError where Slurm could not be asked.
     """
     environ = os.environ if environ is None else environ
     config = ask(["scontrol", "show", "config"], environ, QUERY_SECONDS).stdout
-    version = re.search(r"^SLURM_VERSION\s*=\s*(\d+)\.(\d+)", config, re.MULTILINE)
-    if not version or (int(version[1]), int(version[2])) < _REQUEUES_AFTER_GRACE:
+    version = re.search(r"^SLURM_VERSION\s*=\s*(\d+\.\d+)", config, re.MULTILINE)
+    if not version or not reaches(version[1], REQUEUE_AFTER_GRACE_SINCE):
         return False
     if not re.search(r"^PreemptType\s*=\s*(preempt/)?partition_prio\b", config, re.MULTILINE):
         return False

@@ -10,6 +10,9 @@ from clusterddp.slurm.command import QUERY_SECONDS, ask
 
 EXPEDITE_SINCE = (25, 11)
 """The first release whose sbatch takes --requeue=expedite (its release notes)."""
+REQUEUE_AFTER_GRACE_SINCE = (24, 5)
+"""The first that itself requeues a preempted job which ends within its grace (slurmctld's
+proc_req.c, GRACE_PREEMPT; seen on 24.11.5)."""
 # What getopt, and so sbatch, says of an option that another release has.
 _NO_SUCH_OPTION = re.compile(r"unrecognized option|doesn't allow an argument|invalid option")
 
@@ -24,10 +27,16 @@ def version(environ: Mapping[str, str]) -> str:
     return found[0] if found else ""
 
 
+def reaches(version: str, first: tuple[int, int]) -> bool:
+    """Return whether a version, such as `22.05.8`, is of that release or a later one."""
+    year, month = version.split(".")[:2]
+    return (int(year), int(month)) >= first
+
+
 def check_expedite(environ: Mapping[str, str]) -> None:
     """Refuse --requeue=expedite where Slurm is too old for it; raises RequestError."""
     here = version(environ)
-    if here and tuple(int(part) for part in here.split(".")[:2]) < EXPEDITE_SINCE:
+    if here and not reaches(here, EXPEDITE_SINCE):
         since = "{}.{:02}".format(*EXPEDITE_SINCE)
         raise RequestError(
             f"--requeue=expedite came with Slurm {since}; this is Slurm {here}. Use --requeue."

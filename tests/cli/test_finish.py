@@ -97,6 +97,28 @@ def slurm_says(workplace: Workplace, words: str = "", requeue: str = "exit 0") -
     workplace.command("scontrol", f'case "$1" in requeue) {requeue};; *) echo "{line}";; esac')
 
 
+def slurm_preempts(
+    workplace: Workplace,
+    version: str = "24.11.5",
+    by: str = "preempt/partition_prio",
+    requeue: str = "1",
+    mode: str = "REQUEUE",
+    late: str = ":",
+) -> None:
+    """A controller that has preempted the job; `late` happens when its partition is looked at."""
+    job = (
+        "JobId=17 JobName=x JobState=RUNNING Restarts=0 PreemptTime=2026-01-01T00:00:00 "
+        f"RunTime=00:01:00 TimeLimit=00:10:00 Requeue={requeue} Partition=main Command=y"
+    )
+    config = f"PreemptMode = REQUEUE\nPreemptType = {by}\nSLURM_VERSION           = {version}"
+    partition = f"PartitionName=main PreemptMode={mode} State=UP"
+    workplace.command(
+        "scontrol",
+        f'case "$2" in config) echo "{config}";; job) echo "{job}";; '
+        f'partition) {late}; echo "{partition}";; esac',
+    )
+
+
 def finish(
     workplace: Workplace, run: RunDir, srun_code: int, *options: str, number: int = 1
 ) -> Outcome:
@@ -399,17 +421,7 @@ def test_a_preempted_job_is_left_to_slurm_where_slurm_requeues_it(
     *,
     slurms: bool,
 ) -> None:
-    job = (
-        "JobId=17 JobName=x JobState=RUNNING Restarts=0 PreemptTime=2026-01-01T00:00:00 "
-        f"RunTime=00:01:00 TimeLimit=00:10:00 Requeue={requeue} Partition=main Command=y"
-    )
-    config = f"PreemptMode = REQUEUE\nPreemptType = {by}\nSLURM_VERSION           = {version}"
-    partition = f"PartitionName=main PreemptMode={mode} State=UP"
-    workplace.command(
-        "scontrol",
-        f'case "$2" in config) echo "{config}";; job) echo "{job}";; '
-        f'partition) echo "{partition}";; esac',
-    )
+    slurm_preempts(workplace, version, by, requeue, mode)
     leave(run, **PAUSED)
     got = finish(workplace, run, 0, REQUEUES)
     assert ("scontrol requeue 17" in workplace.calls) != slurms
@@ -417,6 +429,35 @@ def test_a_preempted_job_is_left_to_slurm_where_slurm_requeues_it(
     assert last(run, "requeued")["why"] == "preempted"
     # Where Slurm does not do it after all, the job must not look as if the run were done.
     assert got.code == (75 if slurms else 0)
+
+
+@pytest.mark.parametrize("why", ["stop", "cap", "requeue is off"])
+@pytest.mark.parametrize("version", ["22.05.8", "24.11.5"])
+def test_slurm_does_not_requeue_a_preempted_job_whose_run_is_to_end(
+    workplace: Workplace, run: RunDir, version: str, why: str
+) -> None:
+    slurm_preempts(workplace, version)
+    leave(run, **PAUSED)
+    if why == "stop":
+        run.add_event("stop_asked", job_id="17", attempt=1)
+    options = {"cap": [REQUEUES, "--max-requeues=0"], "stop": [REQUEUES]}.get(why, [])
+    assert finish(workplace, run, 0, *options).code == 75
+    assert last(run, "ended")["cause"] == "preempted"
+    forbidden = "scontrol update JobId=17 Requeue=0" in workplace.calls
+    assert forbidden == (version == "24.11.5")
+
+
+@pytest.mark.parametrize("event", ["stop_asked", "cancelled"])
+def test_a_stop_while_the_requeue_is_left_to_slurm_takes_the_job_out_again(
+    workplace: Workplace, run: RunDir, event: str
+) -> None:
+    line = json.dumps({"event": event, "job_id": "17", "attempt": 1})
+    slurm_preempts(workplace, late=f"echo {shlex.quote(line)} >>{run.events}")
+    workplace.command("scancel", "exit 0")
+    leave(run, **PAUSED)
+    assert finish(workplace, run, 0, REQUEUES).code == 75
+    assert workplace.calls[-1] == "scancel 17"
+    assert last(run, "cancelled")["job_id"] == "17"
 
 
 @pytest.mark.parametrize("words", ["JobState=PENDING", "JobState=COMPLETING"])
@@ -630,6 +671,7 @@ def test_a_code_for_which_slurm_requeues_is_warned_about(
     got = finish(workplace, run, code)
     assert got.code == code
     assert ("warning: slurm.conf has RequeueExit" in got.out) == warned
+    assert (f"Slurm requeues the job for its exit code {code}" in got.out) == warned
 
 
 def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: Workplace) -> None:
