@@ -264,6 +264,8 @@ class JobSpec:
     def to_json(self) -> str:
         """The record that a run keeps of its request; holds no value passed by name."""
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
+        if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
+            del fields["allow_launcher"]
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
 

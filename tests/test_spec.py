@@ -1,6 +1,7 @@
 """Requests are checked when they are built, and survive their own record."""
 
 import dataclasses
+import json
 import math
 import re
 from typing import Any
@@ -173,6 +174,22 @@ def test_the_record_of_a_request_reads_back_the_same() -> None:
     assert JobSpec.from_json(full.to_json()) == full
     command = spec(command=tuple(value or "x" for value in CARRIED))
     assert JobSpec.from_json(command.to_json()) == command
+
+
+def test_the_record_of_a_request_has_no_field_that_older_versions_do_not_know() -> None:
+    for fields in ({}, {"requeue": "expedite"}, {"command": ("true",)}):
+        record = json.loads(spec(**fields).to_json())
+        assert record.keys() == FIELDS_OF_0_1_0 | {"format"}
+    meant = spec(command=("torchrun", "train.py"), allow_launcher=True)
+    assert JobSpec.from_json(meant.to_json()) == meant
+
+
+FIELDS_OF_0_1_0 = {
+    "run_name", "run_dir", "resources", "python", "train", "command", "job_name", "launcher",
+    "template", "sbatch", "omit_directives", "srun_args", "environment", "pass_environment",
+    "export", "setup", "teardown", "modules", "network_interface", "launch_prefix", "requeue",
+    "max_requeues", "restart_on_failure", "restart_in_job", "snapshot", "signal",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
