@@ -9,7 +9,7 @@ import click
 
 from clusterddp import forms
 from clusterddp.cli import sbatch_variables, settings
-from clusterddp.cli.templates import full_name
+from clusterddp.cli.templates import SHIPPED, full_name
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from
 from clusterddp.errors import RequestError
 from clusterddp.resources import Resources
@@ -89,7 +89,7 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         allow_launcher=options["allow_launcher"],
         job_name=options["job_name"] or "",
         launcher=options["launcher"],
-        template=_template(template, options["template_dir"]),
+        template=_template(ctx, template, options["template_dir"]),
         sbatch=_directives(options["sbatch"], resources),
         omit_directives=_omitted(options["omit_directive"]),
         srun_args=tuple(
@@ -114,10 +114,17 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
     return spec
 
 
-def _template(value: str, folder: str | None) -> str:
-    """The name of a template's file in its folder."""
+def _template(ctx: click.Context, value: str, folder: str | None) -> str:
+    """The name of a template's file in its folder; raises RequestError where two are meant."""
     if "/" in value:
         return Path(value).name
+    is_own = folder and (Path(folder) / value).is_file()
+    named = settings.source(ctx, "template") != "default"
+    if named and value in SHIPPED and not is_own and Path(value).is_file():
+        raise RequestError(
+            f"--template {value}: there is a file of that name here, and a shipped template. Use "
+            f"./{value} for the file, or {value.removesuffix('.sbatch.j2')} for the shipped one."
+        )
     return full_name(value, Path(folder) if folder else None)
 
 

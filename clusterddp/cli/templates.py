@@ -1,5 +1,6 @@
 """`clusterddp templates`: list, show and copy out the shipped sbatch templates."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -76,6 +77,8 @@ def copy(name: str, target: Path) -> None:
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}.") from None
     click.echo(path)
+    given = str(path) if "/" in str(path) else f"./{path}"  # a bare name is that of a shipped one
+    click.echo(f"use it with --template {shlex.quote(given)}", err=True)
 
 
 def _read(name: str) -> str:

@@ -461,6 +461,15 @@ def test_a_template_is_found_by_its_short_name_or_as_a_file_here(elsewhere: Path
     assert dry_run("--template", "torchrun") == full
     (elsewhere / "mine.j2").write_text("#!/bin/bash\necho mine\n")
     assert dry_run("--template", "mine.j2") == "#!/bin/bash\necho mine\n"
+    copied = CliRunner().invoke(cli, ["templates", "copy", "torchrun"])
+    assert "use it with --template ./torchrun.sbatch.j2" in copied.output
+    Path("torchrun.sbatch.j2").write_text("#!/bin/bash\necho edited\n")
+    refused = refusal("--dry-run", "--template", "torchrun.sbatch.j2")
+    assert "./torchrun.sbatch.j2 for the file, or torchrun for the shipped one" in refused
+    assert dry_run("--template", "./torchrun.sbatch.j2") == "#!/bin/bash\necho edited\n"
+    assert dry_run("--template", "torchrun") == full
+    Path("ddp.sbatch.j2").write_text("#!/bin/bash\necho edited\n")
+    assert "edited" not in dry_run()  # nothing was named
     (elsewhere / "tt").mkdir()
     for name in ("torchrun.sbatch.j2", "exact", "short.j2"):
         (elsewhere / "tt" / name).write_text(f"#!/bin/bash\necho {name}\n")
