@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,8 @@ def results(
 def test_a_run_outlives(name: str, results: dict[str, Future[Result]]) -> None:
     result = results[name].result()
     assert result.ok, result.seen
+
+
+def test_the_documentation_counts_them() -> None:
+    docs = Path(__file__).parents[2] / "docs/interruptions.md"
+    assert f"carries out {len(FAULTS_OF_ALL_SUBJECTS)} faults" in docs.read_text()
