@@ -45,8 +45,9 @@ _WRAPPERS = {
 word, and how many words of their own stand between the options and the program."""
 
 _SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
-_SHELL_KEYWORDS = frozenset({"!", "{", "do", "elif", "else", "if", "then", "until", "while"})
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+_BEFORE_A_COMMAND = re.compile(
+    r"[A-Za-z_]\w*\+?=|(!|\{|do|elif|else|if|then|until|while)\Z"
+)  # an assignment, or a word of the shell's own
 _PYTHON = re.compile(r"python[0-9.]*t?")
 _PYTHON_OPTION = re.compile(r"-([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
 _SHEBANG_OF_A_SHELL = re.compile(rf"#!.*\b({'|'.join(sorted(_SHELLS))})\b")
@@ -57,7 +58,7 @@ class NestedLauncher:
     """A launcher that a COMMAND starts, and the same COMMAND without it."""
 
     name: str
-    """As people call it: `torchrun`, `accelerate launch`."""
+    """The name that people use: `torchrun`, `accelerate launch`."""
     command: tuple[str, ...]
     first: int
     last: int
@@ -65,11 +66,11 @@ class NestedLauncher:
     head: tuple[str, ...] | None
     """Words that take their place; None where the program behind them was not made out."""
     adds_local_rank: bool = False
-    """It gives its program an argument, --local-rank, which no task of ours gets."""
+    """True where its program gets an argument, --local-rank, which no task of ours gets."""
 
     @property
     def agents(self) -> bool:
-        """Whether it starts torchrun's agents, as the template `torchrun.sbatch.j2` does."""
+        """True where it starts torchrun's agents, as the template `torchrun.sbatch.j2` does."""
         return self.name in _OF_TORCH
 
     @property
@@ -149,7 +150,7 @@ def _find(words: list[str], *, in_shell: bool) -> NestedLauncher | None:
 
 
 def _named(words: list[str], at: int, names: frozenset[str]) -> tuple[str, int]:
-    """Which of the names stands at `at`, with its subcommand, or none; and the index behind it."""
+    """Find which of the names stands at `at`, or an empty one, and the index behind it."""
     name = PurePath(words[at]).name if at < len(words) else ""
     both = " ".join((name, *words[at + 1 : at + 2]))
     return (name, at + 1) if name in names else (both if both in names else "", at + 2)
@@ -162,7 +163,7 @@ def _at_program(words: list[str], *, in_shell: bool) -> int:
     """
     at = 0
     while at < len(words):
-        while at < len(words) and in_shell and _is_prefix(words[at]):
+        while at < len(words) and in_shell and _BEFORE_A_COMMAND.match(words[at]):
             at += 1
         wrapper, behind = _named(words, at, frozenset(_WRAPPERS))
         if not wrapper:
@@ -179,23 +180,13 @@ def _at_program(words: list[str], *, in_shell: bool) -> int:
     return at
 
 
-def _is_prefix(word: str) -> bool:
-    return word in _SHELL_KEYWORDS or bool(_ASSIGNMENT.match(word))
-
-
 def _shell_operand(words: list[str], at: int) -> tuple[int, int]:
     """The index of a shell's `-c` string, or 0, and that of its first operand."""
     string, index = False, at + 1
-    while index < len(words) and words[index][:1] in ("-", "+") and len(words[index]) > 1:
+    while index < len(words) and words[index].startswith("-"):
         word = words[index]
-        index += 1
-        if word == "--":
-            break
-        if word.startswith("--"):
-            index += word in ("--rcfile", "--init-file")
-            continue
-        string = string or (word.startswith("-") and "c" in word)
-        index += word[-1] in "oO"
+        string = string or ("c" in word and not word.startswith("--"))
+        index += 2 if word[-1] in "oO" else 1
     return (index if string and index < len(words) else 0), index
 
 
