@@ -120,7 +120,8 @@ def run_status(
         name=run.name,
         state=state,
         detail=detail,
-        array_element=job.element if job else "",
+        array_element=(submission.array_element if submission else "")
+        or (job.element if job else ""),
         **_request(run),
         **_times(run, submission, state, now),
         **(_of_attempt(by_hand, state, now) if by_hand else {}),

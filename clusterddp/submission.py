@@ -23,6 +23,8 @@ class Submission:
 
     job_id: str
     launcher: str
+    array_element: str = ""
+    """Name by which Slurm's commands take the job, 89_0, where it is an array's element."""
     pid: int | None = None
     """Of a local run: the process that controls it, on `host`."""
     host: str | None = None
@@ -149,6 +151,7 @@ def _take(event: Mapping[str, Any], found: dict[str, Any]) -> None:
         found.setdefault("first_started", when)
         found.update(started=when, restart=restart, nodelist=str(event.get("nodelist") or ""))
         found["attempt"] = first_number(event.get("attempt"), as_type=int)
+        found["array_element"] = str(event.get("array_element") or "")
         for name in _OF_THE_END:
             found.pop(name, None)
     elif kind in ("stop_asked", "stop_failed"):

@@ -16,6 +16,7 @@ from clusterddp.cli import next_start
 from clusterddp.cli.job_log import say
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, ClusterDDPError
 from clusterddp.run_dir import RunDir, read_json, run_folders
+from clusterddp.slurm.own_job import own_name
 
 _MOST_CHANGES = 20
 
@@ -40,6 +41,8 @@ def command(
     """Make the directory of the run's next attempt and print its number."""
     run = RunDir(run_dir)
     who = {"job_id": job_id, "restart": restart}
+    name = own_name(os.environ, job_id)
+    element = {"array_element": name} if name != job_id else {}
     if restart and _is_done(run, job_id):
         words = f"{run.name} is done, so this start of job {job_id} has nothing left to do"
         next_start.record(run, "not_started", **who, nodelist=nodelist, why=words)
@@ -51,13 +54,13 @@ def command(
     try:
         made = _begin(run, job_id, max_requeues, patience)
     except Exception as error:
-        next_start.record(run, "started", **who, nodelist=nodelist)
+        next_start.record(run, "started", **who, **element, nodelist=nodelist)
         next_start.record(run, "ended", **who, **_failure(error))
         if not isinstance(error, ClusterDDPError):
             raise
         say(f"clusterddp: {error}", err=True)
         return error.exit_code
-    next_start.record(run, "started", **who, nodelist=nodelist, attempt=made.number)
+    next_start.record(run, "started", **who, **element, nodelist=nodelist, attempt=made.number)
     try:
         _note_changed_code(run, made)
     except (ClusterDDPError, OSError) as error:  # a remark, which must not end the start

@@ -72,7 +72,7 @@ def _row(status: RunStatus, now: float) -> tuple[str, ...]:
     return (
         status.name,
         status.state,
-        status.job_id or "-",
+        status.array_element or status.job_id or "-",
         asked,
         runs.duration(now - since if since else None),
         "-" if status.step is None else str(status.step),

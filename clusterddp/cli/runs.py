@@ -174,12 +174,17 @@ def duration(seconds: float | None) -> str:
 
 
 def _job_ids(run: RunDir) -> set[str]:
-    """Job ids of a run: submitted ones, or the one in which ranks started by hand have trained."""
+    """Job ids of a run: submitted ones, or the one in which ranks started by hand have trained.
+
+    Of an array's element they are its own, 12, its name, 11_1, and the array's, 11.
+    """
     events = run.read_events()
     if not events:
         with contextlib.suppress(OSError):  # one run that cannot be looked into hides no other
             events = [attempt.read_record() for attempt in [latest(run)] if attempt]
-    return {str(event["job_id"]) for event in events if event.get("job_id")}
+    elements = [str(event["array_element"]) for event in events if event.get("array_element")]
+    arrays = [name.partition("_")[0] for name in elements]
+    return {str(event["job_id"]) for event in events if event.get("job_id")} | {*elements, *arrays}
 
 
 def _hint(runs: Sequence[RunDir], text: str) -> str:

@@ -46,7 +46,7 @@ def describe(status: RunStatus) -> str:
         lines.append(("exit code", str(status.exit_code)))
     if status.job_id:
         launcher = f" ({status.launcher})" if status.launcher else ""
-        lines.append(("job", f"{status.job_id}{launcher}"))
+        lines.append(("job", f"{status.array_element or status.job_id}{launcher}"))
     if status.restarts or (status.attempt or 1) > 1:
         lines.append(("attempt", _attempt(status)))
     if status.layout:

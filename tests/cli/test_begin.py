@@ -53,6 +53,15 @@ def test_the_number_is_all_that_it_prints(workplace: Workplace) -> None:
         assert Attempt(run, number).outcomes.is_dir()
 
 
+def test_an_element_of_an_array_records_the_name_that_squeue_shows(workplace: Workplace) -> None:
+    run = workplace.run("one-1")
+    workplace.monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "11")
+    workplace.monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    assert starts(workplace, run, job_id="12").code == 0
+    event = run.read_events()[-1]
+    assert (event["job_id"], event["array_element"]) == ("12", "11_1")
+
+
 def test_at_the_cap_it_does_not_start(workplace: Workplace) -> None:
     run = workplace.run("one", submitted("7"))
     assert [starts(workplace, run, cap=1).code for _ in range(3)] == [0, 0, 1]

@@ -172,6 +172,23 @@ def test_a_job_id_of_several_runs_is_not_guessed(workplace: Workplace) -> None:
     assert "belongs to several runs: a, b" in got.err
 
 
+def test_an_element_of_an_array_is_found_by_the_name_that_squeue_shows(
+    workplace: Workplace,
+) -> None:
+    # The last element has the array's own number as its job id.
+    for index, job_id in enumerate(("12", "13", "11")):
+        start = {**started(job_id), "array_element": f"11_{index}"}
+        workplace.run(f"arr-{index}", start, ended(job_id, 0))
+        got = workplace.invoke("status", f"11_{index}")
+        assert got.out.startswith(f"run         arr-{index}\n"), got.err
+        assert f"\njob         11_{index} (sbatch)\n" in got.out
+        assert f"  11_{index}  " in workplace.invoke("jobs", "-n1").out
+    assert workplace.invoke("status", "12").out.startswith("run         arr-0\n")
+    got = workplace.invoke("cancel", "11")
+    assert got.code == 2
+    assert "the job id 11 belongs to several runs: arr-0, arr-1, arr-2" in got.err
+
+
 def test_no_run_at_all_says_how_to_start_one(workplace: Workplace) -> None:
     got = workplace.invoke("status")
     assert got.code == 2

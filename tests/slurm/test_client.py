@@ -279,7 +279,7 @@ def test_elements_of_an_array_are_runs_that_live_and_are_cancelled_one_by_one(
 
     # The raw id of the last element is the array's: it must not take all of them with it.
     for index, others in ((0, {f"{array}_1", f"{array}_2"}), (2, {f"{array}_1"})):
-        code, out, err = clusterddp(cluster, tmp_path, "cancel", f"a-{index}")
+        code, out, err = clusterddp(cluster, tmp_path, "cancel", f"{array}_{index}")
         assert code == 0, err
         assert f"(job {array}_{index})" in out
         wait_for(lambda others=others: left() <= others, "the element has left the queue")
