@@ -77,8 +77,9 @@ def describe(run: RunDir, compared: Comparison) -> str:
 def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None, say: Say) -> Iterator[list[str]]:
     """Have the run use the current folder as it is now, while the body submits it.
 
-    What a command has written in its copy goes along. The former copy stays until the new one is
-    whole, and is put back when the body raises RequestError.
+    What a command has written in its copy goes along. The former copy stays until the run is
+    submitted, and is put back when the body raises RequestError: after anything else the job may be
+    queued. Whoever holds the claim on the run has called `mend` before.
 
     limit_mb: most megabytes of the copy; None lets it grow to twice the former one.
     Yields what differs from the former code, a line each. Raises RequestError where the folder
@@ -89,37 +90,52 @@ def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None, say: Say) -> Ite
         raise RequestError(
             f"--code new: {run.name} uses no code of {tree}: its tasks run what is installed."
         )
-    draft, former = run.path / ".code-new", run.path / ".code-former"
     recorded = _recorded(run) if run.code_record.is_file() else None
     record = run.code_record.read_bytes() if recorded else None
+    had_copy = run.code.is_dir()
     try:
-        _tidy(run, draft, former)
-        taken = _take(spec, run, draft, recorded, limit_mb, say)
-        copied = draft.is_dir()
+        taken = _take(spec, run, recorded, limit_mb, say)
+        copied = _draft(run).is_dir()
         if copied:
-            _swap(run, draft, former)
+            _swap(run)
         if taken:
             write_atomically(run.code_record, taken.to_json().encode())
-    except (OSError, RequestError) as error:
-        _put_back(run, draft, former, record)
-        if isinstance(error, RequestError):
-            raise
-        raise RequestError(f"--code new: {run.path} cannot be written: {error}.") from None
+    except BaseException as error:
+        _put_back(run, had_copy, record)
+        if isinstance(error, OSError):
+            raise RequestError(f"--code new: {run.path} cannot be written: {error}.") from None
+        raise
     changes = snapshot.difference(recorded, taken, new=True) if recorded and taken else []
     where = f"copied {tree} to {run.code}" if copied else f"{run.name} uses {tree}"
     say(f"{where} as it is now: {_shown(changes) or 'no file differs'}")
     try:
         yield changes
     except RequestError:
-        _put_back(run, draft, former, record)
+        _put_back(run, had_copy, record)
         raise
-    shutil.rmtree(former, ignore_errors=True)
+    finally:
+        if run.code.is_dir():
+            shutil.rmtree(_former(run), ignore_errors=True)
+
+
+def mend(run: RunDir) -> None:
+    """Put right what a process left that was killed while it renewed the code.
+
+    Raises RequestError where that cannot be done.
+    """
+    try:
+        if _former(run).is_dir() and not run.code.exists():
+            _former(run).rename(run.code)
+        for left in (_draft(run), _former(run)):
+            if left.is_dir():
+                shutil.rmtree(left)
+    except OSError as error:
+        raise RequestError(f"{run.path} cannot be written: {error}.") from None
 
 
 def _take(
     spec: JobSpec,
     run: RunDir,
-    draft: Path,
     recorded: snapshot.Snapshot | None,
     limit_mb: float | None,
     say: Say,
@@ -129,7 +145,7 @@ def _take(
     limit = _limit_mb(recorded) if limit_mb is None else limit_mb
     if run.code.is_dir() or spec.snapshot is not False:
         try:
-            taken = snapshot.take(tree, draft, limit_mb=limit, leave_out=left_out)
+            taken = snapshot.take(tree, _draft(run), limit_mb=limit, leave_out=left_out)
         except RequestError as error:
             if run.code.is_dir() or spec.snapshot:
                 raise
@@ -137,16 +153,16 @@ def _take(
         else:
             snapshot.say_large(taken, limit, say)
             if recorded and run.code.is_dir():
-                taken = _carry_over(run, recorded, taken, draft, say)
+                taken = _carry_over(run, recorded, taken, say)
             return taken
     return snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out)
 
 
 def _carry_over(
-    run: RunDir, recorded: snapshot.Snapshot, taken: snapshot.Snapshot, draft: Path, say: Say
+    run: RunDir, recorded: snapshot.Snapshot, taken: snapshot.Snapshot, say: Say
 ) -> snapshot.Snapshot:
     """Take along what the command has written; that is no code, even where the folder has it."""
-    both = snapshot.carry_over(run.code, recorded, Path.cwd(), draft, taken)
+    both = snapshot.carry_over(run.code, recorded, Path.cwd(), _draft(run), taken)
     if not both:
         return taken
     say(f"kept what {run.name} has written, although the folder has it too: {_shown(both)}")
@@ -154,29 +170,32 @@ def _carry_over(
     return replace(taken, digests=digests, files=len(digests))
 
 
-def _swap(run: RunDir, draft: Path, former: Path) -> None:
+def _draft(run: RunDir) -> Path:
+    return run.path / ".code-new"
+
+
+def _former(run: RunDir) -> Path:
+    return run.path / ".code-former"
+
+
+def _swap(run: RunDir) -> None:
     if run.code.is_dir():
-        run.code.rename(former)
-    draft.rename(run.code)
+        run.code.rename(_former(run))
+    _draft(run).rename(run.code)
 
 
-def _put_back(run: RunDir, draft: Path, former: Path, record: bytes | None) -> None:
+def _put_back(run: RunDir, had_copy: bool, record: bytes | None) -> None:
+    draft, former = _draft(run), _former(run)
     with contextlib.suppress(OSError):
+        if run.code.is_dir() and (former.is_dir() or not had_copy):
+            run.code.rename(draft)
         if former.is_dir():
-            shutil.rmtree(run.code, ignore_errors=True)
             former.rename(run.code)
-        if record is not None:
+        if record is None:
+            run.code_record.unlink(missing_ok=True)
+        else:
             write_atomically(run.code_record, record)
     shutil.rmtree(draft, ignore_errors=True)
-
-
-def _tidy(run: RunDir, draft: Path, former: Path) -> None:
-    """Mend what a process left that was killed between two renames. Raises OSError."""
-    if former.is_dir() and not run.code.exists():
-        former.rename(run.code)
-    for left in (draft, former):
-        if left.is_dir():
-            shutil.rmtree(left)
 
 
 def _recorded(run: RunDir) -> snapshot.Snapshot:

@@ -180,6 +180,7 @@ def command(
         _print_dry_run(after, script, as_json)
         return EXIT_DONE
     with claimed(found, _say) as claim, contextlib.ExitStack() as stack:
+        code_renewal.mend(found)
         before, after = _requests(ctx, found, given, code)
         check_state(found, before, after)
         script, launcher = _script(found, before, after, template_dir, given)

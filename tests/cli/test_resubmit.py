@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp import snapshot
+from clusterddp import code_renewal, snapshot
 from clusterddp.attempt import Attempt
 from clusterddp.cli import resubmit
 from clusterddp.launchers import sbatch
@@ -450,12 +450,60 @@ def test_a_refused_submission_has_its_former_code_back(workplace: Workplace) -> 
     assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
 
 
-def test_a_swap_that_was_killed_between_two_renames_is_mended(workplace: Workplace) -> None:
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_refused_submission_of_a_run_without_a_copy_leaves_none(
+    has_record: bool, workplace: Workplace
+) -> None:
+    run = code_run(workplace)
+    if not has_record:
+        run.code_record.unlink()
+    before = sorted(run.path.glob("*code*")), run.spec.read_bytes()
+    Path("train.py").write_text("print(2)\n")
+    workplace.command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
+    root = ["--output-root", str(workplace.root)]
+    assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 2
+    assert (sorted(run.path.glob("*code*")), run.spec.read_bytes()) == before
+
+
+def test_a_submission_without_an_answer_keeps_the_new_code_alone(workplace: Workplace) -> None:
+    run = copied(workplace)
+    root = ["--output-root", str(workplace.root)]
+    Path("train.py").write_text("print(2)\n")
+    workplace.command("sbatch", "echo 'sbatch: error: Socket timed out' >&2; exit 1")
+    got = workplace.invoke("resubmit", "one", *root, "--code", "new")
+    assert (got.code, "it is not known whether" in got.err) == (1, True)
+    assert code_of(run)["train.py"] == "print(2)\n"
+    assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
+
+
+def test_an_interrupt_while_the_code_is_renewed_leaves_the_former(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copied(workplace)
+    before = code_of(run), run.code_record.read_bytes()
+    Path("train.py").write_text("print(2)\n")
+
+    def interrupted(path: Path, content: bytes) -> None:
+        patched.undo()
+        raise KeyboardInterrupt
+
+    root = ["--output-root", str(workplace.root)]
+    with monkeypatch.context() as patched:
+        patched.setattr(code_renewal, "write_atomically", interrupted)
+        assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 130
+    assert (code_of(run), run.code_record.read_bytes()) == before
+    assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
+
+
+@pytest.mark.parametrize("code", ["new", "kept"])
+def test_a_swap_that_was_killed_between_two_renames_is_mended(
+    code: str, workplace: Workplace
+) -> None:
     run = copied(workplace)
     root = ["--output-root", str(workplace.root)]
     run.code.rename(run.path / ".code-former")
     (run.path / ".code-new").mkdir()
-    accepted(workplace, "one", *root, "--code", "new")
+    accepted(workplace, "one", *root, "--code", code)
     assert code_of(run) == {"train.py": "print(1)\n", "state": "step 7"}
     assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
 
