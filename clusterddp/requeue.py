@@ -66,12 +66,18 @@ class Start:
 
 
 def decide(
-    policy: Policy, cause: str, starts: Sequence[Start], *, stop_asked: bool = False
+    policy: Policy,
+    cause: str,
+    starts: Sequence[Start],
+    *,
+    stop_asked: bool = False,
+    how: str = "",
 ) -> Decision:
     """Whether another start follows.
 
     starts: those since a person last submitted the run, the one that has just ended last.
     stop_asked: whether a person has asked the run to stop.
+    how: what took place, where the cause's own word would say another thing.
     """
     if cause in (DONE, CANCELLED, STOPPED, SUPERSEDED):
         return Decision(False, cause)
@@ -80,7 +86,7 @@ def decide(
     if cause == REQUEUED:
         return Decision(False, "Slurm has put the job back into the queue")
     if not policy.requeue and (cause in _GOES_ON or policy.restart_on_failure):
-        return Decision(False, f"{cause}, and requeue is off")
+        return Decision(False, f"{how or cause}, and requeue is off")
     if cause == FAILED:
         crashes = sum(start.cause == FAILED for start in starts)
         if not policy.restart_on_failure:

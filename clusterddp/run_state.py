@@ -161,7 +161,7 @@ def _judge_ended(
         return FAILED, f"exit code {submission.exit_code}{told}{held}"
     if cause == requeue.STOPPED:
         return STOPPED, f"by 'clusterddp stop'{_at(submission)}"
-    own = submission.why.startswith(cause)
+    own = submission.why.startswith(submission.how or cause)
     text = f"{submission.why}{_at(submission)}" if own else f"{_how(submission)}; {submission.why}"
     if cause in _SLURMS_CAUSES and not submission.saved:
         return FAILED, f"{text}; it ended without saving"
@@ -271,7 +271,7 @@ def _asked(submission: Submission) -> str:
 
 
 def _how(submission: Submission) -> str:
-    return f"{submission.cause}{_at(submission)}"
+    return f"{submission.how or submission.cause}{_at(submission)}"
 
 
 def _at(submission: Submission) -> str:

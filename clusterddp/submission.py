@@ -49,6 +49,8 @@ class Submission:
     """Why each of them followed, in a few words."""
     cause: str = ""
     """How it ended: a word of `requeue`; empty in the records of other scripts."""
+    how: str = ""
+    """What took place, where the word of the cause would say another thing."""
     why: str = ""
     """Why it does not go on after that."""
     saved: bool = True
@@ -131,8 +133,8 @@ def reason(cause: str) -> str:
 
 # What an end says, which the next start makes void.
 _OF_THE_END = (
-    "ended", "exit_code", "first_failure", "cause", "why", "saved", "step", "trouble", "goes_on",
-    "goes_on_since", "requeue_error", "stop_asked",
+    "ended", "exit_code", "first_failure", "cause", "how", "why", "saved", "step", "trouble",
+    "goes_on", "goes_on_since", "requeue_error", "stop_asked",
 )  # fmt: skip
 
 
@@ -165,6 +167,7 @@ def _take(event: Mapping[str, Any], found: dict[str, Any]) -> None:
         found["exit_code"] = first_number(event.get("exit_code"), as_type=int)
         found["first_failure"] = _described(event.get("first_failure"))
         found["cause"] = str(event.get("cause") or "")
+        found["how"] = str(event.get("how") or "")
         found["why"] = str(event.get("why") or "")
         found["trouble"] = str(event.get("trouble") or "")
         found["saved"] = event.get("saved") is not False

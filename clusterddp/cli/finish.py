@@ -27,6 +27,7 @@ from clusterddp.run_dir import RunDir, read_json
 from clusterddp.slurm.own_job import Ending, ending, is_rehearsal, own_name
 
 # srun's lines stand at the log's end; a set-up can have written a great deal before them.
+_ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
 _LAST_LINES = 10
 _LOG_TAIL_BYTES = 1 << 20
 # From inside the job a lost node looks like scancel, but for what srun says.
@@ -70,7 +71,7 @@ def command(
     stop_asked = _stop_asked(attempt, job_id)
     own = Start(number, end.cause, gained(attempt))
     earlier = [start for start in starts_since_submission(run) if start.attempt != number]
-    decision = decide(policy, end.cause, [*earlier, own], stop_asked=stop_asked)
+    decision = decide(policy, end.cause, [*earlier, own], stop_asked=stop_asked, how=end.how)
     next_start.record(
         run,
         "ended",
@@ -79,6 +80,7 @@ def command(
         attempt=number,
         exit_code=end.exit_code,
         cause=end.cause,
+        how=end.how,
         step=end.step,
         saved=end.saved,
         first_failure=dataclasses.asdict(end.failure) if end.failure else None,
@@ -122,6 +124,8 @@ class End:
     """True where the attempt has left something to resume from, as its records tell."""
     lines: tuple[str, ...] = ()
     """What is to be said of it."""
+    how: str = ""
+    """What took place, where the word of its cause would say another thing."""
     trouble: str = ""
     """Why its last checkpoint or its records could not be written, if so."""
 
@@ -180,7 +184,9 @@ def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwri
     if slurms is Ending.CANCELLED:
         line = f"cancelled; {saved}"
         return End(requeue.CANCELLED, asked or code or EXIT_PAUSED, step=step, lines=(line,))
-    if (paused or left) and left.get("reason") == "stop":
+    # A command leaves no word of its own on who asked.
+    stop_asked = left.get("reason") == "stop" or (not _trains(run) and _stop_asked(attempt, job_id))
+    if (paused or left) and stop_asked:
         return End(requeue.STOPPED, EXIT_PAUSED, step=step, lines=(f"stopped; {saved}",))
     for word, cause in (
         (Ending.REQUEUED, requeue.REQUEUED),
@@ -198,7 +204,8 @@ def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwri
         return End(requeue.FAILED, killed.exit_code or EXIT_FAILED, killed, step, lines=(line,))
     if paused or left:
         if not _trains(run):
-            return End(requeue.SIGNAL, EXIT_PAUSED, lines=(saved,))
+            how = "" if attempt.asked_to_stop() is not None else f"its {_ASKED_AGAIN}"
+            return End(requeue.SIGNAL, EXIT_PAUSED, lines=(saved,), how=how)
         reason = left.get("reason") or "a request to stop"
         return End(requeue.SIGNAL, EXIT_PAUSED, step=step, lines=(f"{reason}: {saved}",))
     if failure:
@@ -238,8 +245,7 @@ def _what_was_saved(run: RunDir, left: Mapping[str, Any], *, paused: bool, unwri
     """A clause on what the next start finds. left: the ranks' last word, empty without one."""
     if not _trains(run):
         # Nobody knows what a command saves, only what its exit code asks for.
-        asked = f"asked to be started again (exit code {EXIT_PAUSED})"
-        return f"the command {asked if paused else 'did not ask to be started again'}"
+        return f"the {_ASKED_AGAIN if paused else 'command did not ask to be started again'}"
     step = left.get("step")
     at = f" at step {step}" if step is not None else ""
     if left.get("saved", step) != step:

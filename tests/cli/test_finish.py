@@ -625,6 +625,18 @@ def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workp
     assert kinds(run)[-1] == "ended"
 
 
+def test_a_command_that_exits_with_75_for_a_stop_is_stopped(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    run.add_event("stop_asked", job_id="17", attempt=1)
+    record(run, 0, 75)
+    got = finish(workplace, run, 0, REQUEUES)
+    assert (got.code, last(run, "ended")["cause"]) == (75, "stopped")
+    assert "stopped; the command asked to be started again" in got.out
+    status = json.loads(workplace.invoke("status", "own", "--json").out)
+    assert (status["state"], status["detail"]) == ("stopped", "by 'clusterddp stop'")
+
+
 def test_a_command_that_the_time_limit_killed_has_failed(workplace: Workplace) -> None:
     run = command_run(workplace)
     slurm_says(workplace, "JobState=COMPLETING RunTime=00:10:05")
@@ -645,6 +657,17 @@ def test_a_command_that_exits_with_75_asked_to_be_started_again(workplace: Workp
     assert got.code == 75
     assert "the command asked to be started again (exit code 75)" in got.out
     assert "saved" not in got.out
+    why = "its command asked to be started again (exit code 75), and requeue is off"
+    assert f"does not go on by itself: {why}" in got.out
+    assert last(run, "ended")["cause"] == "signal"
+    assert json.loads(workplace.invoke("status", "own", "--json").out)["detail"] == why
+    assert finish(workplace, run, 75, REQUEUES, "--max-requeues=0").code == 75
+    shown = json.loads(workplace.invoke("status", "own", "--json").out)["detail"]
+    assert shown.startswith(f"{why.partition(',')[0]}; it has been started")
+    Attempt(run, 1).ask_to_stop("signal")
+    finish(workplace, run, 0)
+    assert last(run, "ended")["why"] == "signal, and requeue is off"
+    Attempt(run, 1).stop.unlink()
     assert finish(workplace, run, 0, REQUEUES).code == 0
     assert "scontrol requeue 17" in workplace.calls
 
