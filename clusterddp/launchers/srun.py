@@ -6,10 +6,13 @@ the highest code wins; USR1 and USR2 go to every task; TERM to srun ends the tas
 """
 
 import argparse
+import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from clusterddp.launchers.processes import TaskGroup
@@ -21,6 +24,7 @@ KILL_WAIT_SECONDS = 30
 """Between TERM and KILL, as Slurm's default KillWait."""
 STEPS_VARIABLE = REHEARSAL_VARIABLE
 """Names the folder in which each step notes the process ids of its tasks, for the controller."""
+_PR_SET_CHILD_SUBREAPER = 36
 CANCELLED = "cancelled"
 """The file in that folder which says that no further step may start."""
 
@@ -36,7 +40,10 @@ def main() -> None:
         sys.exit(1)
     step_id = _next_step(steps)
     tasks = [task_environment(os.environ, options, rank, step_id) for rank in range(options.ntasks)]
-    sys.exit(run_step(options, tasks, steps / str(step_id)))
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent becomes a child
+    code = run_step(options, tasks, steps / str(step_id))
+    _end_what_is_left()
+    sys.exit(code)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -153,6 +160,20 @@ def run_step(options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], no
         codes = [status if status >= 0 else 128 - status for status in group.wait()]
     note.unlink()
     return 0 if terminated else max(codes)
+
+
+def _end_what_is_left() -> None:
+    """Kill what the tasks have left in sessions of their own, as slurmstepd does.
+
+    Such are the ranks of an agent of torchrun that was ended while it started them.
+    """
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    with suppress(OSError):  # there are no more
+        while True:
+            for pid in children.read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
 
 
 def _output(options: argparse.Namespace, task: Mapping[str, str]) -> Path | None:

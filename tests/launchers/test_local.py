@@ -173,6 +173,14 @@ def test_a_python_that_only_a_container_has_still_ends_well(tmp_path: Path) -> N
     assert status(tmp_path)["state"] == "done"
 
 
+def test_a_step_ends_what_its_tasks_leave_in_sessions_of_their_own(tmp_path: Path) -> None:
+    """As torchrun's ranks are, of an agent that was ended while it started them."""
+    left = "setsid sh -c 'touch up; exec sleep 60' & while [ ! -e up ]; do sleep 0.05; done"
+    done = submit(tmp_path, "--", "sh", "-c", left)
+    assert done.returncode == 0, done.stderr
+    assert processes_in(tmp_path) == []
+
+
 def test_ctrl_c_cancels_the_run_and_leaves_no_process(tmp_path: Path) -> None:
     wait = "trap 'echo told; exit 1' TERM; echo up; while :; do sleep 0.1; done"
     job = subprocess.Popen(
