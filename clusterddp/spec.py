@@ -137,7 +137,7 @@ class JobSpec:
             self._check_ranks(self.train)
 
     def _check_ranks(self, train: TrainConfig) -> None:
-        """That the ranks which are asked for are what the training can use."""
+        """Check that the ranks which are asked for are what the training can use."""
         if train.strategy != "ddp" and self.world_size > 1:
             asked = f"--nodes {self.resources.nodes}"
             if self.resources.nodes == 1:
@@ -237,12 +237,12 @@ class JobSpec:
 
     @property
     def uses_own_code(self) -> bool:
-        """Whether the tasks run a person's own code: a command, a model or a dataset."""
+        """True where the tasks run a person's own code: a command, a model or a dataset."""
         return bool(self.command or (self.train and self.train.own_functions))
 
     @property
     def requeues(self) -> bool:
-        """Whether the script puts the job back into the queue by itself."""
+        """True where the script puts the job back into the queue by itself."""
         return bool(self.requeue)
 
     @property

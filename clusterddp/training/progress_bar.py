@@ -31,7 +31,7 @@ class ProgressBar(tqdm):  # type: ignore[misc] # tqdm has no types
 
     @property
     def gives_way(self) -> bool:
-        """Whether a debugger is at work."""
+        """True while a debugger is at work."""
         return sys.gettrace() is not None
 
     def display(self, *args: Any, **kwargs: Any) -> Any:
