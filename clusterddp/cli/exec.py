@@ -80,7 +80,12 @@ def command(run_dir: Path | None, own_log: bool, attempt: int | None, argv: tupl
     traces = Traces(Path(error_file) if error_file else None)
 
     def child() -> int:
-        become(argv, environ)
+        try:
+            become(argv, environ)
+        except CommandNotFound:
+            if "/" not in argv[0]:  # for the rank's log: too long for a list of runs
+                click.echo(f"clusterddp: PATH={environ.get('PATH', '')}", err=True)
+            raise
 
     return supervise(run_dir, env, child, attempt=attempt, explain=traces.error)
 
@@ -104,9 +109,9 @@ def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
                 f"{program!r} exists, but the interpreter in its first line does not; "
                 "correct the #! line, or name the interpreter: python SCRIPT."
             ) from error
-        where = "" if "/" in program else f" on PATH={environ.get('PATH', '')}"
+        missing = "was not found" if "/" in program else "is not on PATH"
         raise CommandNotFound(
-            f"{program!r} was not found{where}; give the name of a program or its path, and "
+            f"{program!r} {missing}; give the name of a program or its path, and "
             "arguments as separate words."
         ) from error
     except OSError as error:

@@ -122,7 +122,12 @@ def test_under_a_run_directory_the_outcome_is_recorded(tmp_path: Path) -> None:
 def test_a_recorded_command_that_is_not_there_gives_127(tmp_path: Path) -> None:
     done = run_exec("--run-dir", str(tmp_path), "--", "no-such-program")
     assert done.returncode == 127
-    assert "no-such-program" in done.stderr
+    assert "PATH=/usr/bin:/bin\n" in done.stderr
+    outcome = json.loads((tmp_path / "outcomes/rank-5.json").read_text())
+    assert outcome["error"]["message"] == (
+        "'no-such-program' is not on PATH; give the name of a program or its path, and arguments "
+        "as separate words."
+    )
 
 
 def test_with_a_log_of_its_own_nothing_is_left_to_the_agents(tmp_path: Path) -> None:
