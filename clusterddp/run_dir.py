@@ -64,6 +64,25 @@ class RunDir:
         return self.name if path.parent == usual.absolute() else shlex.quote(str(path))
 
     @property
+    def array_index(self) -> str:
+        """Index of the array's element that this run is, RUN-INDEX; empty where it is none."""
+        try:
+            array = Path(self.load_spec().run_dir).resolve()
+        except RequestError:
+            return ""
+        path = self.path.resolve()
+        name, _, index = path.name.rpartition("-")
+        return index if index.isdigit() and path.with_name(name) == array else ""
+
+    @property
+    def resubmission(self) -> str:
+        """Command that has the run go on; the script of an array's element starts all of them."""
+        if self.array_index:
+            script = shlex.quote(str(self.script.absolute()))
+            return f"sbatch --array={self.array_index} {script}"
+        return f"clusterddp resubmit {self.shown}"
+
+    @property
     def spec(self) -> Path:
         return self.path / "spec.json"
 

@@ -281,10 +281,11 @@ def _next_command(
     run: RunDir, state: str, failure: str, submission: Submission | None, has_checkpoint: bool
 ) -> str:
     if state == CREATED:
-        return f"sbatch {shlex.quote(str(run.script))}"
+        script = shlex.quote(str(run.script))
+        return run.resubmission if run.array_index else f"sbatch {script}"
     if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
         return f"clusterddp report {run.shown}" if state == DONE else ""
-    again = f"clusterddp resubmit {run.shown}"
+    again = run.resubmission
     if state == STOPPED or (state == CANCELLED and has_checkpoint):
         return again
     if state == CANCELLED and not run.rank_log(0).exists() and not run.job_log.exists():

@@ -260,6 +260,14 @@ def test_the_next_command_is_what_helps(
     assert status.next_command == f"clusterddp {command} mnist-1"
 
 
+@pytest.mark.parametrize("events", [[], [submitted(), begun(1), left(1, "stopped", "stopped")]])
+def test_the_next_command_of_an_array_element_is_sbatchs(run: RunDir, events: list[Event]) -> None:
+    element = RunDir(run.path.rename(run.path.with_name("mnist-1-3")))
+    write_events(element, *events)
+    command = run_status(element, {}, now=200).next_command
+    assert command == f"sbatch --array=3 {element.script}"
+
+
 def test_a_report_of_an_earlier_attempt_does_not_hide_what_is_trained_now(run: RunDir) -> None:
     events = [submitted(), begun(1), left(1, "done"), noted("resubmit", ""), submitted("8")]
     write_events(run, *events, begun(2, "8"))

@@ -76,8 +76,7 @@ def _begin(run: RunDir, job_id: str, max_requeues: int, patience: float) -> Atte
         _refuse_withdrawn(run, job_id)
         if len(requeue.causes_of(run.read_events())) > max_requeues:
             raise NotStarted(
-                f"not started again: {requeue.capped(max_requeues)}. "
-                f"Go on with: clusterddp resubmit {run.shown}"
+                f"not started again: {requeue.capped(max_requeues)}. Go on with: {run.resubmission}"
             )
         attempts.await_silence(run, job_id, patience, lambda line: say(line, err=True))
         made = attempts.begin(run)

@@ -101,11 +101,11 @@ def command(
     if end.cause not in (requeue.DONE, requeue.FAILED, requeue.SUPERSEDED):
         next_start.let_job_end(run, job_id, preempted=end.cause == requeue.PREEMPTED)
     if end.cause == requeue.CANCELLED:
-        say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
+        say(f"clusterddp: go on with: {run.resubmission}")
     elif end.cause not in (requeue.DONE, requeue.SUPERSEDED):
         say(f"clusterddp: the run does not go on by itself: {decision.why}")
         if end.cause != requeue.FAILED or gained(attempt) is not None:
-            say(f"clusterddp: go on with: clusterddp resubmit {run.shown}")
+            say(f"clusterddp: go on with: {run.resubmission}")
     if end.exit_code and end.cause != requeue.CANCELLED and not is_rehearsal(os.environ):
         next_start.warn_of_requeue_exit(run, end.exit_code)
     return end.exit_code

@@ -37,7 +37,7 @@ def start(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) ->
     if is_rehearsal(os.environ):
         say(
             f"clusterddp: {why}: a cluster would put the job back into the queue now; this "
-            f"rehearsal has none. Go on with: clusterddp resubmit {run.shown}"
+            f"rehearsal has none. Go on with: {run.resubmission}"
         )
         return False
     who = {"attempt": attempt.number, "why": why}
@@ -113,9 +113,8 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, who: dict[str, Any]
         spec = run.load_spec()
         if spec.launcher == "submitit":
             raise SlurmError("submitit's pickled task belongs to the job that it was made for")
-        element = os.environ.get("SLURM_ARRAY_TASK_ID")
-        if element:
-            raise SlurmError(f"an array's element goes on by itself: sbatch --array={element} FILE")
+        if os.environ.get("SLURM_ARRAY_TASK_ID"):
+            raise SlurmError("a job in the place of an array's element would be no element")
         comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
         script = run.script.read_text()
         successor = patiently(attempt, lambda: sbatch(script, os.environ, comment=comment))
@@ -167,7 +166,7 @@ def _give_up(run: RunDir, job_id: str, who: dict[str, Any], error: Exception) ->
     record(run, "requeue_failed", job_id=job_id, **who, error=words)
     say(
         f"clusterddp: this node cannot start the run again: {words}\n"
-        f"clusterddp: go on with: clusterddp resubmit {run.shown}"
+        f"clusterddp: go on with: {run.resubmission}"
     )
 
 

@@ -27,11 +27,10 @@ def check_directory(run: RunDir, spec: JobSpec) -> None:
     here, there = run.path.resolve(), Path(spec.run_dir).resolve()
     if here == there:
         return
-    element = here.name.removeprefix(f"{there.name}-")
-    if here.parent == there.parent and here.name != there.name and element.isdigit():
+    if run.array_index:
         raise RequestError(
             f"{run.name} is an element of an array, whose script starts all of them. Go on with: "
-            f"sbatch --array={element} {run.script}"
+            f"{run.resubmission}"
         )
     raise RequestError(
         f"{run.name} lies at {here}, but its script leads to {there}: the directory was moved. "

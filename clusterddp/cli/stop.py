@@ -80,7 +80,7 @@ def stop(run: RunDir, status: RunStatus) -> Stop:
     if submission is None or status.state == CREATED:
         message = f"{run.name} was never submitted: there is nothing to stop"
         return Stop(run.name, "", False, False, message)
-    again = f"clusterddp resubmit {run.shown}"
+    again = run.resubmission
     if status.state in ENDED:
         message = f"{run.name} has already ended: {status.state}"
         return Stop(run.name, submission.job_id, False, False, message)

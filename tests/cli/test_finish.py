@@ -584,6 +584,29 @@ def test_a_stopped_run_stays_stopped(workplace: Workplace, run: RunDir) -> None:
     assert "scontrol requeue 17" not in workplace.calls
 
 
+def element_of(run: RunDir) -> tuple[RunDir, str]:
+    """The run as an array's element, and the command that has it go on."""
+    element = RunDir(run.path.rename(run.path.with_name(f"{run.name}-3")))
+    return element, f"sbatch --array=3 {element.script}"
+
+
+@pytest.mark.parametrize("what", ["stopped", "cancelled", "requeue refused"])
+def test_an_element_of_an_array_is_told_its_own_command(
+    workplace: Workplace, run: RunDir, what: str
+) -> None:
+    element, command = element_of(run)
+    slurm_says(workplace, requeue="echo 'disabled' >&2; exit 1")
+    workplace.monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    if what == "stopped":
+        Attempt(element, 1).ask_to_stop("stop")
+    elif what == "cancelled":
+        element.add_event("cancelled", job_id="17")
+    leave(element, **(PAUSED if what != "stopped" else {"cause": "stopped", "reason": "stop"}))
+    out = finish(workplace, element, 75, REQUEUES).out
+    assert f"go on with: {command}\n" in out
+    assert "clusterddp resubmit" not in out
+
+
 @pytest.mark.parametrize("how", ["the event", "the mark"])
 @pytest.mark.parametrize("cause", ["signal", "failed"])
 def test_a_stop_that_the_ranks_did_not_see_any_more_counts(

@@ -143,6 +143,14 @@ def test_a_run_in_the_queue_is_cancelled_instead(workplace: Workplace) -> None:
     assert kinds(run)[-1] == "cancelled"
 
 
+def test_an_element_of_an_array_is_gone_on_with_by_sbatch(workplace: Workplace) -> None:
+    run = training(workplace)
+    element = RunDir(run.path.rename(run.path.with_name("one-3")))
+    workplace.command("squeue", RUNS)
+    got = workplace.invoke("stop", "one-3")
+    assert got.out.endswith(f"\n  go on with: sbatch --array=3 {element.script.absolute()}\n")
+
+
 def test_waiting_for_one_that_is_cancelled_in_the_queue_tells_its_end(workplace: Workplace) -> None:
     workplace.run("one", submitted("12"))
     gone = workplace.folder / "gone"
