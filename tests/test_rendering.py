@@ -188,7 +188,7 @@ def test_ranks_are_told_by_the_signal_where_no_file_can_tell_them(
 ) -> None:
     script = rendering.render(spec(train=TrainConfig(), command=()))
     ask = script[script.index("ask_to_stop() {") :].partition("\n}\n")[0] + "\n}\n"
-    told = "attempt_dir=$PWD SLURM_JOB_ID=7; sleep 20 & launched=$!; ask_to_stop USR1; "
+    told = "attempt_dir=$PWD SLURM_JOB_ID=7; sleep 60 & launched=$!; ask_to_stop USR1; "
     ended = "wait $launched; echo $?"
     for on_disk, end, seen in (
         ([], f"kill $launched; {ended}", 143),

@@ -96,7 +96,7 @@ def test_an_srun_that_a_cancelled_step_does_not_end_is_killed_never_terminated(
     for rank in (0, 1):
         step.record(rank, **ENDED)
     step.watch()
-    assert step.srun.wait(10) == -signal.SIGKILL
+    assert step.srun.wait(PATIENCE) == -signal.SIGKILL
     assert step.other.poll() is None
 
 
@@ -105,7 +105,7 @@ def test_without_a_step_to_name_the_job_is_not_cancelled_in_its_place(step: Step
         step.record(rank, step_id="", **ENDED)
     step.watch()
     assert step.cancelled == []
-    assert step.srun.wait(10) == -signal.SIGKILL
+    assert step.srun.wait(PATIENCE) == -signal.SIGKILL
 
 
 def test_an_srun_that_ends_by_itself_is_left_alone(step: Step) -> None:

@@ -25,7 +25,7 @@ code = supervise(Path(sys.argv[1]), DistEnv.from_environ({{}}), child)
 assert "torch" not in sys.modules
 sys.exit(code)
 """
-PATIENCE = 20
+PATIENCE = 90
 
 
 class Task:

@@ -135,7 +135,7 @@ def test_a_local_run_gets_sigterm(workplace: Workplace) -> None:
         run = workplace.run("here", event, started("5"))
         got = workplace.invoke("cancel", "here")
         assert (got.code, got.out) == (0, f"here: asked process {process.pid} to end it\n"), got.err
-        assert process.wait(timeout=30) == -signal.SIGTERM
+        assert process.wait(timeout=90) == -signal.SIGTERM
         assert run.read_events()[-1]["event"] == "cancelled"
         assert "already ended: cancelled" in workplace.invoke("cancel", "here").out
     finally:

@@ -410,7 +410,7 @@ def test_logs_f_follows_files_that_do_not_exist_yet(workplace: Workplace) -> Non
         run.add_event("ended", job_id="7", restart=0, exit_code=0)
         follower.wait_for("rank-1 | half\n")
         follower.wait_for("one: done")
-        assert follower.process.wait(timeout=30) == 0
+        assert follower.process.wait(timeout=90) == 0
     finally:
         follower.end()
 
@@ -423,7 +423,7 @@ def test_ctrl_c_ends_the_following_and_not_the_run(workplace: Workplace) -> None
         follower.wait_for("hello")
         follower.process.send_signal(signal.SIGINT)
         follower.wait_for("one goes on")
-        assert follower.process.wait(timeout=30) == 130
+        assert follower.process.wait(timeout=90) == 130
     finally:
         follower.end()
     assert [event["event"] for event in run.read_events()] == ["submitted"]

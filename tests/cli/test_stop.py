@@ -303,7 +303,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_request(workplace: Workplace) -> No
         while "running" not in process.stdout.readline():
             pass
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=90) == 130
     finally:
         process.kill()
         process.communicate()

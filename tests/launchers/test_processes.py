@@ -11,7 +11,7 @@ import pytest
 from clusterddp.launchers.processes import TaskGroup
 from tests.processes import has_gone
 
-PATIENCE = 20
+PATIENCE = 90
 FOREVER = "import signal; signal.pause()"
 # Says its process id once it is ready, so that a test can signal it or see it go.
 READY = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
