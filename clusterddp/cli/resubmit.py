@@ -170,7 +170,8 @@ def command(
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     }
     if dry_run:
-        before, after = _requests(ctx, found, given, code)
+        before, after = _requests(ctx, found, given)
+        check_changes(found, before, after, bool(given.get("allow_changed")), code)
         script, _ = _script(found, before, after, template_dir, given)
         if after.train:
             find_own_functions(
@@ -181,8 +182,9 @@ def command(
         return EXIT_DONE
     with claimed(found, _say) as claim, contextlib.ExitStack() as stack:
         code_renewal.mend(found)
-        before, after = _requests(ctx, found, given, code)
+        before, after = _requests(ctx, found, given)
         check_state(found, before, after)
+        check_changes(found, before, after, bool(given.get("allow_changed")), code)
         script, launcher = _script(found, before, after, template_dir, given)
         source = _source(found, after, given)
         _check_inputs(found, after, code, source)
@@ -197,9 +199,7 @@ def command(
     return _follow_up(found, after, submission, source, wait, as_json)
 
 
-def _requests(
-    ctx: click.Context, run: RunDir, given: Mapping[str, Any], code: str
-) -> tuple[JobSpec, JobSpec]:
+def _requests(ctx: click.Context, run: RunDir, given: Mapping[str, Any]) -> tuple[JobSpec, JobSpec]:
     """The recorded request, and the one that is made now; raises RequestError or UsageError."""
     before = run.load_spec()
     _go_to_its_folder(run)
@@ -219,9 +219,7 @@ def _requests(
             f"{flags} belongs to the MNIST training, but {run.name} runs a command.", ctx
         )
     trained = {**recipe_settings(trained.get("recipe", "")), **trained}
-    after = changed_request(before, given, trained, allow_changed)
-    check_changes(run, before, after, allow_changed, code)
-    return before, after
+    return before, changed_request(before, given, trained, allow_changed)
 
 
 def _script(

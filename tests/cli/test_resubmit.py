@@ -687,9 +687,12 @@ def test_steps_and_epochs_that_a_done_run_has_are_nothing_more(workplace: Workpl
 
 
 def test_a_command_that_is_done_is_done(workplace: Workplace) -> None:
-    run = stopped(workplace, train=None, command=("true",))
+    run = copied(workplace)
+    Path("train.py").write_text("print(2)\n")
     run.add_event(**{**DONE, "time": time.time()})
-    assert "its command has ended with exit code 0" in refused(workplace, run, "--allow-changed")
+    got = workplace.invoke("resubmit", "one", "--output-root", str(workplace.root))
+    assert "its command has ended with exit code 0" in got.err
+    assert "copy of the code" not in got.err
 
 
 def test_a_failed_and_a_cancelled_run_go_on(workplace: Workplace) -> None:
