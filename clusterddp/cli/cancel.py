@@ -11,7 +11,7 @@ import click
 
 from clusterddp.cli import runs
 from clusterddp.cli.settings import SettingsCommand
-from clusterddp.errors import EXIT_DONE, RequestError, SlurmError
+from clusterddp.errors import RequestError, SlurmError
 from clusterddp.local_process import process_alive
 from clusterddp.run_dir import RunDir
 from clusterddp.run_state import CREATED, ENDED, FORGOTTEN, RUNNING, UNKNOWN
@@ -46,11 +46,10 @@ def command(run: tuple[str, ...], output_root: Path, as_json: bool) -> int:
     found, failed = runs.find_those(output_root, run)
     tell = None if as_json else lambda result: result.message
     done = runs.on_each(found, cancel, tell, failed)
-    for error in failed:
-        click.echo(f"clusterddp: {error}", err=True)
+    code = runs.say_failed(failed)
     if as_json:
         click.echo(runs.as_json([dataclasses.asdict(result) for result in done]))
-    return max((error.exit_code for error in failed), default=EXIT_DONE)
+    return code
 
 
 def cancel(run: RunDir, status: RunStatus) -> Cancellation:

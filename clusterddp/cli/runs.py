@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from clusterddp.attempt import latest
-from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError
 from clusterddp.run_dir import RunDir, find_runs
 from clusterddp.run_status import RunStatus, run_status
 from clusterddp.slurm.queries import query
@@ -130,26 +130,30 @@ def on_each(
     runs: Sequence[RunDir],
     act: Callable[[RunDir, RunStatus], T],
     tell: Callable[[T], str] | None,
-    failed: list[ClusterDDPError] | None = None,
+    failed: list[ClusterDDPError],
 ) -> list[T]:
     """What `act` has made of each run; `tell` words it for a person, who reads it at once.
 
-    failed: takes the error of a run with which it did not work, and the next run follows; without
-    it that error is raised.
+    failed: takes the error of a run with which it did not work, and the next run follows.
     """
     done = []
     for run, status in zip(runs, statuses(runs), strict=True):
         try:
             result = act(run, status)
         except ClusterDDPError as error:
-            if failed is None:
-                raise
             failed.append(error)
             continue
         done.append(result)
         if tell:
             click.echo(tell(result))
     return done
+
+
+def say_failed(failed: Sequence[ClusterDDPError]) -> int:
+    """Print what did not work; returns the highest of the exit codes, 0 without an error."""
+    for error in failed:
+        click.echo(f"clusterddp: {error}", err=True)
+    return max((error.exit_code for error in failed), default=EXIT_DONE)
 
 
 def as_json(value: object) -> str:

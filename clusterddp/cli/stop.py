@@ -48,13 +48,23 @@ def command(run: tuple[str, ...], wait: bool, output_root: Path, as_json: bool) 
     Its ranks save a checkpoint at one step and end, within seconds, and no other start follows
     until 'clusterddp resubmit RUN' goes on from there. The job of a COMMAND gets SIGUSR1. A run
     that waits in the queue is cancelled, for nothing trains; one that has ended is left as it is.
+    Where it does not work with one of several, the others are asked.
 
-    Exit codes: 0 asked, or ended already (with --wait: and it did not fail), 1 it could not be
-    asked, or failed, 2 there is no such run, 130 interrupted.
+    Exit codes: 0 each is asked, or had ended (with --wait: and it did not fail), 1 one could not
+    be asked, or failed, 2 one is no run, 130 interrupted.
     """
-    found = runs.find_each(output_root, run)
-    done = runs.on_each(found, stop, None if as_json else _told)
-    code = _wait(found) if wait else EXIT_DONE
+    reached: list[RunDir] = []
+
+    def ask(one: RunDir, status: RunStatus) -> Stop:
+        result = stop(one, status)
+        reached.append(one)
+        return result
+
+    found, failed = runs.find_those(output_root, run)
+    done = runs.on_each(found, ask, None if as_json else _told, failed)
+    code = runs.say_failed(failed)
+    if wait:
+        code = max(code, _wait(reached))
     if as_json:
         click.echo(runs.as_json([dataclasses.asdict(result) for result in done]))
     return code

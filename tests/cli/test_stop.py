@@ -216,11 +216,34 @@ def test_several_runs_are_asked_and_a_repeated_one_once(workplace: Workplace) ->
     assert len([call for call in workplace.calls if call.startswith("squeue")]) == 1
 
 
-def test_nothing_is_asked_when_one_of_the_names_is_wrong(workplace: Workplace) -> None:
+@pytest.mark.parametrize("names", [["one", "tow"], ["tow", "one", "--json"]])
+def test_the_others_are_asked_where_one_name_is_wrong(
+    workplace: Workplace, names: list[str]
+) -> None:
     run = training(workplace)
-    got = workplace.invoke("stop", "one", "tow")
+    workplace.command("squeue", RUNS)
+    got = workplace.invoke("stop", *names)
     assert (got.code, "no run 'tow'" in got.err) == (2, True)
-    assert kinds(run)[-1] == "started"
+    assert '"asked": true' in got.out or "one: asked attempt 1" in got.out
+    assert kinds(run)[-1] == "stop_asked"
+
+
+def test_the_others_are_asked_and_waited_for_where_scancel_refuses_one(
+    workplace: Workplace,
+) -> None:
+    for number in ("1", "2", "3"):
+        of_a_command(workplace.run(f"run-{number}", submitted(number), started(number)))
+    gone = workplace.folder / "gone"
+    workplace.command(
+        "squeue", f"[ -e {gone} ] && word=CANCELLED; printf '%s|'${{word-RUNNING}}'|None\n' 1 2 3"
+    )
+    refuse = "case $* in *2) echo 'not yours' >&2; exit 1;; esac"
+    workplace.command("scancel", f"{refuse}; case $* in *3) : >{gone};; esac")
+    got = workplace.invoke("stop", "--wait", "run-1", "run-2", "run-3")
+    assert got.code == 1
+    assert "not yours" in got.err
+    assert [line.partition(":")[0] for line in got.out.splitlines()][::2] == ["run-1", "run-3"]
+    assert "run-2: " not in got.err
 
 
 def test_a_directory_that_is_gone_or_full_says_what_to_do(workplace: Workplace) -> None:
