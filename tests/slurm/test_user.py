@@ -15,10 +15,11 @@ from tests.slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.slurm.test_cluster import AS_NOBODY, NOBODY
 from tests.slurm.test_submit import CLUSTERDDP
 
+# Long enough that a request comes in the middle, once a checkpoint is there.
 TRAINING = [
     "--nodes", "2", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
-    "--batch-size", "8", "--warmup-steps", "2", "--epochs", "100", "--max-steps", "120",
-    "--save-every", "10steps", "--eval-every", "1000epochs",
+    "--batch-size", "8", "--warmup-steps", "2", "--epochs", "100", "--max-steps", "1000",
+    "--save-every", "50steps", "--log-every", "50", "--eval-every", "1000epochs",
 ]  # fmt: skip
 
 
