@@ -289,7 +289,8 @@ def _next_command(
     if state == STOPPED or (state == CANCELLED and has_checkpoint):
         return again
     if state == CANCELLED and not run.rank_log(0).exists() and not run.job_log.exists():
-        return ""  # it never started: there is nothing to read
+        # It never started: there is nothing to read. One on this workstation was in no queue.
+        return "" if submission.is_local else again
     if state in (QUEUED, RUNNING):
         return f"clusterddp logs -f {run.shown}"
     # Without a verdict of the script on its attempt there is little to read.

@@ -237,6 +237,8 @@ NEXT: list[tuple[list[Event], State, bool, str]] = [
     ([submitted(), begun(1)], State.NODE_FAIL, False, "logs --job"),
     ([submitted(), begun(1), ended(143)], State.FAILED, True, "resubmit"),
     ([submitted(), begun(1), cancelled()], State.CANCELLED, True, "resubmit"),
+    ([submitted(), cancelled()], State.CANCELLED, False, "resubmit"),
+    ([submitted(), cancelled()], State.UNKNOWN, False, "resubmit"),
     ([submitted(), begun(1), left(1, "failed", requeue.NO_RESTART)], State.FAILED, True,
      "logs --job"),
     ([submitted(), begun(1), left(1, "failed", requeue.NO_RESTART, first_failure=FAILURE)],
