@@ -7,6 +7,7 @@ import click
 from clusterddp import attempt as attempts
 from clusterddp.cli.changed_request import has_more
 from clusterddp.errors import RequestError
+from clusterddp.progress import newest_checkpoint
 from clusterddp.run_dir import RunDir
 from clusterddp.run_state import DONE, QUEUED, RUNNING, UNKNOWN
 from clusterddp.run_status import run_status
@@ -52,11 +53,16 @@ def check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
             f"with 'clusterddp stop {run.shown}'."
         )
     if status.state == DONE and not has_more(run, before, after):
+        if not before.train:
+            raise RequestError(
+                f"{run.name} is done: its command has ended with exit code 0. Submit a new run."
+            )
+        reached = newest_checkpoint(run)
+        is_at_most = reached and 0 < before.train.max_steps <= reached[0]
+        more = "a larger --max-steps N" if is_at_most else "--epochs N --allow-changed"
         raise RequestError(
-            f"{run.name} is done: there is nothing left to train. Give it more, such as --epochs N "
-            "--allow-changed, or submit a new run."
-            if before.train
-            else f"{run.name} is done: its command has ended with exit code 0. Submit a new run."
+            f"{run.name} is done: there is nothing left to train. Give it more, such as {more}, or "
+            "submit a new run."
         )
     if status.state != UNKNOWN or submission is None:
         return

@@ -673,6 +673,9 @@ def test_a_run_that_is_done_has_nothing_left(workplace: Workplace) -> None:
 def test_more_steps_are_something_left(workplace: Workplace) -> None:
     run = stopped(workplace, train=TrainConfig(max_steps=40))
     run.add_event(**{**DONE, "time": time.time()})
+    run.report.write_text(json.dumps({"steps": 40, "epochs": 1, "attempt": 1}))
+    said = refused(workplace, run, "--epochs", "9", "--allow-changed")
+    assert "Give it more, such as a larger --max-steps N, or" in said
     accepted(workplace, "one", "--max-steps", "80")
 
 
