@@ -103,6 +103,8 @@ def run_status(
     alive = process_alive(submission) if submission and submission.is_local else None
     report = latest_report(run, submission.attempt if submission else None)
     state, detail = judge(submission, report, job, alive, now)
+    if state == CREATED and run.array_index:  # by the script itself
+        detail = "its script has recorded nothing yet"
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
@@ -281,8 +283,9 @@ def _next_command(
     run: RunDir, state: str, failure: str, submission: Submission | None, has_checkpoint: bool
 ) -> str:
     if state == CREATED:
-        script = shlex.quote(str(run.script))
-        return run.resubmission if run.array_index else f"sbatch {script}"
+        if run.array_index:
+            return f"clusterddp logs --job {run.shown}"
+        return f"sbatch {shlex.quote(str(run.script))}"
     if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
         return f"clusterddp report {run.shown}" if state == DONE else ""
     again = run.resubmission

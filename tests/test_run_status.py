@@ -262,12 +262,19 @@ def test_the_next_command_is_what_helps(
     assert status.next_command == f"clusterddp {command} mnist-1"
 
 
-@pytest.mark.parametrize("events", [[], [submitted(), begun(1), left(1, "stopped", "stopped")]])
-def test_the_next_command_of_an_array_element_is_sbatchs(run: RunDir, events: list[Event]) -> None:
+def test_the_next_command_of_an_array_element_is_sbatchs(run: RunDir) -> None:
     element = RunDir(run.path.rename(run.path.with_name("mnist-1-3")))
-    write_events(element, *events)
+    write_events(element, submitted(), begun(1), left(1, "stopped", "stopped"))
     command = run_status(element, {}, now=200).next_command
     assert command == f"sbatch --array=3 {element.script}"
+
+
+def test_an_array_element_without_records_has_been_submitted(run: RunDir) -> None:
+    # Its script makes the directory, some time before its first record.
+    element = RunDir(run.path.rename(run.path.with_name("mnist-1-3")))
+    status = run_status(element, {}, now=200)
+    assert (status.state, status.detail) == ("created", "its script has recorded nothing yet")
+    assert status.next_command == "clusterddp logs --job mnist-1-3"
 
 
 def test_a_report_of_an_earlier_attempt_does_not_hide_what_is_trained_now(run: RunDir) -> None:
