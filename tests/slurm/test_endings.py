@@ -112,7 +112,12 @@ WAYS = {
     "Slurm has put it back, and no start is left (`--max-requeues`)": Way(
         ("--requeue", "--max-requeues", "0"), f"{UP} {SLEEP}", Struck.requeue, ("ddp",)
     ),
-    "`scancel`, `clusterddp cancel`": Way((), f"{UP} {SLEEP}", Struck.scancel),
+    "`scancel`, `clusterddp cancel`, and the ranks have saved": Way(
+        (), f'trap "exit 75" TERM; {UP} {SLEEP}', Struck.scancel, ("ddp",)
+    ),
+    "`scancel`, `clusterddp cancel`, and nothing is saved": Way(
+        (), f"{UP} {SLEEP}", Struck.scancel
+    ),
     "the time limit, and the ranks have saved": Way(
         ("--time", "1"), f'trap "exit 75" TERM; {SLEEP}'
     ),
