@@ -40,7 +40,9 @@ def main() -> None:
         sys.exit(1)
     step_id = _next_step(steps)
     tasks = [task_environment(os.environ, options, rank, step_id) for rank in range(options.ntasks)]
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent becomes a child
+    with suppress(AttributeError):  # Linux only
+        # A process that loses its parent becomes a child of this one.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     code = run_step(options, tasks, steps / str(step_id))
     _end_what_is_left()
     sys.exit(code)
