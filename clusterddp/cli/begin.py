@@ -74,6 +74,8 @@ def _begin(run: RunDir, job_id: str, max_requeues: int, patience: float) -> Atte
     try:
         run.load_spec()  # refused where a newer version has written it
         _refuse_withdrawn(run, job_id)
+        if own_name(os.environ, job_id) != job_id:
+            _note_new_job(run, job_id)
         if len(requeue.causes_of(run.read_events())) > max_requeues:
             raise NotStarted(
                 f"not started again: {requeue.capped(max_requeues)}. Go on with: {run.resubmission}"
@@ -130,6 +132,13 @@ def _is_done(run: RunDir, job_id: str) -> bool:
     end = {"exit_code": 0, "cause": requeue.DONE, "step": left.get("step")}
     next_start.record(run, "ended", job_id=job_id, attempt=latest.number, **end)
     return True
+
+
+def _note_new_job(run: RunDir, job_id: str) -> None:
+    """Record that a person has submitted an array's element once more; sbatch notes nothing."""
+    starts = [event.get("job_id") for event in run.read_events() if event.get("event") == "started"]
+    if starts and job_id not in starts:
+        next_start.record(run, "resubmit", job_id=job_id)
 
 
 def _refuse_withdrawn(run: RunDir, job_id: str) -> None:

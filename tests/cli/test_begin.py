@@ -82,6 +82,18 @@ def test_a_persons_submission_starts_the_counting_anew(workplace: Workplace) -> 
     assert starts(workplace, run, job_id="8", cap=0).code == 1
 
 
+def test_an_array_element_that_is_given_to_sbatch_again_is_counted_anew(
+    workplace: Workplace,
+) -> None:
+    run = workplace.run("one-1")
+    assert starts(workplace, run, cap=0).code == 0
+    assert starts(workplace, run, job_id="8", cap=0).code == 1  # the same run, but of no array
+    workplace.monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "9")
+    workplace.monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    assert starts(workplace, run, job_id="9", cap=0).out == "2\n"
+    assert starts(workplace, run, job_id="9", restart=1, cap=0).code == 1
+
+
 @pytest.mark.parametrize("recorded", [True, False], ids=["its verdict", "its ranks' last word"])
 def test_a_run_that_is_done_is_not_begun_again(workplace: Workplace, recorded: bool) -> None:
     run = workplace.run("one", submitted("7"))
