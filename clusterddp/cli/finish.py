@@ -313,7 +313,7 @@ def _show_last_words(attempt: Attempt, failure: Failure) -> None:
     """The end of the failing rank's log, so that its own words stand beside the verdict."""
     lines = of_attempt(attempt.run.path / failure.log, attempt.number).splitlines()
     if lines:
-        say(f"--- the end of {failure.log}")
+        say(f"--- last lines of {failure.log}:")
         say("\n".join(lines[-_LAST_LINES:]))
 
 

@@ -271,7 +271,7 @@ def _show_job_log(run: RunDir, status: RunStatus) -> None:
     lines = of_attempt(run.job_log, latest).rstrip().splitlines()
     if lines:
         shown = "\n".join(lines[-_LAST_LINES:])
-        click.echo(f"--- the end of {run.job_log}\n{shown}", err=True)
+        click.echo(f"--- last lines of {run.job_log}:\n{shown}", err=True)
 
 
 def _start_of_last(path: Path, lines: int) -> int:

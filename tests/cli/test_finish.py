@@ -191,7 +191,7 @@ def test_the_last_words_are_those_of_the_latest_attempt(workplace: Workplace, ru
     with run.rank_log(1).open("a") as log:
         log.write("of the second\n")
     said = finish(workplace, run, 7, number=2).out
-    assert "--- the end of logs/rank-1.log\nof the second\n" in said
+    assert "--- last lines of logs/rank-1.log:\nof the second\n" in said
 
 
 def test_a_task_killed_with_its_parent_is_found_in_the_job_log(

@@ -796,7 +796,7 @@ def test_new_code_of_a_command_runs_where_its_state_lies(workplace: Workplace) -
     assert job_log.count("--- attempt 3, job ") == 1
     assert re.search(r"^--- attempt 3, job [^\n]*---\nclusterddp: own, job ", job_log, re.M)
     assert job_log.count("\nclusterddp: own, job ") == 2  # and the very first line
-    shown = job_log.rpartition("--- the end of logs/rank-0.log\n")[2]
+    shown = job_log.rpartition("--- last lines of logs/rank-0.log:\n")[2]
     assert shown.startswith("second\n7\nclusterddp: rank 0 on 127.0.0.1 failed first")
 
 
