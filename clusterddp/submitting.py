@@ -36,7 +36,7 @@ def _say_outlook(script: str, say: Say) -> None:
         found, words = False, f"Slurm could not be asked: {error}."
     else:
         words = f"Slurm says: {words}"
-        if not found:
+        if not found and "configuration is not available" in words:
             words += (
                 ". Queued all the same, it waits for a node or a partition that is down, or for "
                 "ever: see sinfo."

@@ -504,6 +504,10 @@ def sbatch_that_forecasts(folder: Path, monkeypatch: pytest.MonkeyPatch, forecas
             "warning: Slurm says: Requested node configuration is not available. Queued all",
         ),
         (
+            "echo 'allocation failure: Invalid partition name specified' >&2; exit 1",
+            "warning: Slurm says: Invalid partition name specified\n",
+        ),
+        (
             "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1",
             "warning: Slurm could not be asked: ",
         ),
