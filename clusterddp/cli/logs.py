@@ -91,7 +91,14 @@ def _nothing_there(run: RunDir, status: RunStatus, path: Path) -> str:
     ranks = [name for name in there if re.fullmatch(r"rank-\d+\.log", name)]
     others = [name for name in there if name not in ranks]
     state = f"{status.state}{f' ({status.detail})' if status.detail else ''}"
+    if status.has_ended and status.started_time is None and not there:
+        return f"{run.name} has no logs: it never started; it is {state}."
     have = ", ".join([*others, *ranks[:4], *(["…"] if len(ranks) > 4 else [])]) or "no log"
+    if status.has_ended:
+        return (
+            f"{run.name} has no {path.name}: it is {state} and has {have}. See 'clusterddp status "
+            f"{run.shown}'."
+        )
     return (
         f"{run.name} has no {path.name} (yet): it is {state} and has {have}. Follow it with "
         f"'clusterddp logs -f {run.shown}', or see 'clusterddp status {run.shown}'."

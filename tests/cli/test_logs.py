@@ -87,6 +87,20 @@ def test_a_missing_log_says_how_the_run_is_and_what_there_is(workplace: Workplac
     assert "logs -f one" in got.err
 
 
+def test_of_a_run_that_has_ended_no_log_is_awaited(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("1"))
+    run.add_event("cancelled", job_id="1")
+    workplace.command("squeue", "echo '1|CANCELLED|None'")
+    for argv in (["one"], ["one", "--job"], ["one", "--rank", "0"]):
+        got = workplace.invoke("logs", *argv)
+        assert got.code == 2
+        assert "one has no logs: it never started; it is cancelled" in got.err
+    over = workplace.run("two", submitted("2"), started("2"), ended("2", 0))
+    write_logs(over, job="")
+    got = workplace.invoke("logs", "two", "--rank", "1")
+    assert "two has no rank-1.log: it is done and has job.log. See" in got.err
+
+
 def test_a_rank_beyond_the_last_is_a_wrong_request(workplace: Workplace) -> None:
     workplace.run("one", submitted("1"), started("1"), ended("1", 0))
     got = workplace.invoke("logs", "-f", "--rank", "8")
