@@ -96,7 +96,7 @@ def time_limit(option: str, value: str) -> str:
 
 
 def limit_seconds(value: str) -> int | None:
-    """A time limit that `time_limit` let pass, in seconds; None for none."""
+    """A time limit that `time_limit` let pass, in seconds; None for none, as 0 is to sbatch(1)."""
     if not value or not value[0].isdigit():
         return None
     days, dash, rest = value.partition("-") if "-" in value else ("0", "", value)
@@ -107,7 +107,7 @@ def limit_seconds(value: str) -> int | None:
         hours, minutes, seconds = parts
     else:  # MM[:SS]
         hours, (minutes, seconds) = 0, [*parts, 0][:2]
-    return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
 _SIGNAL = re.compile(r"(?:(B):)?(USR1|USR2|TERM)@(\d{1,5})", re.ASCII)

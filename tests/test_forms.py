@@ -23,6 +23,14 @@ def test_slurms_time_forms_are_taken_as_typed(value: str) -> None:
     assert forms.time_limit("--time", value) == value
 
 
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("90", 5400), ("0:30", 30), ("1-12", 129600), ("UNLIMITED", None), ("0", None)],
+)
+def test_zero_is_no_limit(value: str, seconds: int | None) -> None:
+    assert forms.limit_seconds(value) == seconds
+
+
 @pytest.mark.parametrize("value", NOT_TIMES)
 def test_other_times_are_refused_with_valid_examples(value: str) -> None:
     with pytest.raises(RequestError, match=r"--time.*1-02:30:00"):

@@ -456,6 +456,12 @@ def test_a_value_that_nobody_typed_is_blamed_on_its_source(monkeypatch: pytest.M
     assert "(from SBATCH_TIMELIMIT)" in refusal("--dry-run")
 
 
+def test_a_time_limit_of_zero_is_none(elsewhere: Path) -> None:
+    script = run("--dry-run", "--time", "0", "--", "true").stdout
+    assert "#SBATCH --time=0\n" in script
+    assert run("--dry-run", "--time", "0", "--dataset", "synthetic").exit_code == 0
+
+
 def test_a_template_is_found_by_its_short_name_or_as_a_file_here(elsewhere: Path) -> None:
     full = dry_run("--template", "torchrun.sbatch.j2")
     assert dry_run("--template", "torchrun") == full
