@@ -151,7 +151,7 @@ def launch(
 
 def _check_method(start_method: str | None, known: Sequence[str]) -> None:
     if start_method is not None and start_method not in known:
-        raise RequestError(f"start_method: {start_method!r} is none of {', '.join(known)}.")
+        raise RequestError(f"start_method: {start_method!r} is not one of {', '.join(known)}.")
 
 
 def _train(

@@ -47,7 +47,7 @@ class Resources:
             raise RequestError(f"--gpus-per-node: {self.gpus_per_node} is negative.")
         if self.gpu_request not in GPU_REQUESTS:
             raise RequestError(
-                f"--gpu-request: {self.gpu_request!r} is none of {', '.join(GPU_REQUESTS)}."
+                f"--gpu-request: {self.gpu_request!r} is not one of {', '.join(GPU_REQUESTS)}."
             )
         if self.tasks_per_node == 0:
             object.__setattr__(self, "tasks_per_node", self.gpus_per_node or 1)

@@ -118,7 +118,9 @@ class JobSpec:
             if count < 0:
                 raise RequestError(f"{option}: {count} is negative.")
         if self.launcher not in LAUNCHERS:
-            raise RequestError(f"--launcher: {self.launcher!r} is none of {', '.join(LAUNCHERS)}.")
+            raise RequestError(
+                f"--launcher: {self.launcher!r} is not one of {', '.join(LAUNCHERS)}."
+            )
         if self.export not in ("ALL", "NONE"):
             raise RequestError(f"--export: {self.export!r} is neither ALL nor NONE.")
         if not Path(self.run_dir).is_absolute() or "%" in forms.text("--output-root", self.run_dir):

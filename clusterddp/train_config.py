@@ -131,7 +131,7 @@ class TrainConfig:
             if value not in known:
                 names = ", ".join(name for name in known if name)
                 own = " (your own is MODULE:FUNCTION)" if option in _OWN else ""
-                raise RequestError(f"{option}: {value!r} is none of {names}{own}.")
+                raise RequestError(f"{option}: {value!r} is not one of {names}{own}.")
         for option, count in (
             ("--epochs", self.epochs),
             ("--batch-size", self.batch_size),

@@ -160,7 +160,7 @@ def test_a_failed_training_names_the_rank_that_failed_first(
     assert words.startswith("rank 1 on ")
     assert "failed first: ValueError: no such layer" in words
     assert words.endswith("ValueError: no such layer") and "Traceback" in words
-    with pytest.raises(RequestError, match="'clone' is none of exec, fork, spawn, forkserver"):
+    with pytest.raises(RequestError, match="'clone' is not one of exec, fork, spawn, forkserver"):
         launch(config, start_method="clone")
     with pytest.raises(RequestError, match="args"):
         launch(config, args=(1,))  # type: ignore[call-overload]

@@ -163,7 +163,7 @@ def test_own_functions_are_looked_for_in_the_copy_where_there_is_one(
         (["--model", "nets:biuld"], "nets.py defines no biuld"),
         (["--model", "nuts:build"], "--model nuts:build: there is no module nuts in"),
         (["--dataset", "pkg.set:make"], "there is no module pkg.set in"),
-        (["--model", "nets:build()"], "'nets:build()' is none of convnet, "),
+        (["--model", "nets:build()"], "'nets:build()' is not one of convnet, "),
     ],
 )
 def test_a_function_that_is_not_there_is_refused_and_nothing_is_queued(

@@ -69,7 +69,7 @@ def test_without_a_recipe_nothing_changes() -> None:
 
 
 def test_an_unknown_recipe_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(RequestError, match=r"--recipe: 'slow' is none of fast, accurate\."):
+    with pytest.raises(RequestError, match=r"--recipe: 'slow' is not one of fast, accurate\."):
         resolved(["--recipe=slow"])
 
 

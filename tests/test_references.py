@@ -53,7 +53,7 @@ def test_a_reference_is_a_module_and_a_name_in_it(value: str) -> None:
 def test_nothing_else_is_one(value: str) -> None:
     assert not references.is_reference(value)
     for fields in ({"model": value}, {"dataset": value}):
-        with pytest.raises(RequestError, match="is none of"):
+        with pytest.raises(RequestError, match="is not one of"):
             TrainConfig(**fields)
 
 

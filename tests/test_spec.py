@@ -82,7 +82,7 @@ def test_a_request_that_cannot_be_met_is_refused_showing_both_sides(
         ({"eval_every": "10minutes"}, "--eval-every"),
         ({"keep_last": 0}, "--keep-last"),
         ({"watchdog": -1}, "--watchdog"),
-        ({"recipe": "slow"}, "--recipe: 'slow' is none of fast, accurate"),
+        ({"recipe": "slow"}, "--recipe: 'slow' is not one of fast, accurate"),
         ({"beta2": 1.0}, "--beta2"),
         ({"label_smoothing": -0.1}, "--label-smoothing"),
         ({"label_smoothing": float("nan")}, "--label-smoothing"),
@@ -223,10 +223,10 @@ def test_every_training_field_is_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"precision": "int8"}, "--precision: 'int8' is none of auto, fp32, bf16, fp16"),
+        ({"precision": "int8"}, "--precision: 'int8' is not one of auto, fp32, bf16, fp16"),
         ({"accumulate": 0}, "--accumulate: 0 is not a positive"),
-        ({"comm_hook": "zip"}, "--comm-hook: 'zip' is none of"),
-        ({"data_pipeline": "tape"}, "--data-pipeline: 'tape' is none of"),
+        ({"comm_hook": "zip"}, "--comm-hook: 'zip' is not one of"),
+        ({"data_pipeline": "tape"}, "--data-pipeline: 'tape' is not one of"),
         ({"workers": -1}, "--workers: -1 is not"),
         ({"cuda_graph": "on", "device": "cpu"}, "--cuda-graph on against --device cpu"),
         ({"cuda_graph": "on", "precision": "fp16"}, "--cuda-graph on against --precision fp16"),
@@ -238,12 +238,12 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ),
         ({"model": "keras-convnet", "compile": True}, "--compile against --model keras-convnet"),
         ({"compile": True, "strategy": "dp"}, "--compile against --strategy dp"),
-        ({"strategy": "fsdp"}, "--strategy: 'fsdp' is none of ddp, dp, single"),
+        ({"strategy": "fsdp"}, "--strategy: 'fsdp' is not one of ddp, dp, single"),
         ({"sync_batchnorm": True, "strategy": "dp"}, "--sync-batchnorm goes over ranks, against"),
         ({"profile": "-1"}, "--profile: '-1' is no rank"),
         ({"profile": "²"}, "--profile: '²' is no rank"),
         ({"model": "resnet"}, "(your own is MODULE:FUNCTION)"),
-        ({"model": "a b:c"}, "--model: 'a b:c' is none of"),
+        ({"model": "a b:c"}, "--model: 'a b:c' is not one of"),
     ],
 )
 def test_options_of_the_step_that_cannot_be_are_refused(

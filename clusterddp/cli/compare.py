@@ -60,7 +60,9 @@ def _strategies(ctx: click.Context, _param: click.Parameter, value: str) -> tupl
     names = value.split(",")
     for name in names:
         if name not in STRATEGIES:
-            raise click.BadParameter(f"{name!r} is none of {', '.join(reversed(STRATEGIES))}.", ctx)
+            raise click.BadParameter(
+                f"{name!r} is not one of {', '.join(reversed(STRATEGIES))}.", ctx
+            )
     return tuple(dict.fromkeys(names))
 
 

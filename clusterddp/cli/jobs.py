@@ -43,8 +43,8 @@ def command(last: int | None, state: tuple[str, ...], output_root: Path, as_json
     if as_json:
         click.echo(runs.as_json([dataclasses.asdict(status) for status in found]))
     elif not found:
-        among = f" that are {' or '.join(state)}" if there else ""
-        click.echo(f"no runs below {output_root}{among}", err=True)
+        among = f"{' or '.join(state)} " if there else ""
+        click.echo(f"no {among}runs below {output_root}", err=True)
     else:
         text = table([_HEADER, *(_row(status, time.time()) for status in found)])
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

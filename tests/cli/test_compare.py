@@ -298,8 +298,8 @@ def test_a_first_job_that_is_refused_is_an_error_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--strategies=ddp,fsdp"], "'fsdp' is none of single, dp, ddp"),
-        (["--strategies="], "'' is none of"),
+        (["--strategies=ddp,fsdp"], "'fsdp' is not one of single, dp, ddp"),
+        (["--strategies="], "'' is not one of"),
         (["--world-sizes=2,x"], "no list of counts"),
         (["--world-sizes=0"], "no list of counts"),
         (["--world-sizes=٢"], "no list of counts"),

@@ -57,7 +57,7 @@ def test_the_latest_and_those_in_a_state_can_be_asked_for(workplace: Workplace) 
     assert workplace.invoke("jobs", "--state", "dead").code == 2
     got = workplace.invoke("jobs", "--state", "stopped")
     assert (got.code, got.out) == (0, "")
-    assert "no runs below jobs that are stopped" in got.err
+    assert "no stopped runs below jobs" in got.err
 
 
 def test_a_line_is_as_wide_as_the_terminal_and_whole_where_there_is_none(

@@ -349,7 +349,7 @@ def test_a_recipe_is_refused_or_taken_with_all_that_it_says(workplace: Workplace
     said = refused(workplace, run, "--recipe", "fast", "--lr", "0.5")
     assert "--model convnet, now fastnet" in said
     assert "--lr 0.001, now 0.5;" in said
-    assert "is none of fast" in refused(workplace, run, "--recipe", "slow")
+    assert "is not one of fast" in refused(workplace, run, "--recipe", "slow")
     accepted(workplace, "one", "--recipe", "fast", "--lr", "0.5", "--allow-changed")
     assert "--batch-size=250" in sent(workplace)
     assert "--lr=0.5" in sent(workplace)

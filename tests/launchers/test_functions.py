@@ -76,7 +76,7 @@ def test_other_ends_of_a_rank_are_told_too(
 def test_wrong_requests_start_nothing(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="procs: 0"):
         launch(called.rank_and_sum, procs=0)
-    with pytest.raises(RequestError, match="'exec' is none of fork, spawn, forkserver"):
+    with pytest.raises(RequestError, match="'exec' is not one of fork, spawn, forkserver"):
         launch(called.rank_and_sum, start_method="exec")
     with pytest.raises(RequestError, match="procs: '2' is no number"):
         launch(called.rank_and_sum, procs="2")  # type: ignore[call-overload]
