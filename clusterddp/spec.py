@@ -221,7 +221,7 @@ class JobSpec:
         if found is None:
             return
         agents = found.agents and self.launcher != "submitit" and self.template == DEFAULT_TEMPLATE
-        line = "--template torchrun -- " if agents else "-- "
+        line = f"clusterddp submit {'--template torchrun ' if agents else ''}-- "
         line += shlex.join(found.instead or ("python", "train.py"))
         note = ""
         if found.adds_local_rank:

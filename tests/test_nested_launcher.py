@@ -110,13 +110,13 @@ def test_hostile_words_neither_crash_nor_get_lost(value: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("typed", "fields", "line"),
     [
-        ("torchrun train.py", {}, "type: --template torchrun -- python train.py."),
+        ("torchrun train.py", {}, "clusterddp submit --template torchrun -- python train.py."),
         ("torchrun --nnodes=3 --nproc-per-node=4 train.py", {},
-         "type: --template torchrun -- python train.py."),
+         "clusterddp submit --template torchrun -- python train.py."),
         ("torchrun --nproc-per-node=4 train.py", {"template": "torchrun.sbatch.j2"},
-         "type: -- python train.py."),
-        ("torchrun train.py", {"launcher": "submitit"}, "type: -- python train.py."),
-        ("mpirun -np 4 python 'a b.py'", {}, "type: -- python 'a b.py'."),
+         "clusterddp submit -- python train.py."),
+        ("torchrun train.py", {"launcher": "submitit"}, "clusterddp submit -- python train.py."),
+        ("mpirun -np 4 python 'a b.py'", {}, "clusterddp submit -- python 'a b.py'."),
         ("torchrun", {}, "-- python train.py (your program and its arguments)."),
         ("python -m torch.distributed.launch train.py", {}, "read LOCAL_RANK instead"),
     ],

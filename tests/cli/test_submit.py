@@ -568,7 +568,7 @@ def test_a_launcher_as_the_command_is_refused_unless_it_is_allowed(elsewhere: Pa
     for mode in (["--dry-run"], []):
         message = refusal(*mode, *EIGHT, "--", "torchrun", "--nproc-per-node=4", "train.py")
         assert "COMMAND starts torchrun" in message
-        assert "type: --template torchrun -- python train.py." in message
+        assert "type: clusterddp submit --template torchrun -- python train.py." in message
         assert not list(elsewhere.iterdir())
     script = dry_run("--allow-launcher", "--", "torchrun", "train.py")
     assert "\n  torchrun\n  train.py\n" in script
