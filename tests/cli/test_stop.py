@@ -160,7 +160,7 @@ def test_waiting_for_one_that_is_cancelled_in_the_queue_tells_its_end(workplace:
     workplace.command("scancel", f": >{gone}")
     got = workplace.invoke("stop", "--wait", "one")
     assert got.code == 0
-    assert got.err == "clusterddp: one: cancelled: before it started\n"
+    assert got.err == ("clusterddp: one: cancelled: before it started\n  clusterddp resubmit one\n")
 
 
 def test_so_is_one_that_waits_to_be_requeued(workplace: Workplace) -> None:
