@@ -313,7 +313,8 @@ def test_logs_f_goes_on_over_a_real_requeue(cluster: SlurmCluster, tmp_path: Pat
         cluster,
         f"echo attempt ${{SLURM_RESTART_COUNT:-0}} >>{log}",
         '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && exit 0',
-        'scontrol requeue "$SLURM_JOB_ID"; sleep 300 & wait',
+        # TERM may reach the sleep before this shell, which is then at its end: not with 0.
+        'scontrol requeue "$SLURM_JOB_ID"; sleep 300 & wait; exit 143',
     )
     code, out, err = clusterddp(cluster, tmp_path, "logs", "-f", run.name)
     assert (code, out) == (0, "attempt 0\nattempt 1\n"), err
