@@ -124,8 +124,9 @@ def _interpreter(folder: Path) -> Path:
 
 
 def _present() -> list[str]:
-    """The folders in which the present interpreter has its packages."""
-    return sorted({sysconfig.get_path(kind) for kind in ("purelib", "platlib")})
+    """The folders in which the present interpreter finds packages, with those that a .pth adds."""
+    own = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    return [path for path in sys.path if path in own or Path(path).name == "site-packages"]
 
 
 def _constraints(names: tuple[str, ...]) -> list[str]:

@@ -1,13 +1,13 @@
 """Who a task is, from its variables: one table for each way in which they can be set."""
 
 import pickle
-import time
 from collections.abc import Mapping
 
 import pytest
 
 from clusterddp.dist_env import DistEnv, master_port
 from clusterddp.errors import DistEnvError
+from tests.counting import count_calls
 
 TORCH = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu01", "MASTER_PORT": "29500"}
 TORCHRUN = {
@@ -378,7 +378,7 @@ def test_neighbouring_jobs_steps_restarts_and_candidates_get_different_ports() -
     assert len({master_port(1, 0, 0, candidate) for candidate in range(20_000)}) == 20_000
 
 
-def test_eighty_thousand_ranks_derive_in_milliseconds() -> None:
+def test_eighty_thousand_ranks_take_about_a_call_a_node() -> None:
     environ = {
         **STEP,
         "SLURM_STEP_NODELIST": "node[00001-10000]",
@@ -389,13 +389,8 @@ def test_eighty_thousand_ranks_derive_in_milliseconds() -> None:
         "SLURM_LOCALID": "7",
         "SLURM_NODEID": "9999",
     }
-    durations = []
-    for _ in range(5):
-        started = time.perf_counter()
-        env = DistEnv.from_environ(environ)
-        durations.append(time.perf_counter() - started)
-    assert place(env) == (79999, 7, 9999, 80000, 8, 10000)
-    assert min(durations) < 0.05  # about 0.002 s on an idle core
+    assert place(DistEnv.from_environ(environ)) == (79999, 7, 9999, 80000, 8, 10000)
+    assert count_calls(lambda: DistEnv.from_environ(environ)) < 15_000
 
 
 def test_it_travels_between_processes_and_is_hashable() -> None:

@@ -1,11 +1,10 @@
 """Host lists and task counts; tests/slurm/test_nodelist_scontrol.py holds them against scontrol."""
 
-import time
-
 import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.nodelist import MAX_HOSTS, expand_nodelist, expand_tasks_per_node, first_host
+from tests.counting import count_calls
 
 READABLE = {
     "login": "login",
@@ -106,25 +105,22 @@ def test_first_host_refuses_a_faulty_first_name_and_foreign_characters(text: str
         "a" + "[0-99]" * 30,
     ],
 )
-def test_an_expansion_that_would_fill_the_memory_is_refused_at_once(text: str) -> None:
-    started = time.perf_counter()
-    with pytest.raises(RequestError, match="1000000 are expanded"):
-        expand_nodelist(text)
-    assert time.perf_counter() - started < 0.5
+def test_an_expansion_that_would_fill_the_memory_is_refused_before_it_begins(text: str) -> None:
+    def refused() -> None:
+        with pytest.raises(RequestError, match="1000000 are expanded"):
+            expand_nodelist(text)
+
+    assert count_calls(refused) < 2_000
 
 
 def test_first_host_expands_nothing() -> None:
     assert first_host("a[0-18446744073709551615]b[07-9],c") == "a0b07"
 
 
-def test_ten_thousand_nodes_expand_in_milliseconds() -> None:
-    durations = []
-    for _ in range(5):
-        started = time.perf_counter()
-        hosts = expand_nodelist("node[0001-9999]")
-        durations.append(time.perf_counter() - started)
+def test_ten_thousand_nodes_take_about_a_call_each() -> None:
+    hosts = expand_nodelist("node[0001-9999]")
     assert (len(hosts), hosts[0], hosts[-1]) == (9999, "node0001", "node9999")
-    assert min(durations) < 0.05  # about 0.0015 s on an idle core
+    assert count_calls(lambda: expand_nodelist("node[0001-9999]")) < 15_000
 
 
 @pytest.mark.parametrize(

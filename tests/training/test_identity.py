@@ -1,5 +1,4 @@
 import json
-import time
 from typing import Any
 
 import pytest
@@ -36,12 +35,10 @@ def test_two_runs_on_one_port_name_each_other_and_the_first_goes_on(port: int) -
         )
     )
     client(port).wait(["clusterddp/hello/1"])
-    began = time.monotonic()
     strangers = meet(
         [env(0, 3, port), env(1, 3, port), env(2, 3, port)], count, PATIENCE,
         dict.fromkeys((0, 1, 2), RUN_B),
     )  # fmt: skip
-    assert time.monotonic() - began < PATIENCE
     last = meet([env(2, 3, port)], count, environ={0: RUN_A})
     assert f"port {port} " in str(strangers[0]) and "in use" in str(strangers[0])
     for rank in (1, 2):

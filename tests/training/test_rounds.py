@@ -1,8 +1,9 @@
-import time
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
 from torch.distributed.distributed_c10d import Store
 
@@ -20,6 +21,31 @@ def agent() -> Store:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Waits until a rank has looked for a later round twice more in vain."""
+    in_vain = threading.Semaphore(0)
+    wait = messages.wait
+
+    def counted(*arguments: Any) -> None:
+        try:
+            wait(*arguments)
+        except dist.DistStoreError:
+            in_vain.release()
+            raise
+
+    monkeypatch.setattr(rounds, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(messages, "wait", counted)
+
+    def twice() -> None:
+        while in_vain.acquire(blocking=False):
+            pass  # of an earlier meeting
+        for _ in range(2):
+            assert in_vain.acquire(timeout=PATIENCE), "no look"
+
+    return twice
+
+
 def under_agent(restart: int = 0, **more: str) -> dict[str, str]:
     return {
         **RUN_A, "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -35,13 +61,14 @@ def test_workers_meet_again_whatever_restarts_their_agents_count(agent: Any) -> 
         assert meet(ranks, count, PATIENCE, environ) == [{"ranks": [0, 1]}] * 2
 
 
-def test_a_restarted_worker_waits_for_rank_0_to_start_again(agent: Any) -> None:
+def test_a_restarted_worker_waits_for_rank_0_to_start_again(
+    agent: Any, looks: Callable[[], None]
+) -> None:
     ranks = [env(0, 2, agent.port), env(1, 2, agent.port)]
     environ = {0: under_agent(), 1: under_agent()}
     meet(ranks, count, PATIENCE, environ)
     second = in_background(lambda: meet([ranks[1]], count, PATIENCE, {0: under_agent()})[0])
-    agent.wait(["clusterddp/1/enters/1"])
-    time.sleep(1.5)  # longer than a look at the round that is over
+    looks()
     first = meet([ranks[0]], count, PATIENCE, {0: under_agent()})[0]
     assert first == second() == {"ranks": [0, 1]}
 
@@ -68,12 +95,14 @@ def test_ranks_that_never_came_to_an_agents_store_are_listed(agent: Any) -> None
     assert isinstance(second, PeerError) and "ranks 1, 3" in str(second)
 
 
-def test_a_start_that_was_called_off_is_not_the_next_ones(agent: Any) -> None:
+def test_a_start_that_was_called_off_is_not_the_next_ones(
+    agent: Any, looks: Callable[[], None]
+) -> None:
     environ = {0: under_agent(), 1: under_agent()}
     meet([env(0, 2, agent.port)], count, 0.5, environ)
     second = in_background(lambda: meet([env(1, 2, agent.port)], count, PATIENCE, environ)[0])
     agent.wait(["clusterddp/1/enters/1"])
-    time.sleep(1.5)
+    looks()
     first = meet([env(0, 2, agent.port)], count, PATIENCE, environ)[0]
     assert first == second() == {"ranks": [0, 1]}
 
