@@ -1,6 +1,6 @@
 """What becomes of a run when one of its attempts has ended: another one, or not, and why.
 
-Pure: from the run's own records and Slurm's word to a decision. Carrying it out is `cli/finish`.
+Pure: from the run's records and Slurm's word to a decision; `runs.next_start` carries it out.
 """
 
 from collections.abc import Mapping, Sequence

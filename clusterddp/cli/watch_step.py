@@ -7,8 +7,8 @@ import click
 
 from clusterddp import step_watch
 from clusterddp.attempt import Attempt
-from clusterddp.cli import job_log
 from clusterddp.run_dir import RunDir
+from clusterddp.runs import job_log
 from clusterddp.slurm.own_job import own_name
 from clusterddp.supervise import die_with_parent
 

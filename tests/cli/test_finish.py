@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from clusterddp.attempt import Attempt
-from clusterddp.cli import next_start
 from clusterddp.resources import Resources
 from clusterddp.run_dir import RunDir
+from clusterddp.runs import next_start
 from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
 from clusterddp.spec import JobSpec
 from tests.cli.made_runs import Outcome, Workplace, submitted, workplace

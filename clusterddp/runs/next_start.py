@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from clusterddp import requeue
 from clusterddp.attempt import Attempt, Superseded
-from clusterddp.cli.job_log import say
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.run_dir import RunDir
+from clusterddp.runs.job_log import say
 from clusterddp.slurm import control, requeue_exit
 from clusterddp.slurm.own_job import (
     Ending,
