@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from clusterddp import __version__
 from clusterddp.errors import CheckpointError
 from clusterddp.train_config import TrainConfig
-from clusterddp.training import checkpoint_file
+from clusterddp.training import checkpoint_file, data
 from clusterddp.training.checkpoint_file import FORMAT, Best
 from clusterddp.training.messages import PeerError
 
@@ -210,6 +210,7 @@ def check_fits(
             f"the dataset has changed since the checkpoint {path}: it was trained on images with "
             f"SHA-256 {theirs[:16]}..., those in {config.data_dir} have {data_sha256[:16]}... "
             "Name the folder with the former ones (--data-dir), or start a new run."
+            f"{data.rendered_by(config.dataset, config.data_dir)}"
         )
 
 

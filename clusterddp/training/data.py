@@ -144,6 +144,17 @@ def fingerprint(dataset: str, data_dir: str) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
+def rendered_by(dataset: str, data_dir: str) -> str:
+    """Name the generator of the synthetic set in place, for a message about other digits."""
+    if dataset != "synthetic":
+        return ""
+    origin = idx.read_comment(folder(dataset, data_dir) / idx.RAW) or "a set of unknown origin"
+    return (
+        f" The folder holds {origin}; clusterddp 0.1.1 and earlier rendered other digits, without "
+        "a generator's number."
+    )
+
+
 def load(dataset: str, data_dir: str, *, train: bool) -> tuple["Tensor", "Tensor"]:
     """The set in place as bytes: pixels (N, 28, 28) of 0 to 255, and labels (N,), int64.
 

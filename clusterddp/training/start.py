@@ -194,7 +194,8 @@ def _check_data(config: TrainConfig, recorded: Mapping[str, Any] | None, agreed:
         raise DataError(
             f"the {config.dataset} dataset at {where} has changed since this run first started "
             f"(SHA-256 {known[:12]}…, now {agreed.data_sha256[:12]}…): it would not train to the "
-            f"same weights. Put the {'images' if own else 'files'} back, or submit a new run."
+            f"same weights.{data.rendered_by(config.dataset, config.data_dir)} Put the "
+            f"{'images' if own else 'files'} back, or submit a new run."
         )
 
 

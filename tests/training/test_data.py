@@ -214,6 +214,15 @@ def test_ensure_takes_a_synthetic_set_of_any_size(small: Path) -> None:
     assert (info.train_images, said) == (30, [])
 
 
+def test_ensure_takes_the_digits_of_an_older_generator(small: Path, raw: Path) -> None:
+    sums = raw / idx.SUMS
+    sums.write_text(sums.read_text().replace(", generator 2", ""))
+    info = ensure("synthetic", str(small), progress=pytest.fail, may_fetch=False)
+    assert info.train_images == 30
+    with pytest.raises(DataError, match=r"seed 0\), asked for was: .*generator 2"):
+        synthesise(str(small), train_images=30, test_images=10, progress=print)
+
+
 def test_ensure_does_not_fetch_unless_it_may(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="mnist dataset is missing"):
         ensure("mnist", str(tmp_path), progress=print, may_fetch=False)

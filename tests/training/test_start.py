@@ -16,6 +16,7 @@ from clusterddp.run_dir import RunDir, read_json, read_json_lines
 from clusterddp.train_config import TrainConfig
 from clusterddp.training import checkpoint, data, start
 from clusterddp.training.checkpoint_file import name_of
+from clusterddp.training.synthetic import synthesise
 
 from . import trainings
 from .made_checkpoints import DAMAGE
@@ -185,6 +186,24 @@ def test_a_dataset_that_has_changed_is_refused(
     # Nor can another run start from its checkpoint.
     other = config(folder, allow_changed=allowed, resume=str(tmp_path / "run"))
     with pytest.raises(CheckpointError, match="dataset has changed since the checkpoint"):
+        agree(other, tmp_path / "other")
+
+
+def test_a_run_on_digits_that_are_rendered_otherwise_now_is_refused(
+    synthetic_dir: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of the older generator are gone, so today's are rendered in their place."""
+    monkeypatch.setitem(synthesise.__kwdefaults__, "train_images", 40)
+    monkeypatch.setitem(synthesise.__kwdefaults__, "test_images", 20)
+    folder = tmp_path / "data"
+    shutil.copytree(synthetic_dir, folder)
+    train_alone(config(folder), tmp_path / "run", 1)
+    shutil.rmtree(folder / "synthetic")
+    now = r"40 and 20, seed 0, generator 2; clusterddp 0\.1\.1 and earlier rendered other digits"
+    with pytest.raises(DataError, match=f"has changed since this run first started.*{now}"):
+        agree(config(folder), tmp_path / "run")
+    other = config(folder, resume=str(tmp_path / "run"))
+    with pytest.raises(CheckpointError, match=f"has changed since the checkpoint.*{now}"):
         agree(other, tmp_path / "other")
 
 

@@ -1,7 +1,6 @@
 """The rendered digits: the same bytes everywhere, well-formed, and learnable."""
 
 import hashlib
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ def test_a_seed_gives_these_bytes_on_every_machine(tmp_path: Path) -> None:
     for name in idx.FILES:
         together.update((tmp_path / RAW / name).read_bytes())
     assert together.hexdigest() == (
-        "effdec03d241af9738b4be7b41b2973ee9b5b12dca17f32d48b11f13794831ff"
+        "3477b9e4f5a5965de803da0aa68469c04832869b2149e168e1e108e04be70682"
     )
 
 
@@ -58,7 +57,7 @@ def test_the_label_says_what_is_drawn(synthetic_dir: Path) -> None:
     tests, truth = (part.astype(np.float32) for part in read(synthetic_dir, "t10k"))
     known, seen = images.reshape(len(images), -1), tests.reshape(len(tests), -1)
     distance = (known**2).sum(1) - 2 * seen @ known.T
-    assert (labels[distance.argmin(1)] == truth).mean() > 0.6
+    assert (labels[distance.argmin(1)] == truth).mean() > 0.8
 
 
 def test_the_set_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
@@ -102,14 +101,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot write the dataset to .*file.*--data-dir"):
         synthesise(str(tmp_path / "file"), train_images=1, test_images=1, progress=print)
-
-
-def test_missing_numpy_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    with pytest.raises(DataError, match="-m pip install numpy"):
-        synthesise(str(tmp_path), train_images=1, test_images=1, progress=print)
 
 
 @pytest.mark.parametrize("count", [0, -1])
