@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,10 @@ import submitit  # noqa: F401
 
 from clusterddp.forms import RANK_VARIABLES
 from clusterddp.training.synthetic import synthesise
+
+# In a shell's background, or under nohup, these are ignored: what the tests start is to take them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _SETTINGS = ("CLUSTERDDP_", "SBATCH_", "SLURM_", "SRUN_", "SALLOC_", "PMI_", "TORCHELASTIC_")
 _MNIST = "CLUSTERDDP_TEST_MNIST"

@@ -1,11 +1,11 @@
 """The rehearsal on this workstation: the whole path of a run without a Slurm."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,10 @@ def test_a_step_ends_what_its_tasks_leave_in_sessions_of_their_own(tmp_path: Pat
     assert processes_in(tmp_path) == []
 
 
-def test_ctrl_c_cancels_the_run_and_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_ctrl_c_cancels_the_run_and_leaves_no_process(
+    tmp_path: Path, number: int, code: int
+) -> None:
     wait = "trap 'echo told; exit 1' TERM; echo up; while :; do sleep 0.1; done"
     job = subprocess.Popen(
         [*SUBMIT, "--nodes", "2",
@@ -190,9 +193,9 @@ def test_ctrl_c_cancels_the_run_and_leaves_no_process(tmp_path: Path) -> None:
     )  # fmt: skip
     logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]
     wait_for(lambda: all(log.exists() and "up" in log.read_text() for log in logs), "tasks up")
-    job.send_signal(signal.SIGINT)
+    job.send_signal(number)
     job.communicate(timeout=60)
-    assert job.returncode == 130
+    assert job.returncode == code
     wait_for(lambda: not processes_in(tmp_path), "no process left")
     assert all("told" in log.read_text() for log in logs)
     assert status(tmp_path)["state"] == "cancelled"
@@ -214,9 +217,32 @@ def test_a_rehearsal_ends_with_whoever_controls_it(tmp_path: Path, victim: str) 
     assert job.returncode == (-signal.SIGKILL if victim == "submit" else 1)
 
 
+# Found by Python where PYTHONPATH leads to it: the clock of the controller stands still, and jumps
+# once those files are there. What tells the seconds of a job is read there alone.
+CLOCK = """
+import os, subprocess, sys, time  # what subprocess itself waits for keeps its clock
+if "clusterddp.launchers.local" in sys.orig_argv:
+    time.monotonic = lambda: float({seconds} * all(map(os.path.exists, {files})))
+"""
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has a job be so many seconds old as soon as files are in the folder that it runs in."""
+
+    def jumps(seconds: int, *files: str) -> None:
+        hooks = tmp_path / "hooks"
+        hooks.mkdir()
+        (hooks / "sitecustomize.py").write_text(CLOCK.format(seconds=seconds, files=files))
+        monkeypatch.setenv("PYTHONPATH", str(hooks), prepend=os.pathsep)
+
+    return jumps
+
+
 # Says when it is up; on USR1 or TERM it saves, and asks to be started again.
 SAVES = """
-import signal, sys
+import os, signal, sys
+from pathlib import Path
 
 def save(number, _):
     print("got", signal.Signals(number).name, flush=True)
@@ -225,17 +251,21 @@ def save(number, _):
 signal.signal(signal.SIGUSR1, save)
 signal.signal(signal.SIGTERM, save)
 print("up", flush=True)
+Path("up-" + os.environ["RANK"]).touch()
 while True:
     signal.pause()
 """
+UP = ("up-0", "up-1")
 
 
 @pytest.mark.parametrize("wanted", ["B:USR1@40", "USR1@40"])
-def test_the_signal_ahead_of_the_limit_reaches_a_command(tmp_path: Path, wanted: str) -> None:
-    # Twenty seconds after the start: the command has to listen by then, on a busy machine too.
+def test_the_signal_ahead_of_the_limit_reaches_a_command(
+    tmp_path: Path, clock: Callable[..., None], wanted: str
+) -> None:
+    clock(570, *UP)
     (tmp_path / "saves.py").write_text(SAVES)
     done = submit(
-        tmp_path, "--nodes", "2", "--time", "1:00", "--signal", wanted, "--requeue",
+        tmp_path, "--nodes", "2", "--time", "10:00", "--signal", wanted, "--requeue",
         "--", sys.executable, "saves.py",
     )  # fmt: skip
     assert done.returncode == 75, done.stderr
@@ -246,9 +276,10 @@ def test_the_signal_ahead_of_the_limit_reaches_a_command(tmp_path: Path, wanted:
     assert run.read_events()[-1]["cause"] == "signal"
 
 
-def test_the_time_limit_ends_a_rehearsal(tmp_path: Path) -> None:
+def test_the_time_limit_ends_a_rehearsal(tmp_path: Path, clock: Callable[..., None]) -> None:
+    clock(600, *UP)
     (tmp_path / "saves.py").write_text(SAVES)
-    done = submit(tmp_path, "--nodes", "2", "--time", "0:20", "--", sys.executable, "saves.py")
+    done = submit(tmp_path, "--nodes", "2", "--time", "10:00", "--", sys.executable, "saves.py")
     assert done.returncode == 75, done.stderr
     run = RunDir(tmp_path / "jobs/a")
     assert [run.rank_log(rank).read_text() for rank in (0, 1)] == ["up\ngot SIGTERM\n"] * 2
@@ -258,27 +289,28 @@ def test_the_time_limit_ends_a_rehearsal(tmp_path: Path) -> None:
 
 
 def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
-    tmp_path: Path, synthetic_dir: Path
+    tmp_path: Path, synthetic_dir: Path, clock: Callable[..., None]
 ) -> None:
+    clock(560, "go")
     training = [
         "--nodes", "2", "--dataset", "synthetic", "--data-dir", str(synthetic_dir), "--threads",
-        "1", "--batch-size", "32", "--max-steps", "600", "--epochs", "100", "--warmup-steps", "2",
-        "--log-every", "5",
+        "1", "--batch-size", "8", "--max-steps", "600", "--epochs", "100", "--warmup-steps", "2",
+        "--log-every", "5", "--eval-every", "100epochs", "--save-every", "1000steps",
     ]  # fmt: skip
     whole = submit(tmp_path, *training, "--run-name", "whole")
     assert whole.returncode == 0, whole.stderr
     limited = subprocess.Popen(
         [*SUBMIT, *training,
-         "--time", "1:00", "--signal", "USR1@50"],
+         "--time", "10:00", "--signal", "USR1@50"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     run = RunDir(tmp_path / "jobs/a")
     first, log = Attempt(run, 1), run.rank_log(0)
-    wait_for(lambda: first.end.exists() or (log.exists() and "step 5:" in log.read_text()), "")
+    wait_for(lambda: log.exists() and "step 5:" in log.read_text(), "training")
     # However fast the machine is, it is in the middle of its training when the signal comes:
-    # the CONT that comes with it lets it go on. On a slow one the signal has come already.
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(first.read_record()["pid"], signal.SIGSTOP)
+    # the CONT that comes with it lets it go on.
+    os.kill(first.read_record()["pid"], signal.SIGSTOP)
+    (tmp_path / "go").touch()
     limited.communicate(timeout=120)
     assert limited.returncode == 75
     left = read_json(first.end)
@@ -393,3 +425,11 @@ def test_tasks_are_dealt_out_in_blocks(tasks: int, nodes: int, layout: str) -> N
     last = srun.task_environment(JOB, options, tasks - 1, 0)
     assert last["SLURM_STEP_TASKS_PER_NODE"] == layout
     assert last["SLURM_NODEID"] == str(nodes - 1)
+
+
+def test_a_jobs_variables_count_what_its_script_asks_for() -> None:
+    script = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks=6\n#SBATCH --ntasks-per-node=3\n"
+    environ = job_environment(script, 77, Path("/x"))
+    assert environ["SLURM_NTASKS"] == "6"
+    assert environ["SLURM_TASKS_PER_NODE"] == "3(x2)"
+    assert environ["SLURM_JOB_NODELIST"] == "127.0.0.[1-2]"

@@ -92,6 +92,7 @@ def test_a_job_name_cannot_forge_a_state(cluster: SlurmCluster) -> None:
     assert (seen["state"], seen["exit_code"]) == ("failed", 5)
 
 
+@pytest.mark.slow
 def test_a_job_that_slurm_does_not_know_is_unknown(cluster: SlurmCluster) -> None:
     for asked in (["9999"], ["9998", "9999"]):
         seen = query(cluster, *asked)
@@ -105,10 +106,12 @@ def test_a_persons_squeue_settings_hide_no_job(cluster: SlurmCluster) -> None:
     assert seen[job_id]["state"] == "pending"
 
 
+@pytest.mark.slow
 def test_partitions_come_from_sinfo(cluster: SlurmCluster) -> None:
     assert client(cluster, "queries.partitions()") == ["main", "high"]
 
 
+@pytest.mark.slow
 def test_sbatchs_words_on_an_unknown_partition(cluster: SlurmCluster) -> None:
     program = (
         "import os, sys\nfrom clusterddp import errors\n"
@@ -140,6 +143,7 @@ def test_a_controller_that_is_down_is_named(cluster: SlurmCluster) -> None:
     assert "squeue" in seen["problem"]
 
 
+@pytest.mark.slow
 def test_submission_from_inside_a_job_is_as_from_a_login_shell(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -263,6 +267,7 @@ def test_runs_live_and_end_as_jobs_and_cancel_say(cluster: SlurmCluster, tmp_pat
     assert (after["running"], after["queued"], after["done"]) == ("cancelled", "cancelled", "done")
 
 
+@pytest.mark.slow
 def test_elements_of_an_array_are_runs_that_live_and_are_cancelled_one_by_one(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -297,6 +302,7 @@ def test_logs_f_follows_a_real_job_to_its_end(cluster: SlurmCluster, tmp_path: P
     assert "one: done" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit 3", "kill -9 $$"])
 def test_logs_f_of_a_real_failure_exits_1(cluster: SlurmCluster, tmp_path: Path, how: str) -> None:
     make_run(tmp_path, "one", cluster, how)
@@ -305,6 +311,7 @@ def test_logs_f_of_a_real_failure_exits_1(cluster: SlurmCluster, tmp_path: Path,
     assert "one: failed" in err
 
 
+@pytest.mark.slow
 def test_logs_f_goes_on_over_a_real_requeue(cluster: SlurmCluster, tmp_path: Path) -> None:
     log = tmp_path / "one" / "logs" / "rank-0.log"
     run = make_run(

@@ -20,7 +20,7 @@ from clusterddp.supervise import die_with_parent
 
 from .cluster import FOLDER_PREFIX, ClusterError, SlurmCluster
 
-pytestmark = pytest.mark.usefixtures("slurm_available")
+pytestmark = [pytest.mark.usefixtures("slurm_available"), pytest.mark.slow]
 
 NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")

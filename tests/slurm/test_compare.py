@@ -3,9 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from clusterddp.run_dir import RunDir, read_json
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.test_submit import CLUSTERDDP
+
+pytestmark = pytest.mark.slow
 
 
 def test_one_two_and_four_ranks_are_compared_job_after_job(

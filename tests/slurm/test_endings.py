@@ -154,7 +154,20 @@ def rows() -> dict[str, Row]:
 
 
 ROWS = rows()
-TRIED = [(name, launcher) for name, way in WAYS.items() for launcher in way.launchers]
+FIRST = (
+    "the run is done", "a rank ends with an exit code, here 3", "`clusterddp stop`",
+    "the same, put back into the queue by the script", "the time limit, and the ranks have saved",
+    "a node is lost, and requeue is off",
+)  # fmt: skip
+TRIED = [
+    pytest.param(
+        name, launcher,
+        marks=[] if name in FIRST and launcher == "ddp" else pytest.mark.slow,
+        id=f"{name}-{launcher}",
+    )
+    for name, way in WAYS.items()
+    for launcher in way.launchers
+]  # fmt: skip
 
 
 @dataclass
@@ -217,17 +230,22 @@ def test_a_run_ends_as_the_page_says(
 
 @pytest.fixture(scope="module")
 def seen(
-    slurm_available: None, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path
+    slurm_available: None,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    synthetic_dir: Path,
 ) -> dict[tuple[str, str], Seen]:
-    """What became of each run in each way; they run beside each other."""
+    """What became of each run that was selected, in each way; they run beside each other."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    chosen = [tuple(test.callspec.params.values()) for test in tests if hasattr(test, "callspec")]
     with SlurmCluster(hosts=2, conf=CONF) as cluster:
-        return carry_out(cluster, tmp_path_factory.mktemp("endings"), synthetic_dir)
+        return carry_out(cluster, tmp_path_factory.mktemp("endings"), synthetic_dir, chosen)
 
 
 def carry_out(
-    cluster: SlurmCluster, folder: Path, synthetic_dir: Path
+    cluster: SlurmCluster, folder: Path, synthetic_dir: Path, chosen: list[tuple[str, str]]
 ) -> dict[tuple[str, str], Seen]:
-    """Queue all runs, strike those that are to be struck, and wait for the end of all."""
+    """Queue these runs, strike those that are to be struck, and wait for the end of all."""
     (folder / "model.py").write_text(MODEL)
 
     def start(tried: tuple[str, str]) -> Seen:
@@ -258,7 +276,7 @@ def carry_out(
         argv = [*CLUSTERDDP, "logs", "-f", one.run.name]
         one.wait_code = cluster.run(argv, cwd=folder, timeout=PATIENCE).returncode
 
-    slow_first = sorted(TRIED, key=lambda one: not any(word in one[0] for word in SLOW))
+    slow_first = sorted(chosen, key=lambda one: not any(word in one[0] for word in SLOW))
     with ThreadPoolExecutor(3) as pool:
         found = dict(zip(slow_first, pool.map(start, slow_first), strict=True))
         struck = pool.map(strike, sorted(found, key=lambda one: "node is lost" in one[0]))

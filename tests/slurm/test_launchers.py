@@ -1,9 +1,7 @@
 """One request, every launcher: the same weights; and the stand-in for srun against the real one."""
 
 import json
-import os
 import re
-import signal
 import sys
 from pathlib import Path
 from subprocess import PIPE
@@ -11,9 +9,8 @@ from subprocess import PIPE
 import pytest
 
 from clusterddp.attempt import Attempt
-from clusterddp.launchers.local import job_environment
 from clusterddp.run_dir import RunDir, read_json
-from tests.processes import processes_in, wait_for
+from tests.processes import wait_for
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.test_submit import CLUSTERDDP, submit
 
@@ -58,7 +55,13 @@ def weights(run: Path) -> str:
     return str(report["weights_sha256"])
 
 
-@pytest.mark.parametrize("bucket_cap_mb", ["25", "0.01"], ids=["one bucket", "several buckets"])
+@pytest.mark.parametrize(
+    "bucket_cap_mb",
+    [
+        pytest.param("25", id="one bucket"),
+        pytest.param("0.01", id="several buckets", marks=pytest.mark.slow),
+    ],
+)
 def test_one_request_trains_to_the_same_weights_under_every_launcher(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, bucket_cap_mb: str
 ) -> None:
@@ -124,10 +127,19 @@ def as_22_05(step: dict[str, str]) -> dict[str, str]:
     "request_",
     [
         ["--nodes", "2", "--tasks-per-node", "2"],
-        ["--nodes", "2", "--tasks-per-node", "3", "--cpus-per-task", "2"],
+        pytest.param(
+            ["--nodes", "2", "--tasks-per-node", "3", "--cpus-per-task", "2"],
+            marks=pytest.mark.slow,
+        ),
         ["--nodes", "1", "--gpus-per-node", "2"],
-        ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gres"],
-        ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gpus-per-task"],
+        pytest.param(
+            ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gres"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gpus-per-task"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=" ".join,
 )
@@ -165,6 +177,7 @@ def whole(
     return weights(folder / "jobs/whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["in its imports", "in the middle"])
 def test_a_killed_rank_starts_again_inside_the_job(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, whole: str, moment: str
@@ -217,6 +230,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["ddp.sbatch.j2", "torchrun.sbatch.j2"])
 @pytest.mark.parametrize(
     ("second", "goes_on"), [(75, True), (0, True), (3, False)], ids=["saved", "done", "failed"]
@@ -267,6 +281,7 @@ def gone(rank):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "code"),
     [
@@ -317,6 +332,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["sbatch", "local"])
 def test_signals_to_srun_reach_the_tasks_alike(
     cluster: SlurmCluster, tmp_path: Path, launcher: str
@@ -352,32 +368,3 @@ def test_signals_to_srun_reach_the_tasks_alike(
     # The real one has been seen to end with either: which depends on who is heard of first.
     assert re.search(r"srun ended with (0|137)$", job_log.read_text(), re.MULTILINE)
     assert not [log for log in logs if "SIGTERM" in log.read_text()]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_cancels_a_rehearsal_and_leaves_no_process(
-    cluster: SlurmCluster, tmp_path: Path, number: int
-) -> None:
-    (tmp_path / "task.py").write_text(SIGNALLED)
-    job = cluster.popen(
-        [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--nodes", "2",
-         "--no-snapshot", "--", sys.executable, "task.py"],
-        cwd=tmp_path, stdout=PIPE, stderr=PIPE,
-    )  # fmt: skip
-    logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]
-    wait_for(lambda: all(log.is_file() and "ready" in log.read_text() for log in logs), "tasks up")
-    job.send_signal(number)
-    job.communicate(timeout=60)
-    assert job.returncode == (130 if number == signal.SIGINT else -number)
-    left = [line for line in cluster.processes("login").values() if str(tmp_path) in line]
-    wait_for(lambda: not processes_in(tmp_path), f"all processes gone: {left}")
-    assert all("SIGTERM" in log.read_text() for log in logs)
-
-
-def test_a_jobs_variables_count_what_its_script_asks_for() -> None:
-    script = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks=6\n#SBATCH --ntasks-per-node=3\n"
-    environ = job_environment(script, 77, Path("/x"))
-    assert environ["SLURM_NTASKS"] == "6"
-    assert environ["SLURM_TASKS_PER_NODE"] == "3(x2)"
-    assert environ["SLURM_JOB_NODELIST"] == "127.0.0.[1-2]"
-    assert os.environ.get("SLURM_JOB_ID") is None

@@ -14,6 +14,8 @@ from tests.slurm.cluster import SlurmCluster
 from tests.slurm.test_submit import CLUSTERDDP, submit
 from tests.slurm.versions import SKIPPED_FOR_VERSION
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3000
 # Steps long enough that a request comes in the middle, and a checkpoint before it.
 TRAINING = [

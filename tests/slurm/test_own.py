@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.test_submit import CLUSTERDDP, submit
 
@@ -23,6 +25,7 @@ def make(data_dir, train):
 """
 
 
+@pytest.mark.slow
 def test_an_edit_while_the_job_waits_does_not_reach_it(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -15,6 +15,8 @@ from tests.processes import wait_for
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.test_submit import submit
 
+pytestmark = pytest.mark.slow
+
 STEPS = 2000  # several seconds, for two signals one after the other to come in the midst
 TRAINING = ["--dataset", "synthetic", "--threads", "1", "--batch-size", "32", "--epochs", "100",
             "--max-steps", str(STEPS), "--warmup-steps", "2", "--log-every", "10"]  # fmt: skip

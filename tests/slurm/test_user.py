@@ -15,6 +15,8 @@ from tests.slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.slurm.test_cluster import AS_NOBODY, NOBODY
 from tests.slurm.test_submit import CLUSTERDDP
 
+pytestmark = pytest.mark.slow
+
 # Long enough that a request comes in the middle, once a checkpoint is there.
 TRAINING = [
     "--nodes", "2", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",

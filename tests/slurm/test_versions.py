@@ -37,6 +37,7 @@ def test_a_table_counts_what_did_not_pass() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_skip_for_the_version_is_neither_passed_nor_failed(tmp_path: Path) -> None:
     (tmp_path / "test_x.py").write_text(
         "import pytest\n"
