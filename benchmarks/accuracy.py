@@ -25,15 +25,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import hardware
-from clusterddp.attempt import begin
-from clusterddp.recipes import RECIPES
-from clusterddp.run_dir import RunDir
-from clusterddp.stop import StopRequest
-from clusterddp.train_config import TrainConfig
-from clusterddp.training import data, device
-from clusterddp.training.agreement import Agreement
-from clusterddp.training.images import Images
+from clusterddp.data import mnist
+from clusterddp.data.in_memory import Images
+from clusterddp.distributed.agreement import Agreement
+from clusterddp.request.recipes import RECIPES
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.attempt import begin
+from clusterddp.run.run_dir import RunDir
+from clusterddp.training import device
 from clusterddp.training.loop import Training
+from clusterddp.training.stop import StopRequest
 
 _CPU = torch.device("cpu")
 _SEEDS = {"fast": 20, "accurate": 5}
@@ -59,7 +60,7 @@ def command(
     )
     with _alone(threads):
         sets = tuple(
-            Images(*data.load("mnist", data_dir, train=train), _CPU) for train in (True, False)
+            Images(*mnist.load("mnist", data_dir, train=train), _CPU) for train in (True, False)
         )
         began = time.perf_counter()
         train(dataclasses.replace(config, max_steps=_WARM_UP_STEPS), *sets)

@@ -4,7 +4,7 @@ Beside it what others take to show the same request (two nodes, four GPUs each),
 into an environment of its own (`benchmarks.peers`); and, where a Slurm answers, a submission
 against a bare sbatch of the same script. One that is booted for it, as root:
 
-    python -m tests.slurm.cluster -- python -m benchmarks --only cli
+    python -m tests.on_slurm.cluster -- python -m benchmarks --only cli
 
 The processes get an environment, a home and a bytecode cache of their own, so that neither the
 settings of this shell nor bytecode that could not be written take part.
@@ -23,10 +23,10 @@ from pathlib import Path
 
 from benchmarks import peers
 from benchmarks.pairs import Row, Sample, alternate, timed
-from clusterddp.resources import Resources
-from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec
-from clusterddp.train_config import TrainConfig
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.run_dir import RunDir
 
 _PAIRS = 40
 _BASELINE_NAME = "import click, jinja2"

@@ -39,15 +39,15 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from clusterddp.attempt import begin
-    from clusterddp.run_dir import RunDir
-    from clusterddp.stop import StopRequest
-    from clusterddp.train_config import TrainConfig
-    from clusterddp.training import data
-    from clusterddp.training.agreement import Agreement
-    from clusterddp.training.images import Images
+    from clusterddp.data import mnist
+    from clusterddp.data.in_memory import Images
+    from clusterddp.data.synthetic import synthesise
+    from clusterddp.distributed.agreement import Agreement
+    from clusterddp.request.train_config import TrainConfig
+    from clusterddp.run.attempt import begin
+    from clusterddp.run.run_dir import RunDir
     from clusterddp.training.loop import Training
-    from clusterddp.training.synthetic import synthesise
+    from clusterddp.training.stop import StopRequest
 
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
@@ -56,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
         synthesise(name, train_images=8_000, test_images=200, progress=lambda _: None)
         train_set, test_set = (
-            Images(*data.load("synthetic", name, train=train), cpu) for train in (True, False)
+            Images(*mnist.load("synthetic", name, train=train), cpu) for train in (True, False)
         )
         attempt = begin(RunDir(Path(name, "run")))
         attempt.checkpoints.mkdir()

@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--in-allocation", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.slurm:
-        from tests.slurm import cluster
+        from tests.on_slurm import cluster
 
         if reason := cluster.why_unavailable():
             print(f"skipped: no Slurm can be booted here: {reason}")

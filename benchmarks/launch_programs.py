@@ -7,7 +7,7 @@ epoch) to the file FIRST_STEP names; rank 0's counts.
 import os
 from pathlib import Path
 
-from clusterddp.training import idx
+from clusterddp.data import idx
 
 STEPS, BATCH = 5, 64
 _TRAIN_IMAGES, _TEST_IMAGES = 60_000, 64

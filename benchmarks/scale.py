@@ -38,7 +38,7 @@ def measure() -> list[Row]:
 
 def meetings(sizes: Sequence[int], rounds: int) -> list[Row]:
     """One row a number of ranks: `init_process_group("env://")` alone is the baseline."""
-    _CONTEXT.set_forkserver_preload(["clusterddp.training.rendezvous"])
+    _CONTEXT.set_forkserver_preload(["clusterddp.distributed.rendezvous"])
     rows = []
     for size in sizes:
         bare, ours = [], []
@@ -53,7 +53,7 @@ def meetings(sizes: Sequence[int], rounds: int) -> list[Row]:
 
 def curve(sizes: Sequence[int], rounds: int) -> str:
     """Milliseconds of each phase, the slowest rank's, medians over the rounds; as Markdown."""
-    _CONTEXT.set_forkserver_preload(["clusterddp.training.rendezvous"])
+    _CONTEXT.set_forkserver_preload(["clusterddp.distributed.rendezvous"])
     lines = [f"| ranks | {' | '.join(_PHASES)} |", "| ---: | ---: | ---: | ---: |"]
     for size in sizes:
         seen = [_meet(size) for _ in range(rounds + 1)][1:]
@@ -101,8 +101,8 @@ def _ours(rank: int, size: int, port: int, go: Any, writer: Connection) -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
-    from clusterddp.dist_env import DistEnv
-    from clusterddp.training import listener, rendezvous
+    from clusterddp.distributed import listener, rendezvous
+    from clusterddp.ranks.dist_env import DistEnv
 
     env = DistEnv.from_environ(_variables(rank, size, port))
     hello = {"rank": rank, "world_size": size, "host": socket.gethostname(), "pid": os.getpid()}

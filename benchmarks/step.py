@@ -116,7 +116,7 @@ def _row(ours: Contender, other: Contender, what: str = "training") -> Row:
 
 def _images(folder: Path) -> str:
     """As many digits as the ranks see in a sample, rendered."""
-    from clusterddp.training.synthetic import synthesise
+    from clusterddp.data.synthetic import synthesise
 
     synthesise(str(folder), train_images=20_000, test_images=64, progress=lambda _: None)
     return str(folder / "synthetic")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.contenders.serving import Request
-from clusterddp.launchers.workstation import free_port
+from clusterddp.worker.workstation import free_port
 
 _ROOT = Path(__file__).resolve().parent.parent
 

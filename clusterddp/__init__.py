@@ -10,12 +10,12 @@ __version__ = "0.1.1"
 
 if TYPE_CHECKING:
     from clusterddp.api import SubmittedRun, launch, render, submit
-    from clusterddp.dist_env import DistEnv
     from clusterddp.errors import ClusterDDPError, RequestError, TrainingError
-    from clusterddp.resources import Resources
-    from clusterddp.run_status import RunStatus
-    from clusterddp.spec import JobSpec
-    from clusterddp.train_config import TrainConfig
+    from clusterddp.ranks.dist_env import DistEnv
+    from clusterddp.request.resources import Resources
+    from clusterddp.request.spec import JobSpec
+    from clusterddp.request.train_config import TrainConfig
+    from clusterddp.run.status import RunStatus
 
 __all__ = [
     "ClusterDDPError",
@@ -35,13 +35,13 @@ __all__ = [
 # name -> the module that holds it
 _MODULES = {
     "ClusterDDPError": "errors",
-    "DistEnv": "dist_env",
-    "JobSpec": "spec",
+    "DistEnv": "ranks.dist_env",
+    "JobSpec": "request.spec",
     "RequestError": "errors",
-    "Resources": "resources",
-    "RunStatus": "run_status",
+    "Resources": "request.resources",
+    "RunStatus": "run.status",
     "SubmittedRun": "api",
-    "TrainConfig": "train_config",
+    "TrainConfig": "request.train_config",
     "TrainingError": "errors",
     "launch": "api",
     "render": "api",

@@ -2,18 +2,18 @@
 
 from typing import NoReturn
 
-from clusterddp.cli import short_lived
+from clusterddp.cli import startup
 
 
 def main() -> NoReturn:
     """Run the command and exit with its code."""
-    short_lived.begin()
+    startup.begin()
     from clusterddp.cli.main import main as run
 
     try:
         run()
     except SystemExit as leaving:
-        short_lived.end(leaving)
+        startup.end(leaving)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from clusterddp import attempt as attempts
-from clusterddp import launchers, submitting
-from clusterddp.attempt_logs import of_attempt
-from clusterddp.by_hand import MOST_PROCS, START_METHODS
-from clusterddp.cli import runs
+from clusterddp import launchers
+from clusterddp.cli import run_argument
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -24,13 +21,17 @@ from clusterddp.errors import (
     RequestError,
     TrainingError,
 )
-from clusterddp.inputs import make_sure
-from clusterddp.launchers import functions, workstation
-from clusterddp.outcome import Failure
-from clusterddp.run_dir import RunDir, read_json
-from clusterddp.run_status import RunStatus
-from clusterddp.spec import JobSpec
-from clusterddp.train_config import TrainConfig
+from clusterddp.ranks.from_flags import MOST_PROCS, START_METHODS
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run import attempt as attempts
+from clusterddp.run.attempt_logs import of_attempt
+from clusterddp.run.outcome import Failure
+from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.status import RunStatus
+from clusterddp.submission import submit as submitting
+from clusterddp.submission.preflight import make_sure
+from clusterddp.worker import functions, workstation
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class SubmittedRun:
 
     def status(self) -> RunStatus:
         """How it is doing, as `clusterddp status` shows it."""
-        return runs.statuses([RunDir(self.run_dir)])[0]
+        return run_argument.statuses([RunDir(self.run_dir)])[0]
 
     def wait(self) -> RunStatus:
         """How it ended, once it has; a run that is requeued has not."""

@@ -3,8 +3,9 @@
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,8 +15,9 @@ import pytest
 # and absl's one would close the stream that pytest captures.
 import submitit  # noqa: F401
 
-from clusterddp.forms import RANK_VARIABLES
-from clusterddp.training.synthetic import synthesise
+from clusterddp.data.synthetic import synthesise
+from clusterddp.slurm.forms import RANK_VARIABLES
+from tests.data.made_sets import NOBODY
 
 # In a shell's background, or under nohup, these are ignored: what the tests start is to take them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -96,6 +98,52 @@ def small_disk(tmp_path: Path) -> Callable[[str], list[str]]:
         return words
 
     return within
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one, in this process."""
+    import torch
+    import torch.distributed as dist
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def port() -> int:
+    """A free one, of the loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+        return found
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A data folder of our own with 30 and 10 synthetic digits."""
+    synthesise(str(tmp_path / "data"), train_images=30, test_images=10, progress=print)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def raw(small: Path) -> Path:
+    return small / "synthetic" / "MNIST" / "raw"
+
+
+@pytest.fixture
+def nobody() -> Iterator[None]:
+    """A user without rights, where the tests run as root, for whom permissions do not count."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    yield
+    os.seteuid(0)
 
 
 def _lacks(what: str) -> NoReturn:

@@ -11,8 +11,8 @@ import clusterddp
 from clusterddp import JobSpec, Resources, TrainConfig, launch, render, submit
 from clusterddp.cli.main import cli
 from clusterddp.errors import RequestError, TrainingError
-from clusterddp.run_dir import RunDir
-from tests.processes import PATIENCE
+from clusterddp.run.run_dir import RunDir
+from tests.waiting import PATIENCE
 
 FLAGS = ["--run-name=one", "--nodes=2", "--gpus-per-node=4", "--dataset=synthetic", "--epochs=3"]
 
@@ -58,7 +58,7 @@ def test_importing_the_package_loads_nothing_and_names_are_known() -> None:
         "assert not {'clusterddp.api', 'clusterddp.errors', 'click', 'torch'} & {*sys.modules}\n"
         "from clusterddp import DistEnv, ClusterDDPError, render, submit, launch\n"
         "assert not {'torch', 'torchvision', 'numpy', 'jinja2', 'submitit'} & {*sys.modules}\n"
-        "import clusterddp.rendering\n"
+        "import clusterddp.launchers.script\n"
         "assert clusterddp.render is render"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
@@ -142,15 +142,15 @@ def test_a_failed_training_names_the_rank_that_failed_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forked from here, where the model that it is to train cannot be made on rank 1."""
-    from clusterddp.training import models
+    from clusterddp.models import registry
 
     def broken() -> Any:
         if os.environ["RANK"] == "1":
             raise ValueError("no such layer")
         return convnet()
 
-    convnet = models.MODELS["convnet"]
-    monkeypatch.setitem(models.MODELS, "convnet", broken)
+    convnet = registry.MODELS["convnet"]
+    monkeypatch.setitem(registry.MODELS, "convnet", broken)
     config = TrainConfig(
         dataset="synthetic", data_dir=f"{folder}/data", threads=1, max_steps=1, device="cpu"
     )

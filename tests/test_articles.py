@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.launchers.workstation import free_port
-from clusterddp.run_dir import read_json
-from clusterddp.training.synthetic import synthesise
-
-from .processes import dying_with_us
+from clusterddp.data.synthetic import synthesise
+from clusterddp.run.run_dir import read_json
+from clusterddp.worker.workstation import free_port
+from tests.waiting import dying_with_us
 
 PAGE = Path(__file__).parents[1] / "docs" / "articles.md"
 BLOCKS = [

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.processes import PATIENCE
+from tests.waiting import PATIENCE
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 # As at a prompt: one namespace for all, in which functions have no file to import them from.

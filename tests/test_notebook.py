@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import dying_with_us, processes_in
+from tests.waiting import dying_with_us, processes_in
 
 PATIENCE = 120
 CELLS = [

@@ -21,7 +21,7 @@ def test_the_wheel_holds_the_templates_where_the_package_looks_for_them(tmp_path
     for template in (ROOT / "templates").glob("*.j2"):
         assert f"clusterddp/templates/{template.name}" in names
     assert not [name for name in names if "__pycache__" in name]
-    assert "clusterddp/cli/submit.py" in names
+    assert "clusterddp/cli/commands/submit.py" in names
     assert {f"clusterddp/reporting/page.{form}" for form in ("html.j2", "css")} <= names
     assert not [name for name in names if name.startswith(("tests/", "jobs/", "benchmarks/"))]
 
@@ -34,7 +34,7 @@ def test_templates_are_found_from_an_installed_wheel(tmp_path: Path) -> None:
     )  # fmt: skip
     [wheel] = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    code = "from clusterddp.rendering import shipped_folder; print(shipped_folder())"
+    code = "from clusterddp.launchers.script import shipped_folder; print(shipped_folder())"
     shown = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path,

@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from benchmarks.contenders.serving import request, serve
 from benchmarks.contenders.timing import timed
-from clusterddp.train_config import TrainConfig
-from clusterddp.training import data, memory, models, optimizer
-from clusterddp.training.graph import GraphedStep
-from clusterddp.training.images import Images
+from clusterddp.data import mnist
+from clusterddp.data.in_memory import Images
+from clusterddp.models import registry
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.training import memory, optimizer
+from clusterddp.training.cuda_graph import GraphedStep
 from clusterddp.training.metrics import Tally
 from clusterddp.training.step import Step
 
@@ -28,7 +30,7 @@ def main(*, exchange: bool = False) -> None:
     device = torch.device(asked.device)
     memory.keep_freed()
     torch.manual_seed(0)
-    model = models.build("convnet").to(device).to(memory_format=torch.channels_last)
+    model = registry.build("convnet").to(device).to(memory_format=torch.channels_last)
     config = TrainConfig(optimizer="sgd", lr=1e-4, momentum=0.0)
     captured = asked.device == "cuda"
 
@@ -42,7 +44,7 @@ def main(*, exchange: bool = False) -> None:
         exchanged=all_reduce if exchange else lambda: None,
     )  # fmt: skip
     train_step = GraphedStep(step, model, asked.batch_size) if captured else step
-    images = Images(*data.load("mnist", asked.root, train=True), device)
+    images = Images(*mnist.load("mnist", asked.root, train=True), device)
     first = int(os.environ["RANK"]) * asked.steps * asked.batch_size
     order = (torch.arange(asked.steps * asked.batch_size) + first) % len(images)
     batches = list(images.batches(order, asked.batch_size))

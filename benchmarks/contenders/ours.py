@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders.serving import request, serve
-from clusterddp.attempt import begin
-from clusterddp.run_dir import RunDir
-from clusterddp.stop import StopRequest
-from clusterddp.train_config import TrainConfig
-from clusterddp.training import data
-from clusterddp.training.agreement import Agreement
-from clusterddp.training.images import Images
+from clusterddp.data import mnist
+from clusterddp.data.in_memory import Images
+from clusterddp.distributed.agreement import Agreement
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.attempt import begin
+from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import Training
+from clusterddp.training.stop import StopRequest
 
 
 def main() -> None:
@@ -29,8 +29,8 @@ def main() -> None:
         lr_scaling="none", warmup_steps=0, epochs=1000, max_steps=asked.steps,
         eval_every="1000epochs", save_every="1000epochs", precision=asked.precision,
     )  # fmt: skip
-    train_set = Images(*data.load("mnist", asked.root, train=True), device)
-    test_set = Images(*data.load("mnist", asked.root, train=False), device)
+    train_set = Images(*mnist.load("mnist", asked.root, train=True), device)
+    test_set = Images(*mnist.load("mnist", asked.root, train=False), device)
     few = Images(test_set._pixels[:64], test_set._labels[:64], device)
 
     def train() -> float:

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.contenders.article import ConvNet, step_of
 from benchmarks.contenders.serving import request, serve
 from benchmarks.contenders.timing import timed
-from clusterddp.training import data
-from clusterddp.training.images import Images, as_images
+from clusterddp.data import mnist
+from clusterddp.data.in_memory import Images, as_images
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(ConvNet().to(device))
     step = step_of(model, asked)
-    images = Images(*data.load("mnist", asked.root, train=True), device)
+    images = Images(*mnist.load("mnist", asked.root, train=True), device)
     first = int(os.environ["RANK"]) * asked.steps * asked.batch_size
     order = (torch.arange(asked.steps * asked.batch_size) + first) % len(images)
     batches = [

@@ -7,15 +7,15 @@ from typing import Any
 
 import click
 
-from clusterddp import forms
 from clusterddp.cli import sbatch_variables, settings
-from clusterddp.cli.templates import SHIPPED, full_name
+from clusterddp.cli.commands.templates import SHIPPED, full_name
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from
 from clusterddp.errors import RequestError
-from clusterddp.resources import Resources
-from clusterddp.site import Site
-from clusterddp.spec import JobSpec
-from clusterddp.train_config import TrainConfig
+from clusterddp.request.resources import Resources
+from clusterddp.request.site import Site
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.slurm import forms
 
 # Directives that an option stands for, and those that would take the logs away from the run.
 _OPTION_OF = {
@@ -177,7 +177,7 @@ def _environment(
     environment = tuple((n, v) for n, v in values.items() if v is not None)
     passed = tuple(n for n, v in values.items() if v is None)
     if passed:
-        from clusterddp.slurm.environment import submission_environment
+        from clusterddp.slurm.submission_env import submission_environment
 
         arriving = submission_environment(os.environ)
         for name in passed:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from clusterddp import __version__
-from clusterddp.cli import short_lived
+from clusterddp.cli import startup
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError, is_debuggers_quit
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"clusterddp.cli.{COMMANDS[cmd_name][0]}")
+        module = importlib.import_module(f"clusterddp.cli.commands.{COMMANDS[cmd_name][0]}")
         if cmd_name not in QUICK:
-            short_lived.go_on()
+            startup.go_on()
         command: click.Command = module.command
         return command
 

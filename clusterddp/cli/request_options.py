@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clusterddp.cli.partition import PARTITION
-from clusterddp.resources import GPU_REQUESTS
-from clusterddp.spec import EXPEDITE, LAUNCHERS
+from clusterddp.request.resources import GPU_REQUESTS
+from clusterddp.request.spec import EXPEDITE, LAUNCHERS
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -40,7 +40,7 @@ class Template(click.types.StringParamType):
     ) -> "list[CompletionItem]":
         from click.shell_completion import CompletionItem
 
-        from clusterddp.cli.templates import SHIPPED
+        from clusterddp.cli.commands.templates import SHIPPED
 
         folder = ctx.params.get("template_dir")
         own = sorted(path.name for path in Path(folder).glob("*.j2")) if folder else []

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from clusterddp.errors import RequestError
-from clusterddp.spec import EXPEDITE
+from clusterddp.request.spec import EXPEDITE
 
 # Those that an option here stands for; GPUs asked for by SBATCH_GRES become one too.
 SETTINGS = {

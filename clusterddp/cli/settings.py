@@ -14,9 +14,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from clusterddp import site
 from clusterddp.cli import sbatch_variables
 from clusterddp.errors import RequestError
+from clusterddp.request import site
 
 
 class SettingsCommand(click.Command):
@@ -90,7 +90,7 @@ class SettingsCommand(click.Command):
 
 def setting_names() -> set[str]:
     """The keys that site.cfg can hold: the options of `submit` that describe a run."""
-    from clusterddp.cli import submit
+    from clusterddp.cli.commands import submit
 
     never = {"site", "cluster", "dry-run", "wait", "as-json", "run-name", "help", "command"}
     return {(p.name or "").replace("_", "-") for p in submit.command.params} - never

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from clusterddp.recipes import RECIPES
-from clusterddp.train_config import (
+from clusterddp.request.recipes import RECIPES
+from clusterddp.request.train_config import (
     AUGMENTATIONS,
     BACKENDS,
     COMM_HOOKS,

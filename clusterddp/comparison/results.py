@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from clusterddp import fields
 from clusterddp.comparison.rows import Row, label
-from clusterddp.train_config import STRATEGIES
+from clusterddp.request.train_config import STRATEGIES
+from clusterddp.run import fields
 
 DONE = "done"
 NOT_RUN = "not run"

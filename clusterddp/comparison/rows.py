@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clusterddp.errors import RequestError
-from clusterddp.spec import JobSpec
-from clusterddp.train_config import TrainConfig
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterddp import fields, units
 from clusterddp.comparison.results import DONE, Result, Trial
 from clusterddp.comparison.rows import counted
+from clusterddp.run import fields, formatting
 
 _HEADER = (
     "STRATEGY", "RANKS", "NODES", "TIME", "TOTAL", "IMAGES/S", "SPEED-UP", "EFFICIENCY",
@@ -62,7 +62,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[Result], hardware: str) -> li
     different = _different([trial.row.train for trial in trials])
     if different:
         said.append(f"the runs differ in {', '.join(different)}")
-    return [units.line(note) for note in said]
+    return [formatting.line(note) for note in said]
 
 
 def figures(line: Result) -> str:
@@ -74,7 +74,7 @@ def figures(line: Result) -> str:
 
 
 def _state(line: Result) -> str:
-    return units.line(f"{line.state}: {line.why}" if line.why else line.state)
+    return formatting.line(f"{line.state}: {line.why}" if line.why else line.state)
 
 
 def _cells(line: Result) -> list[str]:
@@ -94,7 +94,7 @@ def _cells(line: Result) -> list[str]:
         _text(line.speed_up, "{:.2f}"),
         _text(line.efficiency, "{:.0%}"),
         _text(line.accuracy, "{:.2%}"),
-        units.memory(line.peak_memory_bytes),
+        formatting.memory(line.peak_memory_bytes),
     ]
     return cells if line.state == DONE else [*cells, _state(line)]
 

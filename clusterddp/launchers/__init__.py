@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec
+from clusterddp.request.spec import JobSpec
+from clusterddp.run.run_dir import RunDir
 
 # launcher -> module; a new launcher is one file, one line here and its name in spec.LAUNCHERS.
 MODULES = {

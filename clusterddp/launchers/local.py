@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp import forms
 from clusterddp.errors import RequestError
 from clusterddp.launchers import Submission, sbatch
 from clusterddp.launchers.srun import (
@@ -31,10 +30,11 @@ from clusterddp.launchers.srun import (
     STEPS_VARIABLE,
     signal_session,
 )
-from clusterddp.run_dir import RunDir
-from clusterddp.slurm.environment import submission_environment
-from clusterddp.spec import JobSpec
-from clusterddp.supervise import die_with_parent
+from clusterddp.processes.parent_death import die_with_parent
+from clusterddp.request.spec import JobSpec
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm import forms
+from clusterddp.slurm.submission_env import submission_environment
 
 MOST_HOSTS = 250
 # sbatch(1), --signal=[{R|B}:]<sig_num>[@sig_time]

@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-from clusterddp import rendering
 from clusterddp.launchers import Submission
-from clusterddp.run_dir import RunDir
-from clusterddp.spec import EXPEDITE, JobSpec, submission_comment
+from clusterddp.launchers import script as rendering
+from clusterddp.request.spec import EXPEDITE, JobSpec, submission_comment
+from clusterddp.run.run_dir import RunDir
 
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from clusterddp.launchers.processes import TaskGroup
-from clusterddp.nodelist import expand_nodelist
+from clusterddp.processes.group import TaskGroup
+from clusterddp.processes.parent_death import die_with_parent
+from clusterddp.slurm.hostlist import expand_nodelist
 from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
-from clusterddp.supervise import die_with_parent
 
 KILL_WAIT_SECONDS = 30
 """Between TERM and KILL, as Slurm's default KillWait."""

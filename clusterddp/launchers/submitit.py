@@ -18,17 +18,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp import forms, rendering, requeue
-from clusterddp.attempt import Attempt
 from clusterddp.errors import EXIT_PAUSED, RequestError
 from clusterddp.launchers import Submission
-from clusterddp.outcome import read_outcomes
-from clusterddp.requeue import Policy, Start
-from clusterddp.run_dir import RunDir, read_json
-from clusterddp.slurm.environment import submission_environment
+from clusterddp.launchers import script as rendering
+from clusterddp.request.spec import EXPEDITE, JobSpec
+from clusterddp.run import restart_policy
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.outcome import read_outcomes
+from clusterddp.run.restart_policy import Policy, Start
+from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.slurm import forms
 from clusterddp.slurm.own_job import Ending, ending
 from clusterddp.slurm.release import check_expedite, explained
-from clusterddp.spec import EXPEDITE, JobSpec
+from clusterddp.slurm.submission_env import submission_environment
 
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Set by the script: the number of this start of the run."""
@@ -166,10 +168,10 @@ class Task:
         restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         if "cancelled" in asked or ending(job_id, restart) is Ending.CANCELLED:
             return False
-        own = Start(attempt.number, requeue.SIGNAL, requeue.gained(attempt))
-        starts = requeue.starts_since_submission(run)
+        own = Start(attempt.number, restart_policy.SIGNAL, restart_policy.gained(attempt))
+        starts = restart_policy.starts_since_submission(run)
         earlier = [start for start in starts if start.attempt != attempt.number]
-        return requeue.decide(self.policy, requeue.SIGNAL, [*earlier, own]).go_on
+        return restart_policy.decide(self.policy, restart_policy.SIGNAL, [*earlier, own]).go_on
 
 
 def _do_nothing(*_: object) -> None:

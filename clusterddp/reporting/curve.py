@@ -5,8 +5,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from clusterddp import fields
-from clusterddp.run_dir import read_json_lines
+from clusterddp.run import fields
+from clusterddp.run.run_dir import read_json_lines
 
 
 @dataclass(frozen=True)

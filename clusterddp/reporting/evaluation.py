@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp import fields
+from clusterddp.run import fields
 
 _LARGEST_SIDE = 512
 

@@ -8,20 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from clusterddp import fields
-from clusterddp.attempt import Attempt, latest
 from clusterddp.errors import ClusterDDPError
-from clusterddp.outcome import read_outcomes
-from clusterddp.progress import latest_report
-from clusterddp.reporting import curve, evaluation, pace, starts
+from clusterddp.reporting import curve, evaluation, starts
+from clusterddp.reporting import stragglers as pace
 from clusterddp.reporting.curve import Point
 from clusterddp.reporting.evaluation import Confusion, Evaluation
-from clusterddp.reporting.pace import Rank, Straggler
 from clusterddp.reporting.starts import Start
-from clusterddp.run_dir import RunDir, read_json
-from clusterddp.run_status import RunStatus
-from clusterddp.spec import JobSpec
-from clusterddp.train_config import TrainConfig
+from clusterddp.reporting.stragglers import Rank, Straggler
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run import fields
+from clusterddp.run.attempt import Attempt, latest
+from clusterddp.run.outcome import read_outcomes
+from clusterddp.run.progress import latest_report
+from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.status import RunStatus
 
 _MOST_CONFUSIONS = 20
 

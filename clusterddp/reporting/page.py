@@ -12,14 +12,15 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from clusterddp import __version__, units
+from clusterddp import __version__
 from clusterddp.reporting import drawings, plots
 from clusterddp.reporting.evaluation import Evaluation
 from clusterddp.reporting.gather import Gathered
 from clusterddp.reporting.scaling import scalings
-from clusterddp.resources import Resources
-from clusterddp.spec import JobSpec
-from clusterddp.train_config import TrainConfig
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run import formatting
 
 _LARGEST_MATRIX = 30
 _MOST_RANKS = 16
@@ -38,9 +39,13 @@ def page(gathered: Sequence[Gathered]) -> str:
         finalize=_clean,
     )
     environment.filters.update(
-        percent=units.percent, loss=units.loss, seconds=units.seconds, rate=units.rate,
-        memory=units.memory, when=_when,
-    )  # fmt: skip
+        percent=formatting.percent,
+        loss=formatting.loss,
+        seconds=formatting.seconds,
+        rate=formatting.rate,
+        memory=formatting.memory,
+        when=_when,
+    )
     reports = [one.report for one in gathered]
     return environment.get_template("page.html.j2").render(
         version=__version__,
@@ -148,4 +153,4 @@ def _clean(value: object) -> object:
     """What every expression of the template passes through before it is escaped."""
     if value is None:
         return ""
-    return units.clean(value) if type(value) is str else value  # Markup stays what it is
+    return formatting.clean(value) if type(value) is str else value  # Markup stays what it is

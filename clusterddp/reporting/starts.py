@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from clusterddp import fields
-from clusterddp.attempt import Attempt, attempts
-from clusterddp.history import Chapter, chapters
-from clusterddp.outcome import first_failure, read_outcomes
-from clusterddp.run_dir import RunDir, read_json
+from clusterddp.run import fields
+from clusterddp.run.attempt import Attempt, attempts
+from clusterddp.run.history import Chapter, chapters
+from clusterddp.run.outcome import first_failure, read_outcomes
+from clusterddp.run.run_dir import RunDir, read_json
 
 
 @dataclass(frozen=True)

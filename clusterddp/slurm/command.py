@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import SlurmError
-from clusterddp.slurm.environment import submission_environment
+from clusterddp.slurm.submission_env import submission_environment
 
 if TYPE_CHECKING:
     import subprocess

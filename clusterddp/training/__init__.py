@@ -1,0 +1,1 @@
+"""The training of one rank: the loop and what it calls."""

@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from clusterddp.data.in_memory import Images, training_order
+from clusterddp.data.loader import Loaded
+from clusterddp.distributed.agreement import Agreement
+from clusterddp.distributed.phase import Phase
 from clusterddp.errors import TrainingError
-from clusterddp.run_dir import write_atomically
-from clusterddp.stop import REASONS, StopRequest
-from clusterddp.train_config import TrainConfig
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.run_dir import write_atomically
 from clusterddp.training import memory
-from clusterddp.training.agreement import Agreement
 from clusterddp.training.free_memory import free_bytes
-from clusterddp.training.images import Images, training_order
 from clusterddp.training.learner import Learner
-from clusterddp.training.loader import Loaded
-from clusterddp.training.phases import Phase
+from clusterddp.training.stop import REASONS, StopRequest
 
 _SMALLEST = 16
 _WARM_UPS = 2

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from clusterddp.training import random_states
-from clusterddp.training.images import Images, as_images, evaluation_order
-from clusterddp.training.loader import Loaded
-from clusterddp.training.phases import Phase
+from clusterddp.data import rng
+from clusterddp.data.in_memory import Images, as_images, evaluation_order
+from clusterddp.data.loader import Loaded
+from clusterddp.distributed.phase import Phase
 
 # Images that a rank evaluates at once; it changes the speed and the memory, not the result.
 BATCH = 1000
@@ -70,7 +70,7 @@ def evaluate(
     classes = torch.zeros((), dtype=torch.int64, device=device)
     model.eval()
     # Random numbers of its own, so that training draws the same however often this is done.
-    with random_states.kept(device), torch.no_grad():
+    with rng.kept(device), torch.no_grad():
         for images, labels in test_set.batches(share, BATCH):
             mark(Phase.EVALUATE)
             with autocast():

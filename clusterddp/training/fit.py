@@ -5,12 +5,12 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from clusterddp import references
+from clusterddp.data import rng
+from clusterddp.data.in_memory import Images, as_images
+from clusterddp.data.loader import Loaded
 from clusterddp.errors import DataError, TrainingError
-from clusterddp.train_config import TrainConfig
-from clusterddp.training import random_states
-from clusterddp.training.images import Images, as_images
-from clusterddp.training.loader import Loaded
+from clusterddp.request import user_functions
+from clusterddp.request.train_config import TrainConfig
 
 
 def check(
@@ -28,12 +28,12 @@ def check(
     was_training = model.training
     model.eval()
     tried = f"{what} on images {tuple(images.shape)}"
-    is_own = references.is_reference(config.model)
+    is_own = user_functions.is_reference(config.model)
     try:
         with (
-            random_states.kept(images.device),
+            rng.kept(images.device),
             torch.no_grad(),
-            references.running(tried) if is_own else nullcontext(),
+            user_functions.running(tried) if is_own else nullcontext(),
         ):
             scores = model(images)
     except (RuntimeError, ValueError) as error:  # the latter from Keras

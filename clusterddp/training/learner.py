@@ -13,28 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from clusterddp.checkpoints import state
+from clusterddp.checkpoints.files import Best
+from clusterddp.checkpoints.state import Position
+from clusterddp.data import rng as random_states
+from clusterddp.data.in_memory import as_images
+from clusterddp.distributed.agreement import Agreement
+from clusterddp.distributed.phase import Phase
 from clusterddp.errors import TrainingError
-from clusterddp.train_config import TrainConfig
-from clusterddp.training import (
-    checkpoint,
-    memory,
-    models,
-    optimizer,
-    own_models,
-    pace,
-    parallel,
-    random_states,
-    sync_batchnorm,
-)
-from clusterddp.training.agreement import Agreement
+from clusterddp.models import registry, user_model
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.training import memory, optimizer, parallel, sync_batchnorm, throughput
 from clusterddp.training.augment import AUGMENTATIONS
-from clusterddp.training.checkpoint import Position
-from clusterddp.training.checkpoint_file import Best
 from clusterddp.training.compiled import Compiled
-from clusterddp.training.graph import GraphedStep
-from clusterddp.training.images import as_images
+from clusterddp.training.cuda_graph import GraphedStep
 from clusterddp.training.metrics import Tally
-from clusterddp.training.phases import Phase
 from clusterddp.training.step import Step
 
 
@@ -59,7 +52,7 @@ class Learner:
         if device.type == "cpu":
             memory.keep_freed()
         random_states.seed(config.seed)  # the same weights on every rank
-        self.model = models.build(config.model).to(device)
+        self.model = registry.build(config.model).to(device)
         if config.sync_batchnorm:
             self.model = sync_batchnorm.convert(self.model, config.model)
         _channels_last(self.model)
@@ -70,7 +63,7 @@ class Learner:
         scaler = self._restore(rank, resume_content) if agreed.resume else {}
         self.tally = Tally(device)
         seen = not (agreed.cuda_graph or config.sync_batchnorm)
-        self.waiting = pace.Waiting(device, knows=agreed.world_size == 1 or seen)
+        self.waiting = throughput.Waiting(device, knows=agreed.world_size == 1 or seen)
         self.ddp = parallel.wrap(
             self.model, config, agreed.world_size,
             precision=agreed.precision, captured=agreed.cuda_graph,
@@ -115,13 +108,13 @@ class Learner:
             with self.step.autocast():
                 loss = cross_entropy(self.ddp(as_images(images)).float(), labels)
             loss.backward()  # type: ignore[no-untyped-call]
-        own_models.check_gradients(self.config.model, self.model)
+        user_model.check_gradients(self.config.model, self.model)
         self.optimizer.zero_grad()
         self.model.train()
 
     def collect(self, random_states: Tensor | None) -> dict[str, Any]:
         """The content of a checkpoint; random_states: of all ranks, as of now."""
-        return checkpoint.collect(
+        return state.collect(
             config=self.config,
             model=self.model,
             optimizer=self.optimizer,
@@ -139,7 +132,7 @@ class Learner:
         """Take up a checkpoint; returns the state of fp16's scaler, for when there is one."""
         path = Path(self.agreed.resume)
         with optimizer.settings_kept(self.optimizer):
-            restored = checkpoint.restore(path, self.config, self.model, self.optimizer, content)
+            restored = state.restore(path, self.config, self.model, self.optimizer, content)
         self.position, self.best = restored.position, restored.best
         states = restored.random_states
         if states is not None and len(states) == self.agreed.world_size:

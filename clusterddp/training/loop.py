@@ -9,25 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clusterddp.attempt import Attempt
+from clusterddp.checkpoints.files import Best
+from clusterddp.checkpoints.writer import Saver
+from clusterddp.data import rng
+from clusterddp.data.in_memory import Images, training_order
+from clusterddp.data.loader import Loaded
+from clusterddp.distributed.agreement import Agreement
+from clusterddp.distributed.phase import Phase, Progress
 from clusterddp.errors import CheckpointError, TrainingError
-from clusterddp.interval import Interval
-from clusterddp.run_dir import read_json_lines
-from clusterddp.stop import REASONS, StopRequest
-from clusterddp.train_config import TrainConfig
-from clusterddp.training import evaluation, pace, random_states, sync_batchnorm
-from clusterddp.training.agreement import Agreement
-from clusterddp.training.checkpoint_file import Best
+from clusterddp.request.interval import Interval
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import read_json_lines
+from clusterddp.training import evaluation, sync_batchnorm, throughput
 from clusterddp.training.deadline import Deadline
-from clusterddp.training.images import Images, training_order
 from clusterddp.training.learner import Learner
-from clusterddp.training.loader import Loaded
 from clusterddp.training.metrics import Figures, Journal
 from clusterddp.training.optimizer import Schedule
-from clusterddp.training.phases import Phase, Progress
 from clusterddp.training.poll import Poll
 from clusterddp.training.profiling import Profiler
-from clusterddp.training.saver import Saver
+from clusterddp.training.stop import REASONS, StopRequest
 from clusterddp.training.tensorboard import Board
 
 # Until then an attempt has saved once, so that it knows what that costs.
@@ -73,7 +74,7 @@ class Training:
         )
         self.model, self.optimizer = self.learner.model, self.learner.optimizer
         self.position, self.tally = self.learner.position, self.learner.tally
-        self.paces = pace.Paces()
+        self.paces = throughput.Paces()
         self.schedule = Schedule(config, agreed.reference_world_size, len(train_set))
         self.saving = Interval.parse("--save-every", config.save_every, minutes=True)
         self.evaluating = Interval.parse("--eval-every", config.eval_every)
@@ -128,7 +129,7 @@ class Training:
         position = self.position
         self.progress.mark(position.step, Phase.START)
         if self.world_size > 1:
-            with random_states.kept(self.device):
+            with rng.kept(self.device):
                 [batch] = self.train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
                 self.learner.settle(*batch)
         self.tally.restart()
@@ -142,7 +143,7 @@ class Training:
         self._log()
         if not reason:
             self._evaluate()
-            self.ranks = pace.of_ranks(self.paces, self.device)
+            self.ranks = throughput.of_ranks(self.paces, self.device)
         self._save()
         self._finish_saving(must=not reason)
         self.progress.mark(position.step, Phase.DONE)
@@ -267,7 +268,7 @@ class Training:
             return
         self.progress.mark(self.position.step, Phase.SAVE)
         began = time.perf_counter()
-        self._random_states = random_states.gather(self.device)
+        self._random_states = rng.gather(self.device)
         if self.saver:
             content = self.learner.collect(self._random_states)
             self.saver.save(content, time.perf_counter() - began)

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clusterddp.attempt import Attempt
-from clusterddp.run_dir import read_json_lines, write_atomically
-from clusterddp.training.checkpoint import Position
-from clusterddp.training.pace import Paces
+from clusterddp.checkpoints.state import Position
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import read_json_lines, write_atomically
 from clusterddp.training.tensorboard import Board
+from clusterddp.training.throughput import Paces
 
 if TYPE_CHECKING:
     from clusterddp.training.progress_bar import ProgressBar

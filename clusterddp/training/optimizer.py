@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from clusterddp.train_config import TrainConfig
-from clusterddp.training.checkpoint import Position
+from clusterddp.checkpoints.state import Position
+from clusterddp.request.train_config import TrainConfig
 
 
 def build(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.train_config import TrainConfig
+from clusterddp.request.train_config import TrainConfig
 from clusterddp.training.step import DTYPES
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from clusterddp import __version__
-from clusterddp.dist_env import DistEnv
-from clusterddp.history import chapters
-from clusterddp.run_dir import RunDir, write_atomically
-from clusterddp.train_config import TrainConfig
-from clusterddp.training.agreement import Agreement
-from clusterddp.training.checkpoint import weights_sha256
+from clusterddp.checkpoints.state import weights_sha256
+from clusterddp.distributed.agreement import Agreement
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.history import chapters
+from clusterddp.run.run_dir import RunDir, write_atomically
 from clusterddp.training.loop import Training
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from clusterddp.training.images import as_images
+from clusterddp.data.in_memory import as_images
+from clusterddp.distributed.phase import Phase
 from clusterddp.training.metrics import Tally
-from clusterddp.training.phases import Phase
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
-from clusterddp.train_config import TrainConfig
-from clusterddp.training.agreement import Agreement
+from clusterddp.request.train_config import TrainConfig
 
 # Below it the statistics of a single rank's batch are a poor guess at those of the data.
 _SMALL_BATCH = 16

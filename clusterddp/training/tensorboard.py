@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import TrainingError
-from clusterddp.train_config import TrainConfig
+from clusterddp.request.train_config import TrainConfig
 
 _SHOWN = {
     "train": ("loss", "accuracy", "images_per_second", "lr"),

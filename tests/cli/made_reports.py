@@ -4,8 +4,8 @@ import base64
 import json
 from typing import Any
 
-from clusterddp.attempt import Attempt
-from clusterddp.run_dir import RunDir
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir
 
 ROUNDS = 5
 """Lines of training metrics that are made, one at every ten steps."""

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.outcome import Failure
-from clusterddp.resources import Resources
-from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec
-from clusterddp.train_config import TrainConfig
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.outcome import Failure
+from clusterddp.run.run_dir import RunDir
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def test_only_rendering_loads_jinja(folder: Path, argv: list[str]) -> None:
 
 def test_the_help_of_debug_loads_nothing_that_starts_processes(folder: Path) -> None:
     loaded, _ = watched(folder, ["debug", "--help"])
-    assert not loaded & {"multiprocessing", "clusterddp.launchers.workstation", *HEAVY}
+    assert not loaded & {"multiprocessing", "clusterddp.worker.workstation", *HEAVY}
 
 
 def test_completion_loads_no_jinja_and_starts_nothing(folder: Path) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from clusterddp.attempt import Attempt
 from clusterddp.launchers import srun
 from clusterddp.launchers.local import Limit, job_environment
-from clusterddp.run_dir import RunDir, read_json
-from tests.processes import processes_in, wait_for
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir, read_json
+from tests.waiting import processes_in, wait_for
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
 # --no-snapshot: a command works in the test's own folder.

@@ -1,1 +1,0 @@
-"""Tests against a real Slurm, booted on this machine by `tests.slurm.cluster`."""

@@ -1,327 +1,406 @@
-"""The Slurm client and the commands on runs, against a real Slurm without accounting."""
+"""The Slurm client against stand-in commands, for what a healthy cluster cannot be made to say."""
 
-import json
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from clusterddp.resources import Resources
-from clusterddp.run_dir import RunDir
-from clusterddp.spec import JobSpec
-from clusterddp.train_config import TrainConfig
-from tests.processes import wait_for
-from tests.slurm.cluster import SlurmCluster
+from clusterddp.errors import RequestError, SlurmError
+from clusterddp.slurm import control
+from clusterddp.slurm.queries import partitions, query
+from clusterddp.slurm.release import check_expedite
+from clusterddp.slurm.sbatch import sbatch
+from clusterddp.slurm.states import JobState, State, parse_exit_code, parse_state
+from clusterddp.slurm.submission_env import submission_environment
+
+SCRIPT = "#!/bin/bash\n#SBATCH --comment=clusterddp:one\ntrue\n"
+COMMENT = "clusterddp:one"
+
+Fake = Callable[..., dict[str, str]]
 
 
-def script(*lines: str, comment: str = "") -> str:
-    comments = [f"#SBATCH --comment={comment}"] if comment else []
-    return "\n".join(["#!/bin/bash", "#SBATCH --output=/dev/null", *comments, *lines, ""])
+@pytest.fixture
+def fake(tmp_path: Path) -> Fake:
+    """`fake(sbatch="echo 1")` makes a PATH that holds these shell scripts and nothing else."""
+
+    def make(**commands: str) -> dict[str, str]:
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        for name, body in commands.items():
+            path = folder / name
+            path.write_text(f'#!/bin/sh\necho {name} "$@" >>{tmp_path}/calls\n{body}\n')
+            path.chmod(0o755)
+        return {"PATH": str(folder), "HOME": "/"}
+
+    return make
 
 
-def client(cluster: SlurmCluster, code: str, *arguments: str, **env: str) -> Any:
-    """What `code` (an expression on modules of `slurm`, `args` and `os`) gives on a login host."""
-    program = (
-        "import dataclasses, json, os, sys\n"
-        "from clusterddp.slurm import control, queries, sbatch\n"
-        "args = sys.argv[1:]\n"
-        f"print(json.dumps({code}, default=dataclasses.asdict))\n"
-    )
-    got = cluster.run([sys.executable, "-c", program, *arguments], env=env, check=True)
-    return json.loads(got.stdout)
+def calls(tmp_path: Path) -> list[str]:
+    path = tmp_path / "calls"
+    return path.read_text().splitlines() if path.exists() else []
 
 
-def query(cluster: SlurmCluster, *job_ids: str, **env: str) -> dict[str, dict[str, Any]]:
-    answer: dict[str, dict[str, Any]] = client(cluster, "queries.query(args)", *job_ids, **env)
-    return answer
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clusterddp.slurm.sbatch.LOOKUP_PAUSES_SECONDS", (0.0, 0.0))
 
 
-def wait_state(cluster: SlurmCluster, job_id: str, state: str, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while cluster.job_state(job_id) != state:
-        assert time.monotonic() < deadline, cluster.job_state(job_id)
-        time.sleep(0.1)
+# -- the environment of a submission ---------------------------------------------------------
 
 
-def test_states_of_real_jobs(cluster: SlurmCluster) -> None:
-    overdue = cluster.sbatch(script("sleep 300"), "--time=1")
-    done = cluster.sbatch(script("exit 0"))
-    failed = cluster.sbatch(script("exit 3"))
-    killed = cluster.sbatch(script("kill -9 $$"))
-    step_killed = cluster.sbatch(script("srun -n1 bash -c 'kill -9 $$'"))
-    running = cluster.sbatch(script("sleep 300"))
-    cancelled = cluster.sbatch(script("sleep 300"))
-    held = cluster.sbatch(script("true"), "--hold")
-    dropped = cluster.sbatch(script("true"), "--hold")
-    for job_id in (done, failed, killed, step_killed):
-        cluster.wait_job(job_id)
-    wait_state(cluster, running, "RUNNING")
-    wait_state(cluster, cancelled, "RUNNING")
-    wait_state(cluster, overdue, "RUNNING")
-    client(cluster, "[control.cancel(a) for a in args]", cancelled, dropped)
-    cluster.wait_job(cancelled)
-    # A limit is looked at every 30 s and is a minute at least: bring the end forward.
-    cluster.run(["scontrol", "update", f"jobid={overdue}", "EndTime=now"], check=True)
-    cluster.wait_job(overdue)
-    going_on = (running, held)
-    ended = (overdue, done, failed, killed, step_killed, cancelled, dropped)
-    seen = query(cluster, *going_on, *ended, "999")
-    states = {job_id: (answer["state"], answer["exit_code"]) for job_id, answer in seen.items()}
-    assert states == {
-        overdue: ("timeout", states[overdue][1]),
-        done: ("done", 0),
-        failed: ("failed", 3),
-        killed: ("failed", 137),
-        step_killed: ("failed", 137),
-        running: ("running", None),
-        cancelled: ("cancelled", states[cancelled][1]),
-        held: ("pending", None),
-        dropped: ("cancelled", states[dropped][1]),
-        "999": ("unknown", None),
-    }
-    assert seen[held]["reason"] == "JobHeldUser"
-    assert seen["999"]["problem"] == ""
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("PATH", True),
+        ("HOME", True),
+        ("MY_SLURM_NOTE", True),
+        ("SQUEUE_FORMAT", True),
+        ("SLURM_CONF", True),
+        ("SLURM_CONF_SERVER", True),
+        ("SLURM_CLUSTERS", True),
+        ("SLURM_JWT", True),
+        ("NCCL_DEBUG", True),
+        ("OMP_NUM_THREADS", True),
+        ("CUDA_VISIBLE_DEVICES", True),
+        ("SLURM_CPU_BIND", False),
+        ("SLURM_EXPORT_ENV", False),
+        ("SLURM_NTASKS", False),
+        ("SLURMD_NODENAME", False),
+        ("SBATCH_PARTITION", False),
+        ("SRUN_CPUS_PER_TASK", False),
+        ("SALLOC_ACCOUNT", False),
+        ("PMI_RANK", False),
+        ("PMI2_FD", False),
+        ("PMIX_RANK", False),
+        ("RANK", False),
+        ("WORLD_SIZE", False),
+        ("LOCAL_RANK", False),
+        ("LOCAL_WORLD_SIZE", False),
+        ("NODE_RANK", False),
+        ("GROUP_RANK", False),
+        ("GROUP_WORLD_SIZE", False),
+        ("ROLE_RANK", False),
+        ("ROLE_WORLD_SIZE", False),
+        ("ROLE_NAME", False),
+        ("MASTER_ADDR", False),
+        ("MASTER_PORT", False),
+        ("TORCHELASTIC_RUN_ID", False),
+        ("OMPI_COMM_WORLD_RANK", False),
+    ],
+)
+def test_submission_environment_keeps_what_a_login_shell_has(name: str, kept: bool) -> None:
+    assert (name in submission_environment({name: "x"})) is kept
 
 
-def test_a_job_name_cannot_forge_a_state(cluster: SlurmCluster) -> None:
-    job_id = cluster.sbatch(script("exit 5"), "--job-name=x JobState=COMPLETED Reason=None")
-    cluster.wait_job(job_id)
-    seen = query(cluster, job_id)[job_id]
-    assert (seen["state"], seen["exit_code"]) == ("failed", 5)
+@pytest.mark.parametrize(
+    "name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"]
+)
+def test_devices_of_a_surrounding_job_are_not_handed_on(name: str) -> None:
+    assert submission_environment({name: "0", "SLURM_JOB_ID": "7", "A": "b"}) == {"A": "b"}
 
 
-@pytest.mark.slow
-def test_a_job_that_slurm_does_not_know_is_unknown(cluster: SlurmCluster) -> None:
-    for asked in (["9999"], ["9998", "9999"]):
-        seen = query(cluster, *asked)
-        assert [(s["state"], s["problem"]) for s in seen.values()] == [("unknown", "")] * len(asked)
-    client(cluster, "control.cancel('9999')")  # scancel passes it over too
+# -- sbatch ----------------------------------------------------------------------------------
 
 
-def test_a_persons_squeue_settings_hide_no_job(cluster: SlurmCluster) -> None:
-    job_id = cluster.sbatch(script("true"), "--hold")
-    seen = query(cluster, job_id, SQUEUE_PARTITION="high", SQUEUE_FORMAT="%j", SQUEUE_STATES="R")
-    assert seen[job_id]["state"] == "pending"
+@pytest.mark.parametrize(
+    ("printed", "job_id"),
+    [
+        ("echo 1234", "1234"),
+        ("echo '1234;west'", "1234"),
+        ("echo Welcome to the cluster; echo 1234", "1234"),
+    ],
+)
+def test_sbatch_gives_the_job_id(fake: Fake, printed: str, job_id: str) -> None:
+    assert sbatch(SCRIPT, fake(sbatch=printed), comment=COMMENT) == job_id
 
 
-@pytest.mark.slow
-def test_partitions_come_from_sinfo(cluster: SlurmCluster) -> None:
-    assert client(cluster, "queries.partitions()") == ["main", "high"]
-
-
-@pytest.mark.slow
-def test_sbatchs_words_on_an_unknown_partition(cluster: SlurmCluster) -> None:
-    program = (
-        "import os, sys\nfrom clusterddp import errors\n"
-        "from clusterddp.slurm.sbatch import sbatch\n"
-        "try:\n    sbatch(sys.argv[1], os.environ, comment='c')\n"
-        "except errors.RequestError as error:\n    sys.exit(str(error))\n"
-    )
-    text = script("#SBATCH --partition=nope", "true")
-    got = cluster.run([sys.executable, "-c", program, text])
-    assert got.returncode == 1
-    assert got.stderr.startswith("sbatch refused the job: sbatch: error: invalid partition")
-
-
-def test_a_lost_submission_is_found_by_its_comment(cluster: SlurmCluster) -> None:
-    mine = cluster.sbatch(script("true", comment="clusterddp:a|b"), "--hold")
-    cluster.sbatch(script("true", comment="clusterddp:other"), "--hold")
-    code = "sbatch._lost('sbatch said nothing', os.environ, args[0], float(args[1]))"
-    assert client(cluster, code, "clusterddp:a|b", str(time.time())) == mine
-
-
-def test_a_controller_that_is_down_is_named(cluster: SlurmCluster) -> None:
-    job_id = cluster.sbatch(script("true"), "--hold")
-    cluster.kill_slurmctld()
-    try:
-        seen = query(cluster, job_id)[job_id]
-    finally:
-        cluster.start_slurmctld()
-    assert seen["state"] == "unknown"
-    assert "squeue" in seen["problem"]
-
-
-@pytest.mark.slow
-def test_submission_from_inside_a_job_is_as_from_a_login_shell(
-    cluster: SlurmCluster, tmp_path: Path
+def test_sbatch_gets_the_script_on_stdin_and_a_clean_environment(
+    fake: Fake, tmp_path: Path
 ) -> None:
-    child = script(f"env -0 >{tmp_path}/$SLURM_JOB_NAME.env")
-    program = (
-        "import os, sys\nfrom clusterddp.slurm.sbatch import sbatch\n"
-        "print(sbatch(open(sys.argv[1]).read(), os.environ, comment='c'))\n"
-    )
-    for name in ("outside", "inside"):
-        text = child.replace("#!/bin/bash", f"#!/bin/bash\n#SBATCH --job-name={name}")
-        (tmp_path / f"{name}.sh").write_text(text)
-    outside = cluster.run([sys.executable, "-c", program, tmp_path / "outside.sh"], check=True)
-    (tmp_path / "submit.py").write_text(program)
-    parent = script(
-        "export RANK=3 WORLD_SIZE=8 MASTER_PORT=1 SBATCH_PARTITION=high SLURM_CPU_BIND=none",
-        f"srun --ntasks=1 {sys.executable} {tmp_path}/submit.py {tmp_path}/inside.sh "
-        f">{tmp_path}/inside.id",
-    )
-    parent_id = cluster.sbatch(parent, "--gpus-per-node=2", "--ntasks=4")
-    assert cluster.wait_job(parent_id) == "COMPLETED"
-    inside = (tmp_path / "inside.id").read_text().strip()
-    assert cluster.wait_job(outside.stdout.strip()) == "COMPLETED"
-    assert cluster.wait_job(inside) == "COMPLETED"
-    from_login, from_job = (
-        dict(
-            item.split("=", 1)
-            for item in (tmp_path / f"{name}.env").read_text().split("\0")
-            if "=" in item
-        )
-        for name in ("outside", "inside")
-    )
-    differing = {
-        name
-        for name in from_login.keys() | from_job.keys()
-        if from_login.get(name) != from_job.get(name)
-    }
-    assert differing <= {
-        # of the job itself, and of where sbatch was called
-        *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_NAME", "SLURM_TASK_PID", "SLURM_SUBMIT_HOST"),
-        *("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURMD_NODENAME", "SLURM_TOPOLOGY_ADDR"),
-        *("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"),  # set from 23.02 on
-        # what a batch shell has in any case
-        *("HOSTNAME", "SHLVL", "OLDPWD", "TMPDIR", "ENVIRONMENT", "_"),
-    }
-    assert from_job["SLURM_JOB_PARTITION"] == "main"
+    body = f'/bin/cat >{tmp_path}/stdin; echo "$SLURM_NTASKS$RANK$KEPT" >{tmp_path}/env; echo 1'
+    environ = {**fake(sbatch=body), "SLURM_NTASKS": "8", "RANK": "3", "KEPT": "kept"}
+    sbatch(SCRIPT, environ, comment=COMMENT)
+    assert (tmp_path / "stdin").read_text() == SCRIPT
+    assert (tmp_path / "env").read_text() == "kept\n"
+    assert calls(tmp_path) == ["sbatch --parsable"]
 
 
-# -- the commands on runs --------------------------------------------------------------------
+def test_what_sbatch_says_while_it_queues_the_job_is_passed_on(fake: Fake) -> None:
+    said: list[str] = []
+    environ = fake(sbatch="echo 'sbatch: your project has 3 h left' >&2; echo 5")
+    assert sbatch(SCRIPT, environ, comment=COMMENT, say=said.append) == "5"
+    assert said == ["sbatch: your project has 3 h left"]
 
 
-def make_run(
-    root: Path, name: str, cluster: SlurmCluster, *lines: str, hold: bool = False
-) -> RunDir:
-    """A run whose script keeps the records that ours keep, submitted."""
-    path = root / name
-    spec = JobSpec(
-        run_name=name,
-        run_dir=str(path),
-        resources=Resources(nodes=1),
-        python=sys.executable,
-        train=TrainConfig(),
-    )
-    path.mkdir(parents=True)
-    run = RunDir(path)
-    run.logs.mkdir()
-    run.spec.write_text(spec.to_json())
-    body = script(
-        'record() { printf \'{"event": "%s", "time": %s, "job_id": "%s", "restart": %d%s}\\n\' \\',
-        '  "$1" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$2" \\',
-        f"  >>{path}/events.jsonl; }}",
-        'trap \'record ended ", \\"exit_code\\": $?"\' EXIT',
-        "trap 'exit 143' TERM",
-        'record started ", \\"nodelist\\": \\"$SLURM_JOB_NODELIST\\""',
-        *lines,
-    )
-    job_id = cluster.sbatch(body, *(["--hold"] if hold else []))
-    run.add_event("submitted", job_id=job_id, launcher="sbatch")
-    return run
+def test_no_sbatch_on_path_says_what_to_do_instead(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"no sbatch on PATH.*--launcher local.*--dry-run"):
+        sbatch(SCRIPT, {"PATH": str(tmp_path)}, comment=COMMENT)
 
 
-def clusterddp(cluster: SlurmCluster, root: Path, *argv: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "clusterddp", argv[0], "--output-root", str(root), *argv[1:]]
-    got = cluster.run(command, timeout=120)
-    return got.returncode, got.stdout, got.stderr
+def test_a_refusal_carries_sbatchs_own_words(fake: Fake) -> None:
+    environ = fake(sbatch="echo 'sbatch: error: invalid partition specified: nope' >&2; exit 1")
+    with pytest.raises(RequestError, match="invalid partition specified: nope") as caught:
+        sbatch(SCRIPT, environ, comment=COMMENT)
+    assert caught.value.exit_code == 2
 
 
-def states(cluster: SlurmCluster, root: Path) -> dict[str, str]:
-    code, out, err = clusterddp(cluster, root, "jobs", "--json")
-    assert code == 0, err
-    return {status["name"]: status["state"] for status in json.loads(out)}
-
-
-def job_of(run: RunDir) -> str:
-    return str(run.read_events()[-1]["job_id"])
-
-
-def test_runs_live_and_end_as_jobs_and_cancel_say(cluster: SlurmCluster, tmp_path: Path) -> None:
-    done = make_run(tmp_path, "done", cluster, "exit 0")
-    failed = make_run(tmp_path, "failed", cluster, "exit 3")
-    running = make_run(tmp_path, "running", cluster, "sleep 300 & wait")
-    make_run(tmp_path, "queued", cluster, hold=True)
-    by_hand = make_run(tmp_path, "by-hand", cluster, hold=True)
-    cluster.wait_job(job_of(done))
-    cluster.wait_job(job_of(failed))
-    wait_state(cluster, job_of(running), "RUNNING")
-    cluster.run(["scancel", job_of(by_hand)], check=True)
-    assert states(cluster, tmp_path) == {
-        "done": "done",
-        "failed": "failed",
-        "running": "running",
-        "queued": "queued",
-        "by-hand": "cancelled",
-    }
-    running_id = job_of(running)
-    code, out, err = clusterddp(cluster, tmp_path, "cancel", "running", "queued", "done")
-    assert code == 0, err
-    assert "asked Slurm" in out
-    assert "done has already ended: done" in out
-    cluster.wait_job(running_id)
-    after = states(cluster, tmp_path)
-    assert (after["running"], after["queued"], after["done"]) == ("cancelled", "cancelled", "done")
-
-
-@pytest.mark.slow
-def test_elements_of_an_array_are_runs_that_live_and_are_cancelled_one_by_one(
-    cluster: SlurmCluster, tmp_path: Path
+@pytest.mark.parametrize(
+    "words", ["option '--requeue' doesn't allow an argument", "unrecognized option '--mem-update'"]
+)
+def test_an_option_that_this_slurm_lacks_is_refused_with_the_version(
+    fake: Fake, words: str
 ) -> None:
-    argv = ["submit", "--run-name", "a", "--dry-run", "--", "sleep", "300"]
-    _, script, _ = clusterddp(cluster, tmp_path, *argv)
-    array = cluster.sbatch(script, "--array=0-2", cwd=tmp_path)
-    runs = [f"a-{index}" for index in range(3)]
-    wait_for(lambda: len(list(tmp_path.glob("a-*/logs/rank-0.log"))) == 3, "each has started")
-    assert states(cluster, tmp_path) == dict.fromkeys(runs, "running")
-
-    def left() -> set[str]:
-        answer = cluster.run(["squeue", "-h", "-t", "RUNNING", "-o", "%i"], check=True)
-        return set(answer.stdout.split())
-
-    # The raw id of the last element is the array's: it must not take all of them with it.
-    for index, others in ((0, {f"{array}_1", f"{array}_2"}), (2, {f"{array}_1"})):
-        code, out, err = clusterddp(cluster, tmp_path, "cancel", f"{array}_{index}")
-        assert code == 0, err
-        assert f"(job {array}_{index})" in out
-        wait_for(lambda others=others: left() <= others, "the element has left the queue")
-        assert left() == others
-    after = states(cluster, tmp_path)
-    assert after["a-1"] == "running"
+    body = f"""[ "$1" = --version ] && echo 'slurm-wlm 24.11.5' && exit 0
+echo "sbatch: {words}" >&2; exit 255"""
+    with pytest.raises(RequestError, match=r"(?s)option .*\(this is Slurm 24\.11\.5\)"):
+        sbatch(SCRIPT, fake(sbatch=body), comment=COMMENT)
 
 
-def test_logs_f_follows_a_real_job_to_its_end(cluster: SlurmCluster, tmp_path: Path) -> None:
-    log = tmp_path / "one" / "logs" / "rank-0.log"
-    make_run(tmp_path, "one", cluster, f"echo hello >>{log}", "sleep 2", f"echo bye >>{log}")
-    code, out, err = clusterddp(cluster, tmp_path, "logs", "-f", "one")
-    assert (code, out) == (0, "hello\nbye\n"), err
-    assert "one: running on h0" in err
-    assert "one: done" in err
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ("slurm-wlm 22.05.8", True),
+        ("slurm 25.05.9", True),
+        ("slurm 25.11.0-1rc1", False),
+        ("slurm-wlm 26.05.5", False),
+        ("a site's own words", False),
+    ],
+)
+def test_expedite_is_refused_with_the_version_where_slurm_is_older(
+    fake: Fake, said: str, refused: bool
+) -> None:
+    environ = fake(sbatch=f'echo "{said}"')
+    if refused:
+        version = said.split()[1]
+        with pytest.raises(RequestError, match=rf"25\.11; this is Slurm {version}\. Use --requeue"):
+            check_expedite(environ)
+    else:
+        check_expedite(environ)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["exit 3", "kill -9 $$"])
-def test_logs_f_of_a_real_failure_exits_1(cluster: SlurmCluster, tmp_path: Path, how: str) -> None:
-    make_run(tmp_path, "one", cluster, how)
-    code, _, err = clusterddp(cluster, tmp_path, "logs", "-f", "one")
-    assert code == 1
-    assert "one: failed" in err
+def test_a_silent_refusal_names_the_exit_code(fake: Fake) -> None:
+    with pytest.raises(RequestError, match=r"it said nothing \(exit code 255\)"):
+        sbatch(SCRIPT, fake(sbatch="exit 255"), comment=COMMENT)
 
 
-@pytest.mark.slow
-def test_logs_f_goes_on_over_a_real_requeue(cluster: SlurmCluster, tmp_path: Path) -> None:
-    log = tmp_path / "one" / "logs" / "rank-0.log"
-    run = make_run(
-        tmp_path,
-        "one",
-        cluster,
-        f"echo attempt ${{SLURM_RESTART_COUNT:-0}} >>{log}",
-        '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && exit 0',
-        # TERM may reach the sleep before this shell, which is then at its end: not with 0.
-        'scontrol requeue "$SLURM_JOB_ID"; sleep 300 & wait; exit 143',
+LOST = [
+    pytest.param(
+        "echo 'sbatch: error: job submission failed: Socket timed out on send/recv' >&2; exit 1",
+        "Socket timed out",
+        id="socket-timed-out",
+    ),
+    pytest.param(
+        "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1",
+        "Unable to contact",
+        id="unable-to-contact",
+    ),
+    pytest.param("echo thank you", "printed 'thank you', expected a job id", id="garbage"),
+]
+
+
+@pytest.mark.parametrize(("answer", "seen"), LOST)
+def test_a_lost_submission_is_found_by_its_comment(fake: Fake, answer: str, seen: str) -> None:
+    now = time.strftime("%Y-%m-%dT%H:%M:%S")
+    old = "2001-01-01T00:00:00"
+    rows = [f"9|{old}|{COMMENT}", f"41|{now}|other", f"42|{now}|{COMMENT}", f"43|{now}|(null)"]
+    squeue = "\n".join(f"echo '{row}'" for row in rows)
+    assert sbatch(SCRIPT, fake(sbatch=answer, squeue=squeue), comment=COMMENT) == "42"
+
+
+@pytest.mark.parametrize(("answer", "seen"), LOST)
+def test_a_submission_that_is_not_found_is_called_unknown(
+    fake: Fake, tmp_path: Path, answer: str, seen: str
+) -> None:
+    with pytest.raises(SlurmError, match=rf"(?s){seen}.*not known whether.*squeue --me"):
+        sbatch(SCRIPT, fake(sbatch=answer, squeue="exit 0"), comment=COMMENT)
+    assert len([call for call in calls(tmp_path) if call.startswith("squeue")]) == 2
+
+
+def test_an_sbatch_that_hangs_is_given_up(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clusterddp.slurm.sbatch.SBATCH_SECONDS", 0.3)
+    environ = fake(sbatch="exec /bin/sleep 100", squeue="exit 1")
+    with pytest.raises(SlurmError, match=r"no answer within 0.3 s.*not known whether"):
+        sbatch(SCRIPT, environ, comment=COMMENT)
+
+
+# -- states ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("PENDING", State.PENDING),
+        ("CONFIGURING", State.PENDING),
+        ("REQUEUED", State.PENDING),
+        ("REQUEUE_HOLD", State.PENDING),
+        ("SPECIAL_EXIT", State.PENDING),
+        ("RUNNING", State.RUNNING),
+        ("SUSPENDED", State.SUSPENDED),
+        ("COMPLETING", State.COMPLETING),
+        ("COMPLETED", State.DONE),
+        ("completed", State.DONE),
+        ("FAILED", State.FAILED),
+        ("CANCELLED", State.CANCELLED),
+        ("CANCELLED by 0", State.CANCELLED),
+        ("CANCELLED+", State.CANCELLED),
+        ("TIMEOUT", State.TIMEOUT),
+        ("PREEMPTED", State.PREEMPTED),
+        ("NODE_FAIL", State.NODE_FAIL),
+        ("OUT_OF_MEMORY", State.OUT_OF_MEMORY),
+        ("DEADLINE", State.DEADLINE),
+        ("BOOT_FAIL", State.BOOT_FAIL),
+        ("EXPEDITING", State.PENDING),
+        ("SOMETHING_NEW", State.OTHER),
+        ("", State.UNKNOWN),
+        ("???", State.UNKNOWN),
+    ],
+)
+def test_state_words(text: str, state: State) -> None:
+    assert parse_state(text) is state
+
+
+def test_only_ended_states_are_final() -> None:
+    going_on = {"pending", "running", "suspended", "completing", "other", "unknown"}
+    assert {state.value for state in State if not state.is_final} == going_on
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "code"),
+    [
+        ("0:0", "scontrol", 0),
+        ("3:0", "scontrol", 3),
+        ("3:0", "sacct", 3),
+        ("0:9", "scontrol", 137),
+        ("0:9", "sacct", 137),
+        ("137:0", "scontrol", 137),
+        ("9:0", "sacct", 137),
+        ("15:0", "sacct", 143),
+        ("9:0", "scontrol", 9),
+        ("", "sacct", None),
+        ("x:y", "scontrol", None),
+    ],
+)
+def test_exit_codes_are_the_same_from_each_command(
+    text: str, source: str, code: int | None
+) -> None:
+    assert parse_exit_code(text, source) == code
+
+
+# -- query -----------------------------------------------------------------------------------
+
+NO_JOB = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+NO_ACCOUNTING = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
+DOWN = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+FORGETFUL = {"squeue": NO_JOB, "scontrol": NO_JOB, "sacct": NO_ACCOUNTING}
+
+
+def test_one_squeue_call_answers_for_all_jobs(fake: Fake, tmp_path: Path) -> None:
+    environ = fake(
+        squeue="echo '1|PENDING|(Resources, or so)'; echo '2|RUNNING|None'", sacct=NO_ACCOUNTING
     )
-    code, out, err = clusterddp(cluster, tmp_path, "logs", "-f", run.name)
-    assert (code, out) == (0, "attempt 0\nattempt 1\n"), err
+    assert query(["1", "2"], environ) == {
+        "1": JobState(State.PENDING, "Resources, or so", None, "squeue"),
+        "2": JobState(State.RUNNING, "", None, "squeue"),
+    }
+    assert len(calls(tmp_path)) == 1
+
+
+def test_an_ended_job_gets_its_exit_code_from_scontrol(fake: Fake) -> None:
+    record = (
+        "JobId=1 JobName=x JobState=COMPLETED UserId=me JobState=FAILED Reason=NonZeroExitCode "
+        "Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=137:0 RunTime=0"
+    )
+    environ = fake(squeue="echo '1|FAILED|NonZeroExitCode'", scontrol=f"echo '{record}'")
+    assert query(["1"], environ)["1"] == JobState(State.FAILED, "NonZeroExitCode", 137, "scontrol")
+
+
+def test_accounting_answers_for_what_the_controller_forgot(fake: Fake, tmp_path: Path) -> None:
+    sacct = "echo '1|NODE_FAIL|0:0'; echo '1|CANCELLED by 0|0:15'; echo '2|COMPLETED|0:0'"
+    environ = fake(squeue=NO_JOB, sacct=sacct)
+    assert query(["1", "2", "3"], environ) == {
+        "1": JobState(State.CANCELLED, "", 143, "sacct"),  # the last row: it was requeued
+        "2": JobState(State.DONE, "", 0, "sacct"),
+        "3": JobState(State.UNKNOWN),
+    }
+    assert [call.split()[0] for call in calls(tmp_path)] == ["squeue", "sacct"]
+
+
+def test_a_forgotten_job_without_accounting_is_unknown_and_never_done(fake: Fake) -> None:
+    assert query(["1"], fake(**FORGETFUL)) == {"1": JobState(State.UNKNOWN)}
+
+
+@pytest.mark.parametrize("body", [DOWN, "exit 7", "exec /bin/sleep 100"])
+def test_a_silent_controller_is_a_problem_and_not_a_forgotten_job(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    monkeypatch.setattr("clusterddp.slurm.queries.QUERY_SECONDS", 0.5)
+    seen = query(["1"], fake(squeue=body, sacct=NO_ACCOUNTING))["1"]
+    assert seen.state is State.UNKNOWN
+    assert seen.problem.startswith("squeue")
+
+
+def test_garbage_is_unknown(fake: Fake) -> None:
+    squeue = "echo 'CLUSTER: west'; echo '1'; echo '|'; echo '2|WEIRD|None'; echo 'x|RUNNING|None'"
+    states = query(["1", "2"], fake(squeue=squeue, sacct="echo '1'; echo '|||'"))
+    assert states["1"].state is State.UNKNOWN
+    assert (states["2"].state, states["2"].word) == (State.OTHER, "WEIRD")
+
+
+def test_an_array_is_as_alive_as_its_liveliest_element(fake: Fake) -> None:
+    squeue = "echo '7_1|COMPLETED|None'; echo '7_2|RUNNING|None'; echo '7_3|FAILED|None'"
+    assert query(["7"], fake(squeue=squeue))["7"].state is State.RUNNING
+
+
+def test_an_element_of_an_array_is_known_by_its_raw_id_as_well(fake: Fake) -> None:
+    squeue = "echo '7_0 8|RUNNING|None|clusterddp:a'; echo '7_1 7|COMPLETING|None|clusterddp:a'"
+    states = query(["7", "8"], fake(squeue=squeue))
+    assert [(states[i].state, states[i].element) for i in ("7", "8")] == [
+        (State.COMPLETING, "7_1"),
+        (State.RUNNING, "7_0"),
+    ]
+
+
+def test_no_slurm_on_path_leaves_every_job_unknown(tmp_path: Path) -> None:
+    states = query(["1", "local-5", ""], {"PATH": str(tmp_path)})
+    assert {state.state for state in states.values()} == {State.UNKNOWN}
+    assert "no squeue on PATH" in states["1"].problem
+    assert set(states) == {"1", "local-5", ""}
+
+
+def test_ids_that_are_none_of_slurms_are_never_passed_to_it(fake: Fake, tmp_path: Path) -> None:
+    query(["local-5", "--me", "1;x"], fake(squeue="exit 0"))
+    assert calls(tmp_path) == []
+
+
+def test_a_persons_own_squeue_settings_hide_no_job(fake: Fake, tmp_path: Path) -> None:
+    environ = {**fake(squeue=f'echo "$SQUEUE_PARTITION." >{tmp_path}/env', sacct=NO_ACCOUNTING)}
+    query(["1"], {**environ, "SQUEUE_PARTITION": "high"})
+    assert (tmp_path / "env").read_text() == ".\n"
+
+
+# -- scancel and sinfo -----------------------------------------------------------------------
+
+
+def test_cancel_passes_scancels_words_on(fake: Fake) -> None:
+    words = "scancel: error: Kill job error on job id 1: Access/permission denied"
+    environ = fake(scancel=f"echo '{words}' >&2; exit 1")
+    with pytest.raises(SlurmError, match=f"scancel 1: {words}"):
+        control.cancel("1", environ)
+
+
+def test_cancel_without_slurm_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SlurmError, match="no scancel on PATH"):
+        control.cancel("1", {"PATH": str(tmp_path)})
+
+
+def test_partitions_are_named_once(fake: Fake) -> None:
+    assert partitions(fake(sinfo="echo main; echo high; echo main")) == ["main", "high"]
+
+
+@pytest.mark.parametrize("body", ["echo half; exit 1", "exec /bin/sleep 100", None])
+def test_partitions_are_none_where_no_slurm_answers(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, body: str | None
+) -> None:
+    monkeypatch.setattr("clusterddp.slurm.queries.COMPLETION_SECONDS", 0.3)
+    assert partitions(fake(**({"sinfo": body} if body else {}))) == []

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clusterddp.data.in_memory import Images
+from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
-from clusterddp.stop import StopRequest
-from clusterddp.train_config import TrainConfig
-from clusterddp.training import batch_size, models
-from clusterddp.training.agreement import Agreement
+from clusterddp.models import registry
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.training import batch_size
 from clusterddp.training.batch_size import (
     NEXT_TOO_LARGE,
     NO_FASTER,
@@ -21,7 +22,7 @@ from clusterddp.training.batch_size import (
     Trial,
     Tried,
 )
-from clusterddp.training.images import Images
+from clusterddp.training.stop import StopRequest
 from tests.training.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ class Limited(nn.Module):
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Limited]]:
     Limited.passes = []
-    monkeypatch.setitem(models.MODELS, "convnet", Limited)
+    monkeypatch.setitem(registry.MODELS, "convnet", Limited)
     yield Limited
 
 
@@ -190,7 +191,7 @@ def test_a_size_that_does_not_fit_is_told_and_the_next_ones_work(limited: type[L
 def test_another_error_of_the_model_is_no_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(models.MODELS, "convnet", lambda: nn.Linear(3, 3))
+    monkeypatch.setitem(registry.MODELS, "convnet", lambda: nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trial(Clock(1.0))(16)
 
@@ -230,7 +231,7 @@ def find(rank: int, world_size: int) -> tuple[list[Row], list[str], list[tuple[i
     """On the last rank a batch of 128 does not fit."""
     Limited.passes = []
     Limited.most = 64 if rank == world_size - 1 else 10**6
-    models.MODELS["convnet"] = Limited
+    registry.MODELS["convnet"] = Limited
     said: list[str] = []
     marks: list[tuple[int, int]] = []
     found, reason = batch_size.find(

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clusterddp.checkpoints import state
+from clusterddp.data import rng
+from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
-from clusterddp.training import checkpoint, models, random_states
-from clusterddp.training.agreement import Agreement
+from clusterddp.models import registry
 from clusterddp.training.learner import Learner
-
-from .ranks import run_ranks
-from .trainings import config
+from tests.training.ranks import run_ranks
+from tests.training.trainings import config
 
 CPU = torch.device("cpu")
 
@@ -38,12 +39,12 @@ class Recorded(nn.Module):
 
 @contextlib.contextmanager
 def training_with(model: Any) -> Iterator[None]:
-    plain = models.MODELS["convnet"]
-    models.MODELS["convnet"] = model
+    plain = registry.MODELS["convnet"]
+    registry.MODELS["convnet"] = model
     try:
         yield
     finally:
-        models.MODELS["convnet"] = plain
+        registry.MODELS["convnet"] = plain
 
 
 def learner(rank: int, world_size: int, **settings: Any) -> Learner:
@@ -68,7 +69,7 @@ def trained(rank: int, world_size: int, seed: int) -> tuple[str, list[list[float
     for images, labels in batches(rank, world_size):
         ours.learn(images, labels)
     assert isinstance(ours.model, Recorded)
-    return checkpoint.weights_sha256(ours.model), ours.model.seen
+    return state.weights_sha256(ours.model), ours.model.seen
 
 
 def test_ranks_have_one_set_of_weights_and_each_its_own_dropout_and_a_seed_repeats_both() -> None:
@@ -93,7 +94,7 @@ class Spread(nn.Module):
 
 def begun(rank: int, seed: int) -> list[list[float]]:
     """What is drawn for the weights, and by the rank afterwards."""
-    random_states.seed(99)  # another process begins elsewhere
+    rng.seed(99)  # another process begins elsewhere
     np.random.rand(rank)
     with training_with(Spread):
         model = learner(rank, 2, seed=seed).model
@@ -105,7 +106,7 @@ def test_weights_and_a_ranks_draws_come_from_the_seed_whichever_generator_draws_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("clusterddp.training.parallel.wrap", lambda model, *_, **__: model)
-    with random_states.kept(CPU):
+    with rng.kept(CPU):
         first, second, again, other = begun(0, 7), begun(1, 7), begun(1, 7), begun(0, 9)
     assert first[0] == second[0] and second == again
     for one, another in ((first[1], second[1]), (first[0], other[0]), (first[1], other[1])):
@@ -134,7 +135,7 @@ def _by_channels_last(tensor: Tensor) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    "model", [OneByOne, models.ConvNet, models.BNConvNet, models.FastNet, models.DeepNet]
+    "model", [OneByOne, registry.ConvNet, registry.BNConvNet, registry.FastNet, registry.DeepNet]
 )
 def test_every_convolution_is_channels_last_by_its_strides(model: Any, alone: None) -> None:
     with training_with(model):
@@ -156,7 +157,7 @@ def test_a_checkpoint_of_the_first_convolutions_former_strides_goes_on_to_the_sa
         ours = Learner(settings, agreed, rank=0, device=CPU, mark=print, resume_content=content)
         ours.learn(*second)
         assert ours.model.layer1[0].weight.stride() == (25, 1, 5, 1)  # type: ignore[union-attr,index]
-        return checkpoint.weights_sha256(ours.model)
+        return state.weights_sha256(ours.model)
 
     first, second, _ = batches(0, 1)
     whole = learner(0, 1, momentum=0.9)
@@ -165,7 +166,7 @@ def test_a_checkpoint_of_the_first_convolutions_former_strides_goes_on_to_the_sa
     older = _relaid(content)
     assert older["model"]["layer1.0.weight"].stride() == (25, 25, 5, 1)
     whole.learn(*second)
-    assert resumed(content) == resumed(older) == checkpoint.weights_sha256(whole.model)
+    assert resumed(content) == resumed(older) == state.weights_sha256(whole.model)
 
 
 def _relaid(value: Any) -> Any:

@@ -7,16 +7,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clusterddp.attempt import Attempt
+from clusterddp.checkpoints import files, state, writer
 from clusterddp.errors import CheckpointError, TrainingError
-from clusterddp.run_dir import RunDir, read_json_lines
-from clusterddp.train_config import TrainConfig
-from clusterddp.training import checkpoint, checkpoint_file, loop, saver
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir, read_json_lines
+from clusterddp.training import loop
 from clusterddp.training.deadline import Deadline
 from clusterddp.training.evaluation import Result
-
-from .ranks import run_ranks
-from .trainings import after, agree, asked_at_once, build, config, train_alone, train_rank
+from tests.training.ranks import run_ranks
+from tests.training.trainings import (
+    after,
+    agree,
+    asked_at_once,
+    build,
+    config,
+    train_alone,
+    train_rank,
+)
 
 # 2,000 images in batches of 200: two epochs of 10 steps.
 EPOCH, END = 10, 20
@@ -60,7 +68,7 @@ def test_a_run_cut_off_anywhere_ends_as_one_in_a_piece(
     for stop in stops:
         cut = train_alone(settings, tmp_path, stop)
         assert (cut["reason"], cut["step"]) == ("signal", stop)
-        content = checkpoint.load(RunDir(tmp_path).checkpoints / checkpoint_file.name_of(stop))
+        content = state.load(RunDir(tmp_path).checkpoints / files.name_of(stop))
         assert content["step"] == content["images"] // 200 == stop
     done = train_alone(settings, tmp_path)
     assert done["reason"] == ""
@@ -145,13 +153,13 @@ def test_a_request_to_one_rank_stops_all_at_one_step(synthetic_dir: Path, tmp_pa
     assert reason == "SIGTERM"
     assert step >= 5
     assert seen_at[-1] == step
-    assert checkpoint_file.name_of(step) in names_in(tmp_path)
+    assert files.name_of(step) in names_in(tmp_path)
 
 
 def stopped_by_one_rank(
     rank: int, world_size: int, settings: TrainConfig, run: Path
 ) -> tuple[str, int, list[int]]:
-    from clusterddp.training.agreement import Agreement
+    from clusterddp.distributed.agreement import Agreement
 
     box = [agree(settings, run, world_size).to_dict() if rank == 0 else None]
     dist.broadcast_object_list(box)
@@ -206,7 +214,7 @@ def test_an_interval_of_minutes_goes_by_the_clock(
     assert ours.run() == ""
     # The first after 40 s, so that its cost is known; then every four steps, and the end.
     steps = [2, 6, 10, 14, 18, 20]
-    assert names_in(tmp_path) == [checkpoint_file.name_of(step) for step in steps]
+    assert names_in(tmp_path) == [files.name_of(step) for step in steps]
     assert lines_of(tmp_path, "train") == steps, "what was trained until a save is accounted for"
 
 
@@ -272,7 +280,7 @@ def test_the_end_is_evaluated_and_saved_whatever_the_intervals(
     )
     train_alone(settings, tmp_path)
     # 5 for the best result so far, which is to be kept.
-    assert names_in(tmp_path) == [checkpoint_file.name_of(step) for step in (3, 5, 6, 7)]
+    assert names_in(tmp_path) == [files.name_of(step) for step in (3, 5, 6, 7)]
     assert lines_of(tmp_path, "eval") == [5, 7]
     for line in read_json_lines(RunDir(tmp_path).metrics):
         assert set(line) == {
@@ -303,18 +311,18 @@ def test_a_full_disk_under_the_metrics_is_said_once_and_ends_nothing(
 def test_a_last_checkpoint_that_fails_is_tried_again_with_all_that_belongs_to_it(
     synthetic_dir: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = saver.Saver._publish
+    publish = writer.Saver._publish
     failures: list[BaseException] = [OSError(28, "No space left on device")]
 
-    def failing(self: saver.Saver, path: Path, data: bytes) -> bool:
+    def failing(self: writer.Saver, path: Path, data: bytes) -> bool:
         if failures:
             raise failures.pop()
         return publish(self, path, data)
 
-    monkeypatch.setattr(saver.Saver, "_publish", failing)
+    monkeypatch.setattr(writer.Saver, "_publish", failing)
     train_alone(config(synthetic_dir), tmp_path, 4)
     assert names_in(tmp_path) == ["step-00000004.pt"]
-    content = checkpoint.load(RunDir(tmp_path).checkpoints / "step-00000004.pt")
+    content = state.load(RunDir(tmp_path).checkpoints / "step-00000004.pt")
     assert content["random_states"] is not None and len(content["random_states"]) == 1
 
     failures += [OSError(28, "No space left on device")] * 9
@@ -396,7 +404,7 @@ def test_every_epoch_has_an_order_of_its_own_and_holds_each_image_once(
 
 
 def evaluated(rank: int, world_size: int, settings: TrainConfig, run: Path) -> tuple[float, float]:
-    from clusterddp.training.agreement import Agreement
+    from clusterddp.distributed.agreement import Agreement
 
     box = [agree(settings, run, world_size).to_dict() if rank == 0 else None]
     dist.broadcast_object_list(box)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.attempt import Attempt, begin
-from clusterddp.run_dir import RunDir, read_json_lines
-from clusterddp.training.checkpoint import Position
+from clusterddp.checkpoints.state import Position
+from clusterddp.run.attempt import Attempt, begin
+from clusterddp.run.run_dir import RunDir, read_json_lines
 from clusterddp.training.metrics import Figures, Journal, Tally, copy_history
 
 FIGURES = Figures(loss=0.5, accuracy=0.75, lr=0.01, images_per_second=1234.56)

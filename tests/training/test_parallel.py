@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from clusterddp.train_config import TrainConfig
-from clusterddp.training import joining, parallel
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.training import parallel
+from clusterddp.worker import join
 
 
 @pytest.fixture
@@ -44,12 +45,12 @@ def test_on_a_cpu_nothing_is_shared() -> None:
 def test_data_parallel_with_fewer_than_two_gpus_says_what_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from clusterddp.dist_env import DistEnv
+    from clusterddp.ranks.dist_env import DistEnv
 
     env = DistEnv.from_environ({})
-    told = joining._introduce(TrainConfig(strategy="dp", device="cpu"), env, {}).warning
+    told = join._introduce(TrainConfig(strategy="dp", device="cpu"), env, {}).warning
     assert "--strategy dp has no GPU here" in told
-    assert joining._introduce(TrainConfig(device="cpu"), env, {}).warning == ""
+    assert join._introduce(TrainConfig(device="cpu"), env, {}).warning == ""
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not run: needs 2 GPUs")

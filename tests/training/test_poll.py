@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from clusterddp.training.poll import POLL_SECONDS, Poll
-
-from .ranks import run_ranks
+from tests.training.ranks import run_ranks
 
 
 class Clock:

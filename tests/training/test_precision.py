@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from clusterddp.checkpoints import files, state
+from clusterddp.data import loader, mnist
+from clusterddp.distributed import agreement
+from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.errors import TrainingError
-from clusterddp.training import agreement, checkpoint, checkpoint_file, data, loader
-from clusterddp.training.agreement import Agreement, Hello
 from clusterddp.training.compiled import Compiled
-
-from .ranks import run_ranks
-from .trainings import CPU, agree, build, config, hello, train_alone, train_rank
+from tests.training.ranks import run_ranks
+from tests.training.trainings import CPU, agree, build, config, hello, train_alone, train_rank
 
 
 @pytest.mark.parametrize(
@@ -45,8 +46,8 @@ def test_the_scale_of_fp16_is_in_the_checkpoint(
         {**ours.learner.step.scaler.state_dict(), "scale": 4.0}
     )
     ours.run()
-    path = ours.attempt.checkpoints / checkpoint_file.name_of(3)
-    assert checkpoint.load(path)["scaler"]["scale"] == 4.0
+    path = ours.attempt.checkpoints / files.name_of(3)
+    assert state.load(path)["scaler"]["scale"] == 4.0
     again = build(0, settings, agree(settings, tmp_path))
     assert again.learner.step.scaler.get_scale() == 4.0
 
@@ -85,13 +86,13 @@ def test_reading_by_the_loader_trains_to_the_very_weights(
     kept = build(0, settings, agree(settings, tmp_path / "kept"))
     kept.run()
     sets = [
-        loader.Loaded(data.torchvision_set("synthetic", str(synthetic_dir), train=train), CPU, 2)
+        loader.Loaded(mnist.torchvision_set("synthetic", str(synthetic_dir), train=train), CPU, 2)
         for train in (True, False)
     ]
     agreed = agree(settings, tmp_path / "read")
     read = build(0, settings, agreed, train_set=sets[0], test_set=sets[1])
     read.run()
-    assert checkpoint.weights_sha256(read.model) == checkpoint.weights_sha256(kept.model)
+    assert state.weights_sha256(read.model) == state.weights_sha256(kept.model)
     assert (read.accuracy, read.loss) == (kept.accuracy, kept.loss)
 
 

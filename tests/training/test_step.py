@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.training import models
+from clusterddp.distributed.phase import Phase
+from clusterddp.models import registry
 from clusterddp.training.metrics import Tally
-from clusterddp.training.phases import Phase
 from clusterddp.training.step import Step
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def step(model: nn.Module, **settings: Any) -> Step:
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return models.build("convnet").to(memory_format=torch.channels_last)  # as the learner has it
+    return registry.build("convnet").to(memory_format=torch.channels_last)  # as the learner has it
 
 
 def weights(model: nn.Module) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import TrainingError
-from clusterddp.train_config import TrainConfig
+from clusterddp.request.train_config import TrainConfig
 from clusterddp.training.tensorboard import Board
 
 pytest.importorskip("tensorboard", reason="an extra: pip install 'clusterddp[tensorboard]'")

@@ -12,19 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.attempt import Attempt
-from clusterddp.run_dir import RunDir
-from clusterddp.stop import StopRequest
-from clusterddp.train_config import TrainConfig
-from clusterddp.training import checkpoint, data, models, start
-from clusterddp.training.agreement import Agreement, Hello
-from clusterddp.training.images import Images
+from clusterddp.checkpoints import state
+from clusterddp.data import mnist
+from clusterddp.data.in_memory import Images
+from clusterddp.distributed.agreement import Agreement, Hello
+from clusterddp.models import registry
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import Training
+from clusterddp.training.stop import StopRequest
+from clusterddp.worker import start
 
 CPU = torch.device("cpu")
 
 
-class Noisy(models.ConvNet):
+class Noisy(registry.ConvNet):
     """A model whose weights depend on every generator of random numbers that a rank has."""
 
     def forward(self, images: Tensor) -> Tensor:
@@ -89,8 +92,8 @@ def train_rank(
 ) -> dict[str, Any]:
     """One start of a run; rank r is asked to stop at step stop[r], and at that one all look."""
     at = (stop or {}).get(rank, -1)
-    plain = models.MODELS["convnet"]
-    models.MODELS["convnet"] = Noisy if noisy else plain
+    plain = registry.MODELS["convnet"]
+    registry.MODELS["convnet"] = Noisy if noisy else plain
     try:
         box = [agree(settings, run, world_size).to_dict() if rank == 0 else None]
         dist.broadcast_object_list(box)
@@ -100,7 +103,7 @@ def train_rank(
         np.random.seed(rank + (999 if agreed.resume else 0))
         ours = build(rank, settings, agreed)
     finally:
-        models.MODELS["convnet"] = plain
+        registry.MODELS["convnet"] = plain
     asked_at_once(ours, at)
     reason = ours.run()
     return {
@@ -109,7 +112,7 @@ def train_rank(
         "samples": ours.position.samples,
         "images": ours.position.images,
         "weights": [parameter.detach().numpy().copy() for parameter in ours.model.parameters()],
-        "sha256": checkpoint.weights_sha256(ours.model),
+        "sha256": state.weights_sha256(ours.model),
         "accuracy": ours.accuracy,
         "best": ours.learner.best,
         "buckets": _buckets(ours.learner.ddp),
@@ -152,4 +155,4 @@ def after(ours: Training, at: int, act: Callable[[], object]) -> None:
 
 @functools.cache
 def _images(data_dir: str, train: bool) -> Images:
-    return Images(*data.load("synthetic", data_dir, train=train), CPU)
+    return Images(*mnist.load("synthetic", data_dir, train=train), CPU)

@@ -1,0 +1,1 @@
+"""A run's checkpoints: their files, what they hold, which are kept."""

@@ -1,0 +1,239 @@
+"""The checkpoints of a run, over all its attempts: which it would go on from, and what each is.
+
+Works without torch, as `checkpoint_file` does.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp.checkpoints import files
+from clusterddp.checkpoints.files import Best, UnusableError, checksum_of, step_of
+from clusterddp.errors import CheckpointError
+from clusterddp.run.attempt import Attempt, attempts
+from clusterddp.run.run_dir import RunDir, first_number, read_json
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint of a run."""
+
+    path: Path
+    step: int
+    bytes: int
+    modified: float
+    """When it was written, in seconds of the epoch."""
+    problem: str
+    """Why nothing can go on from it; empty when it was verified just now."""
+    is_best: bool
+    is_next: bool
+    """Whether the run would go on from it."""
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint of a run, whole or not."""
+
+    path: Path
+    attempt: Attempt
+    superseded: str
+    """Why it does not count, if so."""
+
+
+def find(resume: str, warn: Callable[[str], None]) -> Path:
+    """The checkpoint that `--resume RUN|FOLDER|FILE` names; raises CheckpointError if none."""
+    path = Path(resume).expanduser()
+    if not path.is_dir():
+        path = path.resolve() if path.exists() else path  # a link that a person names is meant
+        files.read(path)
+        return path
+    run = RunDir(path.parent if path.name == "checkpoints" else path)
+    if run.attempts.is_dir():
+        found = newest(run, warn)
+    else:  # one attempt, or a folder of files copied from elsewhere
+        found = newest_in(run.checkpoints if run.checkpoints.is_dir() else path, warn)
+    if found is None:
+        raise CheckpointError(
+            f"--resume {resume}: there is no whole checkpoint in it. "
+            "Name another run directory, or a checkpoint file."
+        )
+    return found
+
+
+def source(run: RunDir, warn: Callable[[str], None]) -> Path | None:
+    """The checkpoint that a run goes on from, or None while it has saved none; see `newest`.
+
+    Raises CheckpointError where it has saved some and can go on from none of them: to begin at step
+    0 again has to be asked for.
+    """
+    found = newest(run, warn)
+    if found:
+        return found
+    anew = f"To begin at step 0 again: clusterddp resubmit {run.shown} --from-scratch"
+    if any(not each.superseded for each in all_of(run, None)):
+        raise CheckpointError(
+            f"no checkpoint of {run.name} is whole, so it cannot go on: see 'clusterddp "
+            f"checkpoints {run.shown}'. {anew}"
+        )
+    step = saved_step(run)
+    if step:
+        raise CheckpointError(
+            f"the checkpoints of {run.name} are gone: it had saved step {step}, and there is none "
+            f"below {run.attempts} any more. Put them back there. {anew}"
+        )
+    return None
+
+
+def saved_step(run: RunDir) -> int:
+    """The highest step that a run has saved, as its attempts have noted; 0 without one."""
+    return max(
+        (
+            step
+            for folder in _folders(run, None)
+            for step in _noted_steps(folder.attempt)
+            if folder.last_step is None or step <= folder.last_step
+        ),
+        default=0,
+    )
+
+
+def _noted_steps(attempt: Attempt) -> Iterator[int]:
+    for path in (attempt.end, attempt.alive):
+        yield first_number((read_json(path) or {}).get("saved"), as_type=int) or 0
+    record = attempt.read_record()
+    # The path of a checkpoint of another run is an absolute one.
+    if not Path(str(record.get("resumed_from") or "/")).is_absolute():
+        yield first_number(record.get("step"), as_type=int) or 0
+
+
+def newest(run: RunDir, warn: Callable[[str], None], before: Attempt | None = None) -> Path | None:
+    """The latest whole checkpoint of a run, or of its attempts before one.
+
+    One that is damaged is passed over with a warning. What an attempt wrote beyond the step from
+    which a later one went on does not count: a lost node's orphan may have written it.
+
+    Raises CheckpointError when a folder cannot be read.
+    """
+    return _first_whole(
+        lambda: (each.path for each in all_of(run, before) if not each.superseded), warn
+    )
+
+
+def newest_in(folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """The latest whole checkpoint in one folder; see `newest`."""
+    return _first_whole(lambda: iter(files.files(folder)), warn)
+
+
+def listing(run: RunDir) -> list[Entry]:
+    """Every checkpoint of a run, each read and verified, the highest step first.
+
+    The same one in the folders of several attempts is listed once. Raises CheckpointError when a
+    folder cannot be read.
+    """
+    entries: dict[tuple[int, str, str], Entry] = {}
+    next_is_seen = False
+    best = next(bests(run, None), None)
+    for each in all_of(run, None):
+        problem = each.superseded
+        try:
+            if not problem:
+                files.read(each.path)
+        except UnusableError as error:
+            problem = error.reason
+        try:
+            status = each.path.lstat()
+        except FileNotFoundError:
+            continue  # removed meanwhile, as a newer one was written
+        try:
+            checksum = checksum_of(each.path).read_text(errors="replace")
+        except OSError:
+            checksum = ""
+        entry = Entry(
+            path=each.path,
+            step=step_of(each.path),
+            bytes=status.st_size,
+            modified=status.st_mtime,
+            problem=problem,
+            is_best=best is not None and best.step == step_of(each.path) and not each.superseded,
+            is_next=not problem and not next_is_seen,
+            attempt=each.attempt.number,
+        )
+        next_is_seen = next_is_seen or entry.is_next
+        entries.setdefault((entry.step, checksum, problem), entry)
+    return sorted(entries.values(), key=lambda entry: (-entry.step, -entry.attempt))
+
+
+def all_of(run: RunDir, before: Attempt | None) -> Iterator[Found]:
+    """The checkpoints of a run in the order in which it would go on from them."""
+    for folder in _folders(run, before):
+        for path in files.files(folder.attempt.checkpoints):
+            superseded = ""
+            if folder.last_step is not None and step_of(path) > folder.last_step:
+                superseded = folder.why
+            yield Found(path, folder.attempt, superseded)
+
+
+def bests(run: RunDir, before: Attempt | None) -> Iterator[Best]:
+    """The best of each attempt where it counts, the latest attempt first."""
+    for folder in _folders(run, before):
+        best = files.read_best(folder.attempt.checkpoints)
+        if best and (folder.last_step is None or best.step <= folder.last_step):
+            yield best
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """The checkpoints of one attempt, and how far they count."""
+
+    attempt: Attempt
+    last_step: int | None
+    """Last step that counts; None where all do."""
+    why: str
+
+
+def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
+    """Those of a run, the latest attempt first."""
+    last_step, why = None, ""
+    given_up = given_up_attempt(run)
+    for attempt in reversed(attempts(run)):
+        if before and attempt.number >= before.number:
+            continue
+        if attempt.number <= given_up:
+            last_step, why = -1, "given up: 'resubmit --from-scratch' begins at step 0 again"
+        yield _Folder(attempt, last_step, why)
+        started = attempt.read_record().get("step")
+        if isinstance(started, int) and (last_step is None or started < last_step):
+            last_step = started
+            why = f"superseded: attempt {attempt.number} went on from step {started}"
+
+
+def given_up_attempt(run: RunDir) -> int:
+    """The attempt up to which a person has given the checkpoints of a run up; 0 for none."""
+    resubmits = [event for event in run.read_events() if event.get("event") == "resubmit"]
+    return first_number(*(one.get("from_scratch") for one in resubmits[-1:]), as_type=int) or 0
+
+
+def _first_whole(
+    candidates: Callable[[], Iterator[Path]], warn: Callable[[str], None]
+) -> Path | None:
+    """The first that can be read; looks anew when one goes away, as it does for a newer one."""
+    warned = set()
+    for _ in range(10):
+        vanished = False
+        for path in candidates():
+            try:
+                files.read(path)
+            except UnusableError as error:
+                vanished = not os.path.lexists(path)
+                if vanished:
+                    break
+                if path not in warned:
+                    warn(f"passing over {path.name}: {error}")
+                warned.add(path)
+                continue
+            return path
+        if not vanished:
+            return None
+    raise CheckpointError("the run's checkpoints change faster than they can be read; try again.")

@@ -1,0 +1,276 @@
+"""What a checkpoint holds: all of a training's state, copied, loaded, and refused where foreign.
+
+Plain torch.save of plain values: `torch.load(FILE, weights_only=True)["model"]` is the bare
+module's state dict, and needs nothing of clusterddp. The files are `checkpoint_file`'s and
+`saver`'s.
+"""
+
+import hashlib
+import io
+import pickle
+import platform
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from clusterddp import __version__
+from clusterddp.checkpoints import files
+from clusterddp.checkpoints.files import FORMAT, Best
+from clusterddp.data import mnist as data
+from clusterddp.distributed.messages import PeerError
+from clusterddp.errors import CheckpointError
+from clusterddp.request.train_config import TrainConfig
+
+# Of a checkpoint, in one exchange: a network stack may want to hold it twice.
+_PIECE_BYTES = 64 << 20
+
+
+@dataclass
+class Position:
+    """How far a run has come."""
+
+    step: int = 0
+    """Optimizer steps since the start of the run."""
+    epoch: int = 0
+    """The epoch that is being trained, from 0."""
+    step_in_epoch: int = 0
+    samples: int = 0
+    """Images of this epoch that all ranks have seen together."""
+    seconds: float = 0.0
+    """Spent in training steps since the start of the run, without evaluation and saving."""
+    images: int = 0
+    """Images that all ranks have seen together since the start of the run."""
+
+    @property
+    def epoch_shown(self) -> int:
+        """The epoch of the last step, as people count: from 1."""
+        return self.epoch + 1 if self.step_in_epoch else max(self.epoch, 1)
+
+    def advance(self, images: int) -> None:
+        """One step over so many images of all ranks is done."""
+        self.step += 1
+        self.step_in_epoch += 1
+        self.samples += images
+        self.images += images
+
+    def next_epoch(self) -> None:
+        """The epoch's last image was seen."""
+        self.epoch += 1
+        self.step_in_epoch = self.samples = 0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held besides weights and optimizer state."""
+
+    position: Position
+    best: Best | None
+    random_states: Tensor | None
+    """As `random_states.gather` gave them; one row a rank of the world that saved."""
+    scaler: dict[str, Any]
+    """Of fp16's loss scale; empty at other precisions."""
+    world_size: int
+    global_batch_size: int
+    config: dict[str, Any]
+    """The TrainConfig that was trained, as a dict."""
+    data_sha256: str
+
+
+def collect(
+    *,
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    position: Position,
+    world_size: int,
+    global_batch_size: int,
+    data_sha256: str,
+    best: Best | None,
+    random_states: Tensor | None,
+    scaler: dict[str, Any] | None = None,
+    precision: str = "fp32",
+) -> dict[str, Any]:
+    """The content of a checkpoint, every tensor a copy on the CPU: training may go on at once.
+
+    model: the bare module, not its DDP wrapper.
+    data_sha256: of the training set, or empty where it is not known.
+    scaler: the state of fp16's loss scale.
+    precision: what the ranks agreed on, where the configuration says auto.
+    """
+    content: dict[str, Any] = _copied({
+        "format": FORMAT,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        **asdict(position),
+        "best": asdict(best) if best else None,
+        "random_states": random_states,
+        "scaler": scaler or {},
+        "precision": precision,
+        "world_size": world_size,
+        "global_batch_size": global_batch_size,
+        "data_sha256": data_sha256,
+        "config": asdict(config),
+        "versions": {
+            "clusterddp": __version__,
+            "torch": torch.__version__.split("+")[0],
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    })  # fmt: skip
+    return content
+
+
+def to_bytes(content: dict[str, Any]) -> bytes:
+    """A content as the bytes of a file."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint, its tensors on the CPU.
+
+    Raises CheckpointError when it is missing, torn, has no checksum, or is of another format.
+    """
+    return _parsed(path, files.read(path))
+
+
+def load_together(path: Path, device: torch.device) -> dict[str, Any]:
+    """As `load`, on every rank, but rank 0 alone reads the file; the others get its bytes.
+
+    Collective over the default process group; `device` is this rank's. Raises CheckpointError as
+    `load` does, and PeerError where rank 0 could not read it.
+    """
+    first = dist.get_rank() == 0
+    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    data, failure = b"", None
+    if first:
+        try:
+            data = files.read(path)
+        except CheckpointError as error:
+            failure = error
+    size = torch.tensor([-1 if failure else len(data)], dtype=torch.int64, device=on)
+    dist.broadcast(size, src=0)
+    if failure:
+        raise failure
+    if int(size) < 0:
+        raise PeerError(f"rank 0 could not read the checkpoint {path}. Its log says why.")
+    for begin in range(0, int(size), _PIECE_BYTES):
+        if first:
+            own = bytearray(data[begin : begin + _PIECE_BYTES])
+            piece = torch.frombuffer(own, dtype=torch.uint8).to(on)
+        else:
+            count = min(int(size) - begin, _PIECE_BYTES)
+            piece = torch.empty(count, dtype=torch.uint8, device=on)
+        dist.broadcast(piece, src=0)
+        if not first:
+            data += piece.cpu().numpy().tobytes()
+    return _parsed(path, data)
+
+
+def _parsed(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        form = content["format"]
+    except (
+        RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        raise CheckpointError(f"{path} is no checkpoint of clusterddp: {error}") from None
+    if form != FORMAT:
+        raise CheckpointError(
+            f"the checkpoint {path} has format {form}, this clusterddp {__version__} reads format "
+            f"{FORMAT}. Resume with the version that wrote it: {content.get('versions')}."
+        )
+    return dict(content)
+
+
+def check_fits(
+    path: Path, content: dict[str, Any], config: TrainConfig, *, data_sha256: str = ""
+) -> None:
+    """Raise CheckpointError when a checkpoint is of another model, dataset or optimizer.
+
+    data_sha256: of this run's training set; empty where it is not known.
+    """
+    for name in ("model", "dataset", "optimizer"):
+        theirs, ours = content["config"].get(name), getattr(config, name)
+        if theirs != ours:
+            raise CheckpointError(
+                f"the checkpoint {path} was trained with --{name} {theirs}, this run has --{name} "
+                f"{ours}. Use --{name} {theirs}, or start without --resume."
+            )
+    theirs = content["data_sha256"]
+    if theirs and data_sha256 and theirs != data_sha256:
+        raise CheckpointError(
+            f"the dataset has changed since the checkpoint {path}: it was trained on images with "
+            f"SHA-256 {theirs[:16]}..., those in {config.data_dir} have {data_sha256[:16]}... "
+            "Name the folder with the former ones (--data-dir), or start a new run."
+            f"{data.rendered_by(config.dataset, config.data_dir)}"
+        )
+
+
+def restore(
+    path: Path,
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    content: dict[str, Any] | None = None,
+) -> Restored:
+    """Load weights and optimizer state from a checkpoint, and return what else it holds.
+
+    `model` is the bare module, not its DDP wrapper. `content` is what was loaded from `path`
+    already. Raises CheckpointError as `load` does, and when the checkpoint does not fit.
+    """
+    content = load(path) if content is None else content
+    try:
+        check_fits(path, content, config)
+        model.load_state_dict(content["model"])
+        optimizer.load_state_dict(content["optimizer"])
+        return Restored(
+            position=Position(**{name: content[name] for name in Position.__dataclass_fields__}),
+            best=Best(**content["best"]) if content["best"] else None,
+            random_states=content["random_states"],
+            scaler=content.get("scaler") or {},
+            world_size=content["world_size"],
+            global_batch_size=content["global_batch_size"],
+            config=content["config"],
+            data_sha256=content["data_sha256"],
+        )
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path} does not fit the model {config.model}: {error}"
+        ) from None
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """A digest of all weights by name, type, shape and bytes: equal only for equal weights."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        if not isinstance(value, Tensor):  # a module's extra state
+            digest.update(f"{name} {value!r}\n".encode())
+            continue
+        tensor = value.detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _copied(value: Any) -> Any:
+    """The same value with every tensor in it copied to the CPU, strides kept."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        copied = {name: _copied(item) for name, item in value.items()}
+        if hasattr(value, "_metadata"):  # a module's state dict: the versions of its layouts
+            copied = OrderedDict(copied)
+            copied._metadata = value._metadata  # type: ignore[attr-defined]
+        return copied
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item) for item in value)
+    return value

@@ -1,0 +1,49 @@
+"""`clusterddp begin`: makes the run's next attempt; the batch script's first call.
+
+Prints the attempt's number on stdout, for the script; everything else goes to stderr.
+"""
+
+from pathlib import Path
+
+import click
+
+from clusterddp.errors import EXIT_DONE, ClusterDDPError
+from clusterddp.run import batch_script, restart_policy
+from clusterddp.run.attempt import NotStarted
+from clusterddp.run.job_log import say
+from clusterddp.run.run_dir import RunDir
+
+
+@click.command(hidden=True)
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--job-id", default="", help="Slurm's job id.")
+@click.option("--restart", type=int, default=0, help="SLURM_RESTART_COUNT.")
+@click.option("--nodelist", default="", help="SLURM_JOB_NODELIST.")
+@click.option("--max-requeues", type=int, default=0, help="Starts after the first.")
+@click.option("--patience", type=float, default=300.0, help="Seconds to wait for another attempt.")
+@click.option("--or-done", is_flag=True, help="Print 'done' instead, and exit with 0, if it is.")
+def command(
+    run_dir: Path,
+    job_id: str,
+    restart: int,
+    nodelist: str,
+    max_requeues: int,
+    patience: float,
+    or_done: bool,
+) -> int:
+    """Make the directory of the run's next attempt and print its number."""
+    try:
+        attempt = batch_script.begin(
+            RunDir(run_dir), job_id, restart, nodelist, max_requeues, patience
+        )
+    except batch_script.RunIsDone as error:
+        if not or_done:
+            raise NotStarted(f"{error}.") from None  # a script would go on after exit code 0
+        say(f"clusterddp: {error}", err=True)
+        click.echo(restart_policy.DONE)
+        return EXIT_DONE
+    except ClusterDDPError as error:
+        say(f"clusterddp: {error}", err=True)
+        return error.exit_code
+    click.echo(attempt.number)
+    return EXIT_DONE

@@ -1,0 +1,71 @@
+"""`clusterddp checkpoints`: what a run could go on from, each verified now, the latest last."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import click
+
+from clusterddp.checkpoints import catalog
+from clusterddp.checkpoints.catalog import Entry
+from clusterddp.cli import run_argument
+from clusterddp.cli.commands.jobs import table
+from clusterddp.cli.settings import SettingsCommand
+from clusterddp.errors import CheckpointError
+from clusterddp.run.run_dir import RunDir
+
+_HEADER = ("STEP", "AGE", "SIZE", "", "STATE")
+
+
+@click.command(name="checkpoints", cls=SettingsCommand)
+@click.argument("run", type=run_argument.RUN, required=False, metavar="[RUN]")
+@run_argument.output_root_option
+@run_argument.JSON_OPTION
+def command(run: str | None, output_root: Path, as_json: bool) -> None:
+    """List the checkpoints of RUN and verify each: a run's name, job id or directory.
+
+    Without RUN it is the latest run. STATE is 'verified' (the file has the SHA-256 recorded beside
+    it) or what is wrong with it; 'best' marks the highest test accuracy, 'next' the one that the
+    run would go on from.
+
+    Exit codes: 0 listed, also where some are damaged; 1 a folder cannot be read; 2 there is no such
+    run.
+    """
+    found_run = run_argument.find_run(output_root, run)
+    entries = catalog.listing(found_run)[::-1]
+    if as_json:
+        fields = [dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in entries]
+        click.echo(run_argument.as_json(fields))
+    elif not entries:
+        click.echo(_why_none(found_run), err=True)
+    else:
+        click.echo(table([_HEADER, *(_row(entry, time.time()) for entry in entries)]))
+
+
+def _why_none(run: RunDir) -> str:
+    try:
+        catalog.source(run, lambda _: None)
+    except CheckpointError as error:
+        return f"clusterddp: {error}"
+    return f"{run.shown} has no checkpoints yet"
+
+
+def _row(entry: Entry, now: float) -> tuple[str, ...]:
+    marks = [word for word, holds in (("best", entry.is_best), ("next", entry.is_next)) if holds]
+    return (
+        str(entry.step),
+        run_argument.duration(now - entry.modified),
+        _size(entry.bytes),
+        ",".join(marks),
+        entry.problem or "verified",
+    )
+
+
+def _size(count: int) -> str:
+    """`812 B`, `345.7 kB`, `1.2 GB`: powers of 1000."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,281 @@
+"""`clusterddp compare`: one device against several of them, as a table and a picture."""
+
+import dataclasses
+import functools
+import os
+import shlex
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clusterddp.cli import request_options, run_argument, settings
+from clusterddp.cli.commands.submit import template_folder
+from clusterddp.cli.job_spec import job_spec
+from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
+from clusterddp.comparison import here, jobs, processors
+from clusterddp.comparison import plan as comparison_plan
+from clusterddp.comparison import plot as picture
+from clusterddp.comparison.results import DONE, Trial, results
+from clusterddp.comparison.rows import plan
+from clusterddp.comparison.table import notes, table
+from clusterddp.comparison.trials import trials_of
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestError
+from clusterddp.request.train_config import STRATEGIES
+from clusterddp.run import formatting
+from clusterddp.slurm import forms
+from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
+
+# Options of `submit` that a row decides, or that a comparison has no use for, and what they are.
+_FIXED: dict[str, Any] = {
+    "nodes": 1, "nodelist": None, "launcher": "sbatch", "check": False, "job_name": None,
+    "strategy": "ddp", "resume": "", "find_batch_size": False,
+}  # fmt: skip
+_ALSO_HERE = ("output_root",)
+
+
+class CompareCommand(settings.SettingsCommand):
+    """Takes the options of `submit` and of the training, but those that are fixed here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params = [one for one in self.params if one.name not in _FIXED]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        ctx.params.update(_FIXED)
+        ctx.meta["command"] = ()
+        return rest
+
+
+def _strategies(ctx: click.Context, _param: click.Parameter, value: str) -> tuple[str, ...]:
+    names = value.split(",")
+    for name in names:
+        if name not in STRATEGIES:
+            raise click.BadParameter(
+                f"{name!r} is not one of {', '.join(reversed(STRATEGIES))}.", ctx
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def _world_sizes(ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    words = value.split(",")
+    # int() would take '1_0' and '٢' as well.
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise click.BadParameter(f"{value!r} is no list of counts, such as 1,2,4.", ctx)
+    return tuple(sorted({int(word) for word in words}))
+
+
+@click.command(
+    name="compare",
+    cls=CompareCommand,
+    groups={
+        "What is compared": [
+            "strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of",
+        ],
+        **request_options.groups(),
+        "What each run trains": list(TRAIN_OPTION_NAMES),
+    },
+    epilog="Exit codes: 0 done, 1 a run failed, 2 a wrong request, 130 interrupted.",
+)  # fmt: skip
+@click.option(
+    "--strategies",
+    metavar="LIST",
+    default=",".join(reversed(STRATEGIES)),
+    show_default=True,
+    callback=_strategies,
+    help="What is compared: single, one process on one device; dp, one process with all GPUs of a "
+    "host (DataParallel); ddp, a rank a device (DistributedDataParallel).",
+)
+@click.option(
+    "--world-sizes",
+    metavar="LIST",
+    show_default="powers of two, from 2 to the GPUs of a host",
+    callback=_world_sizes,
+    help="Numbers of ranks of ddp and of GPUs of dp, such as 2,4,8.",
+)
+@click.option(
+    "--fixed-global-batch",
+    is_flag=True,
+    help="The devices share one --batch-size (strong scaling); otherwise each has its own, and N "
+    "take N times as many images in a step (weak scaling).",
+)
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+    help="Run every row N times, in turns; the table has medians and the spread.",
+)  # fmt: skip
+@click.option(
+    "--launcher", "where", type=click.Choice(["debug", "sbatch"]), default="debug",
+    show_default=True, help="Train here, one run after the other, or as Slurm jobs.",
+)  # fmt: skip
+@click.option(
+    "--name", metavar="NAME", show_default="compare-<time>",
+    help="Name of the comparison; those of its runs begin with it.",
+)  # fmt: skip
+@click.option(
+    "--of", metavar="NAME|RUN", multiple=True,
+    help="Run nothing: print the table of a comparison, or of runs; repeatable.",
+)  # fmt: skip
+@request_options.request_options
+@functools.partial(train_options, settings=True)
+@click.option("--site", metavar="FILE", help="The site.cfg to use.")
+@click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started; touch nothing.")
+@click.option(
+    "--plot", metavar="FILE", show_default="OUTPUT_ROOT/NAME.png, where matplotlib is",
+    help="Draw images/s and speed-up over the devices: .png, .svg or .pdf.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, for scripts.")
+@click.pass_context
+def command(
+    ctx: click.Context, /, of: tuple[str, ...], name: str | None, where: str, repeat: int,
+    dry_run: bool, plot: str | None, as_json: bool, **options: Any,
+) -> int:  # fmt: skip
+    """Train the same on one device, with DataParallel and with DistributedDataParallel.
+
+    \b
+    clusterddp compare --max-steps 200                         on this workstation
+    clusterddp compare --launcher sbatch --gpus-per-node 4 --world-sizes 1,2,4,8
+    clusterddp compare --of compare-20261121-120000            its table once more
+
+    Under Slurm the ranks fill nodes of --gpus-per-node GPUs, or of --tasks-per-node ranks, and the
+    jobs run one after the other. On CPUs a rank takes its share of them, so that one rank takes
+    all: --threads 1 compares device with device.
+    """
+    if dry_run and as_json:
+        raise click.UsageError("--dry-run prints commands or scripts, none of them as --json.", ctx)
+    if plot is not None:
+        picture.check(Path(plot))
+    if of:
+        _refuse_beside_of(ctx)
+        trials = trials_of(Path(options["output_root"]), of, _say)
+        return _show(trials, ", ".join(of), as_json, plot)
+    name = _checked_name(name)
+    if where == "debug":
+        _refuse_requests(ctx)
+        config, base = config_from(ctx.params, ctx), None
+        place = comparison_plan.workstation(config)
+    else:
+        with settings.naming_sources(ctx):
+            base = job_spec(ctx, name, options)
+        config = base.train or config_from(ctx.params, ctx)
+        place = comparison_plan.cluster(base, config)
+    rows = plan(
+        config, options["strategies"],
+        options["world_sizes"] or comparison_plan.powers_of_two(place), place,
+        fixed_global_batch=options["fixed_global_batch"],
+    )  # fmt: skip
+    planned = comparison_plan.requests(rows, name, options["output_root"], repeat, base)
+    templates = template_folder(options) if base else None
+    elsewhere = base is not None and in_another_python(base)
+    if dry_run:
+        find_own_functions(config, elsewhere=elsewhere)
+        comparison_plan.print_dry(rows, planned, base, templates)
+        return EXIT_DONE
+    make_sure(config, may_fetch=base is not None, elsewhere=elsewhere)
+    number = 0
+    try:
+        if base:
+            trials = jobs.carry_out(planned, templates, options["snapshot_limit"], _say)
+        else:
+            trials, number = here.carry_out(planned, _say)
+    except jobs.Interrupted as interrupted:
+        _say_how_to_go_on(name, options["output_root"], interrupted)
+        return EXIT_INTERRUPTED
+    failed = any(trial.state != DONE for trial in trials)
+    trials += [Trial(row, why=row.missing) for row in rows if row.missing]
+    if plot is None:
+        plot = _usual_picture(name, options["output_root"])
+    code = _show(trials, name, as_json, plot)
+    return 128 + number if number else EXIT_FAILED if failed else code
+
+
+def _refuse_beside_of(ctx: click.Context) -> None:
+    known = {"of", "output_root", "plot", "as_json", "site", "cluster"}
+    given = [n for n in ctx.params if n not in known and settings.source(ctx, n) == "flag"]
+    if given:
+        raise click.UsageError(f"--of runs nothing, so {_flags(given)} says nothing to it.", ctx)
+
+
+def _refuse_requests(ctx: click.Context) -> None:
+    names = [name for names in request_options.groups().values() for name in names]
+    given = [n for n in names if n not in _ALSO_HERE and settings.source(ctx, n) == "flag"]
+    if given:
+        raise click.UsageError(f"{_flags(given)} is asked of Slurm: add --launcher sbatch.", ctx)
+
+
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _checked_name(name: str | None) -> str:
+    name = time.strftime("compare-%Y%m%d-%H%M%S") if name is None else name
+    if not forms.RUN_NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+        raise RequestError(
+            f"--name: {name!r} is no name of a comparison: up to {_LONGEST_NAME} letters, digits, "
+            "'.', '_' and '-', a letter or digit first."
+        )
+    return name
+
+
+_LONGEST_NAME = 80
+"""What its runs add to it fits into their names."""
+
+
+def _say(line: str) -> None:
+    click.echo(f"clusterddp: {line}", err=True)
+
+
+def _say_how_to_go_on(name: str, root: str, interrupted: jobs.Interrupted) -> None:
+    usual = os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or run_argument.DEFAULT_ROOT
+    more = [] if os.path.abspath(root) == os.path.abspath(usual) else [f"--output-root={root}"]
+    again = shlex.join(["clusterddp", "compare", f"--of={name}", *more])
+    left = " ".join(run.shown for run in interrupted.runs)
+    click.echo(
+        f"\nclusterddp: the jobs go on; '{again}' prints their table, 'clusterddp cancel {left}' "
+        "ends them",
+        err=True,
+    )
+
+
+def _usual_picture(name: str, root: str) -> str | None:
+    if picture.can_draw():
+        return f"{root}/{name}.png"
+    _say(f"no picture is drawn without matplotlib: {picture.INSTALL}")
+    return None
+
+
+def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -> int:
+    """The table or its JSON on stdout, and the picture; 1 where that cannot be written."""
+    lines = results(trials)
+    said = notes(trials, lines, _hardware(trials))
+    if as_json:
+        click.echo(run_argument.as_json([dataclasses.asdict(line) for line in lines]))
+    else:
+        click.echo(table(lines))
+        for note in said:
+            click.echo(f"  {note}")
+    if plot:
+        if not any(line.baseline for line in lines):
+            _say(f"no picture is drawn to {plot}: no run has figures")
+            return EXIT_FAILED
+        try:
+            picture.draw(lines, Path(plot), formatting.line(name), said[:2])
+        except OSError as error:
+            _say(f"the picture cannot be written to {plot}: {error.strerror}")
+            return EXIT_FAILED
+        _say(f"the picture is in {plot}")
+    return EXIT_DONE
+
+
+def _hardware(trials: Sequence[Trial]) -> str:
+    """The processors of this machine, where it is the one that trained."""
+    reports = [trial.report for trial in trials if trial.report]
+    if not reports or any(one.get("hosts") != [socket.gethostname()] for one in reports):
+        return ""
+    return processors.described(str(reports[0].get("device")))

@@ -1,0 +1,162 @@
+"""`clusterddp data`: make sure of the dataset before a job waits in the queue for it."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clusterddp.cli.settings import SettingsCommand
+from clusterddp.data.idx import RAW
+from clusterddp.data.mnist import DatasetInfo, check
+from clusterddp.errors import RequestError
+from clusterddp.request.train_config import DATASETS
+
+_MOST_IMAGES = 1_000_000
+
+
+def _data_dir(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    if not value:
+        raise RequestError("--data-dir is empty; name the folder of the dataset.")
+    return value
+
+
+def _with_data_dir(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--data-dir",
+        metavar="FOLDER",
+        default="data",
+        envvar="CLUSTERDDP_DATA_DIR",
+        show_default=True,
+        show_envvar=True,
+        callback=_data_dir,
+        help="Where datasets are kept: FOLDER/MNIST/raw, FOLDER/synthetic/MNIST/raw.",
+    )(function)
+
+
+@click.group()
+def command() -> None:
+    """Fetch, check, import or synthesise the dataset.
+
+    Do it where you submit, into a folder that the compute nodes share: they often cannot reach
+    the internet, and a job that waited for hours should not end for want of a file.
+
+    \b
+    clusterddp data fetch              MNIST from its mirrors
+    clusterddp data import mnist.tgz   MNIST from files that you have
+    clusterddp data synthesise         digits rendered here, for --dataset synthetic
+    clusterddp data check              whether a set is whole
+    """
+
+
+@command.command("fetch", cls=SettingsCommand)
+@_with_data_dir
+def fetch_command(data_dir: str) -> None:
+    """Download MNIST, verify it, and put it into place.
+
+    A whole set that is there already is verified and left as it is. An interrupted or
+    concurrent fetch never leaves half a set.
+    """
+    from clusterddp.data.download import fetch
+
+    _show(fetch(data_dir, _progress))
+
+
+@command.command("check", cls=SettingsCommand)
+@_with_data_dir
+@click.option(
+    "--dataset",
+    type=click.Choice(DATASETS),
+    default="mnist",
+    show_default=True,
+    help="Which set to check.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
+def check_command(data_dir: str, dataset: str, as_json: bool) -> None:
+    """Check that a dataset is whole.
+
+    Compares headers, sizes, labels and SHA-256 digests; changes nothing. Exit code 0 says that
+    the set can be trained on, 1 that it is missing, damaged or unreadable; the message says
+    what to do.
+    """
+    info = check(dataset, data_dir, checksums=True)
+    if as_json:
+        click.echo(json.dumps({**dataclasses.asdict(info), "root": str(info.root)}, indent=2))
+    else:
+        _show(info)
+
+
+@command.command("import", cls=SettingsCommand)
+@click.argument("source", metavar="FILE", type=click.Path(exists=True, path_type=Path))
+@_with_data_dir
+def import_command(source: Path, data_dir: str) -> None:
+    """Take MNIST out of a folder or tar archive.
+
+    FILE is a folder, .tar, .tar.gz or .tgz, and may hold another set of MNIST's form. The four
+    IDX files may lie anywhere in it, gzipped or plain. They are checked and copied to
+    FOLDER/MNIST/raw; a different set that is there already is never overwritten.
+    """
+    from clusterddp.data.download import import_from
+
+    _show(import_from(source, data_dir, _progress))
+
+
+@command.command("synthesise", cls=SettingsCommand)
+@_with_data_dir
+@click.option(
+    "--train-images",
+    type=click.IntRange(1, _MOST_IMAGES),
+    default=60_000,
+    show_default=True,
+    help="Images to train on.",
+)
+@click.option(
+    "--test-images",
+    type=click.IntRange(1, _MOST_IMAGES),
+    default=10_000,
+    show_default=True,
+    help="Images to test on.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="The same seed and counts give the same bytes on every machine.",
+)
+def synthesise_command(data_dir: str, train_images: int, test_images: int, seed: int) -> None:
+    """Render digits for --dataset synthetic.
+
+    They come in MNIST's form and need no network. They are easier than MNIST's: use them to try
+    a cluster out, not to compare models. The same set that is there already is left as it is.
+    """
+    from clusterddp.data.synthetic import synthesise
+
+    _show(
+        synthesise(
+            data_dir,
+            train_images=train_images,
+            test_images=test_images,
+            seed=seed,
+            progress=_progress,
+        )
+    )
+
+
+def _progress(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _show(info: DatasetInfo) -> None:
+    checksums = "not compared"
+    if info.checksums_verified:
+        checksums = "verified, " + (
+            "MNIST as published" if info.published else "the set's own SHA256SUMS"
+        )
+    click.echo(f"{info.name} is whole at {info.root / RAW}")
+    click.echo(f"  train images  {info.train_images:,}")
+    click.echo(f"  test images   {info.test_images:,}")
+    click.echo(f"  bytes         {info.bytes:,}")
+    click.echo(f"  checksums     {checksums}")

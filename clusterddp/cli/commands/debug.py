@@ -1,0 +1,110 @@
+"""`clusterddp debug`: the training entrypoint on this workstation, in one process or several."""
+
+import functools
+import os
+import shlex
+import time
+from typing import Any
+
+import click
+
+from clusterddp.cli.settings import SettingsCommand
+from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
+from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.ranks.from_flags import MOST_PROCS, START_METHODS
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run import attempt as attempts
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm import forms
+from clusterddp.submission.preflight import make_sure
+
+
+@click.command(cls=SettingsCommand, groups={"What it trains": list(TRAIN_OPTION_NAMES)})
+@functools.partial(train_options, settings=True)
+@click.option(
+    "--procs",
+    type=click.IntRange(1, MOST_PROCS),
+    default=1,
+    show_default=True,
+    envvar="CLUSTERDDP_PROCS",
+    help="Processes to train in; with 1 it is this very process, where breakpoints work.",
+)
+@click.option(
+    "--start-method",
+    type=click.Choice(START_METHODS),
+    show_default="exec",
+    envvar="CLUSTERDDP_START_METHOD",
+    help="How the processes begin: exec runs the command anew for each, the others are those of "
+    "torch.multiprocessing. With --procs 1 it makes that one a process of its own.",
+)
+@click.option(
+    "--run-name", metavar="NAME", show_default="debug-<time>", help="Name of the run's directory."
+)
+@click.option(
+    "--output-root",
+    metavar="DIR",
+    default="jobs",
+    show_default=True,
+    envvar="CLUSTERDDP_OUTPUT_ROOT",
+    help="Folder in which runs are kept.",
+)
+@click.option(
+    "--run-dir",
+    metavar="DIR",
+    show_default="OUTPUT_ROOT/RUN_NAME",
+    help="The run's directory itself; one that holds checkpoints is gone on with.",
+)
+def command(
+    procs: int,
+    start_method: str | None,
+    run_name: str | None,
+    output_root: str,
+    run_dir: str | None,
+    **options: Any,
+) -> int:
+    """Train here and now, without Slurm.
+
+    \b
+    clusterddp debug                 in this process: a breakpoint in the model stops there
+    clusterddp debug --procs 2       two ranks; rank 0 prints here, each has its log
+    """
+    from clusterddp.worker import workstation  # after --help, which needs no multiprocessing
+
+    config = config_from(options, click.get_current_context())
+    if run_dir is not None and run_name is not None:
+        raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
+    if run_dir == "":
+        raise RequestError("--run-dir is empty; leave it out to have a new directory made.")
+    name = time.strftime("debug-%Y%m%d-%H%M%S") if run_name is None else run_name
+    forms.run_name("--run-name", name)
+    path = os.path.abspath(run_dir or f"{output_root}/{name}")
+    make_sure(config, may_fetch=False)
+    with workstation.recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):
+        if procs > 1 or start_method:
+            code, failure = workstation.train(config, run, procs, start_method or "exec", _say)
+        else:
+            from clusterddp.worker.task import run_task
+
+            code, failure = run_task(config, run.path, DistEnv.from_environ({})), None
+        record(code, failure)
+        made = attempts.latest(run)
+        if code in (EXIT_PAUSED, EXIT_INTERRUPTED) and made and made.end.exists():
+            _say(f"clusterddp: go on with: {_again(config, run, procs, start_method)}")
+        return code
+
+
+def _again(config: TrainConfig, run: RunDir, procs: int, start_method: str | None) -> str:
+    """The command that goes on with a run from its newest checkpoint."""
+    usual = TrainConfig().to_argv()
+    more = [word for word in config.to_argv() if word not in usual]
+    shown = os.path.relpath(run.path)
+    path = shown if not shown.startswith("..") else str(run.path)
+    ranks = [f"--procs={procs}"] if procs > 1 else []
+    if start_method:
+        ranks.append(f"--start-method={start_method}")
+    return shlex.join(["clusterddp", "debug", *ranks, *more, f"--run-dir={path}"])
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)

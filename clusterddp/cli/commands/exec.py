@@ -1,0 +1,121 @@
+"""`clusterddp exec`: derives the distributed environment, exports it and becomes COMMAND.
+
+For a person's own srun line. Under `submit -- COMMAND` a small parent stays (`--run-dir`), which
+records the outcome.
+"""
+
+import os
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from clusterddp.errors import ClusterDDPError
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.ranks.slurm_step import JOB_ID
+from clusterddp.ranks.variables import shown_value
+
+
+class CommandNotFound(ClusterDDPError):
+    """COMMAND, or the interpreter in its first line, does not exist; a shell exits 127 too."""
+
+    exit_code = 127
+
+
+class CommandNotExecutable(ClusterDDPError):
+    """COMMAND exists and cannot be run; a shell exits 126 too."""
+
+    exit_code = 126
+
+
+@click.command(name="exec", context_settings={"allow_interspersed_args": False})
+@click.option("--run-dir", type=click.Path(path_type=Path), hidden=True)
+@click.option("--own-log", is_flag=True, hidden=True)
+@click.option("--attempt", type=int, hidden=True)
+@click.argument(
+    "argv", metavar="-- COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED
+)
+def command(run_dir: Path | None, own_log: bool, attempt: int | None, argv: tuple[str, ...]) -> int:
+    """Derive the distributed environment, export it and become COMMAND.
+
+    \b
+    srun clusterddp exec -- python train.py --lr 0.1
+
+    Exports RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NODE_RANK,
+    GROUP_* and ROLE_*, as torchrun does; 'clusterddp env' shows their values. Outside a Slurm step
+    and without torch's variables it is rank 0 of 1, with MASTER_PORT=0 (any free port) unless
+    MASTER_PORT is set; within a job, as in the shell of salloc, it says so.
+
+    Exit codes: COMMAND's own; 126 it cannot be run, 127 it was not found, 1 the variables
+    contradict each other, 2 a wrong request.
+    """
+    env = DistEnv.from_environ(os.environ)
+    environ = {**os.environ, **env.to_environ()}
+    job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")
+    if env.origin == "single" and job:
+        click.echo(
+            f"clusterddp: warning: this shell is in Slurm's job {shown_value(job)}, but in no step "
+            "of it: COMMAND is rank 0 of a world of one. For a rank in every task: "
+            f"srun clusterddp exec -- {shlex.join(argv)}",
+            err=True,
+        )
+    if run_dir is None:
+        become(argv, environ)
+
+    # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
+    from clusterddp.run.attempt import Attempt
+    from clusterddp.run.run_dir import RunDir
+    from clusterddp.run.task_error import ERROR_FILE_VARIABLE, Traces
+    from clusterddp.worker.supervise import redirect_output, supervise
+
+    if own_log:
+        redirect_output(run_dir, env)
+    if attempt is not None:  # an agent's own file is left to the agent, which reads it
+        own = Attempt(RunDir(run_dir.absolute()), attempt).error_file(env.rank)
+        environ.setdefault(ERROR_FILE_VARIABLE, str(own))
+    error_file = environ.get(ERROR_FILE_VARIABLE)
+    traces = Traces(Path(error_file) if error_file else None)
+
+    def child() -> int:
+        try:
+            become(argv, environ)
+        except CommandNotFound:
+            if "/" not in argv[0]:  # for the rank's log: too long for a list of runs
+                click.echo(f"clusterddp: PATH={environ.get('PATH', '')}", err=True)
+            raise
+
+    return supervise(run_dir, env, child, attempt=attempt, explain=traces.error)
+
+
+def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by argv, looked up on the PATH of `environ`.
+
+    Raises CommandNotFound or CommandNotExecutable, which carry a shell's exit codes.
+    """
+    program = argv[0]
+    if not program:
+        raise CommandNotFound("the command to run is empty: expected a program after '--'.")
+    # Python ignores these two, and what is ignored stays ignored in the new program.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    try:
+        os.execvpe(program, list(argv), dict(environ))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if "/" in program and Path(program).exists():
+            raise CommandNotFound(
+                f"{program!r} exists, but the interpreter in its first line does not; "
+                "correct the #! line, or name the interpreter: python SCRIPT."
+            ) from error
+        missing = "was not found" if "/" in program else "is not on PATH"
+        raise CommandNotFound(
+            f"{program!r} {missing}; give the name of a program or its path, and "
+            "arguments as separate words."
+        ) from error
+    except OSError as error:
+        raise CommandNotExecutable(
+            f"{program!r} cannot be run: {error.strerror}; expected a file with execute "
+            "permission that starts with #! or is a binary. For a script: python SCRIPT."
+        ) from error

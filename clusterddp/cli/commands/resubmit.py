@@ -1,0 +1,344 @@
+"""`clusterddp resubmit`: submits a run once more, in its own directory, to go on where it was."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from clusterddp import launchers
+from clusterddp.cli import run_argument
+from clusterddp.cli.request_options import REQUEST
+from clusterddp.cli.request_options import names as names_of
+from clusterddp.cli.settings import SettingsCommand
+from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, recipe_settings, train_options
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    CheckpointError,
+    RequestError,
+)
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.claim import claimed
+from clusterddp.run.progress import checkpoint_step
+from clusterddp.run.run_dir import RunDir
+from clusterddp.submission import code_renewal
+from clusterddp.submission.changed_request import (
+    changed_request,
+    check_changes,
+    check_ranks,
+    check_steps,
+    check_template,
+    recorded_script,
+)
+from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
+from clusterddp.submission.renewed_records import submit_again
+from clusterddp.submission.resubmittable import check_directory, check_state
+
+F = TypeVar("F", bound=Any)
+
+_ASKED = "What Slurm is asked for"
+_INTERRUPTED = "When it is interrupted"
+_TRAINED = "What the tasks train"
+_KEPT = "Where it is kept"
+# What a run keeps for good: it belongs to the script's own lines, which are edited there.
+_FIXED = {"sbatch", "omit-directive", "output-root"}
+_TRAIN_NAMES = tuple(name for name in TRAIN_OPTION_NAMES if name != "resume")
+"""A run goes on from its own checkpoints, which come before those of another run."""
+
+
+def _request_names() -> dict[str, list[str]]:
+    """The options of `submit` that are taken here too, by the sections of --help."""
+    return {
+        title: [name for name in REQUEST[title] if name not in _FIXED]
+        for title in (_ASKED, _INTERRUPTED, _KEPT)
+    }
+
+
+class ResubmitCommand(SettingsCommand):
+    """Takes its options from the command line alone: whatever is not typed stays as recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for parameter in self.params:
+            if parameter.name in _TRAIN_NAMES and isinstance(parameter, click.Option):
+                parameter.default, parameter.show_default = None, False
+        self.params = [one for one in self.params if one.name != "resume"]
+
+    def _load_defaults(self, ctx: click.Context, args: list[str]) -> None:
+        super()._load_defaults(ctx, args)
+        kept = {k: v for k, v in (ctx.default_map or {}).items() if k == "output_root"}
+        ctx.default_map = kept
+
+
+def _request_options(function: F) -> F:
+    for title, names in reversed(_request_names().items()):
+        for name in reversed(names):
+            settings = {k: v for k, v in REQUEST[title][name].items() if k != "flag"}
+            settings |= {"default": None, "show_default": False}
+            add = click.option(*names_of(name, REQUEST[title][name]), **settings)
+            function = add(function)
+    return function
+
+
+@click.command(
+    name="resubmit",
+    cls=ResubmitCommand,
+    groups={
+        **{
+            title: [name.replace("-", "_") for name in names]
+            for title, names in _request_names().items()
+            if title != _KEPT
+        },
+        _TRAINED: list(_TRAIN_NAMES),
+    },
+    epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
+    "75 it was stopped and can go on, 130 interrupted.",
+)
+@click.argument("run", type=run_argument.RUN)
+@_request_options
+@functools.partial(train_options, settings=False)
+@click.option(
+    "--template-dir",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder of your own templates, where the run was submitted with one and options change.",
+)
+@click.option(
+    "--code",
+    type=click.Choice(["kept", "new"]),
+    default="kept",
+    show_default=True,
+    help="The code that RUN uses: its copy, kept from the submission, or this folder as it is now.",
+)
+@click.option(
+    "--snapshot-limit",
+    metavar="MB",
+    type=float,
+    show_default="50, or twice the former copy",
+    help="Most megabytes that a new copy of the code may have.",
+)
+@click.option(
+    "--from-scratch",
+    is_flag=True,
+    help="Begin at step 0 again: the run's checkpoints are given up, or are gone.",
+)
+@click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
+@click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
+@run_argument.output_root_option
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    run: str,
+    template_dir: Path | None,
+    code: str,
+    snapshot_limit: float | None,
+    dry_run: bool,
+    wait: bool,
+    output_root: Path,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Submit RUN once more: it goes on from its last checkpoint, in its own directory.
+
+    RUN is a run's name, job id or directory. Its script is sent as it stands, unless options are
+    given: those replace the recorded ones, and an empty value drops one (--dependency ''). Nothing
+    is taken from variables or site.cfg. The starts that --max-requeues caps are counted anew.
+
+    It runs its copy of your code, and says in what the folder differs by now; --code new takes the
+    folder instead, with what a COMMAND has written in its copy. A changed option that decides the
+    weights, or changed code of a run without a copy, is refused with the difference shown, unless
+    --allow-changed.
+
+    A run that has saved checkpoints, and can go on from none of them any more, begins at step 0
+    only with --from-scratch.
+    """
+    if dry_run and wait:
+        raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
+    found = RunDir(run_argument.find_run(output_root, run).path.absolute())
+    template_dir = template_dir and template_dir.absolute()  # ahead of going to the run's folder
+    given = {
+        name: value
+        for name, value in options.items()
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    }
+    if dry_run:
+        before, after = _requests(ctx, found, given)
+        check_changes(found, before, after, bool(given.get("allow_changed")), code)
+        script, _ = _script(found, before, after, template_dir, given)
+        if after.train:
+            find_own_functions(
+                after.train, code=_own_code(found, code), elsewhere=in_another_python(after)
+            )
+        _source(found, after, given)
+        _print_dry_run(after, script, as_json)
+        return EXIT_DONE
+    with claimed(found, _say) as claim, contextlib.ExitStack() as stack:
+        code_renewal.mend(found)
+        before, after = _requests(ctx, found, given)
+        check_state(found, before, after)
+        check_changes(found, before, after, bool(given.get("allow_changed")), code)
+        script, launcher = _script(found, before, after, template_dir, given)
+        source = _source(found, after, given)
+        _check_inputs(found, after, code, source)
+        code_changes: list[str] = []
+        if code == "new":
+            renewal = code_renewal.renewed(after, found, snapshot_limit, _say)
+            code_changes = stack.enter_context(renewal)
+        submission = submit_again(
+            claim, before, after, script, launcher, code_changes,
+            from_scratch=bool(given.get("from_scratch")),
+        )  # fmt: skip
+    return _follow_up(found, after, submission, source, wait, as_json)
+
+
+def _requests(ctx: click.Context, run: RunDir, given: Mapping[str, Any]) -> tuple[JobSpec, JobSpec]:
+    """The recorded request, and the one that is made now; raises RequestError or UsageError."""
+    before = run.load_spec()
+    _go_to_its_folder(run)
+    check_directory(run, before)
+    given = dict(given)
+    allow_changed = bool(given.pop("allow_changed", False))
+    if given.pop("from_scratch", False) and before.train is None:
+        raise click.UsageError(
+            f"--from-scratch belongs to the MNIST training, but {run.name} runs a command, which "
+            "begins where it likes.",
+            ctx,
+        )
+    trained = {name: value for name, value in given.items() if name in _TRAIN_NAMES}
+    if trained and before.train is None:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in trained)
+        raise click.UsageError(
+            f"{flags} belongs to the MNIST training, but {run.name} runs a command.", ctx
+        )
+    trained = {**recipe_settings(trained.get("recipe", "")), **trained}
+    return before, changed_request(before, given, trained, allow_changed)
+
+
+def _script(
+    run: RunDir,
+    before: JobSpec,
+    after: JobSpec,
+    template_dir: Path | None,
+    given: Mapping[str, Any],
+) -> tuple[str, launchers.Launcher]:
+    """The script that is sent, the recorded one where nothing was changed, and its launcher."""
+    if not given.get("from_scratch"):
+        check_steps(run, after)
+        check_ranks(run, after)
+    launcher = launchers.load(after.launcher)
+    if after == before and run.script.is_file():
+        return recorded_script(run), launcher
+    check_template(run, before, launcher, template_dir, bool(given.get("allow_changed")))
+    return launcher.prepare(after, template_dir), launcher
+
+
+def _say(line: str) -> None:
+    click.echo(f"clusterddp: {line}", err=True)
+
+
+def _go_to_its_folder(run: RunDir) -> None:
+    """Submit from where the run was submitted first: a command's relative paths start there."""
+    folders = [event.get("folder") for event in run.read_events()]
+    folder = next((str(one) for one in folders if one), "")
+    if folder and folder != str(Path.cwd()):
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            raise RequestError(
+                f"{run.name} was submitted from {folder}, which cannot be entered: "
+                f"{error.strerror}. Put that folder back, or submit a new run."
+            ) from None
+
+
+def _source(run: RunDir, spec: JobSpec, given: Mapping[str, Any]) -> Path | None:
+    """The checkpoint from which the run will go on, found as its ranks will find it; None for none.
+
+    Raises RequestError where they would not begin.
+    """
+    if spec.train is None or given.get("from_scratch"):
+        return None
+    from clusterddp.checkpoints import catalog
+
+    try:
+        return catalog.source(run, _say)
+    except CheckpointError as error:
+        raise RequestError(str(error)) from None
+
+
+def _check_inputs(run: RunDir, spec: JobSpec, code: str, source: Path | None) -> None:
+    for name in spec.pass_environment:
+        if name not in os.environ:
+            raise RequestError(
+                f"{name} is not set here, and the run passes it by name from where you submit; "
+                "set it."
+            )
+    if spec.train:
+        resume = "" if source else spec.train.resume  # its own come first
+        make_sure(
+            dataclasses.replace(spec.train, resume=resume),
+            may_fetch=True,
+            code=_own_code(run, code),
+            elsewhere=in_another_python(spec),
+            world_size=spec.world_size,
+        )
+
+
+def _own_code(run: RunDir, code: str) -> Path | None:
+    """The copy of the code that the run uses; None where it uses the folder as it is."""
+    return run.code if run.code.is_dir() and code == "kept" else None
+
+
+def _print_dry_run(spec: JobSpec, script: str, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"run": spec.run_name, "run_dir": spec.run_dir, "script": script}))
+    else:
+        click.echo(script, nl=False)
+
+
+def _follow_up(
+    run: RunDir,
+    spec: JobSpec,
+    submission: launchers.Submission,
+    source: Path | None,
+    wait: bool,
+    as_json: bool,
+) -> int:
+    """Say what was done, and follow the run where that is asked for or needed."""
+    fields = {"run": spec.run_name, "run_dir": spec.run_dir, "job_id": submission.job_id}
+    following = wait or submission.stop is not None
+    if not as_json:
+        where = _goes_on(spec.train, source) if spec.train else "starts its command again"
+        click.echo(
+            f"submitted {run.name} again as job {submission.job_id}: {spec.layout}; it {where}\n"
+            f"  status  clusterddp status {run.shown}\n"
+            f"  logs    clusterddp logs -f {run.shown}"
+        )
+    elif not following:
+        click.echo(json.dumps(fields))
+    if not following:
+        return EXIT_DONE
+    from clusterddp.run.follow import follow
+
+    code = follow(run, lines=0, goes_on=not submission.stop, to_stderr=as_json)
+    if submission.stop:
+        if code == EXIT_INTERRUPTED:
+            click.echo(f"clusterddp: {run.name}: cancelling", err=True)
+        submission.stop()
+    if as_json:
+        click.echo(json.dumps({**fields, "exit_code": code}))
+    return code
+
+
+def _goes_on(config: TrainConfig, source: Path | None) -> str:
+    if source:
+        return f"goes on from step {checkpoint_step(source)}"
+    return f"starts from {config.resume}" if config.resume else "starts from the beginning"

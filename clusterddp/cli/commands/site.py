@@ -1,0 +1,83 @@
+"""`clusterddp site`: every setting in force, and where it came from."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from clusterddp.cli import settings
+from clusterddp.cli.commands import submit
+from clusterddp.cli.commands.templates import SHIPPED
+from clusterddp.cli.job_spec import job_spec
+from clusterddp.errors import RequestError
+from clusterddp.request.site import Site
+
+
+@click.command()
+@click.option("--site", metavar="FILE", help="The site.cfg to use.")
+@click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(site: str | None, cluster: str | None, as_json: bool) -> None:
+    """Show each setting in force and where it came from.
+
+    site.cfg is looked for at --site, $CLUSTERDDP_SITE, ./site.cfg, the user's config folder
+    (~/.config/clusterddp/site.cfg) and /etc/clusterddp/site.cfg; the first that is there is used.
+
+    Exit codes: 0 a submission takes these settings as they are, 2 it would refuse one of them.
+    """
+    args = [f"--{k}={v}" for k, v in (("site", site), ("cluster", cluster)) if v]
+    try:
+        ctx = submit.command.make_context("submit", args)
+    except click.UsageError as error:
+        raise RequestError(error.format_message()) from None
+    assert isinstance(ctx.obj, Site)
+    names = sorted(settings.setting_names())
+    rows = {name: _row(ctx, name.replace("-", "_")) for name in names}
+    if as_json:
+        environment = dict(ctx.obj.environment)
+        path = str(ctx.obj.path) if ctx.obj.path else None
+        click.echo(
+            json.dumps({"site": path, "settings": rows, "environment": environment}, indent=2)
+        )
+    else:
+        _print_table(ctx.obj, rows)
+    _check(ctx)
+
+
+def _check(ctx: click.Context) -> None:
+    """Refuse what a submission with these settings would refuse, naming where it came from."""
+    with settings.naming_sources(ctx):
+        spec = job_spec(ctx, "site", ctx.params)
+        folder = submit.template_folder(ctx.params)
+        if spec.template in SHIPPED or (folder and (folder / spec.template).is_file()):
+            return
+        raise RequestError(
+            f"--template: {spec.template!r} is not found; shipped are {', '.join(SHIPPED)}."
+        )
+
+
+def _print_table(site: Site, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    click.echo(f"site.cfg: {site.path or 'none found'}")
+    if site.clusters:
+        click.echo(f"clusters: {', '.join(site.clusters)}")
+    width = max(map(len, rows))
+    values = max(len(_shown(row["value"])) for row in rows.values())
+    for name, row in rows.items():
+        click.echo(f"{name:{width}}  {_shown(row['value']):{min(values, 40)}}  {row['source']}")
+    for variable, value in site.environment.items():
+        click.echo(f"{variable}={value}  {site.path} [environment]")
+
+
+def _row(ctx: click.Context, name: str) -> dict[str, Any]:
+    value = ctx.params[name]
+    return {
+        "value": list(value) if isinstance(value, tuple) else value,
+        "source": settings.source(ctx, name),
+    }
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == []:
+        return "-"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,99 @@
+"""`clusterddp status`: how one run is doing, and what to type next."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import click
+
+from clusterddp.cli import run_argument
+from clusterddp.cli.settings import SettingsCommand
+from clusterddp.run import formatting
+from clusterddp.run.state import STOPPED
+from clusterddp.run.status import RunStatus
+
+_WIDTH = len("checkpoint") + 2
+_MOST_REASONS = 5
+
+
+@click.command(name="status", cls=SettingsCommand)
+@click.argument("run", type=run_argument.RUN, required=False, metavar="[RUN]")
+@run_argument.output_root_option
+@run_argument.JSON_OPTION
+def command(run: str | None, output_root: Path, as_json: bool) -> None:
+    """Show how RUN is doing: a run's name, job id or directory; the latest run without one.
+
+    States: created (nothing submitted), queued, running, done, failed, cancelled, stopped (it can
+    go on from its last checkpoint, but does not by itself), unknown (the job recorded no end, and
+    Slurm cannot say or no longer knows).
+
+    Exit codes: 0 whenever it could tell, however the run ended; 2 there is no such run.
+    """
+    [status] = run_argument.statuses([run_argument.find_run(output_root, run)])
+    if as_json:
+        click.echo(run_argument.as_json(dataclasses.asdict(status)))
+    else:
+        click.echo(describe(status))
+
+
+def describe(status: RunStatus) -> str:
+    """The status as lines of `label  value`; what is not known is left out."""
+    state = f"{status.state}: {status.detail}" if status.detail else status.state
+    lines = [("run", status.name), ("state", state)]
+    if status.first_failure:
+        lines.append(("failure", status.first_failure.replace("\n", f"\n{' ' * _WIDTH}")))
+    if status.exit_code and status.state != STOPPED:
+        lines.append(("exit code", str(status.exit_code)))
+    if status.job_id:
+        launcher = f" ({status.launcher})" if status.launcher else ""
+        lines.append(("job", f"{status.array_element or status.job_id}{launcher}"))
+    if status.restarts or (status.attempt or 1) > 1:
+        lines.append(("attempt", _attempt(status)))
+    if status.layout:
+        lines.append(("asked", status.layout))
+    if status.hosts:
+        more = f" and {len(status.hosts) - 8} more" if len(status.hosts) > 8 else ""
+        lines.append(("hosts", " ".join(status.hosts[:8]) + more))
+    for label, when in (
+        ("submitted", status.submitted_time),
+        ("started", status.started_time),
+        ("ended", status.ended_time),
+    ):
+        if when:
+            shown = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+            if label == "started" and status.elapsed_seconds is not None:
+                shown += f", took {run_argument.duration(status.elapsed_seconds)}"
+                if not status.has_ended:
+                    shown = shown.replace(", took", ", running for")
+            lines.append((label, shown))
+    progress = [
+        f"{label} {value:{form}}"
+        for label, value, form in (
+            ("step", status.step, "d"),
+            ("epoch", status.epoch, "d"),
+            ("loss", status.loss, ".4f"),
+            ("accuracy", status.accuracy, ".4f"),
+        )
+        if value is not None
+    ]
+    if progress:
+        lines.append(("progress", ", ".join(progress)))
+    if status.checkpoint_step is not None:
+        age = run_argument.duration(time.time() - (status.checkpoint_time or 0.0))
+        lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
+    lines += [("warning", text) for text in status.warnings]
+    lines.append(("files", status.directory))
+    if status.next_command:
+        lines.append(("next", status.next_command))
+    return "\n".join(f"{label:<{_WIDTH}}{formatting.clean(value)}" for label, value in lines)
+
+
+def _attempt(status: RunStatus) -> str:
+    """`3 (2 requeues: time limit, node lost or killed)`."""
+    number = str(status.attempt) if status.attempt is not None else str(status.restarts + 1)
+    if not status.restarts:
+        return number
+    times = f"{status.restarts} {'requeue' if status.restarts == 1 else 'requeues'}"
+    shown = status.restart_reasons[-_MOST_REASONS:]
+    more = "…, " if len(shown) < len(status.restart_reasons) else ""
+    return f"{number} ({times}{': ' if shown else ''}{more}{', '.join(shown)})"

@@ -1,0 +1,173 @@
+"""`clusterddp submit`: render, check, make the run's directory, submit."""
+
+import functools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clusterddp import launchers
+from clusterddp.cli import request_options, sbatch_variables, settings, startup
+from clusterddp.cli.commands.templates import SHIPPED
+from clusterddp.cli.job_spec import job_spec
+from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, train_options
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    RequestError,
+)
+from clusterddp.request.spec import JobSpec
+from clusterddp.run.run_dir import RunDir
+
+
+class SubmitCommand(settings.SettingsCommand):
+    """Takes what stands behind `--` as the COMMAND, untouched."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        cut = args.index("--") if "--" in args else len(args)
+        ctx.meta["command"] = tuple(args[cut + 1 :])
+        if cut < len(args) and not args[cut + 1 :]:
+            raise click.UsageError("there is no COMMAND behind '--'.", ctx)
+        try:
+            return super().parse_args(ctx, args[:cut])
+        except click.NoSuchOption as error:
+            ours = request_options.IN_PLACE_OF.get(error.option_name)
+            if ours is None:
+                raise
+            message = f"{error.option_name} is sbatch's; here it is {ours}."
+            raise click.UsageError(message, ctx) from None
+        except click.UsageError as error:
+            if type(error) is click.UsageError and "unexpected extra argument" in error.message:
+                message = (
+                    f"{error.message}. A COMMAND stands behind '--': submit [OPTIONS] -- COMMAND…"
+                )
+                raise click.UsageError(message, ctx) from None
+            raise
+
+
+@click.command(
+    cls=SubmitCommand,
+    options_metavar="[OPTIONS] [-- COMMAND…]",
+    groups={
+        **request_options.groups(),
+        "What the tasks train (without a COMMAND)": list(TRAIN_OPTION_NAMES),
+    },
+    epilog="Precedence: flag, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this shell, "
+    "site.cfg, --recipe, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
+    "75 it was stopped and can go on, 130 interrupted.",
+)
+@request_options.request_options
+@functools.partial(train_options, settings=True)
+@click.option("--run-name", metavar="NAME", help="Name of the run; made up when absent.")
+@click.option("--site", metavar="FILE", help="The site.cfg to use.")
+@click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
+@click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
+@click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    run_name: str | None,
+    site: str | None,  # noqa: ARG001 -- read ahead of the other options, see SettingsCommand
+    cluster: str | None,  # noqa: ARG001
+    dry_run: bool,
+    wait: bool,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Render an sbatch script, check it, and submit it as a run.
+
+    Trains MNIST on every task, or runs COMMAND there with RANK, WORLD_SIZE, MASTER_ADDR … set.
+    """
+    for name in sbatch_variables.left_out(os.environ):
+        click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
+    if run_name == "":
+        raise RequestError("--run-name is empty; leave it out to have one made up.")
+    if dry_run and wait:
+        raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
+    with settings.naming_sources(ctx):
+        spec = job_spec(ctx, run_name or _made_up_name(), options)
+    script = launchers.load(spec.launcher).prepare(spec, template_folder(options))
+    if dry_run:
+        if spec.uses_own_code:
+            from clusterddp.submission import submit
+
+            submit.check_own_code(spec, _say)
+        if not run_name:
+            click.echo(f"run name: {spec.run_name}", err=True)
+        if as_json:
+            _print_json(spec, script=script)
+        else:
+            click.echo(script, nl=False)
+        return EXIT_DONE
+    startup.go_on()
+    from clusterddp.submission import submit  # what follows has no part in a dry run
+
+    try:
+        run, submission = submit.submit(
+            spec, script, snapshot_limit_mb=options["snapshot_limit"], say=_say,
+            check=options["check"],
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    following = wait or submission.stop is not None
+    if not as_json:
+        _announce(spec, run, submission)
+    elif not following:
+        _print_json(spec, job_id=submission.job_id)
+    if not following:
+        return EXIT_DONE
+    from clusterddp.run.follow import follow
+
+    code = follow(run, goes_on=not submission.stop, to_stderr=as_json)
+    if submission.stop:
+        if code == EXIT_INTERRUPTED:
+            click.echo(f"clusterddp: {run.name}: cancelling", err=True)
+            submission.stop()
+            click.echo(f"clusterddp: {run.name}: cancelled", err=True)
+        submission.stop()
+    if as_json:
+        _print_json(spec, job_id=submission.job_id, exit_code=code)
+    return code
+
+
+def _made_up_name() -> str:
+    return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+
+
+def template_folder(options: dict[str, Any]) -> Path | None:
+    """The folder of a person's own templates; it must be there when it was named."""
+    path = Path(options["template"])
+    if "/" in options["template"] and not path.is_file():
+        raise RequestError(f"--template: {options['template']!r} is no file.")
+    if "/" in options["template"] or (path.is_file() and path.name not in SHIPPED):
+        return path.parent
+    if options["template_dir"] is None:
+        return None
+    folder = Path(options["template_dir"])
+    if not folder.is_dir():
+        raise RequestError(f"--template-dir: {options['template_dir']!r} is no folder.")
+    return folder
+
+
+def _say(line: str) -> None:
+    click.echo(f"clusterddp: {line}", err=True)
+
+
+def _announce(spec: JobSpec, run: RunDir, submission: launchers.Submission) -> None:
+    click.echo(
+        f"submitted {spec.run_name} as job {submission.job_id}: {spec.layout}\n"
+        f"  files   {spec.run_dir}\n"
+        f"  status  clusterddp status {run.shown}\n"
+        f"  logs    clusterddp logs -f {run.shown}\n"
+        f"  cancel  clusterddp cancel {run.shown}"
+    )
+
+
+def _print_json(spec: JobSpec, **fields: Any) -> None:
+    import json
+
+    click.echo(json.dumps({"run": spec.run_name, "run_dir": spec.run_dir, **fields}))

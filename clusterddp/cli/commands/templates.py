@@ -1,0 +1,87 @@
+"""`clusterddp templates`: list, show and copy out the shipped sbatch templates."""
+
+import shlex
+from pathlib import Path
+
+import click
+
+from clusterddp.errors import RequestError
+
+SHIPPED = {
+    "ddp.sbatch.j2": "one srun task per rank (the default)",
+    "torchrun.sbatch.j2": "one torchrun agent per node, which starts that node's ranks",
+}
+
+
+_ENDINGS = ("", ".sbatch.j2", ".j2")
+
+
+def full_name(template: str, folder: Path | None = None) -> str:
+    """The file name of a template: `torchrun` is `torchrun.sbatch.j2`.
+
+    A template of the person's own folder comes before a shipped one; any other name stays as it is.
+    """
+    own = (template + ending for ending in _ENDINGS if folder and template)
+    if name := next((name for name in own if folder and (folder / name).is_file()), None):
+        return name
+    return next((name for name in SHIPPED if name.split(".")[0] == template), template)
+
+
+class ShippedName(click.Choice):  # type: ignore[type-arg] # its type is no parameter before click 8.2
+    """A shipped template, by its file name or short: `torchrun`."""
+
+    def __init__(self) -> None:
+        super().__init__(list(SHIPPED))
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(super().convert(full_name(value), param, ctx))
+
+
+NAME = ShippedName()
+
+
+@click.group()
+def command() -> None:
+    """List, show or copy the sbatch templates.
+
+    A template of your own can start with {% extends "shipped/ddp.sbatch.j2" %} and replace single
+    blocks (directives, environment, setup, launch, teardown); use it with --template FILE.
+    """
+
+
+@command.command("list")
+def list_templates() -> None:
+    """List the shipped templates."""
+    for name, summary in SHIPPED.items():
+        click.echo(f"{name:22} {summary}")
+
+
+@command.command()
+@click.argument("name", type=NAME)
+def show(name: str) -> None:
+    """Print a shipped template."""
+    click.echo(_read(name), nl=False)
+
+
+@command.command()
+@click.argument("name", type=NAME)
+@click.argument("target", type=click.Path(path_type=Path), default=Path())
+def copy(name: str, target: Path) -> None:
+    """Copy a shipped template to TARGET, a folder or a new file, to change it."""
+    path = target / name if target.is_dir() else target
+    try:
+        with path.open("x") as file:
+            file.write(_read(name))
+    except FileExistsError:
+        raise RequestError(f"{path} exists already; it is left as it is.") from None
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}.") from None
+    click.echo(path)
+    given = str(path) if "/" in str(path) else f"./{path}"  # a bare name is that of a shipped one
+    click.echo(f"use it with --template {shlex.quote(given)}", err=True)
+
+
+def _read(name: str) -> str:
+    from clusterddp.launchers.script import shipped_folder
+
+    return (shipped_folder() / name).read_text()

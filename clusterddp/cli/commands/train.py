@@ -1,0 +1,105 @@
+"""`clusterddp train`: what every task of a run executes; also by hand and under torchrun."""
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clusterddp.cli import startup
+from clusterddp.cli.train_options import config_from, train_options
+from clusterddp.ranks import from_flags
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.training import stop
+
+
+@click.command()
+@functools.partial(train_options, settings=False)
+@click.option(
+    "--run-dir",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    show_default="jobs/train-<time>",
+    help="Where metrics, checkpoints, the report and each rank's outcome go.",
+)
+@click.option("--rank", type=int, help="This rank, where ranks are started by hand; from 0.")
+@click.option("--world-size", type=int, help="How many ranks are started by hand.")
+@click.option(
+    "--master-addr",
+    metavar="HOST",
+    show_default="127.0.0.1",
+    help="The host of rank 0, where ranks are started by hand.",
+)
+@click.option("--master-port", type=int, help="A free port of that host, the same for all ranks.")
+@click.option(
+    "--local-world-size",
+    type=int,
+    show_default="all ranks",
+    help="Ranks on each host, where those that are started by hand are on several.",
+)
+@click.option(
+    "--local-rank",
+    type=int,
+    show_default="from --rank, host by host",
+    help="This rank among those of its host.",
+)
+@click.option("--own-log", is_flag=True, hidden=True)
+@click.option("--attempt", type=int, hidden=True)
+@click.option("--signal-lead", type=int, default=0, hidden=True)
+def command(
+    run_dir: Path | None,
+    rank: int | None,
+    world_size: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+    local_world_size: int | None,
+    local_rank: int | None,
+    own_log: bool,
+    attempt: int | None,
+    signal_lead: int,
+    **options: Any,
+) -> int:
+    """Train as one rank, which this process learns from its environment, or from --rank.
+
+    \b
+    srun clusterddp train                                      ranks from Slurm's variables
+    torchrun --nproc-per-node 2 --no-python clusterddp train   ranks from torchrun's
+    clusterddp train --rank 0 --world-size 2 --master-port N   by hand: --rank 1 in another shell
+    clusterddp train                                           a single process
+
+    A run directory that holds checkpoints is gone on with, from its newest.
+    """
+    config = config_from(options, click.get_current_context())
+    env = from_flags.from_flags(
+        rank, world_size, master_addr, master_port, local_rank, local_world_size
+    )
+    if env:
+        from_flags.check_address(env.master_addr)
+        for name in from_flags.foreign(os.environ):  # of a job in whose shell it was typed
+            del os.environ[name]
+        if env.world_size > 1:
+            click.echo(
+                f"clusterddp: rank {env.rank} waits up to {config.rendezvous_timeout} s for all "
+                f"{env.world_size} at {env.master_addr}:{env.master_port}",
+                err=True,
+            )
+    else:
+        env = DistEnv.from_environ(os.environ)
+
+    def child() -> int:
+        from clusterddp.worker.task import run_task
+
+        return run_task(config, run_dir, env, attempt=attempt, signal_lead=signal_lead)
+
+    if run_dir is None:
+        code = child()
+        startup.done()  # the process group is gone, and torch is slow to take apart
+        return code
+    run_dir = run_dir.absolute()
+
+    from clusterddp.worker.supervise import redirect_output, supervise
+
+    if own_log:
+        redirect_output(run_dir, env)
+    return supervise(run_dir, env, child, attempt=attempt, listen=stop.requested.listen)

@@ -1,0 +1,1 @@
+"""Datasets: MNIST, synthetic digits and a user's own, their files and their loading."""

@@ -1,0 +1,238 @@
+"""How MNIST comes to its place: fetched from its mirrors, or imported from a folder or archive.
+
+Either way it is made in a draft folder (`data_draft`), and checked there.
+"""
+
+import contextlib
+import gzip
+import http.client
+import io
+import lzma
+import os
+import socket
+import sys
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePath, PurePosixPath
+from typing import IO
+
+from clusterddp.data import idx
+from clusterddp.data.mnist import (
+    PUBLISHED,
+    DatasetInfo,
+    Progress,
+    check,
+    check_at,
+    folder,
+    missing_files,
+    ways,
+)
+from clusterddp.data.staging import DRAFT_PREFIX, draft_beside, put_into_place
+from clusterddp.errors import DataError
+
+# A mirror that does not answer: torchvision itself would wait for the kernel's two minutes a try.
+_NETWORK_TIMEOUT_SECONDS = 30
+# More than any MNIST-shaped set has in a file; what a small archive can unpack to is not bounded.
+_LARGEST_FILE_BYTES = 1 << 30
+_UNREADABLE = (OSError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError)
+
+
+def fetch(data_dir: str, progress: Progress) -> DatasetInfo:
+    """Download MNIST from torchvision's mirrors, verify it and put it into place.
+
+    A whole set that is there already is left as it is. Raises DataError with the other ways when
+    the mirrors cannot be reached, what came is not MNIST, or the folder cannot be written.
+    """
+    root = folder("mnist", data_dir)
+    if not missing_files(root):
+        progress(f"{root / idx.RAW} holds the set already; checking it")
+        return check("mnist", data_dir, checksums=True)
+    with draft_beside(root) as draft:
+        progress(f"fetching MNIST into {root / idx.RAW}")
+        _download(draft, data_dir)
+        for archive in (draft / idx.RAW).glob("*.gz"):
+            archive.unlink()
+        try:
+            check_at("mnist", draft, checksums=True)
+        except DataError as fault:
+            raise DataError(
+                f"what the mirrors sent is not MNIST: {fault} Try again, or:\n"
+                f"{ways('mnist', data_dir, may_fetch=False)}"
+            ) from None
+        idx.write_sums(draft / idx.RAW, "MNIST as published")
+        put_into_place(draft, root)
+    return check("mnist", data_dir, checksums=True)
+
+
+def _download(draft: Path, data_dir: str) -> None:
+    try:
+        from torchvision import datasets
+    except ImportError as error:
+        raise DataError(
+            f"fetching needs torchvision, which cannot be imported: {error}. Install it "
+            f"(python -m pip install torchvision), or:\n{ways('mnist', data_dir, may_fetch=False)}"
+        ) from None
+    patience = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_NETWORK_TIMEOUT_SECONDS)
+    try:
+        with (
+            contextlib.nullcontext() if _wants_bars() else contextlib.redirect_stderr(io.StringIO())
+        ):
+            datasets.MNIST(root=str(draft), download=True)
+    except (RuntimeError, OSError, http.client.HTTPException) as error:
+        reason = "\n".join(f"  {line}" for line in str(error).splitlines() if line.strip())
+        raise DataError(
+            f"MNIST could not be fetched:\n{reason or repr(error)}\nCompute nodes often have no "
+            "way to the internet: fetch on a login node, or:\n"
+            f"{ways('mnist', data_dir, may_fetch=False)}"
+        ) from None
+    finally:
+        socket.setdefaulttimeout(patience)
+
+
+def _wants_bars() -> bool:
+    """torchvision draws its progress bars wherever stderr leads to."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+
+
+def import_from(source: Path, data_dir: str, progress: Progress) -> DatasetInfo:
+    """Take the four IDX files out of a folder or tar archive, wherever in it they are.
+
+    They may be gzipped, and named `train-images.idx3-ubyte` or `train-images-idx3-ubyte`.
+    A set other than the published MNIST is taken too; its digests are recorded beside it.
+    Raises DataError when files are missing, ambiguous or damaged, or when another set is in place.
+    """
+    root = folder("mnist", data_dir)
+    with draft_beside(root) as draft:
+        raw = draft / idx.RAW
+        try:
+            with _offered(source) as offers:
+                for name, offer in _choose(offers).items():
+                    progress(f"reading {offer.path}")
+                    _copy(offer, raw / name)
+            idx.inspect(raw)
+            idx.check_labels(raw)
+        except DataError as fault:
+            raise DataError(f"nothing was imported from {source}: {fault}") from None
+        published = all(idx.digest(raw / name) == PUBLISHED[name] for name in idx.FILES)
+        if not published:
+            progress("this is not MNIST as published; its own digests are recorded beside it")
+        idx.write_sums(raw, "MNIST as published" if published else "imported from elsewhere")
+        put_into_place(draft, root)
+    return check("mnist", data_dir, checksums=True)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """One of the four files in some form: where it lies in the source, and how to read it."""
+
+    path: PurePath
+    open: Callable[[], IO[bytes]]
+
+
+@contextmanager
+def _offered(source: Path) -> Iterator[list[_Offer]]:
+    """All files of the source whose names are known; archive members are only ever streamed."""
+    if os.path.isdir(source):  # noqa: PTH112 -- answers where Path's raises: no permission
+        offers = []
+        for place, folders, names in os.walk(source, onerror=_refuse):
+            folders[:] = sorted(name for name in folders if not name.startswith(DRAFT_PREFIX))
+            for path in (Path(place, name) for name in sorted(names)):
+                # os.path's isfile answers where Path's raises; it keeps a pipe from blocking us.
+                if idx.standard_name(path.name) and os.path.isfile(path):  # noqa: PTH113
+                    offers.append(_Offer(path, _opener(path)))
+        yield offers
+        return
+    try:
+        archive = tarfile.open(source)  # noqa: SIM115 -- closed below; its errors are told apart
+        members = archive.getmembers()
+    except _UNREADABLE as error:
+        raise DataError(
+            f"it is no folder and cannot be read as a tar archive ({_words(error)}). "
+            "Give a folder, or a .tar, .tar.gz or .tgz file; unpack other archives first."
+        ) from None
+    with archive:
+        # Only regular files: a link or device could lead out of the archive.
+        yield [
+            _Offer(PurePosixPath(member.name), _member_opener(archive, member))
+            for member in members
+            if member.isreg() and idx.standard_name(PurePosixPath(member.name).name)
+        ]
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"{error.filename} cannot be read: {_words(error)}.")
+
+
+def _opener(path: Path) -> Callable[[], IO[bytes]]:
+    return lambda: path.open("rb")
+
+
+def _member_opener(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Callable[[], IO[bytes]]:
+    def open_member() -> IO[bytes]:
+        stream = archive.extractfile(member)
+        assert stream is not None  # only a member that is no regular file gives None
+        return stream
+
+    return open_member
+
+
+def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
+    """One offer for each of the four files; raises DataError where that is not clear.
+
+    A folder with all four wins over files that are spread out, and plain files over gzipped ones.
+    """
+    folders: dict[PurePath, dict[str, _Offer]] = {}
+    spread: dict[str, list[_Offer]] = {}
+    for offer in sorted(offers, key=lambda offer: offer.path.suffix != ".gz"):
+        name = str(idx.standard_name(offer.path.name))
+        folders.setdefault(offer.path.parent, {})[name] = offer  # the plain one comes last
+    for found in folders.values():
+        for name, offer in found.items():
+            spread.setdefault(name, []).append(offer)
+    complete = {place: found for place, found in folders.items() if len(found) == len(idx.FILES)}
+    if len(complete) > 1:
+        places = ", ".join(sorted(str(place) for place in complete))
+        raise DataError(f"it holds several sets, in {places}. Give the folder of one of them.")
+    if complete:
+        return next(iter(complete.values()))
+    missing = [name for name in idx.FILES if name not in spread]
+    if missing:
+        raise DataError(
+            f"no {', no '.join(missing)} in it (nor with .gz or .idx in the name). "
+            "All four IDX files of one set are needed."
+        )
+    for name, found_offers in spread.items():
+        if len(found_offers) > 1:
+            places = ", ".join(sorted(str(offer.path) for offer in found_offers))
+            raise DataError(f"{name} is in it more than once: {places}. Keep one of them.")
+    return {name: spread[name][0] for name in idx.FILES}
+
+
+def _copy(offer: _Offer, target: Path) -> None:
+    """Stream one file into the draft, unpacked; raises DataError where it cannot be read."""
+    with target.open("wb") as file:
+        try:
+            stream = offer.open()
+        except _UNREADABLE as error:
+            raise DataError(f"{offer.path} cannot be read: {_words(error)}.") from None
+        with stream:
+            plain = gzip.GzipFile(fileobj=stream) if offer.path.suffix == ".gz" else stream
+            while True:
+                try:
+                    block = plain.read(1 << 20)
+                except _UNREADABLE as error:
+                    raise DataError(f"{offer.path} is damaged: {_words(error)}.") from None
+                if not block:
+                    return
+                file.write(block)
+                if file.tell() > _LARGEST_FILE_BYTES:
+                    raise DataError(f"{offer.path} unpacks to over 1 GiB; it is no such set.")
+
+
+def _words(error: BaseException) -> str:
+    """What an exception says, without its number."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or repr(error)

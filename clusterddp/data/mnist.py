@@ -1,0 +1,270 @@
+"""The datasets by name: where they are, whether they are whole, and how training reads them.
+
+Checking is plain Python: it runs on a login node in milliseconds, without torch. Where a set
+comes from is left to `data_source` (fetched, imported) and `synthetic` (rendered).
+"""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.data import idx
+from clusterddp.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Progress = Callable[[str], None]
+"""Takes one line about what is being done."""
+
+PUBLISHED = {
+    idx.TRAIN_IMAGES: "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    idx.TRAIN_LABELS: "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    idx.TEST_IMAGES: "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    idx.TEST_LABELS: "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+}
+"""SHA-256 of the four files of MNIST as LeCun, Cortes and Burges published them, uncompressed."""
+
+# Mean and standard deviation of MNIST's training pixels, on a scale of 0 to 1.
+PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """A dataset that was found whole."""
+
+    name: str
+    root: Path
+    """What torchvision's MNIST class takes; the files are in MNIST/raw below it."""
+    train_images: int
+    test_images: int
+    bytes: int
+    checksums_verified: bool
+    published: bool = False
+    """The verified digests are those of MNIST as published, not just the set's own record."""
+
+    def describe(self) -> str:
+        """One line: what it is, where, and how much."""
+        return (
+            f"{self.name} at {self.root / idx.RAW}, {self.train_images:,} training and "
+            f"{self.test_images:,} test images"
+        )
+
+
+def folder(dataset: str, data_dir: str) -> Path:
+    """The root to hand to torchvision's MNIST class."""
+    root = Path(data_dir).expanduser()
+    return root / "synthetic" if dataset == "synthetic" else root
+
+
+def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
+    """Check headers and sizes, with `checksums` also every byte and label; changes nothing.
+
+    The digests compared with are the set's own where it has a SHA256SUMS file, as imported and
+    synthetic sets do, and the published ones of MNIST otherwise. Raises DataError with what is
+    wrong and what to do when the set is missing, damaged or cannot be read.
+    """
+    root = folder(dataset, data_dir)
+    missing = missing_files(root)
+    if len(missing) == len(idx.FILES) or (missing and _under_other_names(root)):
+        raise DataError(_absence(dataset, data_dir))
+    try:
+        if missing:
+            raise DataError(f"{', '.join(missing)} missing, though the rest is there.")
+        return check_at(dataset, root, checksums=checksums)
+    except DataError as fault:
+        raise DataError(
+            f"the {dataset} dataset at {root / idx.RAW} is damaged: {fault}\n"
+            f"Move that folder away, then get the set again:\n{ways(dataset, data_dir)}"
+        ) from None
+    except OSError as error:
+        raise unreadable(root / idx.RAW, error) from None
+
+
+def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
+    """As `check`, for a root whose four files are there; messages name the file only.
+
+    Raises DataError for what is wrong and OSError for a file that cannot be read.
+    """
+    raw = root / idx.RAW
+    counts = idx.inspect(raw)
+    published = False
+    if checksums:
+        idx.check_labels(raw)
+        recorded = idx.read_sums(raw)
+        expected = {**(PUBLISHED if dataset == "mnist" else {}), **recorded}
+        for name in idx.FILES:
+            seen = idx.digest(raw / name)
+            if name not in expected:
+                raise DataError(f"{idx.SUMS} has no digest of {name}, so it cannot be verified.")
+            if seen != expected[name]:
+                source = f"{idx.SUMS} records" if name in recorded else "MNIST was published with"
+                raise DataError(
+                    f"{name} has the SHA-256 digest {seen}, but {source} {expected[name]}; "
+                    "its content was changed or is another dataset's."
+                )
+        published = expected == PUBLISHED
+    return DatasetInfo(dataset, root, *counts, checksums_verified=checksums, published=published)
+
+
+def ensure(dataset: str, data_dir: str, *, progress: Progress, may_fetch: bool) -> DatasetInfo:
+    """Check the dataset, and get it first where it is absent and that can be done from here.
+
+    A synthetic set is rendered; MNIST is fetched if `may_fetch`. A damaged set is never replaced.
+    Safe in several processes at once: each gets a whole set, the first in place stays.
+    Raises DataError when there is no whole set in the end.
+    """
+    root = folder(dataset, data_dir)
+    if len(missing_files(root)) == len(idx.FILES) and not _under_other_names(root):
+        if dataset == "synthetic":
+            from clusterddp.data.synthetic import synthesise
+
+            synthesise(data_dir, progress=progress)
+        elif may_fetch:
+            from clusterddp.data.download import fetch
+
+            fetch(data_dir, progress)
+    return check(dataset, data_dir, checksums=False)
+
+
+def fingerprint(dataset: str, data_dir: str) -> str:
+    """One SHA-256 over the set's four files: by it a run knows a set that was changed meanwhile.
+
+    Raises DataError when a file cannot be read.
+    """
+    import hashlib
+
+    raw = folder(dataset, data_dir) / idx.RAW
+    try:
+        digests = [idx.digest(raw / name) for name in idx.FILES]
+    except OSError as error:
+        raise unreadable(raw, error) from None
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def rendered_by(dataset: str, data_dir: str) -> str:
+    """Name the generator of the synthetic set in place, for a message about other digits."""
+    if dataset != "synthetic":
+        return ""
+    origin = idx.read_comment(folder(dataset, data_dir) / idx.RAW) or "a set of unknown origin"
+    return (
+        f" The folder holds {origin}; clusterddp 0.1.1 and earlier rendered other digits, without "
+        "a generator's number."
+    )
+
+
+def load(dataset: str, data_dir: str, *, train: bool) -> tuple["Tensor", "Tensor"]:
+    """The set in place as bytes: pixels (N, 28, 28) of 0 to 255, and labels (N,), int64.
+
+    Read from the files themselves: importing torchvision costs more than training on them for a
+    while. Raises DataError when the set is missing or damaged, as on a node without the shared
+    folder.
+    """
+    import torch
+
+    raw = check(dataset, data_dir, checksums=False).root / idx.RAW
+    images, labels = idx.TRAIN_FILES if train else idx.TEST_FILES
+    try:
+        pixels, digits = idx.content(raw / images), idx.content(raw / labels)
+    except OSError as error:
+        raise unreadable(raw, error) from None
+    shape = (-1, idx.SIDE, idx.SIDE)
+    return (
+        torch.frombuffer(pixels, dtype=torch.uint8).view(shape),
+        torch.frombuffer(digits, dtype=torch.uint8).long(),
+    )
+
+
+def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
+    """Torchvision's MNIST dataset over the set in place: normalised (1, 28, 28) tensors, labels.
+
+    Raises DataError as `load` does, and without torchvision.
+    """
+    root = check(dataset, data_dir, checksums=False).root
+    legacy = root / "MNIST" / "processed"
+    if (legacy / "training.pt").exists() and (legacy / "test.pt").exists():
+        # torchvision.datasets.MNIST prefers what torchvision before 0.9 cached there.
+        raise DataError(
+            f"{legacy} holds a cache of an old torchvision, which would be read in place of the "
+            f"checked files in {root / idx.RAW}. Move that folder away."
+        )
+    try:
+        from torchvision import datasets, transforms
+    except ImportError as error:
+        raise DataError(
+            f"--data-pipeline loader needs torchvision, which cannot be imported: {error}. Install "
+            "it (python -m pip install torchvision), or use --data-pipeline memory."
+        ) from None
+    return datasets.MNIST(
+        root=str(root),
+        train=train,
+        download=False,
+        transform=transforms.Compose(
+            [transforms.ToTensor(), transforms.Normalize((PIXEL_MEAN,), (PIXEL_STD,))]
+        ),
+    )
+
+
+def ways(dataset: str, data_dir: str, *, may_fetch: bool = True) -> str:
+    """The ways to get the dataset or one in its stead, a line each."""
+    place = f"--data-dir {shlex.quote(data_dir)}"
+    fetch = (f"clusterddp data fetch {place}", "downloads it")
+    import_ = (f"clusterddp data import FILE {place}", "takes it from a folder or tar archive")
+    render = (f"clusterddp data synthesise {place}", "renders digits for --dataset synthetic")
+    elsewhere = ("--data-dir FOLDER", "if it is elsewhere already")
+    rows = [render, elsewhere]
+    if dataset == "mnist":
+        rows = [*([fetch] if may_fetch else []), import_, elsewhere, render]
+    width = max(len(command) for command, _ in rows)
+    return "\n".join(f"  {command:{width}}  {effect}" for command, effect in rows)
+
+
+def missing_files(root: Path) -> list[str]:
+    """Which of the four files are not there; raises DataError where that cannot be seen."""
+    missing = []
+    for name in idx.FILES:
+        try:
+            (root / idx.RAW / name).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            missing.append(name)
+        except OSError as error:
+            raise unreadable(root / idx.RAW, error) from None
+    return missing
+
+
+def _under_other_names(root: Path) -> Path | None:
+    """A folder near by that holds all four files in a form which `data import` takes."""
+    for place in (root / idx.RAW, root / "MNIST", root):
+        try:
+            names = {idx.standard_name(path.name) for path in place.iterdir()}
+        except OSError:
+            continue
+        if names >= set(idx.FILES):
+            return place
+    return None
+
+
+def _absence(dataset: str, data_dir: str) -> str:
+    root = folder(dataset, data_dir)
+    found = _under_other_names(root)
+    if found and dataset == "mnist":
+        return (
+            f"the mnist dataset is not unpacked: {found} holds its files compressed, renamed or "
+            f"not in {idx.RAW}. Unpack them into place:\n"
+            f"  clusterddp data import {shlex.quote(str(found))} "
+            f"--data-dir {shlex.quote(data_dir)}"
+        )
+    return (
+        f"the {dataset} dataset is missing: {root / idx.RAW} does not hold {idx.TRAIN_IMAGES} and "
+        f"its three companions. Get it before the job queues:\n{ways(dataset, data_dir)}"
+    )
+
+
+def unreadable(raw: Path, error: OSError) -> DataError:
+    """The error for a dataset whose files cannot be read."""
+    return DataError(
+        f"the dataset at {raw} cannot be read: {error.filename or raw}: {error.strerror}. "
+        "Ask its owner for read permission, or choose another folder with --data-dir."
+    )

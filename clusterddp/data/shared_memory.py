@@ -1,0 +1,200 @@
+"""One copy of the dataset a node: its first rank reads the files, the others map what it has read.
+
+The copy lies in anonymous memory (memfd_create(2)), sealed against changes. It has no name in any
+file system, so nothing is left behind whoever is killed; the others open it through the first
+rank's /proc entry, which only the same user can. Read before torch is imported, beside it.
+"""
+
+import fcntl
+import hashlib
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.data import idx, mnist
+from clusterddp.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HEADER_BYTES = {True: 16, False: 8}  # of a file of images, of labels
+
+
+@dataclass
+class Held:
+    """The four files, one after the other, in memory."""
+
+    memory: "mmap.mmap | bytearray"
+    sizes: tuple[int, ...]
+    """Bytes of each, in the order of idx.FILES."""
+    handle: int | None = None
+    """The open file of the memory, where others can map it."""
+
+    def tensors(self, *, train: bool) -> tuple["Tensor", "Tensor"]:
+        """Pixels (N, 28, 28) of 0 to 255, uint8, in this very memory; labels (N,), int64."""
+        import torch
+
+        found = []
+        for name in idx.TRAIN_FILES if train else idx.TEST_FILES:
+            place = idx.FILES.index(name)
+            header = _HEADER_BYTES["images" in name]
+            found.append(
+                torch.frombuffer(
+                    self.memory,
+                    dtype=torch.uint8,
+                    offset=sum(self.sizes[:place]) + header,
+                    count=self.sizes[place] - header,
+                )
+            )
+        pixels, labels = found
+        return pixels.view(-1, idx.SIDE, idx.SIDE), labels.long()
+
+    def digest(self) -> str:
+        """As `data.fingerprint`: one SHA-256 over those of the files."""
+        begin, digests = 0, []
+        with memoryview(self.memory) as content:
+            for size in self.sizes:
+                with content[begin : begin + size] as file:
+                    digests.append(hashlib.sha256(file).hexdigest())
+                begin += size
+        return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+    def offer(self) -> dict[str, Any]:
+        """What another rank of this node needs to map it; empty where it cannot be mapped."""
+        if self.handle is None:
+            return {}
+        seen = os.fstat(self.handle)
+        return {
+            "pid": os.getpid(),
+            "handle": self.handle,
+            "file": [seen.st_dev, seen.st_ino],
+            "sizes": list(self.sizes),
+        }
+
+    def close(self) -> None:
+        """No longer offer it; tensors keep what they need."""
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
+
+
+class Reading:
+    """A dataset that is being read, in a thread of its own."""
+
+    def __init__(self, dataset: str, data_dir: str, *, digest: bool) -> None:
+        """`digest`: whether this rank will ask for the fingerprint."""
+        self._dataset, self._data_dir = dataset, data_dir
+        self._held: Held | None = None
+        self._sha256 = ""
+        self._wants_digest = digest
+        self._thread = threading.Thread(target=self._run, name="dataset", daemon=True)
+        self._thread.start()
+
+    def held(self) -> Held:
+        """What was read; where that failed it is read again, as it can have come meanwhile.
+
+        Raises DataError as `data.load` does.
+        """
+        self._thread.join()
+        if self._held is None:
+            self._held = read(self._dataset, self._data_dir)
+        return self._held
+
+    def fingerprint(self) -> str:
+        """As `data.fingerprint`, of the very bytes that are trained on. Raises DataError."""
+        held = self.held()
+        if not self._sha256:
+            self._sha256 = held.digest()
+        return self._sha256
+
+    def _run(self) -> None:
+        # Whatever fails here fails again, and is told, where somebody asks for it.
+        with suppress(DataError, OSError, MemoryError):
+            if not mnist.missing_files(mnist.folder(self._dataset, self._data_dir)):
+                self._held = read(self._dataset, self._data_dir)
+                if self._wants_digest:
+                    self._sha256 = self._held.digest()
+
+
+def read(dataset: str, data_dir: str) -> Held:
+    """Read the set in place. Raises DataError when it is missing, damaged or unreadable."""
+    raw = mnist.check(dataset, data_dir, checksums=False).root / idx.RAW
+    try:
+        return _read_to_share(raw) or _read(raw)
+    except OSError as error:
+        raise mnist.unreadable(raw, error) from None
+
+
+def take(offer: Mapping[str, Any]) -> Held:
+    """Map what another rank of this node offers; raises OSError or ValueError where it cannot."""
+    if not offer:
+        raise ValueError("it could not be put into memory that ranks can share")
+    sizes = tuple(int(size) for size in offer["sizes"])
+    place = f"/proc/{int(offer['pid'])}/fd/{int(offer['handle'])}"
+    # Where it is another process's, it can be anything, even a pipe that nobody writes to.
+    handle = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        seen = os.fstat(handle)
+        # A process id is another process's where tasks have process ids of their own.
+        if [seen.st_dev, seen.st_ino] != offer["file"] or seen.st_size != sum(sizes):
+            raise ValueError("its process id is another process's here")
+        return Held(_mapped(handle, seen.st_size), sizes)
+    finally:
+        os.close(handle)
+
+
+def _read_to_share(raw: Path) -> Held | None:
+    """Into memory that others can map; None where the system has none, or not enough."""
+    try:
+        handle = os.memfd_create("clusterddp-data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError):
+        return None
+    try:
+        sizes = tuple(_append(handle, raw / name) for name in idx.FILES)
+        everything = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, everything | fcntl.F_SEAL_SEAL)
+        return Held(_mapped(handle, sum(sizes)), sizes, handle)
+    except OSError:  # the files' own errors come again in `_read`
+        os.close(handle)
+        return None
+
+
+def _append(handle: int, path: Path) -> int:
+    """Bytes of the file, which are copied to the end of the memory."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        place = 0
+        while place < size:
+            sent = os.sendfile(handle, file.fileno(), place, size - place)
+            if not sent:
+                raise OSError("the file has become shorter")
+            place += sent
+    return size
+
+
+def _mapped(handle: int, size: int) -> mmap.mmap:
+    # Private: torch wants memory that could be written to, and a sealed file allows no other.
+    return mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
+
+
+def _read(raw: Path) -> Held:
+    memory, sizes = bytearray(), []
+    for name in idx.FILES:
+        content = (raw / name).read_bytes()
+        memory += content
+        sizes.append(len(content))
+    return Held(memory, tuple(sizes))
+
+
+def why_alone(error: Exception, rank: int) -> str:
+    """The line of a rank that has to read the files itself."""
+    return (
+        f"rank {rank} on {socket.gethostname()} reads the dataset itself, as it cannot map the "
+        f"copy of its node's first rank: {error}"
+    )

@@ -1,0 +1,182 @@
+"""A person's own dataset: what their function gives, checked, in the form that training reads.
+
+The function is called as `function(data_dir, train=True)` for the training set and with False for
+the test set. It returns a pair of tensors, kept in memory, or a dataset that is read item by item.
+"""
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.errors import DataError
+from clusterddp.request import user_functions
+from clusterddp.request.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from clusterddp.data.in_memory import Images
+    from clusterddp.data.loader import Loaded
+
+_EXPECTED = (
+    "a pair of tensors (images, labels), or a dataset with a length whose items are pairs of an "
+    "image tensor and an integer label"
+)
+
+
+class OwnSets:
+    """The training and the test set of a person's function, which a rank calls for itself."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """config.dataset is a reference. Nothing is called yet, and torch is not imported."""
+        self._config = config
+        self._given: dict[bool, Any] = {}
+        self._sha256 = ""
+
+    def load(self) -> None:
+        """Call the function for both sets, once, and check what it gives.
+
+        With the same random numbers each time: so a random split is one on all ranks and in both
+        calls. Raises DataError for what cannot be trained on, and TrainingError where the function
+        fails.
+        """
+        from clusterddp.data import rng
+
+        reference = self._config.dataset
+        for train in (True, False):
+            if train in self._given:
+                continue
+            function = user_functions.load(reference)
+            rng.seed(self._config.seed)
+            with user_functions.running(reference):
+                given = function(self._config.data_dir, train=train)
+            self._given[train] = self._checked(given, train=train)
+
+    def fingerprint(self) -> str:
+        """One SHA-256 over both sets: of tensors over their content, of a dataset over its length.
+
+        By it ranks know that they have the same set, and a run one that was changed meanwhile.
+        Raises as `load` does.
+        """
+        self.load()
+        if not self._sha256:
+            digest = hashlib.sha256(self._config.dataset.encode())
+            for given in self._given.values():
+                digest.update(f"\n{len(given[1] if isinstance(given, tuple) else given)}".encode())
+                for tensor in given if isinstance(given, tuple) else ():
+                    digest.update(f" {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+                    digest.update(tensor.cpu().contiguous().numpy())
+            self._sha256 = digest.hexdigest()
+        return self._sha256
+
+    def on(self, device: "torch.device") -> "tuple[Images | Loaded, Images | Loaded]":
+        """The training and the test set, for a training on this device. Raises as `load` does."""
+        self.load()
+        train, test = (self._readable(self._given[train], device) for train in (True, False))
+        self._given = {}  # a GPU has the tensors in its own memory
+        return train, test
+
+    def _readable(self, given: Any, device: "torch.device") -> "Images | Loaded":
+        from torch.utils.data import TensorDataset
+
+        from clusterddp.data.in_memory import Images
+        from clusterddp.data.loader import Loaded
+
+        if isinstance(given, tuple):
+            images, labels = given
+            if self._config.data_pipeline == "memory":
+                return Images(images, labels, device)
+            given = TensorDataset(images, labels)
+        return Loaded(given, device, self._config.workers)
+
+    def _checked(self, given: Any, *, train: bool) -> Any:
+        """A pair as (float32 or bytes, int64), a dataset as it is; raises DataError."""
+        what = f"--dataset {self._config.dataset} with train={train}"
+        from torch import Tensor
+
+        pair = isinstance(given, tuple | list) and len(given) == 2
+        if pair and all(isinstance(each, Tensor) for each in given):
+            images, labels = _pair(what, *given)
+            self._check_image(what, images[0])
+            return images, labels
+        of_items = all(hasattr(type(given), name) for name in ("__len__", "__getitem__"))
+        if not of_items or isinstance(given, dict | str | tuple):
+            raise DataError(f"{what}: it has to return {_EXPECTED}, and returned {_seen(given)}.")
+        with user_functions.running(self._config.dataset):
+            count = len(given)
+            first = given[0] if count else None
+        if not count:
+            raise DataError(f"{what}: it returned a dataset without any image.")
+        if not (
+            isinstance(first, tuple | list)
+            and len(first) == 2
+            and isinstance(first[0], Tensor)
+            and _is_label(first[1])
+        ):
+            raise DataError(
+                f"{what}: items have to be pairs of an image tensor and an integer label of at "
+                f"least 0, and the first is {_seen(first)}."
+            )
+        self._check_image(what, first[0])
+        return given
+
+    def _check_image(self, what: str, image: "Tensor") -> None:
+        import torch
+
+        shape = tuple(image.shape)
+        if image.dtype is torch.uint8:
+            fits, expected = image.dim() == 2, "bytes are of grey images, (height, width) each"
+        else:
+            fits, expected = image.is_floating_point(), "images are floats, or bytes"
+        if fits and self._config.augment != "none" and image.dtype is not torch.uint8:
+            fits = image.dim() == 3
+            expected = f"--augment {self._config.augment} takes (channels, height, width)"
+        if not fits or not image.numel():
+            raise DataError(f"{what}: {expected}, and the first is {image.dtype} of shape {shape}.")
+
+
+def _pair(what: str, images: "Tensor", labels: "Tensor") -> "tuple[Tensor, Tensor]":
+    shapes = f"images {tuple(images.shape)} and labels {tuple(labels.shape)}"
+    if images.dim() < 2 or labels.dim() != 1 or len(images) != len(labels):
+        raise DataError(
+            f"{what}: images have to be (N, …) and labels (N,), a label for each image, and are "
+            f"{shapes}."
+        )
+    if not len(labels):
+        raise DataError(f"{what}: it returned {shapes}, so no image at all.")
+    if not _is_integer(labels) or int(labels.min()) < 0:
+        seen = f"begin at {int(labels.min())}" if _is_integer(labels) else f"are {labels.dtype}"
+        raise DataError(
+            f"{what}: labels have to be integers of at least 0, the numbers of the classes, and "
+            f"{seen}."
+        )
+    if images.is_floating_point():
+        images = images.detach().float()
+    return images, labels.long()
+
+
+def _is_label(value: Any) -> bool:
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and _is_integer(value) and value.item() >= 0
+    return hasattr(value, "__index__") and not isinstance(value, bool) and int(value) >= 0
+
+
+def _is_integer(tensor: "Tensor") -> bool:
+    import torch
+
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+def _seen(value: Any) -> str:
+    """A value in words, its parts too."""
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    if isinstance(value, tuple | list) and len(value) <= 4:
+        return f"a {type(value).__name__} of {', '.join(map(_seen, value)) or 'nothing'}"
+    if isinstance(value, int | float):
+        return f"{type(value).__name__} {value}"
+    return type(value).__name__

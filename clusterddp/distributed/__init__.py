@@ -1,0 +1,1 @@
+"""How ranks meet, agree, watch each other and part."""

@@ -1,0 +1,222 @@
+"""What the ranks agree on before they train: checked and decided by rank 0 from all their hellos.
+
+Pure but for torch's absence: it works on the hellos as they came. Whatever the request left at
+`auto` is decided here once, and recorded, so that a run that starts again decides the same.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from clusterddp.errors import TrainingError
+from clusterddp.request.train_config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a rank knows of itself."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    pid: int
+    kind: str
+    """`cuda` or `cpu`."""
+    device: str
+    """`cuda:1` or `cpu`."""
+    gpu: str
+    """The GPU's own identifier, empty on a CPU."""
+    threads: int
+    """Compute threads that this rank could use."""
+    torch: str
+    """Version of torch."""
+    bf16: bool = False
+    """Whether the rank's processor computes in bf16."""
+    warning: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What holds on every rank."""
+
+    backend: str
+    kind: str
+    """`cuda` or `cpu`."""
+    threads: int
+    """Compute threads of each rank."""
+    world_size: int
+    precision: str = "fp32"
+    """`fp32`, `bf16` or `fp16`."""
+    cuda_graph: bool = False
+    """Whether the step is captured into a graph."""
+    hosts: tuple[str, ...] = ()
+    """In the order of their lowest rank."""
+    where: tuple[str, ...] = ()
+    """One line a host: which ranks compute on what."""
+    warnings: tuple[str, ...] = ()
+    run_dir: str = ""
+    attempt: int = 0
+    """Which start of the run this is."""
+    resume: str = ""
+    """The checkpoint from which all ranks go on, or nothing."""
+    global_batch_size: int = 0
+    """Images of a step over all ranks: what it was at the first start, whatever the world size."""
+    reference_world_size: int = 0
+    """That of the first start, after which the learning rate goes."""
+    data_sha256: str = ""
+    """Of the dataset's files, by which a changed one is known."""
+
+    @property
+    def batch_size(self) -> int:
+        """Images of a rank in a step."""
+        return self.global_batch_size // self.world_size
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Agreement":
+        """Read a verdict back, as JSON carries it."""
+        known = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in content.items()
+            if name in known
+        }
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def decide(
+    config: TrainConfig, hellos: Sequence[Hello], recorded: Mapping[str, Any] | None = None
+) -> Agreement:
+    """Check that the ranks can train together, and settle what the request left at auto.
+
+    `recorded` is the agreement of an earlier start of the run: at the same world size its values
+    are taken again. Raises TrainingError naming the ranks that do not fit together.
+    """
+    _check_torch(hellos)
+    _check_kinds(hellos)
+    _check_gpus(hellos)
+    _check_ranks(config, len(hellos))
+    kind = hellos[0].kind
+    backend = config.backend
+    threads = config.threads or min(hello.threads for hello in hellos)
+    if recorded and recorded.get("world_size") == len(hellos):
+        if config.device == "auto" and recorded["kind"] != kind:
+            raise TrainingError(
+                f"this run started on {recorded['kind']}, but {hellos[0].name} has "
+                f"{hellos[0].device} now, so it would not train to the same weights. Give it "
+                f"{recorded['kind']} again, or choose on purpose with --device {kind}."
+            )
+        if backend == "auto" and recorded["kind"] == kind:
+            backend = recorded["backend"]
+        threads = config.threads or int(recorded["threads"])
+    precision = config.precision
+    if precision == "auto" and recorded and recorded["kind"] == kind:
+        precision = recorded.get("precision", "fp32")
+    if precision == "auto":
+        precision = "bf16" if all(hello.bf16 for hello in hellos) else "fp32"
+    if backend == "auto":
+        backend = "nccl" if kind == "cuda" else "gloo"
+    if backend == "nccl" and kind == "cpu":
+        raise TrainingError(
+            f"--backend nccl exchanges between GPUs, but {hellos[0].name} computes on the CPU. "
+            "Use --backend gloo, or start the ranks where they have GPUs."
+        )
+    return Agreement(
+        backend=backend,
+        kind=kind,
+        threads=threads,
+        world_size=len(hellos),
+        precision=precision,
+        cuda_graph=_wants_graph(config, kind, len(hellos), precision, backend),
+        hosts=tuple(dict.fromkeys(hello.host for hello in hellos)),
+        where=_where(hellos),
+        warnings=tuple(
+            f"{host}: {warning}"
+            for host, warning in dict.fromkeys((h.host, h.warning) for h in hellos if h.warning)
+        ),
+    )
+
+
+def _wants_graph(
+    config: TrainConfig, kind: str, world_size: int, precision: str, backend: str
+) -> bool:
+    if config.cuda_graph == "on" and kind == "cpu":
+        raise TrainingError(
+            "--cuda-graph on: the ranks compute on CPUs, and graphs are replayed by GPUs. Leave it "
+            "at auto, or start the ranks where they have GPUs."
+        )
+    if config.cuda_graph == "on" and world_size > 1 and backend != "nccl":
+        raise TrainingError(
+            f"--cuda-graph on with {world_size} ranks: what --backend {backend} exchanges goes "
+            "through the hosts, which a graph cannot hold. Use --backend nccl, or --cuda-graph off."
+        )
+    fits = world_size == 1 and precision != "fp16" and not config.compile
+    fits = fits and config.strategy != "dp"  # whose parts are copied to their GPUs at every step
+    return kind == "cuda" and (config.cuda_graph == "on" or (config.cuda_graph == "auto" and fits))
+
+
+def _check_ranks(config: TrainConfig, world_size: int) -> None:
+    if config.strategy != "ddp" and world_size > 1:
+        raise TrainingError(
+            f"--strategy {config.strategy} trains in one process, but {world_size} were started. "
+            "Start one, or use --strategy ddp."
+        )
+    if config.profile and int(config.profile) >= world_size:
+        raise TrainingError(
+            f"--profile {config.profile}: there is no such rank; the {world_size} that were "
+            "started are numbered from 0."
+        )
+
+
+def _check_torch(hellos: Sequence[Hello]) -> None:
+    first = hellos[0]
+    for hello in hellos:
+        if hello.torch != first.torch:
+            raise TrainingError(
+                f"{first.name} has torch {first.torch}, {hello.name} has torch {hello.torch}. "
+                "Use one environment on all hosts (--python)."
+            )
+
+
+def _check_kinds(hellos: Sequence[Hello]) -> None:
+    first = hellos[0]
+    for hello in hellos:
+        if hello.kind != first.kind:
+            raise TrainingError(
+                f"{first.name} computes on {first.device}, {hello.name} on {hello.device}. "
+                "Ask for GPUs for every rank, or use --device cpu."
+            )
+
+
+def _check_gpus(hellos: Sequence[Hello]) -> None:
+    taken: dict[tuple[str, str], Hello] = {}
+    for hello in hellos:
+        if not hello.gpu:
+            continue
+        other = taken.setdefault((hello.host, hello.gpu), hello)
+        if other is not hello:
+            raise TrainingError(
+                f"rank {other.rank} and rank {hello.rank} are on one GPU of {hello.host}: "
+                f"{hello.gpu} ({other.device} and {hello.device}). Ask for as many GPUs as tasks "
+                "on each node (--gpus-per-node), or use --device cpu."
+            )
+
+
+def _where(hellos: Sequence[Hello]) -> tuple[str, ...]:
+    lines = []
+    for host, group in itertools.groupby(hellos, key=lambda hello: hello.host):
+        members = list(group)
+        ranks = f"rank {members[0].rank}"
+        if len(members) > 1:
+            ranks = f"ranks {members[0].rank}-{members[-1].rank}"
+        devices = ", ".join(dict.fromkeys(hello.device for hello in members))
+        lines.append(f"{ranks} on {host}: {devices}")
+    return tuple(lines)

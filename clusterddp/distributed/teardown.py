@@ -1,0 +1,32 @@
+"""How a rank leaves the process group when something failed, and who is to blame for it."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from clusterddp.distributed.timeout import bounded
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.run.task_error import PEER_LOST
+
+
+def break_off(env: DistEnv, say: Callable[[str], None]) -> None:
+    """Leave the process group without waiting for ranks that may be gone.
+
+    The process ends soon after and takes its sockets with it; a destructor that hangs must not
+    keep it, so it gets a few seconds.
+    """
+    if not dist.is_initialized():
+        return
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+    leave = abort if dist.get_backend() == "nccl" else dist.destroy_process_group
+    try:
+        bounded(lambda: (leave(), True), 1.0 if env.world_size == 1 else 5.0)
+    except Exception as error:
+        say(f"leaving the process group: {error or 'it did not answer'}")
+
+
+def blames_a_peer(error: BaseException) -> bool:
+    """Whether torch failed because another rank had gone."""
+    if not isinstance(error, RuntimeError):
+        return False
+    return any(mark in str(error) for mark in PEER_LOST)

@@ -1,0 +1,289 @@
+"""Names the rank that keeps all others waiting, and prints the stack of every rank that still can.
+
+It only tells: ending the wait is left to the process group's timeout. Each rank posts its place
+in a store now and then; nobody reads the postings until nothing moves any more.
+"""
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+from torch.distributed.distributed_c10d import Store
+
+from clusterddp.distributed.hang_diagnosis import Verdict, judge
+from clusterddp.distributed.heartbeat import Posting, Signs
+from clusterddp.distributed.heartbeat_store import Board, default_beat
+from clusterddp.distributed.phase import Progress
+from clusterddp.ranks.dist_env import DistEnv
+
+# A rank that posted nothing for so many beats does not answer.
+_BEATS_OF_SILENCE = 4
+# The ranks that a waiting rank looks at, to learn whether one below it speaks for all.
+_POSSIBLE_SPEAKERS = 16
+# How long stop() waits for the thread.
+_STOP_SECONDS = 1.0
+_STDERR = 2
+# Beats until a stall that is looked at has a verdict: those of silence, and what comes before.
+_BEATS_TO_A_VERDICT = 8
+
+
+def periods(watchdog: float, group_timeout: float, world_size: int) -> tuple[float, float]:
+    """Seconds of `silent_seconds` and `beat_seconds`, so that the verdict precedes the time-out.
+
+    A process group whose time-out comes first ends the ranks that wait before anybody has looked
+    for the one that hangs. Then a third of that time-out counts, and ranks post more often.
+    """
+    beat = default_beat(world_size)
+    if watchdog + _BEATS_TO_A_VERDICT * beat <= group_timeout:
+        return watchdog, beat
+    silent = min(watchdog, group_timeout / 3)
+    return silent, max(world_size / 50, min(beat, silent / _BEATS_TO_A_VERDICT))
+
+
+class Watchdog:
+    """Watches `progress` from a thread of its own, between start() and stop() or in a `with`.
+
+    Where it has not moved for `silent_seconds`, this rank's stacks go to stderr. One rank says
+    for all which one is to blame: rank 0, or the lowest that still answers. `store` is used by
+    nobody else; None means that nothing is known of the other ranks. `say` takes a line, in the
+    watchdog's thread. `note` takes the verdict of the rank that says so, and None when the training
+    goes on. `host` is this rank's, as the others shall read it.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        env: DistEnv,
+        progress: Progress,
+        *,
+        silent_seconds: float,
+        say: Callable[[str], None],
+        beat_seconds: float | None = None,
+        host: str = "",
+        note: Callable[[Verdict | None], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._note = note
+        self._env, self._progress, self._say_line, self._clock = env, progress, say, clock
+        self._host = host or socket.gethostname()
+        self._silent_seconds = silent_seconds
+        self._beat = beat_seconds or default_beat(env.world_size)
+        self._tick_seconds = min(self._beat, 1.0)
+        self._quiet = _BEATS_OF_SILENCE * self._beat
+        self._board: Board | None = None
+        if store is not None and env.world_size > 1:
+            self._board = Board(store, env.rank, self._beat, self._posting)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+        # Seconds during which this process could run, and not those for which it was stopped:
+        # a rank that was stopped has no reason to find the others slow.
+        self._now, self._read_at = 0.0, clock()
+        self._marks, self._moved_at = progress.state[0], 0.0
+        self._rounds, self._round_at = 0, 0.0
+        self._signs: Signs | None = None  # while nothing moves
+        self._told: tuple[str, tuple[int, ...]] | None = None
+        self._gave_up = False
+        self._suspect = ""
+
+    def start(self) -> None:
+        self._arm()
+        self._thread.start()
+        if self._board:
+            self._board.thread.start()
+
+    def stop(self) -> None:
+        """Tell the others that this rank leaves; returns within about two seconds in any case."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_SECONDS)
+        if self._board:
+            self._board.stop()
+        faulthandler.cancel_dump_traceback_later()
+
+    def __enter__(self) -> "Watchdog":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def latest_suspect(self) -> str:
+        """What is known of the rank that keeps this one waiting; empty when none is suspected."""
+        return self._suspect
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(self._tick_seconds):
+            self._arm()
+            self._tick()
+
+    def _arm(self) -> None:
+        """Have the stacks printed should this thread not come here again for long.
+
+        It cannot while native code keeps Python's lock, which faulthandler's timer does not need.
+        """
+        faulthandler.dump_traceback_later(self._silent_seconds + self._quiet, file=_STDERR)
+
+    def _tick(self) -> None:
+        read_at = self._clock()
+        self._now += min(read_at - self._read_at, 2 * self._tick_seconds)
+        self._read_at = read_at
+        board = self._board
+        if board and board.rounds != self._rounds:
+            self._rounds, self._round_at = board.rounds, self._now
+        if board and board.failure and not self._gave_up:
+            self._give_up(board.failure)
+        if self._progress.state[0] != self._marks:
+            self._go_on()
+        elif self._still_seconds >= self._silent_seconds:
+            self._stall()
+
+    @property
+    def _still_seconds(self) -> float:
+        return self._now - self._moved_at
+
+    def _posting(self, number: int, left: bool) -> Posting:
+        return Posting(self._host, self._progress.place, self._still_seconds, number, left)
+
+    def _go_on(self) -> None:
+        told, still = self._told, self._still_seconds
+        self._marks, self._moved_at = self._progress.state[0], self._now
+        self._told, self._signs, self._suspect = None, None, ""
+        if self._board:
+            self._board.wanted, self._board.suspect = range(0), ""
+        if told:
+            self._note(None)
+            self._say(f"goes on after {still:.0f} s")
+
+    def _stall(self) -> None:
+        if self._signs is None:
+            self._look_at(range(min(self._env.rank, _POSSIBLE_SPEAKERS)))
+            self._print_stacks()
+        board, place = self._board, self._progress.place.words()
+        if board is None or self._gave_up:
+            others = "" if self._env.world_size == 1 else "; nothing is known of the other ranks"
+            self._tell(Verdict("alone", (), f"{place}; this log has the stack{others}"))
+        elif self._now - self._round_at > self._quiet + self._beat:
+            self._suspect_rank_0(board)
+        else:
+            self._compare(board)
+
+    def _print_stacks(self) -> None:
+        # One write to the descriptor: whole between the lines of other ranks, and past the locks
+        # of sys.stderr, which the thread that hangs may hold.
+        own = {self._thread.ident, self._board.thread.ident if self._board else None}
+        text = (
+            f"watchdog: rank {self._env.rank} on {self._host} has not moved for "
+            f"{self._still_seconds:.0f} s, {self._progress.place.words()}. Its threads:\n"
+            f"{_stacks(own)}"
+        )
+        try:
+            os.write(_STDERR, text.encode(errors="replace"))
+        except OSError:
+            pass  # stderr is closed
+
+    def _compare(self, board: Board) -> None:
+        """Find out whether it is this rank that speaks; if so, say whom all are waiting for."""
+        look, signs, env = board.look, self._signs, self._env
+        assert signs is not None, "nothing moves, so the others are looked at"
+        if look is None or look.ranks != signs.ranks:
+            return  # the answer is under way
+        signs.update(look, self._now)
+        if not signs.ready():
+            return
+        gone = {rank for rank, seen in look.postings.items() if seen.left}
+        silent = {
+            rank: seconds
+            for rank, seconds in signs.silent(self._now, self._still_seconds).items()
+            if rank not in gone and rank != env.rank
+        }
+        if any(rank < env.rank and rank not in silent and rank not in gone for rank in signs.ranks):
+            self._suspect = look.suspect  # that rank speaks
+        elif len(signs.ranks) < env.world_size:
+            self._look_at(range(env.world_size))
+        else:
+            self._tell(judge(look.postings, silent, env.world_size, self._silent_seconds))
+            board.suspect = self._suspect
+
+    def _look_at(self, ranks: range) -> None:
+        if self._env.rank == 0:
+            ranks = range(self._env.world_size)
+        self._signs = Signs(ranks, self._quiet)
+        if self._board:
+            self._board.wanted = ranks
+
+    def _suspect_rank_0(self, board: Board) -> None:
+        """Say that rank 0 does not answer, as its store does not.
+
+        Without a store no rank can be chosen to speak: it is rank 1, and the first rank of the
+        second host, as rank 1 may be gone together with rank 0's host.
+        """
+        env = self._env
+        speaks = env.rank == 1 or (env.node_rank == 1 and env.local_rank == 0)
+        seen = board.look.postings.get(0) if board.look else None
+        host = seen.host if seen else (*env.hostnames, env.master_addr)[0]
+        verdict = Verdict(
+            "silent",
+            (0,),
+            f"rank 0 on {host} does not answer (stopped, or cut off), nor does its store at "
+            f"{env.master_addr}:{env.master_port}, for {self._now - self._round_at:.0f} s",
+            "it did not answer, nor did its store (stopped, or cut off)",
+        )
+        self._tell(verdict, aloud=speaks)
+        # When the store answers again, the others' postings have been held up with it.
+        self._look_at(self._signs.ranks if self._signs else range(0))
+
+    def _give_up(self, failure: str) -> None:
+        self._gave_up = True
+        if self._stopping.is_set():
+            return
+        env = self._env
+        self._suspect = (
+            f"rank 0 cannot be reached at {env.master_addr}:{env.master_port} ({failure}): it has "
+            "ended, or the network is cut"
+        )
+        self._say(self._suspect)
+
+    def _tell(self, verdict: Verdict, aloud: bool = True) -> None:
+        if verdict.kind != "alone":
+            self._suspect = "" if verdict.kind == "level" else verdict.text
+        if aloud and (verdict.kind, verdict.ranks) != self._told:
+            self._told = verdict.kind, verdict.ranks
+            self._say(f"nothing moved for {self._still_seconds:.0f} s: {verdict.text}")
+            self._note(verdict)
+
+    def _say(self, text: str) -> None:
+        try:
+            self._say_line(f"watchdog: {text}")
+        except (OSError, ValueError):
+            pass  # the log is closed or full
+
+
+def _stacks(without: set[int | None]) -> str:
+    """The Python stack of every other thread.
+
+    Not traceback's, which would read the sources: their file system may be what hangs.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        if ident in without:
+            continue
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call last):")
+        called = [
+            f'  File "{inner.f_code.co_filename}", line {line}, in {inner.f_code.co_name}'
+            for inner, line in traceback.walk_stack(frame)
+        ]
+        lines += reversed(called)
+    return "\n".join(lines) + "\n"

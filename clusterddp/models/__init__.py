@@ -1,0 +1,1 @@
+"""Networks: built in, from the recipes, Keras' and a user's own."""

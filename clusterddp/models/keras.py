@@ -1,0 +1,156 @@
+"""Keras 3 models trained by the loop like any module: Keras on torch, under DDP.
+
+Keras keeps its variables itself, every one a parameter: moving statistics and the seeds of its
+random numbers too. Here the weights belong to a plain module, and Keras computes with them in a
+`keras.StatelessScope`. So the module has parameters to train and buffers that DDP shares, its state
+dict is neither doubled nor holds seeds, and `to`, DDP and DataParallel treat it as any other.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clusterddp.errors import TrainingError
+from clusterddp.models.bn_convnet import CONVOLUTIONS, DROPOUT, HIDDEN
+from clusterddp.request import extras
+from clusterddp.request.train_config import TrainConfig
+
+# Of the module convnet below; `keras` is imported by then.
+_NAME = "keras-convnet"
+
+
+class KerasNet(nn.Module):
+    """A built Keras model as a module, its weights named `<layer>_<weight>` by their paths.
+
+    Its random layers must have no seed of their own: without one they draw from torch's generator,
+    which is the rank's and is restored with a checkpoint.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """model: a `keras.Model` on torch, whose weights are taken as they stand.
+
+        Raises TrainingError where two of them have the same path.
+        """
+        super().__init__()
+        self._model = (model,)  # in a tuple: by itself it would be a submodule, weights and all
+        self._variables: dict[str, Any] = {}
+        for variable in model.weights:
+            name = variable.path.replace("/", "_")
+            if name in self._variables:
+                raise TrainingError(f"two weights of the Keras model are named {variable.path}.")
+            value = variable.value.detach().clone()
+            if variable.trainable:
+                self.register_parameter(name, nn.Parameter(value))
+            else:
+                self.register_buffer(name, value)
+            self._variables[name] = variable
+
+    def forward(self, images: Tensor) -> Tensor:
+        """What the model makes of a batch; Dropout and BatchNormalization heed `train`, `eval`."""
+        import keras
+
+        state = [(variable, getattr(self, name)) for name, variable in self._variables.items()]
+        # Keras moves whatever it is given to a device of its own choice, by default the first GPU.
+        with keras.device(str(images.device)), keras.StatelessScope(state) as scope:
+            scores: Tensor = self._model[0](images, training=self.training)
+        if self.training:
+            with torch.no_grad():
+                for name, buffer in self.named_buffers():
+                    buffer.copy_(scope.get_current_value(self._variables[name]))
+        return scores
+
+    def to_keras(self) -> Any:
+        """The Keras model with the weights as they are now, for its `save` for one."""
+        for name, variable in self._variables.items():
+            variable.assign(getattr(self, name).detach().cpu())
+        return self._model[0]
+
+
+def convnet() -> KerasNet:
+    """The network of `bn_convnet` in Keras, its weights drawn from torch's generator.
+
+    (N, 1, 28, 28) images to (N, 10) scores. Raises TrainingError where Keras is not installed, or
+    has been imported on another backend.
+    """
+    keras = import_keras()
+    layers, order = keras.layers, "channels_first"  # as images come
+    with keras.device("cpu"):  # the same numbers whatever the rank then trains on
+        images = features = keras.Input((1, 28, 28))
+        for number, (filters, size, stride, padding) in enumerate(CONVOLUTIONS, 1):
+            features = layers.Conv2D(
+                filters, size, stride, "same" if padding else "valid", order, use_bias=False,
+                kernel_initializer=_drawn(keras), name=f"conv{number}",
+            )(features)  # fmt: skip
+            norm = layers.BatchNormalization(axis=1, scale=False, name=f"norm{number}")
+            features = layers.ReLU()(norm(features))
+        features = layers.GlobalAveragePooling2D(order)(features)
+        hidden = layers.Dense(HIDDEN, "relu", kernel_initializer=_drawn(keras), name="hidden")
+        scores = layers.Dense(10, kernel_initializer=_drawn(keras), name="scores")
+        dropped = layers.Dropout(DROPOUT)(hidden(features))
+        return KerasNet(keras.Model(images, scores(dropped)))
+
+
+def import_keras() -> ModuleType:
+    """Keras on torch, whatever the environment and the person's keras.json say.
+
+    Raises TrainingError where it is not installed, cannot be imported, or was imported in this
+    process on another backend.
+    """
+    missing = extras.missing(TrainConfig(model=_NAME))
+    if missing:
+        raise TrainingError(f"{missing} This is {socket.gethostname()}.")
+    try:
+        with _settings():
+            import keras
+    except Exception as error:  # of any kind: it is a large package, imported with many others
+        raise TrainingError(
+            f"Keras cannot be imported on {socket.gethostname()}: {type(error).__name__}: {error}."
+        ) from error
+    backend = keras.config.backend()
+    if backend != "torch":
+        raise TrainingError(
+            f"Keras computes on {backend} in this process, where something has imported it before: "
+            f"--model {_NAME} needs it on torch. Set KERAS_BACKEND=torch for that import."
+        )
+    module: ModuleType = keras
+    return module
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """An environment from which Keras, which reads it once, takes torch and else its defaults.
+
+    Its variables are set for the moment of the import alone, as it can be told in no other way.
+    With /dev/null for a home Keras neither reads nor writes ~/.keras/keras.json: what lies there
+    could change the numbers (floatx), and ranks would write it at the same time.
+    """
+    before = _own_variables()
+    for name in before:
+        del os.environ[name]
+    os.environ.update(KERAS_BACKEND="torch", KERAS_HOME=os.devnull)
+    try:
+        yield
+    finally:
+        for name in _own_variables():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _own_variables() -> dict[str, str]:
+    """Those that Keras reads, and the one that it sets for TensorFlow."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("KERAS_") or name == "TF_FORCE_GPU_ALLOW_GROWTH"
+    }
+
+
+def _drawn(keras: Any) -> Any:
+    """Keras' usual initialiser of kernels, seeded by torch: by itself it would ask `random`."""
+    return keras.initializers.GlorotUniform(seed=int(torch.randint(2**31 - 1, ())))

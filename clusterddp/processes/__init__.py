@@ -1,0 +1,1 @@
+"""Groups of processes on one machine: how they start, get signals and end."""

@@ -1,0 +1,285 @@
+"""A group of task processes on this machine: started together, ended together, none left behind.
+
+Waits on events only: process ends come through pidfds (Linux 5.3), output through pipes. How a
+process can begin is left to `start_methods`.
+"""
+
+import codecs
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from clusterddp.processes.handles import Call, Handle, Program
+from clusterddp.processes.parent_death import die_with_parent
+
+
+class TaskGroup:
+    """Processes that make up one job. Use it as a context: leaving it ends what still runs.
+
+    Each task is the leader of its own session, so a Ctrl-C on the terminal reaches only this
+    process, and a signal to a task reaches its children. Tasks die with this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        kill_on_bad_exit: bool = True,
+        kill_wait_seconds: float = 5.0,
+        on_exit: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`on_exit` is told the index and the status (-N for signal N) of each task as it ends."""
+        self._on_exit = on_exit
+        self._show = _shown()
+        self.kill_on_bad_exit = kill_on_bad_exit
+        """Whether a task that fails ends the others."""
+        self.kill_wait_seconds = kill_wait_seconds
+        """From SIGTERM to SIGKILL."""
+        self.first_failed: int | None = None
+        """Index of the first task that ended other than with exit code 0."""
+        self._tasks: list[_Task] = []
+        self._selector = selectors.DefaultSelector()
+        self._kill_at: float | None = None
+
+    def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        output: Path | None = None,
+        *,
+        tee: bool = False,
+    ) -> int:
+        """Start a task and return its index.
+
+        Its output, stderr included, is appended to `output`, or is this process's own; with `tee`
+        it goes to both, here by way of sys.stdout. Its stdin is empty. Raises OSError when it
+        cannot be started.
+        """
+        parent = os.getpid()
+        with _output(output, tee=tee) as (log, reader, writer):
+            stdout = log if writer is None else writer
+            process = subprocess.Popen(
+                list(argv),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=None if stdout is None else subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: _begin(parent),  # noqa: PLW1509 -- only calls of the system
+            )
+        return self._take_in(Program(process), reader, log)
+
+    def call(
+        self,
+        method: str,
+        function: Callable[..., None],
+        arguments: tuple[Any, ...],
+        env: Mapping[str, str],
+        output: Path | None = None,
+        *,
+        tee: bool = False,
+    ) -> int:
+        """Start a task that calls a function, by a start method of multiprocessing, as `start`.
+
+        `start_methods.get_ready` comes first, once. Raises what pickling the arguments raises.
+        """
+        from multiprocessing.connection import Connection
+
+        from clusterddp.processes import start_methods
+
+        with _output(output, tee=tee) as (log, reader, writer):
+            if writer is None:
+                process = start_methods.begin(method, function, arguments, env, output)
+            else:
+                with Connection(os.dup(writer), readable=False) as pipe:
+                    process = start_methods.begin(method, function, arguments, env, pipe)
+        return self._take_in(Call(process, method), reader, log)
+
+    def _take_in(self, process: Handle, reader: int | None, log: int | None) -> int:
+        task = _Task(process, reader, log)
+        if reader is not None:
+            self._selector.register(reader, selectors.EVENT_READ, task)
+        self._selector.register(process.events, selectors.EVENT_READ, task)
+        self._tasks.append(task)
+        return len(self._tasks) - 1
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the tasks, each of them also the id of its process group."""
+        return [task.process.pid for task in self._tasks]
+
+    def wait(self) -> list[int]:
+        """Wait until all tasks have ended; their exit codes, or -N for signal N (as subprocess).
+
+        With `kill_on_bad_exit` the first failure ends the others: SIGTERM, then SIGKILL after
+        `kill_wait_seconds`. What the tasks have left running in their sessions is killed.
+        """
+        while any(task.status is None for task in self._tasks):
+            self._take_events(self._patience())
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self.signal_all(signal.SIGKILL)
+                self._kill_at = None
+        self._clear_away()
+        return [task.status if task.status is not None else 0 for task in self._tasks]
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to every process of every task that still runs."""
+        for task in self._tasks:
+            if task.status is None:
+                task.signal(number)
+
+    def terminate(self) -> None:
+        """Tell all tasks to end; `wait` kills those that have not after `kill_wait_seconds`."""
+        if self._kill_at is None:
+            self.signal_all(signal.SIGTERM)
+            self._kill_at = time.monotonic() + self.kill_wait_seconds
+
+    def __enter__(self) -> "TaskGroup":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if any(task.status is None for task in self._tasks):
+                self.terminate()
+                self.wait()
+        finally:  # a second Ctrl-C comes here while the tasks are given time
+            self.signal_all(signal.SIGKILL)
+            self._clear_away()
+            self._selector.close()
+
+    def _patience(self) -> float | None:
+        return None if self._kill_at is None else max(self._kill_at - time.monotonic(), 0.0)
+
+    def _take_events(self, timeout: float | None) -> None:
+        for key, _ in self._selector.select(timeout):
+            task: _Task = key.data
+            if key.fd == task.process.events:
+                # The status first: a Ctrl-C in between leaves what `wait` comes back to.
+                task.status = task.process.status()
+                self._selector.unregister(key.fd)
+                if self._on_exit and task.status is not None:
+                    self._on_exit(self._tasks.index(task), task.status)
+                if task.status and self.first_failed is None and self._kill_at is None:
+                    self.first_failed = self._tasks.index(task)
+                    if self.kill_on_bad_exit:
+                        self.terminate()
+            elif not task.copy_output(self._show):
+                self._selector.unregister(key.fd)
+
+    def _clear_away(self) -> None:
+        """Kill what is left of the sessions; reap the leaders, whose ids are ours until then."""
+        for task in self._tasks:
+            if not task.closed:
+                task.signal(signal.SIGKILL)
+                code = task.process.reap()
+                task.read_rest(self._show)
+                if task.status is None:
+                    task.status = code
+                task.close()
+
+
+class _Task:
+    """One process with what this side holds of it."""
+
+    def __init__(self, process: Handle, reader: int | None, log: int | None) -> None:
+        self.process = process
+        self.status: int | None = None
+        self.reader = reader
+        """Where a tee's output comes from."""
+        self.log = log
+        self.closed = False
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                if self.status is not None:
+                    raise
+                os.kill(self.process.pid, number)  # it has yet to begin a session of its own
+
+    def copy_output(self, show: Callable[[bytes], None]) -> bool:
+        """Pass on what it has printed; False when nothing will come any more."""
+        assert self.reader is not None, "only a tee has output to copy"
+        content = os.read(self.reader, 1 << 16)
+        if content:
+            if self.log is not None:
+                _write_all(self.log, content)
+            with contextlib.suppress(OSError):  # our own reader may have gone: the log has it
+                show(content)
+        return bool(content)
+
+    def read_rest(self, show: Callable[[bytes], None]) -> None:
+        """What it printed last; a process that has left the session may still hold the pipe."""
+        if self.reader is not None:
+            os.set_blocking(self.reader, False)
+            with contextlib.suppress(BlockingIOError):
+                while self.copy_output(show):
+                    pass
+
+    def close(self) -> None:
+        _close(self.reader, self.log)
+        self.closed = True
+
+
+@contextlib.contextmanager
+def _output(path: Path | None, *, tee: bool) -> Iterator[tuple[int | None, int | None, int | None]]:
+    """A log to append to, and of a tee a pipe's both ends, of which this side keeps the reader."""
+    log = reader = writer = None
+    try:
+        if path is not None:
+            log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        if tee:
+            reader, writer = os.pipe()
+        yield log, reader, writer
+    except BaseException:
+        _close(log, reader)
+        raise
+    finally:
+        _close(writer)
+
+
+def _begin(parent: int) -> None:
+    """In the new process: no signal blocked, whatever the starting side holds back."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    die_with_parent(parent)
+
+
+def _close(*descriptors: int | None) -> None:
+    for descriptor in descriptors:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def _shown() -> Callable[[bytes], None]:
+    """Writes to sys.stdout, which in a notebook leads to its page and not to descriptor 1."""
+    try:
+        plain = sys.stdout.fileno() == 1
+    except (OSError, ValueError):
+        plain = False
+    if plain:
+        return lambda content: _write_all(1, content)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a letter
+
+    def show(content: bytes) -> None:
+        sys.stdout.write(decoder.decode(content))
+        sys.stdout.flush()
+
+    return show

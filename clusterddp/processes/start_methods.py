@@ -1,0 +1,185 @@
+"""How the processes of a task group begin: as fresh programs, or by Python's multiprocessing.
+
+`exec` runs a program in a fresh interpreter. `fork`, `spawn` and `forkserver` run a function, as
+`torch.multiprocessing` means these words: in a copy of this process, in a fresh interpreter, and in
+a copy of a process that has done nothing yet. `fork` alone takes what only this process knows, a
+function of a notebook's cell say; it is refused where the copies could not compute.
+"""
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.process
+import multiprocessing.resource_tracker
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import RequestError
+from clusterddp.processes.parent_death import die_with_parent
+from clusterddp.training.device import NVIDIA_DRIVER
+
+_HARD = 2  # omp_pause_hard (OpenMP 5.0, omp_pause_resource_all)
+
+
+def get_ready(method: str) -> None:
+    """Do what must be done before the first process of a group begins, once a group.
+
+    Raises RequestError where this process cannot be forked.
+    """
+    if method == "fork":
+        _refuse_cuda()
+        _end_openmp_threads()
+    elif method in ("spawn", "forkserver"):
+        # Before anybody holds signals back: its start sets the mask of SIGINT and SIGTERM anew.
+        multiprocessing.resource_tracker.ensure_running()
+    if method == "forkserver":
+        multiprocessing.get_context("forkserver").set_forkserver_preload(
+            ["clusterddp.processes.fork_server"]
+        )
+        multiprocessing.forkserver.ensure_running()
+
+
+def begin(
+    method: str,
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+    env: Mapping[str, str],
+    output: Connection | Path | None,
+) -> "multiprocessing.process.BaseProcess":
+    """Start a process that calls the function in a session of its own, as a program's would be.
+
+    env: all of its environment. output: where it prints to, stderr included; None for where this
+    process does. Its stdin is empty, no signal is blocked or handled; it dies with this process.
+    Raises what pickling the function or the arguments raises; `fork` pickles nothing.
+    """
+    context = multiprocessing.get_context(method)
+    process: multiprocessing.process.BaseProcess = context.Process(  # type: ignore[attr-defined]
+        target=_become, args=(dict(env), output, function, arguments)
+    )
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork where threads run, a notebook's for one. What they may hold
+        # is renewed by Python and the C library; `get_ready` sees to what is not.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with _garbage_kept() if method == "fork" else contextlib.nullcontext():
+            process.start()
+    return process
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Keep a forked copy from collecting the garbage that this process has left by now.
+
+    A copy that did was seen to crash in a collection: what ends threads of C++ when it is
+    collected finds none of them there. Python's documentation of gc advises gc.freeze.
+    """
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:  # what somebody has frozen before stays so
+            gc.unfreeze()
+
+
+def _become(
+    env: dict[str, str],
+    output: Connection | Path | None,
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    """In the new process."""
+    signal.set_wakeup_fd(-1)  # an event loop's, which is the parent's
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # as exec does; ignored ones stay so
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.setsid()
+    _let_fork_server_go()
+    die_with_parent(os.getppid())
+    starter = multiprocessing.process.parent_process()
+    if starter and not starter.is_alive():  # it is not the parent of a fork server's process
+        os._exit(128 + signal.SIGKILL)
+    os.environ.clear()
+    os.environ.update(env)
+    _redirect(output)
+    function(*arguments)
+
+
+def _let_fork_server_go() -> None:
+    """Have the fork server end, and its processes with it, when the process that started it does.
+
+    It stays as long as anybody holds this pipe, and each of its processes is given an end.
+    """
+    server: Any = multiprocessing.forkserver._forkserver
+    held = getattr(server, "_forkserver_alive_fd", None)
+    if held is not None:
+        os.close(held)
+        server._forkserver_alive_fd = None
+
+
+def _redirect(output: Connection | Path | None) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    if output is None:
+        return
+    if isinstance(output, Path):
+        log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    else:
+        log = os.dup(output.fileno())
+        output.close()
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    # A notebook's own streams send to its page from threads that are not here.
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = open(  # noqa: SIM115 -- it stays open as long as the process
+            descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, stream)
+
+
+def _refuse_cuda() -> None:
+    """CUDA cannot be used by a copy of a process that has begun to use it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not NVIDIA_DRIVER.exists():
+        return
+    if torch.cuda.is_initialized() or _spoils_its_copies(torch):
+        raise RequestError(
+            "start method fork: this process has used CUDA already (a tensor on a GPU, or just "
+            "torch.cuda.is_available()), and no copy of it can. Restart the notebook's kernel and "
+            "leave CUDA to the ranks, or use start_method='spawn' with a function of a module."
+        )
+
+
+def _spoils_its_copies(torch: Any) -> bool:
+    """Whether torch would refuse CUDA in a copy of this process; only such a copy can tell."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = int(torch.cuda._is_in_bad_fork())
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+
+
+def _end_openmp_threads() -> None:
+    """Have OpenMP end the threads with which this thread has computed, until it computes again.
+
+    GNU's OpenMP, which torch brings along, keeps them for the next computation. A copy of this
+    process would wait for ever for those threads, which it has not (gomp_team_start of libgomp).
+    """
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    for path in {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}:
+        with contextlib.suppress(OSError, AttributeError):  # it is there from gcc 9 on
+            ctypes.CDLL(path).omp_pause_resource_all(_HARD)

@@ -1,0 +1,254 @@
+"""Who this task is: its ranks and where the ranks meet, derived from a Mapping of variables.
+
+Derives from torch's variables, a Slurm step or neither; reads no os.environ, opens no socket and
+starts nothing. Exporting the result is left to the caller.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn
+
+from clusterddp.ranks import slurm_step, torch_env, variables
+
+Origin = Literal["torch", "slurm", "single"]
+
+_LOWEST_PORT = 12000
+_PORTS = 20000
+
+
+@dataclass(frozen=True)
+class DistEnv:
+    """One task's place in the run, in torch's words; checked against itself at construction.
+
+    Raises DistEnvError when the numbers contradict each other: the message shows each with the
+    variable it came from.
+    """
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int  # ranks on this node; nodes may differ
+    num_nodes: int
+    master_addr: str
+    master_port: int  # 0, in a world of one only: any free port
+    # One name a node, in the order of the node ranks; empty where the variables do not tell.
+    hostnames: tuple[str, ...]
+    origin: Origin
+    # For each field above, the variable or the rule it came from.
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> DistEnv:
+        """Derive a task's place from its environment variables.
+
+        In this order: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, all four of them (torchrun,
+        or exported by hand); a Slurm step (srun); a single process, which is also what a batch
+        script or an salloc shell is. MASTER_ADDR and MASTER_PORT alone are presets that a step
+        and a single process honour.
+
+        Raises DistEnvError for variables that are empty, malformed, half set or contradictory.
+        """
+        if torch_env.are_set(environ):
+            return _from_torch(environ)
+        if slurm_step.step_id_of(environ) is not None:
+            return _from_step(environ)
+        return _single(environ)
+
+    def to_environ(self) -> dict[str, str]:
+        """Return the variables to export: what torchrun gives its workers, and NODE_RANK.
+
+        The list is that of torch's local_elastic_agent.py without TORCHELASTIC_*, which would
+        claim an elastic agent that is not there.
+        """
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "NODE_RANK": str(self.node_rank),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "ROLE_NAME": "default",
+        }
+
+    def __post_init__(self) -> None:
+        for count in ("world_size", "local_world_size", "num_nodes"):
+            if getattr(self, count) < 1:
+                self._refuse(f"{count} of at least 1", count)
+        self._require_below("rank", "world_size")
+        self._require_below("local_rank", "local_world_size")
+        self._require_below("node_rank", "num_nodes")
+        elsewhere, other_nodes = self.world_size - self.local_world_size, self.num_nodes - 1
+        if elsewhere < other_nodes or (elsewhere and not other_nodes):
+            self._refuse(
+                f"the {elsewhere} ranks beyond this node's to fill {other_nodes} further nodes",
+                "world_size",
+                "local_world_size",
+                "num_nodes",
+            )
+        lowest_port = 0 if self.world_size == 1 else 1
+        if not lowest_port <= self.master_port <= 65535:
+            self._refuse(f"a port from {lowest_port} to 65535", "master_port")
+        if not variables.PRINTABLE.fullmatch(self.master_addr):
+            self._refuse("a host name or an address", "master_addr")
+
+    def _require_below(self, index: str, count: str) -> None:
+        if not 0 <= getattr(self, index) < getattr(self, count):
+            highest = getattr(self, count) - 1
+            self._refuse(f"{index} from 0 to {highest}", index, count)
+
+    def _refuse(self, expected: str, *fields: str) -> NoReturn:
+        variables.contradiction([self._seen(name) for name in fields], expected)
+
+    def _seen(self, name: str) -> str:
+        value, source = variables.shown_value(str(getattr(self, name))), self.sources.get(name, "")
+        if _VARIABLE.fullmatch(source):
+            return f"{source}={value}"
+        return f"{name}={value} ({source})" if source else f"{name}={value}"
+
+
+def master_port(job_id: int, step_id: int, restart_count: int, candidate: int = 0) -> int:
+    """Return the port where the ranks of a step meet: `candidate` 0 first, then further ones.
+
+    Every rank computes the same without talking to another, from SLURM_JOB_ID, SLURM_STEP_ID and
+    SLURM_RESTART_COUNT. All ports lie in 12000 to 31999: above the well-known ones and below
+    32768 to 60999, from which Linux hands out ports of its own (ip_local_port_range). Slurm's job
+    ids are consecutive, so jobs sharing a node get ports 97 apart, its steps 11 apart, and a
+    requeued job does not meet its predecessor's listener. 97 and 4001 are prime to 20000: ids
+    collide only at 20000 jobs' distance, and the candidates visit every port.
+    """
+    offset = job_id * 97 + step_id * 11 + restart_count + candidate * 4001
+    return _LOWEST_PORT + offset % _PORTS
+
+
+def _from_torch(environ: Mapping[str, str]) -> DistEnv:
+    place = torch_env.read(environ)
+    layout = place.layout
+    return DistEnv(
+        rank=place.rank,
+        local_rank=layout.local_rank.value,
+        node_rank=layout.node_rank.value,
+        world_size=place.world_size,
+        local_world_size=layout.local_world_size.value,
+        num_nodes=layout.num_nodes.value,
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+        hostnames=place.hostnames,
+        origin="torch",
+        sources={
+            "rank": "RANK",
+            "local_rank": layout.local_rank.source,
+            "node_rank": layout.node_rank.source,
+            "world_size": "WORLD_SIZE",
+            "local_world_size": layout.local_world_size.source,
+            "num_nodes": layout.num_nodes.source,
+            "master_addr": "MASTER_ADDR",
+            "master_port": "MASTER_PORT",
+            "hostnames": place.hostnames_source,
+        },
+    )
+
+
+def _from_step(environ: Mapping[str, str]) -> DistEnv:
+    step = slurm_step.read_step(environ)
+    addr, addr_source = step.hosts[0], f"{step.hosts_source} (first host)"
+    if "MASTER_ADDR" in environ:
+        addr, addr_source = variables.text(environ, "MASTER_ADDR"), "MASTER_ADDR"
+    if "MASTER_PORT" in environ:
+        port, port_source = _preset_port(environ), "MASTER_PORT"
+    else:
+        port, port_source = _step_port(environ)
+    return DistEnv(
+        rank=step.rank,
+        local_rank=step.local_rank,
+        node_rank=step.node_rank,
+        world_size=step.world_size,
+        local_world_size=step.tasks_per_node[step.node_rank],
+        num_nodes=len(step.hosts),
+        master_addr=addr,
+        master_port=port,
+        hostnames=step.hosts,
+        origin="slurm",
+        sources={
+            "rank": "SLURM_PROCID",
+            "local_rank": "SLURM_LOCALID",
+            "node_rank": "SLURM_NODEID",
+            "world_size": step.world_size_source,
+            "local_world_size": step.local_world_size_source,
+            "num_nodes": step.num_nodes_source,
+            "master_addr": addr_source,
+            "master_port": port_source,
+            "hostnames": step.hosts_source,
+        },
+    )
+
+
+def _single(environ: Mapping[str, str]) -> DistEnv:
+    slurm_step.refuse_heterogeneous(environ)
+    default = "default: single process"
+    for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
+        if name in environ:
+            default += f" ({name} is set but this shell is no step; start tasks with srun)"
+            break
+    addr, addr_source = "127.0.0.1", default
+    if "MASTER_ADDR" in environ:
+        addr, addr_source = variables.text(environ, "MASTER_ADDR"), "MASTER_ADDR"
+    port, port_source = 0, f"{default}: any free port"
+    if "MASTER_PORT" in environ:
+        port, port_source = _preset_port(environ), "MASTER_PORT"
+    alone = (
+        "rank", "local_rank", "node_rank", "world_size", "local_world_size", "num_nodes",
+        "hostnames",
+    )  # fmt: skip
+    return DistEnv(
+        rank=0,
+        local_rank=0,
+        node_rank=0,
+        world_size=1,
+        local_world_size=1,
+        num_nodes=1,
+        master_addr=addr,
+        master_port=port,
+        hostnames=("localhost",),
+        origin="single",
+        sources={
+            **dict.fromkeys(alone, default),
+            "master_addr": addr_source,
+            "master_port": port_source,
+        },
+    )
+
+
+def _step_port(environ: Mapping[str, str]) -> tuple[int, str]:
+    job_name, step_name = (
+        slurm_step.required(environ, slurm_step.JOB_ID),
+        slurm_step.required(environ, slurm_step.STEP_ID),
+    )
+    restart_count, names = 0, f"{job_name}, {step_name}"
+    if "SLURM_RESTART_COUNT" in environ:  # unset on the first start
+        restart_count = variables.integer(environ, "SLURM_RESTART_COUNT")
+        names += ", SLURM_RESTART_COUNT"
+    port = master_port(
+        variables.integer(environ, job_name), variables.integer(environ, step_name), restart_count
+    )
+    return port, f"computed from {names}"
+
+
+def _preset_port(environ: Mapping[str, str]) -> int:
+    port = variables.integer(environ, "MASTER_PORT")
+    if not 1 <= port <= 65535:
+        variables.contradiction(
+            variables.list_shown(environ, ("MASTER_PORT",)), "a port from 1 to 65535"
+        )
+    return port
+
+
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")

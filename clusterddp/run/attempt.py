@@ -1,0 +1,298 @@
+"""One start of a run: its own numbered directory, who trains in it, and what supersedes it.
+
+A requeued job, the next job of a run and a person's second start each make an attempt. Only that
+start writes below its directory, so that a lost node's orphan cannot touch what its successor
+reads: a checkpoint that it still writes lies where nobody looks any more. Made by mkdir, which is
+atomic on network file systems too; no lock outlives a node.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp import __version__
+from clusterddp.errors import ClusterDDPError
+from clusterddp.run.run_dir import RunDir, read_json, write_atomically
+
+FORMAT = 1
+ALIVE_SECONDS = 2.0
+"""Between two signs of life of an attempt's rank 0."""
+SILENT_SECONDS = 15.0
+"""Without a sign of life for so long, an attempt of another job is taken for dead."""
+_RESERVE_BYTES = 256 << 10
+
+
+class NotStarted(ClusterDDPError):
+    """This start of a run is one too many, or another one is still at work."""
+
+
+class Superseded(ClusterDDPError):
+    """A later attempt of the run has begun, so this one may publish nothing more."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The directory of one start."""
+
+    run: RunDir
+    number: int
+    """From 1."""
+
+    @property
+    def path(self) -> Path:
+        return self.run.attempts / f"{self.number:04d}"
+
+    @property
+    def record(self) -> Path:
+        """Who trains, and from which checkpoint."""
+        return self.path / "attempt.json"
+
+    @property
+    def outcomes(self) -> Path:
+        return self.path / "outcomes"
+
+    def error_file(self, rank: int) -> Path:
+        """File in which torch's `record` keeps the exception that ends a rank of a command."""
+        return self.outcomes / f"error-{rank}.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def stop(self) -> Path:
+        """There once this attempt was asked to stop: `{"reason": …}`."""
+        return self.path / "stop"
+
+    @property
+    def alive(self) -> Path:
+        """Rank 0's sign of life: its time of change; in it the step, and the newest one saved."""
+        return self.path / "alive"
+
+    @property
+    def end(self) -> Path:
+        """How the ranks left together: `{"reason": …, "step": …}`."""
+        return self.path / "end.json"
+
+    @property
+    def reserve(self) -> Path:
+        """Room on the disk for the last records of the attempt, should the disk be full by then."""
+        return self.path / "reserve"
+
+    @property
+    def agents(self) -> Path:
+        """Folder of torchrun's agents, which nobody needs once they have ended."""
+        return self.path / "torchelastic"
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes of the attempt have left; what cannot be removed stays.
+
+        Whatever is hidden in its folders is a file that somebody was writing. Only for an attempt
+        that has ended, or is superseded: an orphan of a lost node may see a save fail.
+        """
+        for folder in (self.path, self.outcomes, self.checkpoints, self.path / "profile"):
+            if folder.is_symlink():
+                continue  # into a folder of a person's, who may hide things there
+            with contextlib.suppress(OSError):
+                for entry in list(os.scandir(folder)):
+                    if not entry.name.startswith(".") or entry.name.startswith(".nfs"):
+                        continue  # a network file system's own are files that are still open
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                    else:
+                        Path(entry.path).unlink(missing_ok=True)
+        shutil.rmtree(self.agents, ignore_errors=True)
+        self.give_room_back()
+
+    def set_room_aside(self) -> None:
+        """Take the reserve. Raises OSError."""
+        with self.reserve.open("wb") as file:
+            file.write(os.urandom(_RESERVE_BYTES))  # a file system may pack zeros into nothing
+            file.flush()
+            os.fsync(file.fileno())
+
+    def give_room_back(self) -> None:
+        """Give the reserve up, if there still is one."""
+        with contextlib.suppress(OSError):
+            self.reserve.unlink()
+
+    def write_last_word(self, path: Path, content: bytes) -> None:
+        """Write a record of how the attempt ends: on a full disk into its reserve.
+
+        Raises OSError.
+        """
+        try:
+            write_atomically(path, content)
+        except OSError:
+            self.give_room_back()  # as another rank may just have done
+            write_atomically(path, content)
+
+    def trouble_writing(self) -> str:
+        """Why nothing can be written in the attempt's directory; empty where it can."""
+        try:
+            with tempfile.TemporaryFile(dir=self.path) as file:
+                file.write(os.urandom(_RESERVE_BYTES // 4))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return f"{self.path} cannot be written: {error.strerror}"
+        return ""
+
+    def read_record(self) -> dict[str, Any]:
+        """attempt.json, or nothing while the ranks have not met."""
+        return read_json(self.record) or {}
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a later attempt of the run has begun."""
+        return Attempt(self.run, self.number + 1).path.exists()
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask this attempt's ranks to save and leave. Raises OSError."""
+        write_atomically(self.stop, json.dumps({"reason": reason}).encode())
+
+    def asked_to_stop(self) -> str | None:
+        """The reason for which it was asked to stop, if it was."""
+        if not self.stop.exists():
+            return None
+        # The batch script leaves an empty file: its one reason is Slurm's signal ahead of the end.
+        return str((read_json(self.stop) or {}).get("reason") or "signal")
+
+    def show_life(self, step: int, saved: int | None = None) -> None:
+        """Renew the sign of life, and say how far the training is, and what it has saved.
+
+        Raises OSError.
+
+        By a rename, after which a network file system looks at this folder anew, and so at `stop`.
+        """
+        fresh = self.alive.with_name(f".{self.alive.name}.{os.getpid()}")
+        fresh.write_text(json.dumps({"step": step, "saved": saved}))  # nobody waits for the disk
+        fresh.replace(self.alive)
+
+    def is_alive(self) -> bool:
+        """Whether rank 0 has given a sign of life lately, by the file system's own clock."""
+        try:
+            last = self.alive.stat().st_mtime
+        except OSError:
+            return False
+        with tempfile.NamedTemporaryFile(dir=self.run.attempts, prefix=".now-") as probe:
+            return os.fstat(probe.fileno()).st_mtime - last < SILENT_SECONDS
+
+
+def attempts(run: RunDir) -> list[Attempt]:
+    """The attempts of a run, the latest last. Raises OSError where they cannot be seen."""
+    try:
+        names = [entry.name for entry in os.scandir(run.attempts)]
+    except FileNotFoundError:
+        return []
+    return [Attempt(run, number) for number in sorted(int(n) for n in names if n.isdigit())]
+
+
+def latest(run: RunDir) -> Attempt | None:
+    """The attempt that began last, or None before the first."""
+    found = attempts(run)
+    return found[-1] if found else None
+
+
+def begin(run: RunDir) -> Attempt:
+    """Make the directory of the next attempt: this one's alone, whoever else tries.
+
+    What earlier ones have left half-written is removed. Raises OSError.
+    """
+    run.make(run.attempts)
+    previous = latest(run)
+    if previous and int(previous.read_record().get("format") or 0) > FORMAT:
+        raise NotStarted(
+            f"{previous.record} was written by a newer clusterddp than this one, "
+            f"{__version__}: update it to go on with {run.name}."
+        )
+    number = previous.number + 1 if previous else 1
+    while True:
+        made = Attempt(run, number)
+        try:
+            made.path.mkdir(mode=0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            made.outcomes.mkdir(mode=0o700)
+            break
+    for earlier in attempts(run):
+        if earlier.number < made.number:
+            earlier.remove_leftovers()
+    return made
+
+
+def await_silence(run: RunDir, job_id: str, patience: float, say: Callable[[str], None]) -> None:
+    """Wait until no other job trains this run. Raises NotStarted after `patience` seconds.
+
+    An earlier start of this very job is over, whatever its orphans still do: it is superseded.
+    """
+    deadline = time.monotonic() + patience
+    previous = latest(run)
+    said = False
+    while previous and _is_at_work(previous, job_id):
+        record = previous.read_record()
+        who = (
+            f"attempt {previous.number} of {run.name} is still trained by job "
+            f"{record.get('job_id') or '(none)'} on {record.get('host')}"
+        )
+        if time.monotonic() > deadline:
+            raise NotStarted(
+                f"{who}: rank 0 has shown its life for all of {patience:g} s. Two jobs cannot "
+                f"write one run: cancel one of them, or give this one a --run-name of its own."
+            )
+        if not said:
+            say(f"clusterddp: {who}; waiting up to {patience:g} s for it to end")
+            said = True
+        time.sleep(0.5)  # a file's time is all that a lost node's process leaves to look at
+
+
+def _is_at_work(attempt: Attempt, job_id: str) -> bool:
+    record = attempt.read_record()
+    if not record or (job_id and record.get("job_id") == job_id) or attempt.end.exists():
+        return False
+    if record.get("host") == os.uname().nodename and not Path(f"/proc/{record['pid']}").exists():
+        return False
+    ended = any(
+        event.get("event") == "ended" and event.get("attempt") == attempt.number
+        for event in attempt.run.read_events()
+    )
+    return not ended and attempt.is_alive()
+
+
+def publish(attempt: Attempt, record: dict[str, Any]) -> None:
+    """Write attempt.json and let the run's own names lead to this attempt.
+
+    Raises OSError, and Superseded when a later attempt has begun meanwhile.
+    """
+    if attempt.is_superseded:
+        raise Superseded(
+            f"attempt {attempt.number} of {attempt.run.name} is superseded: attempt "
+            f"{attempt.number + 1} of the run has begun. It trains on; this one ends."
+        )
+    content = {"format": FORMAT, "number": attempt.number, "began": round(time.time(), 3), **record}
+    attempt.show_life(int(record.get("step") or 0))
+    write_atomically(attempt.record, (json.dumps(content, indent=2) + "\n").encode())
+    _link(attempt.run.current, f"{attempt.run.attempts.name}/{attempt.path.name}")
+    for path in (attempt.run.checkpoints, attempt.run.metrics):
+        if not path.is_symlink():
+            _link(path, f"{attempt.run.current.name}/{path.name}")
+
+
+def _link(path: Path, target: str) -> None:
+    """A symbolic link, new or in place of an older one."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.link")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    fresh.replace(path)

@@ -1,0 +1,76 @@
+"""The logs of a run, attempt by attempt: a line divides what an attempt wrote from the next.
+
+Every log is appended to by all attempts. The start of an attempt puts the line into each log that
+is there, before any of its tasks can write.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from clusterddp.run.attempt import Attempt
+
+_DIVIDER = re.compile(r"^--- attempt (\d{1,9}), job [^\n]* ---$", re.MULTILINE)
+_TAIL_BYTES = 1 << 20
+
+
+def divide(attempt: Attempt, job_id: str) -> None:
+    """Write the line that begins an attempt into the logs of those before it.
+
+    A log that cannot be written goes without: it must not cost the start.
+    """
+    if attempt.number == 1:
+        return
+    line = f"{_divider(attempt.number, job_id)}\n"
+    with contextlib.suppress(OSError):
+        for log in sorted(attempt.run.logs.glob("*.log")):
+            with contextlib.suppress(OSError):
+                _append(log, line)
+
+
+def divide_own(number: int, environ: Mapping[str, str]) -> None:
+    """Begin a task that its agent has started again within the job, in the log of the task."""
+    again = environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    if again.isdigit() and int(again):
+        with contextlib.suppress(OSError):
+            line = _divider(
+                number, environ.get("SLURM_JOB_ID", ""), f"start {int(again) + 1} in it"
+            )
+            print(line, file=sys.stderr, flush=True)  # noqa: T201 -- the task's own log
+
+
+def of_attempt(log: Path, number: int) -> str:
+    """Read one attempt's part of a log, its last megabyte at most; empty without such a log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    begin, end = 0, len(text)
+    for found in _DIVIDER.finditer(text):
+        if int(found[1]) > number:
+            end = found.start()
+            break
+        begin = found.end() + 1
+    return text[begin:end]
+
+
+def _divider(number: int, job_id: str, start: str = "") -> str:
+    words = [f"attempt {number}", f"job {job_id or '(none)'}", start]
+    return f"--- {', '.join(filter(None, words))}, {time.strftime('%Y-%m-%d %H:%M')} ---"
+
+
+def _append(log: Path, line: str) -> None:
+    """Add a line at the end; text that a killed writer has left without an end gets one."""
+    descriptor = os.open(log, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, f"\n{line}".encode() if torn else line.encode())
+    finally:
+        os.close(descriptor)

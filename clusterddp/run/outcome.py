@@ -1,0 +1,377 @@
+"""How the ranks of a run ended, and which of them failed first.
+
+Reads the records of `supervise`, and srun's own lines for a task that was killed together with
+its parent. Errors that only follow from another rank's end are told apart from the first one.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
+from clusterddp.run.run_dir import first_number, read_json, write_atomically
+
+_HUNG = "hung.json"
+_CLOCKS = "clocks.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One rank's record; `ended` is None while it runs, or when its parent was killed too."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    host: str
+    pid: int
+    job_id: str
+    restart: int
+    step_id: str
+    started: float
+    ended: float | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    error: dict[str, Any] | None = None
+    hung: str = ""
+    """Place at which it kept the others waiting, as a watchdog has found."""
+    clock_ahead: float | None = None
+    """Seconds by which its host's clock is ahead of rank 0's, where the ranks have measured it."""
+
+    @property
+    def failed(self) -> bool:
+        """It has ended, and not well."""
+        return self.exit_code is not None and self.exit_code not in (0, EXIT_PAUSED)
+
+    @property
+    def paused(self) -> bool:
+        """It has saved and left because it was asked to, or asks to be started again."""
+        return self.exit_code == EXIT_PAUSED
+
+    @property
+    def peer_lost(self) -> bool:
+        """It says itself that it failed because of another rank."""
+        return bool(self.error and self.error.get("peer_lost"))
+
+    @property
+    def of_command(self) -> bool:
+        """True where its error is pieced together from what a person's command has left."""
+        return bool(self.error and self.error.get("of_command"))
+
+    @property
+    def reason(self) -> str:
+        if self.hung:
+            return f"hung: {self.hung}"
+        if self.error:
+            message = str(self.error.get("message", "")).strip()
+            first_line = message.splitlines()[0] if message else ""
+            return f"{self.error.get('type', 'error')}: {first_line}".strip(": ")
+        if self.signal:
+            return f"killed by {self.signal}"
+        if self.exit_code is None:
+            return "left no record of its end"
+        if self.exit_code == 0:
+            return "exit code 0 before the others were done"
+        return f"exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The rank that failed first, and why."""
+
+    rank: int
+    host: str
+    reason: str
+    log: str
+    """Its log, relative to the run directory."""
+    exit_code: int | None = None
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> "Failure":
+        """The failure that a rank's own record tells of."""
+        reason = outcome.reason
+        if outcome.hung:  # what ended it in the end says nothing of why
+            return cls(outcome.rank, outcome.host, reason, _log(outcome.rank), EXIT_FAILED)
+        if outcome.signal == "SIGTERM":
+            reason += " (cancelled, time limit or preempted)"
+        return cls(outcome.rank, outcome.host, reason, _log(outcome.rank), outcome.exit_code)
+
+    def describe(self) -> str:
+        """One line: `rank 3 on h02 failed first: RuntimeError: boom (logs/rank-3.log)`."""
+        host = f" on {self.host}" if self.host else ""
+        return f"rank {self.rank}{host} failed first: {self.reason} ({self.log})"
+
+
+def read_outcomes(folder: Path) -> list[Outcome]:
+    """The records of the ranks of one start, by rank."""
+    outcomes = [outcome for path in folder.glob("rank-*.json") if (outcome := _read(path))]
+    hung = read_json(folder / _HUNG) or {}
+    ranks, reason = hung.get("ranks"), str(hung.get("reason") or "")
+    if isinstance(ranks, list):
+        outcomes = [replace(o, hung=reason) if o.rank in ranks else o for o in outcomes]
+    clocks = read_json(folder / _CLOCKS) or {}
+    outcomes = [replace(o, clock_ahead=first_number(clocks.get(o.host))) for o in outcomes]
+    return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+
+def note_clocks(folder: Path, ahead: Mapping[str, float]) -> None:
+    """Record the seconds by which each host's clock is ahead of rank 0's. Raises OSError."""
+    write_atomically(folder / _CLOCKS, json.dumps(ahead).encode())
+
+
+def note_hung(folder: Path, ranks: Sequence[int], reason: str) -> None:
+    """Record which ranks keep the others waiting, and where; no ranks: none does any more.
+
+    Raises OSError.
+    """
+    if ranks:
+        write_atomically(folder / _HUNG, json.dumps({"ranks": ranks, "reason": reason}).encode())
+    else:
+        (folder / _HUNG).unlink(missing_ok=True)
+
+
+def read_outcome(folder: Path, rank: int) -> Outcome | None:
+    """The record of one rank; None where there is none that can be read."""
+    return _read(folder / f"rank-{rank}.json")
+
+
+def _read(path: Path) -> Outcome | None:
+    content = read_json(path) or {}
+    known = {name: content[name] for name in Outcome.__dataclass_fields__ if name in content}
+    try:
+        outcome = Outcome(**known)
+    except TypeError:
+        return None  # a record of another version
+    return outcome if _is_sound(outcome) else None
+
+
+_WHOLE_NUMBERS = ("rank", "local_rank", "node_rank", "pid", "restart")
+
+
+def _is_sound(outcome: Outcome) -> bool:
+    """Check that each field holds what it says, whoever wrote the record."""
+    known = vars(outcome)
+    return (
+        all(isinstance(known[name], int) for name in _WHOLE_NUMBERS)
+        and all(isinstance(known[name], str) for name in ("host", "job_id", "step_id", "hung"))
+        and all(
+            isinstance(known[name], int | float | None)
+            for name in ("started", "ended", "exit_code", "clock_ahead")
+        )
+        and isinstance(outcome.signal, str | None)
+        and isinstance(outcome.error, dict | None)
+    )
+
+
+def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:
+    """The rank that failed first, or None where no rank is known to have failed.
+
+    `job_log_text` is what srun and Slurm said in the batch script's log. In this order: the
+    rank above which something was killed before srun saw any other end; errors of a rank's own and
+    tasks that srun reports as killed without a record of their end, whichever srun names first;
+    codes and signals; ranks that hung; ranks that aborted; ranks that vanished; ranks that lost
+    another; and ranks that were told to end.
+    """
+    said = _read_srun(job_log_text)
+    above = _killed_above(outcomes, said)
+    if above:
+        return above
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    by_rank = {outcome.rank: outcome for outcome in outcomes}
+    unrecorded = [report for report in said if _is_missing(report, by_rank.get(report.rank))]
+    killed = [report for report in unrecorded if report.primary]
+    own = [outcome for outcome in failed if outcome.error and not outcome.peer_lost]
+    if killed and own:
+        order = [report.rank for report in said]
+        first = _earliest(own, said).rank
+        mine = order.index(first) if first in order else -1
+        if mine < order.index(killed[0].rank):
+            killed = []
+    if killed:
+        return _from_srun(killed[0])
+    if any(outcome.of_command for outcome in own):
+        # Not all that follows from the end of another rank can be told from the words of a
+        # command: an error counts no more than a code or a signal there, and the first one does.
+        own = [o for o in failed if not o.peer_lost and o.signal != "SIGTERM"]
+    by_itself = [o for o in failed if not o.error and o.signal != "SIGTERM"]
+    for group in (
+        own,
+        # NCCL aborts a rank that has waited in vain. What Slurm kills, it kills with its parent.
+        [o for o in by_itself if not o.hung and o.signal != "SIGABRT"],
+        [o for o in outcomes if o.hung and failed and (o.failed or o.ended is None)],
+        by_itself,
+        [o for o in outcomes if o.ended is None and failed],
+        _left_early(outcomes),
+        [o for o in failed if o.peer_lost],
+        failed,
+    ):
+        if group:
+            return Failure.of(_earliest(group, said))
+    return _from_srun(unrecorded[0]) if unrecorded else None
+
+
+def first_killed(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:
+    """The rank that srun saw killed, itself or what stands above it, before any other end.
+
+    srun then ends the other ranks, which save and leave as if somebody had asked them to.
+    """
+    said = _read_srun(job_log_text)
+    first = _killed_at_first(said)
+    if first and any(o.rank == first.rank and _is_missing(first, o) for o in outcomes):
+        return _from_srun(first)
+    return _killed_above(outcomes, said)
+
+
+def _killed_above(outcomes: Sequence[Outcome], said: Sequence["_Report"]) -> Failure | None:
+    """A rank whose end is recorded although srun's task, first of all, was killed.
+
+    That task is then no rank: an agent of torchrun's, submitit's process, a launch prefix.
+    """
+    first = _killed_at_first(said)
+    if first is None:
+        return None
+    by_rank = {outcome.rank: outcome for outcome in outcomes}
+    if _is_missing(first, by_rank.get(first.rank)):
+        return None  # killed together with the rank
+    there = [o for o in outcomes if _short(o.host) == _short(first.host)]
+    if any(o.signal not in (None, "SIGTERM") for o in there):
+        return None  # a rank of this host was killed itself
+    ended_for_it = [o for o in there if o.exit_code != 0]
+    if all(o.exit_code == 0 for o in outcomes):
+        ended_for_it = there  # a command that takes TERM for a wish, and exits with 0
+    if not ended_for_it:
+        return None
+    mine = next((o for o in ended_for_it if o.rank == first.rank), ended_for_it[0])
+    reason, code = _SIGNAL_WORDS[first.word]
+    return Failure(mine.rank, mine.host, f"{_ABOVE} was {reason}", _log(mine.rank), code)
+
+
+def _killed_at_first(said: Sequence["_Report"]) -> "_Report | None":
+    first = next((report for report in said if report.primary), None)
+    return first if first and first.word in _KILLED else None
+
+
+def _left_early(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Ranks that ended with exit code 0 while others still counted on them."""
+    lost = [outcome for outcome in outcomes if outcome.peer_lost]
+    left = [o for o in outcomes if o.exit_code == 0 and o.ended is not None]
+    return left if lost else []
+
+
+def _earliest(group: Sequence[Outcome], said: Sequence["_Report"]) -> Outcome:
+    """The one that ended first: by the clock on one host, by what clocks do not tell on several.
+
+    Where the ranks have not measured how far the clocks are apart, srun's lines stand in the order
+    in which it saw tasks end; under torchrun these are the agents, so their hosts are compared.
+    """
+    first_of_host: dict[str, Outcome] = {}
+    for outcome in sorted(group, key=lambda o: (o.ended or 0.0, o.rank)):
+        first_of_host.setdefault(_short(outcome.host), outcome)
+    candidates = list(first_of_host.values())
+    if all(outcome.clock_ahead is not None for outcome in candidates):
+        return min(candidates, key=lambda o: ((o.ended or 0.0) - (o.clock_ahead or 0.0), o.rank))
+    hosts = list(dict.fromkeys(_short(report.host) for report in said if report.primary))
+    if len(candidates) > 1 and any(host in hosts for host in first_of_host):
+        return first_of_host[next(host for host in hosts if host in first_of_host)]
+    return candidates[0]
+
+
+def _short(host: str) -> str:
+    """The name without its domain, which Slurm and the host itself may or may not give."""
+    return host if host.replace(".", "").isdigit() else host.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What srun said of one task."""
+
+    rank: int
+    host: str
+    reason: str
+    primary: bool
+    """Said before srun began to end the other tasks, and no answer to its SIGTERM."""
+
+    @property
+    def word(self) -> str:
+        """The signal, in strsignal(3)'s words, if it was one."""
+        return self.reason.removesuffix(" (core dumped)")
+
+
+def _is_missing(report: _Report, outcome: Outcome | None) -> bool:
+    """Whether srun's line is all that is known of the task's end.
+
+    Under torchrun srun's tasks are the agents: the line of agent 3 is not about rank 3.
+    """
+    if outcome is None:
+        return True
+    return outcome.ended is None and _short(outcome.host) == _short(report.host)
+
+
+# srun: error: h02: task 3: Killed / h01: tasks 0-2: Exited with exit code 1 (srun's
+# launch_common_step_terminated and _handle_msg; the list is a bitmap in range form).
+_SRUN_LINE = re.compile(
+    r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+?)\s*$"
+)
+_ENDING = re.compile(r"^(srun: Terminating|slurmstepd: error: \*\*\* STEP .* CANCELLED)")
+
+
+def _read_srun(text: str) -> list[_Report]:
+    reports = []
+    ending = False
+    for line in text.splitlines():
+        if _ENDING.match(line):
+            ending = True
+        found = _SRUN_LINE.match(line)
+        if not found:
+            continue
+        what = found["what"]
+        primary = not what.startswith("Terminated") and not (ending and what.startswith("Killed"))
+        for rank in _ranks(found["ranks"]):
+            reports.append(_Report(rank, found["host"], what, primary))
+    return reports
+
+
+def _ranks(text: str) -> list[int]:
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (not last or last.isdigit()):
+            ranks.extend(range(int(first), int(last or first) + 1))
+    return ranks
+
+
+# srun prints strsignal(3)'s words.
+_SIGNAL_WORDS = {
+    "Killed": ("killed by SIGKILL", 137),
+    "Terminated": ("killed by SIGTERM", 143),
+    "Segmentation fault": ("killed by SIGSEGV", 139),
+    "Aborted": ("killed by SIGABRT", 134),
+    "Bus error": ("killed by SIGBUS", 135),
+    "Illegal instruction": ("killed by SIGILL", 132),
+    "Floating point exception": ("killed by SIGFPE", 136),
+    "User defined signal 1": ("killed by SIGUSR1", 138),
+    "User defined signal 2": ("killed by SIGUSR2", 140),
+    "Out Of Memory": ("out of memory (killed by the kernel)", 137),
+}
+# What nobody sends to ask for an end.
+_KILLED = _SIGNAL_WORDS.keys() - {
+    "Terminated",
+    "User defined signal 1",
+    "User defined signal 2",
+}
+_ABOVE = "what had started it (an agent, submitit's process or a launch prefix)"
+
+
+def _from_srun(report: _Report) -> Failure:
+    reason, code = _SIGNAL_WORDS.get(report.word, (report.reason, None))
+    exited = re.fullmatch(r"Exited with exit code (\d+)", report.reason)
+    if exited:
+        code = int(exited[1])
+        reason = f"exit code {code}"
+    return Failure(report.rank, report.host, reason, _log(report.rank), code)
+
+
+def _log(rank: int) -> str:
+    return f"logs/rank-{rank}.log"

@@ -1,0 +1,214 @@
+"""What becomes of a run when one of its attempts has ended: another one, or not, and why.
+
+Pure: from the run's records and Slurm's word to a decision; `runs.next_start` carries it out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir
+
+DONE = "done"
+FAILED = "failed"
+CANCELLED = "cancelled"
+"""By a person."""
+STOPPED = "stopped"
+"""By `clusterddp stop`, after saving."""
+SIGNAL = "signal"
+"""Slurm's signal ahead of the time limit, or one like it, and the ranks have saved."""
+TIME_LIMIT = "time limit"
+PREEMPTED = "preempted"
+REQUEUED = "requeued"
+"""Slurm has put the job back by itself: preemption, a lost node, `scontrol requeue`."""
+NODE_LOST = "node lost"
+SUPERSEDED = "superseded"
+"""A later attempt has begun, as beside a lost node's orphan."""
+
+STOP_ASKED = "'clusterddp stop' asked for it"
+NO_RESTART = "a failed run starts again only with --restart-on-failure"
+
+_GOES_ON = (SIGNAL, TIME_LIMIT, PREEMPTED, NODE_LOST)
+_NOT_COUNTED = (PREEMPTED, REQUEUED, NODE_LOST, SUPERSEDED)
+_FRUITLESS_STARTS = 2
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the request says of further starts."""
+
+    requeue: bool
+    max_requeues: int
+    """Starts after the first, whoever caused them."""
+    restart_on_failure: int
+    """Of these, how many may follow a crash."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the run is to go on by itself, and the reason as a person reads it."""
+
+    go_on: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """One attempt, as the run's events tell."""
+
+    attempt: int
+    cause: str = ""
+    """How it ended; empty where nobody recorded it: killed together with its script."""
+    gained: int | None = None
+    """Steps by which its last checkpoint is beyond the one from which it started; None for a
+    command, whose steps nobody counts."""
+
+
+def decide(
+    policy: Policy,
+    cause: str,
+    starts: Sequence[Start],
+    *,
+    stop_asked: bool = False,
+    how: str = "",
+) -> Decision:
+    """Whether another start follows.
+
+    starts: those since a person last submitted the run, the one that has just ended last.
+    stop_asked: whether a person has asked the run to stop.
+    how: what took place, where the cause's own word would say another thing.
+    """
+    if cause in (DONE, CANCELLED, STOPPED, SUPERSEDED):
+        return Decision(False, cause)
+    if stop_asked:
+        return Decision(False, STOP_ASKED)
+    if cause == REQUEUED:
+        return Decision(False, "Slurm has put the job back into the queue")
+    if not policy.requeue and (cause in _GOES_ON or policy.restart_on_failure):
+        return Decision(False, f"{how or cause}, and requeue is off")
+    if cause == FAILED:
+        crashes = sum(start.cause == FAILED for start in starts)
+        if not policy.restart_on_failure:
+            return Decision(False, NO_RESTART)
+        if crashes > policy.restart_on_failure:
+            return Decision(
+                False, f"it has failed {crashes} times (--restart-on-failure "
+                f"{policy.restart_on_failure})"
+            )  # fmt: skip
+    if len(starts) > policy.max_requeues:
+        return Decision(False, capped(policy.max_requeues))
+    counted = [s for s in starts if s.cause and s.cause not in _NOT_COUNTED]
+    last = counted[-_FRUITLESS_STARTS:]
+    if len(last) == _FRUITLESS_STARTS and all(start.gained == 0 for start in last):
+        return Decision(False, f"{_FRUITLESS_STARTS} starts in a row have not gained a step")
+    return Decision(True, cause)
+
+
+def capped(max_requeues: int) -> str:
+    """Why a run is not started once more."""
+    times = f"{max_requeues + 1} times" if max_requeues else "once"
+    return f"it has been started {times} (--max-requeues {max_requeues})"
+
+
+def starts_since_submission(run: RunDir) -> list[Start]:
+    """The attempts since a person last submitted the run, the latest last."""
+    return starts_of(run, run.read_events())
+
+
+def starts_of(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[Start]:
+    """As `starts_since_submission`, from the run's events."""
+    return [
+        Start(number, cause, gained(Attempt(run, number)))
+        for number, cause in causes_of(events).items()
+    ]
+
+
+def causes_of(events: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Each attempt since a person last submitted the run, with how it ended (see `Start.cause`)."""
+    causes: dict[int, str] = {}
+    jobs: dict[int, str] = {}
+    for event in events:
+        number, job_id = event.get("attempt"), _job_id(event)
+        if _is_a_persons(event):
+            # A job can start before the submitting side has written its own line.
+            causes = {n: cause for n, cause in causes.items() if job_id and jobs[n] == job_id}
+        elif event.get("event") == "started" and isinstance(number, int):
+            causes[number], jobs[number] = "", job_id
+        elif event.get("event") == "ended" and number in causes:
+            causes[number] = str(event.get("cause") or "")
+    return causes
+
+
+def done_by(events: Sequence[Mapping[str, Any]], job_id: str) -> bool:
+    """Return whether a start of this job has finished the run since a person last submitted it."""
+    causes = causes_of(events)
+    return any(
+        event.get("event") == "ended"
+        and causes.get(event.get("attempt", 0)) == DONE
+        and _job_id(event) == job_id
+        for event in events
+    )
+
+
+def withdrawn(events: Sequence[Mapping[str, Any]], job_id: str) -> str:
+    """CANCELLED or STOPPED where a person has asked that this job start nothing more, else empty.
+
+    A stop that was asked for since the run last started counts for the jobs that the run knows
+    of, as it can come while one of them waits to start again; a job that a person has submitted
+    since, or gives to sbatch by hand, is another matter.
+    """
+    found, known = "", False
+    for event in events:
+        kind, own = event.get("event"), _job_id(event) == job_id
+        known = known or own
+        if _is_a_persons(event) or (kind == "started" and found == STOPPED):
+            found = ""
+        elif kind == "stop_asked":
+            found = found or STOPPED
+        elif kind == "stop_failed" and found == STOPPED:
+            found = ""
+        elif kind == "cancelled" and own:
+            found = CANCELLED
+        elif kind == "cancel_failed" and own and found == CANCELLED:
+            found = ""
+    return found if known else ""
+
+
+def _is_a_persons(event: Mapping[str, Any]) -> bool:
+    """Whether it is a submission of a person, with which the counting of starts begins anew.
+
+    `resubmit` stands before the submission proper, which the job's start can overtake.
+    """
+    return event.get("event") == "resubmit" or (
+        event.get("event") == "submitted" and not event.get("in_place_of")
+    )
+
+
+def _job_id(event: Mapping[str, Any]) -> str:
+    return str(event.get("job_id") or "")
+
+
+def gained(attempt: Attempt) -> int | None:
+    """Steps that an attempt has brought onto the disk."""
+    steps = [
+        int(path.stem.removeprefix("step-"))
+        for path in attempt.checkpoints.glob("step-*.pt")
+        if path.stem.removeprefix("step-").isdigit()
+    ]
+    record = attempt.read_record()
+    if not record:
+        return None if not attempt.run.resolved.exists() and _runs_a_command(attempt.run) else 0
+    # The next attempt takes the files over, and says from which of them it started.
+    after = Attempt(attempt.run, attempt.number + 1).read_record().get("step") or 0
+    reached = max(max(steps, default=0), int(after))
+    return max(reached - int(record.get("step") or 0), 0)
+
+
+def _runs_a_command(run: RunDir) -> bool:
+    from clusterddp.errors import RequestError
+
+    try:
+        return run.load_spec().train is None
+    except RequestError:
+        return False

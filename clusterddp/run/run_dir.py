@@ -1,0 +1,344 @@
+"""Every path of a run in one object, and how its records are written and read.
+
+A run is one directory below the output root. What is in it:
+
+    spec.json            the request (a record: the script does not read it)
+    script.sbatch        the exact bytes that were submitted
+    events.jsonl         submitted, started, ended, requeued: Slurm job ids, times, exit codes
+    resolved.json        what the ranks agreed on where the request said auto
+    code/ code.json      the person's own tree when a command, or a model or dataset of theirs, was
+                         submitted, and its digests
+    logs/job.log         what the batch script and Slurm said
+    logs/rank-R.log      what rank R printed (logs/node-N.log: a torchrun agent)
+    attempts/0001/       one start of the run, which alone writes there (see `attempt`):
+        attempt.json     who trains, and from which checkpoint
+        checkpoints/     step-00001200.pt and its .sha256, those of earlier attempts included
+        metrics.jsonl    loss, accuracy, images/s, learning rate since the run's first step
+        outcomes/        rank-R.json: how rank R ended; beside them what `outcome` notes, and
+                         error-R.json: written by torch's `record`
+        profile/         rank-R.trace.json.gz, with --profile
+        tensorboard/     with --tensorboard
+    current              leads to the attempt that trains, or that trained last
+    checkpoints          leads to current/checkpoints
+    metrics.jsonl        leads to current/metrics.jsonl
+    outcomes/            of ranks that were started by hand, each by itself
+    report.json          what the run achieved
+    evaluation.json      which classes were confused in the end, the images of the highest loss
+    batch_sizes.json     with --find-batch-size
+    resubmit-NNNN.claim  who resubmits the run, or did last
+"""
+
+import errno
+import json
+import math
+import os
+import shlex
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import RequestError
+from clusterddp.request.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def shown(self) -> str:
+        """What names the run in a command that is typed in this folder: its name or its path."""
+        usual = Path(os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or "jobs")
+        path = self.path.absolute()
+        return self.name if path.parent == usual.absolute() else shlex.quote(str(path))
+
+    @property
+    def array_index(self) -> str:
+        """Index of the array's element that this run is, RUN-INDEX; empty where it is none."""
+        try:
+            array = Path(self.load_spec().run_dir).resolve()
+        except RequestError:
+            return ""
+        path = self.path.resolve()
+        name, _, index = path.name.rpartition("-")
+        return index if index.isdigit() and path.with_name(name) == array else ""
+
+    @property
+    def resubmission(self) -> str:
+        """Command that has the run go on; the script of an array's element starts all of them."""
+        if self.array_index:
+            script = shlex.quote(str(self.script.absolute()))
+            return f"sbatch --array={self.array_index} {script}"
+        return f"clusterddp resubmit {self.shown}"
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.json"
+
+    @property
+    def script(self) -> Path:
+        return self.path / "script.sbatch"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def resolved(self) -> Path:
+        return self.path / "resolved.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def job_log(self) -> Path:
+        return self.logs / "job.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    @property
+    def outcomes(self) -> Path:
+        return self.path / "outcomes"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def current(self) -> Path:
+        return self.path / "current"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def code_record(self) -> Path:
+        """The digests of the person's tree at submission."""
+        return self.path / "code.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def batch_sizes(self) -> Path:
+        """How fast each batch size was, where they were tried."""
+        return self.path / "batch_sizes.json"
+
+    @property
+    def evaluation(self) -> Path:
+        """What classes were confused in the end, and the images of the highest loss."""
+        return self.path / "evaluation.json"
+
+    @classmethod
+    @contextmanager
+    def create(cls, spec: JobSpec, script: str | None) -> Iterator["RunDir"]:
+        """Make the directory of a new run with its records, or nothing at all.
+
+        Records are laid down in a hidden sibling that is renamed into place when complete. What
+        was made is taken away again when the body raises a RequestError, so that a refused
+        submission leaves nothing; after anything else the job may be queued, and needs it.
+        Raises RequestError when the run exists or the output root cannot be written.
+        """
+        path = Path(spec.run_dir)
+        if path.exists() or path.is_symlink():
+            raise RequestError(
+                f"the run {spec.run_name} exists already at {path}; choose another --run-name."
+            )
+        missing = [parent for parent in path.parents if not parent.exists()]
+        draft = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # mkdtemp makes it mode 0700: scripts and records may hold values of --env.
+            draft = cls(Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)))
+            draft.logs.mkdir()
+            write_atomically(draft.spec, spec.to_json().encode())
+            if script is not None:
+                write_atomically(draft.script, script.encode())
+            os.rename(draft.path, path)  # noqa: PTH104 -- fails, as wanted, on a non-empty target
+        except OSError as error:
+            _undo(draft.path if draft else None, missing)
+            raise RequestError(
+                f"--output-root: cannot write the run directory {path}: {error.strerror}. "
+                "Choose a folder that you can write and that has room."
+            ) from None
+        try:
+            yield cls(path)
+        except RequestError:
+            _undo(path, missing)
+            raise
+
+    def make(self, *folders: Path) -> None:
+        """Make the directory, private to its owner, and folders in it; they may be there already.
+
+        Raises OSError.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        for folder in folders:
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    def load_spec(self) -> JobSpec:
+        """The request as recorded; raises RequestError when there is none or it is damaged."""
+        try:
+            return JobSpec.from_json(self.spec.read_text(errors="replace"))
+        except OSError as error:
+            raise RequestError(
+                f"{self.path} is no run: {self.spec.name}: {error.strerror}."
+            ) from None
+        except RequestError as error:
+            raise RequestError(f"{self.path}: {error}") from None
+
+    def add_event(self, event: str, **fields: Any) -> None:
+        """Append one record and sync it to the disk, on a line of its own. Raises OSError.
+
+        One write each, so that the lines of two writers do not mix.
+        """
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields}) + "\n"
+        _append_line(self.events, line.encode())
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """All events in the order in which they were written."""
+        return list(read_json_lines(self.events))
+
+
+def find_runs(output_root: Path) -> list[RunDir]:
+    """The runs below an output root that this user can read, the latest last."""
+    if not output_root.is_dir():
+        return []
+    found = [
+        RunDir(path)
+        for path in output_root.iterdir()
+        if not path.name.startswith(".") and os.access(path / "spec.json", os.R_OK)
+    ]
+    return sorted(found, key=lambda run: (run.spec.stat().st_mtime, run.name))
+
+
+def run_folders(run: RunDir) -> list[Path]:
+    """What lies in a person's tree and is no code: runs, or the folder that holds nothing else."""
+    return [run.path.parent, *(one.path for one in find_runs(run.path.parent))]
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; a torn line, as a killed writer leaves, is passed over."""
+    if not path.is_file():
+        return
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a regular file. Raises OSError, for a FIFO too, which is not waited for."""
+
+    def at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None when it is absent or torn."""
+    try:
+        value = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def first_number(*values: object, as_type: type = float) -> Any:
+    """Of values that a record holds, the first that is a number, as that type; else None."""
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if as_type is float or math.isfinite(value):
+            return as_type(value)
+    return None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: a temporary beside it, fsync, rename, fsync of the folder.
+
+    Mode 0600. Raises OSError, and then leaves the file that was there as it was.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    """Append a line in one write, and sync it. Raises OSError.
+
+    It begins a new line where the last one is torn: a writer was killed, or found no more room.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if not size:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _undo(made: Path | None, parents: list[Path]) -> None:
+    """Remove a run's directory, and the folders above it that were made for it alone."""
+    import shutil
+
+    if made:
+        shutil.rmtree(made, ignore_errors=True)
+    for parent in parents:
+        try:
+            parent.rmdir()
+        except OSError:
+            return  # never made, or something else is in it already: not ours to remove

@@ -1,0 +1,278 @@
+"""Which state a run is in, and why: its own records first, what Slurm says of its job second.
+
+`judge` is pure, so that it works without accounting and after Slurm has forgotten the job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED
+from clusterddp.run import restart_policy
+from clusterddp.run.submission import Submission
+from clusterddp.slurm.states import JobState, State
+
+CREATED = "created"
+"""The run directory is there; nothing was submitted."""
+QUEUED = "queued"
+RUNNING = "running"
+DONE = "done"
+FAILED = "failed"
+CANCELLED = "cancelled"
+STOPPED = "stopped"
+"""It can go on from its last checkpoint, but does not by itself."""
+UNKNOWN = "unknown"
+"""The job recorded no end, and Slurm cannot say or no longer knows."""
+
+STATES = (CREATED, QUEUED, RUNNING, DONE, FAILED, CANCELLED, STOPPED, UNKNOWN)
+ENDED = frozenset({DONE, FAILED, CANCELLED, STOPPED})
+
+SETTLE_SECONDS = 60.0
+"""How long a job that was put back into the queue may still show how it ended."""
+
+FORGOTTEN = "Slurm no longer knows the job"
+
+_HELD = "job requeued in held state"
+"""Slurm's reason of a job with --requeue=expedite that failed on healthy nodes (seen on 26.05)."""
+
+# Why a run goes on: a word of `requeue`, in a sentence.
+_AFTER = {
+    restart_policy.TIME_LIMIT: "the time limit",
+    restart_policy.SIGNAL: "a signal",
+    restart_policy.PREEMPTED: "preemption",
+    restart_policy.FAILED: "a failure",
+    restart_policy.REQUEUED: "a requeue by Slurm",
+}
+# Slurm ends an attempt for these, whether it has saved or not.
+_SLURMS_CAUSES = (restart_policy.TIME_LIMIT, restart_policy.PREEMPTED, restart_policy.NODE_LOST)
+_WHY_FAILED = {
+    State.FAILED: "the job failed",
+    State.TIMEOUT: "the job reached its time limit",
+    State.PREEMPTED: "the job was preempted and is not queued again",
+    State.NODE_FAIL: "a node of the job failed",
+    State.OUT_OF_MEMORY: "the job ran out of memory",
+    State.DEADLINE: "the job's deadline passed",
+    State.BOOT_FAIL: "a node of the job did not boot",
+}
+# Slurm's reasons for which a job as it was asked for cannot start: the others pass by waiting.
+_WHY_PENDING = {
+    "PartitionNodeLimit": "PartitionNodeLimit: it asks for more nodes than the partition has",
+    "PartitionTimeLimit": "PartitionTimeLimit: it asks for more time than the partition gives",
+    "PartitionConfig": "PartitionConfig: the partition cannot give what it asks for",
+    "PartitionDown": "PartitionDown: the partition is down",
+    "BadConstraints": "BadConstraints: no node has what it asks for",
+    "DependencyNeverSatisfied": "DependencyNeverSatisfied: what it waits for has failed",
+    "JobHeldUser": "JobHeldUser: held; 'scontrol release' lets it go",
+    "JobHeldAdmin": "JobHeldAdmin: held by an administrator",
+    "ReqNodeNotAvail": "ReqNodeNotAvail: a node it asks for is not available",
+}
+_SIGNALS = {9: "KILL", 15: "TERM", 11: "SEGV", 6: "ABRT", 2: "INT", 7: "BUS"}
+
+
+def judge(
+    submission: Submission | None,
+    report: Mapping[str, Any],
+    job: JobState | None,
+    alive: bool | None,
+    now: float | None = None,
+) -> tuple[str, str]:
+    """The state of a run and the reason for it, with what trouble its end had with the disk.
+
+    See `_judge`.
+    """
+    state, detail = _judge(submission, report, job, alive, now)
+    trouble = submission.trouble if submission and submission.ended is not None else ""
+    return state, "; ".join(filter(None, (detail, trouble)))
+
+
+def _judge(
+    submission: Submission | None,
+    report: Mapping[str, Any],
+    job: JobState | None,
+    alive: bool | None,
+    now: float | None = None,
+) -> tuple[str, str]:
+    """The state of a run and the reason for it.
+
+    report: the content of report.json, empty without one.
+    job: what Slurm says; None when it was not asked.
+    alive: whether the process of a local run is there; None when that cannot be seen from here.
+    now: seconds since the epoch.
+    """
+    if submission is None and report:
+        return DONE, "its ranks were started by hand"
+    if submission is None:
+        return CREATED, "nothing was submitted, as far as the run's records tell"
+    if submission.ended is not None:
+        return _judge_ended(submission, job, alive, now)
+    if submission.goes_on and not submission.cancelled:
+        return _judge_going_on(submission, job, now)
+    if submission.is_local:
+        return _judge_local(submission, alive)
+    if job is None:
+        job = JobState(State.UNKNOWN, problem="Slurm was not asked")
+    if job.state is State.UNKNOWN:
+        return _judge_forgotten(submission, report, job)
+    if job.state is State.PENDING:
+        again = "put back into the queue by Slurm" if submission.started else ""
+        return QUEUED, ": ".join(filter(None, (again, _why_pending(job))))
+    if job.state is State.OTHER:
+        state = RUNNING if submission.started else QUEUED
+        return state, ", ".join(filter(None, (_other(job), _asked(submission))))
+    if not job.state.is_final:
+        seen = "" if job.state is State.RUNNING else job.state.value
+        return RUNNING, ", ".join(filter(None, (seen, _asked(submission))))
+    if job.state is State.DONE:
+        return DONE, "Slurm says COMPLETED; the run itself recorded no end"
+    if job.state is State.CANCELLED:
+        return CANCELLED, "" if submission.started else "before it started"
+    why = _WHY_FAILED[job.state]
+    return FAILED, f"{why} ({job.reason})" if job.reason and job.state is State.FAILED else why
+
+
+def _judge_ended(
+    submission: Submission, job: JobState | None, alive: bool | None, now: float | None
+) -> tuple[str, str]:
+    cause = submission.cause
+    if cause == restart_policy.DONE or (not cause and submission.exit_code == 0):
+        return DONE, ""
+    if submission.cancelled:
+        return CANCELLED, "before it started again" if submission.goes_on else ""
+    if submission.goes_on:
+        return _judge_going_on(submission, job, now)
+    held = ""
+    if job and job.state is State.PENDING and job.reason == _HELD and submission.why:
+        held = f"; Slurm holds job {submission.job_id}: 'scancel {submission.job_id}' drops it"
+    elif job and job.state is State.PENDING:
+        return QUEUED, ": ".join(filter(None, ("requeued", _why_pending(job))))
+    if submission.requeue_error:
+        error = f"it could not be started again: {submission.requeue_error}"
+        return STOPPED, f"{_how(submission)}; {error}"
+    if cause == restart_policy.CANCELLED:
+        return CANCELLED, "by scancel"
+    if cause and not submission.why:
+        return _judge_undecided(submission, job, alive)
+    if not cause:
+        return _judge_code(submission.exit_code, job)
+    if cause == restart_policy.FAILED:
+        told = "" if submission.why == restart_policy.NO_RESTART else f"; {submission.why}"
+        return FAILED, f"exit code {submission.exit_code}{told}{held}"
+    if cause == restart_policy.STOPPED:
+        return STOPPED, f"by 'clusterddp stop'{_at(submission)}"
+    own = submission.why.startswith(submission.how or cause)
+    text = f"{submission.why}{_at(submission)}" if own else f"{_how(submission)}; {submission.why}"
+    if cause in _SLURMS_CAUSES and not submission.saved:
+        return FAILED, f"{text}; it ended without saving"
+    return STOPPED, text
+
+
+def _judge_going_on(
+    submission: Submission, job: JobState | None, now: float | None
+) -> tuple[str, str]:
+    """Of a job that was put back into the queue, or submitted in another one's place."""
+    again = f"goes on after {_AFTER.get(submission.goes_on, submission.goes_on)}"
+    if job is None or job.problem:
+        problem = job.problem if job else "Slurm was not asked"
+        return UNKNOWN, f"it {again}, and Slurm could not be asked: {problem}"
+    if job.state is State.UNKNOWN:
+        job_id = submission.job_id
+        return UNKNOWN, f"it was put back into the queue, but Slurm no longer knows job {job_id}"
+    if job.state is State.CANCELLED:
+        return CANCELLED, "by scancel, before it started again"
+    if job.state is State.RUNNING:
+        return RUNNING, "it is starting"
+    since = submission.goes_on_since or 0.0
+    if job.state.is_final and (time.time() if now is None else now) - since > SETTLE_SECONDS:
+        what = _WHY_FAILED.get(job.state, f"Slurm says {job.state.value}")
+        return FAILED, f"it was put back into the queue, and recorded no start since: {what}"
+    return QUEUED, ": ".join(filter(None, (again, _why_pending(job))))
+
+
+def _judge_undecided(
+    submission: Submission, job: JobState | None, alive: bool | None
+) -> tuple[str, str]:
+    """Its end is recorded, and that it is to go on, but not that it was put back."""
+    after = f"after {_AFTER.get(submission.cause, submission.cause)}"
+    if submission.is_local:
+        if alive:
+            return RUNNING, "its script is ending"
+        return STOPPED, f"{_how(submission)}; a rehearsal is not put back into a queue"
+    if job is None or job.problem:
+        problem = job.problem if job else "Slurm was not asked"
+        return UNKNOWN, f"it is to go on {after}, and Slurm could not be asked: {problem}"
+    if job.state is not State.UNKNOWN and not job.state.is_final:
+        return RUNNING, f"about to go on {after}"
+    state = FAILED if submission.cause == restart_policy.FAILED else STOPPED
+    return state, f"{_how(submission)}; its script ended before it had put the job back"
+
+
+def _judge_code(code: int | None, job: JobState | None) -> tuple[str, str]:
+    """From the exit code alone, as of a script that came to no verdict of its own."""
+    if job and job.state is State.CANCELLED:
+        return CANCELLED, "by scancel"
+    if job and job.state in _WHY_FAILED and job.state is not State.FAILED:
+        return FAILED, _WHY_FAILED[job.state]
+    if code is None:
+        return FAILED, "the run recorded its end without an exit code"
+    if code == EXIT_PAUSED:
+        return STOPPED, "it was asked to stop, and has left"
+    if code == EXIT_INTERRUPTED:
+        return STOPPED, "interrupted (Ctrl-C, or q in a debugger)"
+    if code == 143:
+        return FAILED, "exit code 143: ended by SIGTERM (scancel, the time limit or preemption)"
+    if code > 128:
+        name = _SIGNALS.get(code - 128)
+        return FAILED, f"exit code {code}: {f'SIG{name}' if name else f'signal {code - 128}'}"
+    return FAILED, f"exit code {code}"
+
+
+def _judge_local(submission: Submission, alive: bool | None) -> tuple[str, str]:
+    if alive:
+        if not submission.started:
+            return QUEUED, "its processes are starting"
+        return RUNNING, _asked(submission)
+    if alive is None:
+        where = f"on {submission.host}" if submission.host else "without a process id"
+        return UNKNOWN, f"it was started {where}, which cannot be seen from here"
+    if submission.cancelled:
+        return CANCELLED, ""
+    gone = f"its process {submission.pid} is gone and recorded no end"
+    return FAILED, f"{gone}: it was killed, or the machine restarted"
+
+
+def _judge_forgotten(
+    submission: Submission, report: Mapping[str, Any], job: JobState
+) -> tuple[str, str]:
+    finished = "; its report.json is there, so the training itself finished" if report else ""
+    if job.problem:
+        return UNKNOWN, f"Slurm could not be asked: {job.problem}{finished}"
+    if submission.cancelled:
+        return CANCELLED, "" if submission.started else "before it started"
+    lost = f"{FORGOTTEN}, and "
+    if submission.started:
+        return UNKNOWN, f"{lost}it recorded no end: killed, or its node was lost{finished}"
+    return UNKNOWN, f"{lost}it never recorded a start: cancelled, or failed before its first line"
+
+
+def _why_pending(job: JobState) -> str:
+    if job.state is State.OTHER:
+        return _other(job)
+    return _WHY_PENDING.get(job.reason, job.reason) if job.state is State.PENDING else ""
+
+
+def _other(job: JobState) -> str:
+    return f"Slurm says {job.word}, a state that clusterddp does not know"
+
+
+def _asked(submission: Submission) -> str:
+    return "asked to save and leave" if submission.stop_asked else ""
+
+
+def _how(submission: Submission) -> str:
+    return f"{submission.how or submission.cause}{_at(submission)}"
+
+
+def _at(submission: Submission) -> str:
+    return "" if submission.step is None else f" at step {submission.step}"

@@ -1,0 +1,319 @@
+"""How a run is doing, as `clusterddp status` shows it: from its directory and Slurm's answer.
+
+Put together here; its parts are the latest submission (`submission`), the state (`run_state`), the
+process of a local run (`local_process`) and what the training has left (`progress`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError
+from clusterddp.request.spec import submission_comment
+from clusterddp.run import restart_policy
+from clusterddp.run.attempt import Attempt, latest
+from clusterddp.run.local_process import process_alive
+from clusterddp.run.outcome import first_failure, read_outcomes
+from clusterddp.run.progress import latest_metrics, latest_report, newest_checkpoint
+from clusterddp.run.run_dir import RunDir, first_number, read_json
+from clusterddp.run.state import (
+    CANCELLED,
+    CREATED,
+    DONE,
+    ENDED,
+    FAILED,
+    QUEUED,
+    RUNNING,
+    STOPPED,
+    UNKNOWN,
+    judge,
+)
+from clusterddp.run.submission import Submission, latest_submission, reason
+from clusterddp.slurm.hostlist import expand_nodelist
+from clusterddp.slurm.states import JobState, State
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run, as `clusterddp status --json` prints it; None where nothing is known."""
+
+    name: str
+    state: str
+    """created, queued, running, done, failed, cancelled, stopped or unknown."""
+    detail: str = ""
+    """Why it is in that state: what it waits for, how it failed."""
+    job_id: str = ""
+    array_element: str = ""
+    """The name by which Slurm's commands take the job, 89_0, where it is an array's element."""
+    launcher: str = ""
+    nodes: int | None = None
+    tasks_per_node: int | None = None
+    world_size: int | None = None
+    layout: str = ""
+    """`2 nodes x 4 tasks = 8 ranks`."""
+    hosts: list[str] = field(default_factory=list)
+    attempt: int | None = None
+    """The latest start's number, over all jobs of the run."""
+    restarts: int = 0
+    """Starts after the first since a person last submitted the run."""
+    restart_reasons: list[str] = field(default_factory=list)
+    goes_on_after: str = ""
+    """Why it waits to start again, if it does."""
+    checkpoint_step: int | None = None
+    """Of the newest checkpoint, by its name: 'clusterddp checkpoints' verifies them."""
+    checkpoint_time: float | None = None
+    step: int | None = None
+    epoch: int | None = None
+    loss: float | None = None
+    """Of the training, the latest in metrics.jsonl."""
+    accuracy: float | None = None
+    """On the test set: from the report when there is one, otherwise the latest evaluation."""
+    warnings: list[str] = field(default_factory=list)
+    created_time: float | None = None
+    submitted_time: float | None = None
+    started_time: float | None = None
+    ended_time: float | None = None
+    elapsed_seconds: float | None = None
+    """From the latest start to the end, or to now; None while it waits in the queue."""
+    exit_code: int | None = None
+    first_failure: str = ""
+    directory: str = ""
+    next_command: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
+
+def run_status(
+    run: RunDir, slurm_states: Mapping[str, JobState], now: float | None = None
+) -> RunStatus:
+    """The status of a run; `slurm_states` is what `slurm.queries` answers for `jobs_to_ask`."""
+    now = time.time() if now is None else now
+    submission = latest_submission(run.read_events())
+    job = slurm_states.get(submission.job_id) if submission else None
+    if job and is_another_runs(run, job):
+        job = JobState(State.UNKNOWN)
+    alive = process_alive(submission) if submission and submission.is_local else None
+    report = latest_report(run, submission.attempt if submission else None)
+    state, detail = judge(submission, report, job, alive, now)
+    if state == CREATED and run.array_index:  # by the script itself
+        detail = "its script has recorded nothing yet"
+    by_hand = None if submission else _started_by_hand(run)
+    if by_hand:
+        state, detail = _judge_by_hand(by_hand, report)
+    latest = latest_metrics(run.metrics)
+    checkpoint = newest_checkpoint(run)
+    failure = ""
+    # Of a cancelled run the ranks were told to end: whichever did so first is no culprit.
+    if state == FAILED and submission:
+        failure = submission.first_failure
+        if not submission.cause:  # the script came to no verdict
+            failure = failure or _first_failure(run)
+    elif state == FAILED and by_hand:
+        failure = _failure_by_hand(by_hand)
+    return RunStatus(
+        name=run.name,
+        state=state,
+        detail=detail,
+        array_element=(submission.array_element if submission else "")
+        or (job.element if job else ""),
+        **_request(run),
+        **_times(run, submission, state, now),
+        **(_of_attempt(by_hand, state, now) if by_hand else {}),
+        **_starts(submission),
+        checkpoint_step=checkpoint[0] if checkpoint else None,
+        checkpoint_time=checkpoint[1] if checkpoint else None,
+        step=first_number(report.get("steps"), latest.get("step"), as_type=int),
+        epoch=first_number(report.get("epochs"), latest.get("epoch"), as_type=int),
+        loss=first_number(latest.get("loss")),
+        accuracy=first_number(report.get("accuracy"), latest.get("test_accuracy")),
+        warnings=_texts(report.get("warnings")),
+        exit_code=_exit_code(state, submission, job),
+        first_failure=failure,
+        directory=str(run.path),
+        next_command=_next_command(run, state, failure, submission, bool(checkpoint)),
+    )
+
+
+def _started_by_hand(run: RunDir) -> Attempt | None:
+    """The latest attempt of a run that nothing submitted: `srun clusterddp train`, say."""
+    try:
+        attempt = latest(run)
+    except OSError:
+        return None
+    return attempt if attempt and attempt.read_record() else None
+
+
+def _judge_by_hand(attempt: Attempt, report: Mapping[str, Any]) -> tuple[str, str]:
+    """From the attempt's own records alone: the job can be one in which much else goes on."""
+    how = "its ranks were started by hand"
+    end = read_json(attempt.end)
+    if end:
+        if end.get("cause") == DONE:
+            return DONE, how
+        return STOPPED, f"{how}, and have saved at step {end.get('step')} ({end.get('reason')})"
+    if _failure_by_hand(attempt):
+        return FAILED, how
+    with contextlib.suppress(OSError):
+        if attempt.is_alive():
+            return RUNNING, how
+    if report:
+        return DONE, how
+    return UNKNOWN, f"{how}, show no sign of life and recorded no end"
+
+
+def _failure_by_hand(attempt: Attempt) -> str:
+    """The rank that failed first since the ranks met; one that was interrupted has not.
+
+    Without a script the tasks know no number of their start, and record their ends in the run.
+    """
+    began = first_number(attempt.read_record().get("began")) or 0.0
+    failure = first_failure(
+        [
+            outcome
+            for outcome in read_outcomes(attempt.run.outcomes)
+            if (outcome.ended or 0.0) >= began and outcome.exit_code != EXIT_INTERRUPTED
+        ]
+    )
+    return failure.describe() if failure else ""
+
+
+def _of_attempt(attempt: Attempt, state: str, now: float) -> dict[str, Any]:
+    """The job in which an attempt was started, if any, and when."""
+    record = attempt.read_record()
+    began = first_number(record.get("began"))
+    running = began is not None and state == RUNNING
+    return {
+        "job_id": str(record.get("job_id") or ""),
+        "attempt": attempt.number,
+        "started_time": began,
+        "elapsed_seconds": round(max(now - began, 0.0), 3) if began and running else None,
+    }
+
+
+def is_another_runs(run: RunDir, job: JobState) -> bool:
+    """Whether the job is one that another run submitted: a restarted controller that has lost its
+    latest jobs gives their numbers out a second time."""
+    own = {submission_comment(run.name)}
+    name, _, index = run.name.rpartition("-")
+    if job.element and job.element.endswith(f"_{index}"):
+        own.add(submission_comment(name))  # each element is a run, RUN-INDEX; the comment is RUN's
+    return job.comment.startswith(submission_comment("")) and job.comment not in own
+
+
+def _request(run: RunDir) -> dict[str, Any]:
+    try:
+        spec = run.load_spec()
+    except ClusterDDPError:
+        return {}  # a damaged record takes nothing from what else is known
+    return {
+        "nodes": spec.resources.nodes,
+        "tasks_per_node": spec.resources.tasks_per_node,
+        "world_size": spec.world_size,
+        "layout": spec.layout,
+    }
+
+
+def _times(run: RunDir, submission: Submission | None, state: str, now: float) -> dict[str, Any]:
+    try:
+        created = run.spec.stat().st_mtime
+    except OSError:
+        created = None
+    if submission is None:
+        return {"created_time": created}
+    elapsed = None
+    if submission.started is not None:
+        if submission.ended is not None and state != QUEUED:  # one that waits takes no time
+            elapsed = submission.ended - submission.started
+        elif state == RUNNING:
+            elapsed = now - submission.started
+    return {
+        "created_time": created,
+        "job_id": submission.job_id,
+        "launcher": submission.launcher,
+        "hosts": _hosts(submission.nodelist),
+        "submitted_time": submission.submitted,
+        "started_time": submission.started,
+        "ended_time": submission.ended if state in ENDED else None,
+        "elapsed_seconds": None if elapsed is None else round(max(elapsed, 0.0), 3),
+    }
+
+
+def _starts(submission: Submission | None) -> dict[str, Any]:
+    if submission is None:
+        return {}
+    return {
+        "attempt": submission.attempt,
+        "restarts": submission.restarts,
+        "restart_reasons": list(submission.reasons),
+        "goes_on_after": reason(submission.goes_on) if submission.goes_on else "",
+    }
+
+
+def _hosts(nodelist: str) -> list[str]:
+    try:
+        return expand_nodelist(nodelist) if nodelist else []
+    except ClusterDDPError:
+        return [nodelist]
+
+
+def _exit_code(state: str, submission: Submission | None, job: JobState | None) -> int | None:
+    if submission is None or state not in ENDED:
+        return None
+    if submission.exit_code is not None:
+        return submission.exit_code
+    return job.exit_code if job else None
+
+
+def _first_failure(run: RunDir) -> str:
+    """As the ranks' own outcomes tell it, where the script came to no verdict."""
+    attempt = latest(run)
+    failure = first_failure(read_outcomes(attempt.outcomes if attempt else run.outcomes))
+    return failure.describe() if failure else ""
+
+
+def _next_command(
+    run: RunDir, state: str, failure: str, submission: Submission | None, has_checkpoint: bool
+) -> str:
+    if state == CREATED:
+        if run.array_index:
+            return f"clusterddp logs --job {run.shown}"
+        return f"sbatch {shlex.quote(str(run.script))}"
+    if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
+        return f"clusterddp report {run.shown}" if state == DONE else ""
+    again = run.resubmission
+    if state == STOPPED or (state == CANCELLED and has_checkpoint):
+        return again
+    if state == CANCELLED and not run.rank_log(0).exists() and not run.job_log.exists():
+        # It never started: there is nothing to read. One on this workstation was in no queue.
+        return "" if submission.is_local else again
+    if state in (QUEUED, RUNNING):
+        return f"clusterddp logs -f {run.shown}"
+    # Without a verdict of the script on its attempt there is little to read.
+    judged = submission.cause and submission.why in ("", restart_policy.NO_RESTART)
+    if state in (FAILED, UNKNOWN) and has_checkpoint and not judged:
+        return again
+    rank = re.match(r"rank (\d+) ", failure)
+    if rank:
+        return f"clusterddp logs --rank {rank[1]} {run.shown}"
+    if state in (FAILED, UNKNOWN):
+        return f"clusterddp logs --job {run.shown}"
+    if (
+        state == DONE
+        and submission.is_local
+        and not run.rank_log(0).exists()
+        and not run.job_log.exists()
+    ):
+        return f"clusterddp report {run.shown}"  # a terminal has what it printed
+    return f"clusterddp logs {run.shown}"
+
+
+def _texts(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []

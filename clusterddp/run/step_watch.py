@@ -1,0 +1,158 @@
+"""Ends a step whose srun waits for the exit message of a task that was lost on its way.
+
+srun waits for one message from each task. A host that is off the network while its tasks end gives
+its message up after some seconds (seen on 22.05: 12 s), and srun then waits until the time limit.
+The tasks' own records say that they have ended. The batch script starts this beside srun.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from clusterddp.errors import SlurmError
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.outcome import read_outcome, read_outcomes
+from clusterddp.slurm import control
+
+STEP_ENDED = "step_ended"
+"""The event that this writes: srun's exit code then says nothing of the tasks."""
+GRACE_SECONDS = 20.0
+"""After the last task's recorded end, for srun to end by itself: it usually takes less than one."""
+REPORT_SECONDS = 120.0
+"""The same after rank 0's last word, where the end of some task is not recorded."""
+# srun waits for KillWait (30 s by default) and two seconds more once its step is cancelled.
+_CANCEL_SECONDS = 35.0
+_POLL_SECONDS = 2.0
+
+
+def watch(
+    attempt: Attempt,
+    job: str,
+    ranks: int,
+    script: int,
+    say: Callable[[str], None],
+    *,
+    grace_seconds: float = GRACE_SECONDS,
+    report_seconds: float = REPORT_SECONDS,
+    cancel_seconds: float = _CANCEL_SECONDS,
+    poll_seconds: float = _POLL_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Return when srun has no message left to wait for and has ended, by itself or not.
+
+    job: the id that Slurm's commands take. ranks: how many ends are recorded once all have ended.
+    script: the process of which srun is a child.
+    """
+    why = _await_the_end(attempt, ranks, grace_seconds, report_seconds, poll_seconds, clock)
+    srun = _srun_of(script, attempt.run.path)
+    if srun is None:
+        return
+    step_id = next((o.step_id for o in read_outcomes(attempt.outcomes) if o.step_id), "")
+    # A job's id alone would cancel all of the job.
+    step = f"{job}.{step_id}" if step_id else ""
+    say(f"{why}, but srun still waits: a task's exit message was lost. Ending step {step or '?'}")
+    with suppress(OSError):
+        attempt.run.add_event(
+            STEP_ENDED, job_id=job, attempt=attempt.number, step_id=step_id, why=why
+        )
+    if step and _cancel(step, say):
+        deadline = clock() + cancel_seconds
+        while _is_child(srun, script) and clock() < deadline:
+            time.sleep(min(poll_seconds, 0.5))  # srun is no child of this process
+    if _is_child(srun, script):
+        say("killing srun, which does not end with its step")
+        with suppress(ProcessLookupError):
+            os.kill(srun, signal.SIGKILL)  # not TERM, for which srun would end tasks first
+
+
+def _cancel(step: str, say: Callable[[str], None]) -> bool:
+    try:
+        control.cancel(step)
+    except SlurmError as error:
+        # The hosts have told the controller that the step is over: srun alone does not know.
+        say(f"{error}")
+        return False
+    return True
+
+
+def was_ended(attempt: Attempt) -> bool:
+    """Return whether the attempt's step was ended in place of a message that was lost."""
+    return any(
+        event.get("event") == STEP_ENDED and event.get("attempt") == attempt.number
+        for event in attempt.run.read_events()
+    )
+
+
+def _await_the_end(
+    attempt: Attempt,
+    ranks: int,
+    grace_seconds: float,
+    report_seconds: float,
+    poll_seconds: float,
+    clock: Callable[[], float],
+) -> str:
+    """Wait until srun should have ended; returns the reason.
+
+    Each look reads the record of one rank that is still at work, however many there are.
+    """
+    seen: tuple[object, ...] = ()
+    since = clock()
+    first_at_work = 0
+    while True:
+        while first_at_work < ranks and _has_ended(attempt, first_at_work):
+            first_at_work += 1
+        now = first_at_work, attempt.end.exists(), _last_sign(attempt)
+        if now != seen:
+            seen, since = now, clock()
+        quiet = clock() - since
+        if first_at_work >= ranks:
+            if quiet >= grace_seconds and _all_have_ended(attempt):
+                return "every task's end is recorded"
+            if quiet >= grace_seconds:
+                first_at_work = 0  # an agent has started its ranks anew, or there are more of them
+        elif seen[1] and quiet >= report_seconds:
+            return f"the training has ended, without a sign of life for {report_seconds:g} s"
+        time.sleep(poll_seconds)  # the records lie on a file system shared by hosts
+
+
+def _has_ended(attempt: Attempt, rank: int) -> bool:
+    outcome = read_outcome(attempt.outcomes, rank)
+    return outcome is not None and outcome.ended is not None
+
+
+def _all_have_ended(attempt: Attempt) -> bool:
+    return all(outcome.ended is not None for outcome in read_outcomes(attempt.outcomes))
+
+
+def _last_sign(attempt: Attempt) -> float | None:
+    try:
+        return attempt.alive.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _srun_of(script: int, run_dir: Path) -> int | None:
+    """The process id of the script's srun that starts the run's tasks, None where it has ended.
+
+    Its command line names the run's directory, in which the logs are; set-up lines may have left
+    another srun at work.
+    """
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _is_child(int(entry.name), script):
+            with suppress(OSError):
+                if os.fsencode(run_dir) in (entry / "cmdline").read_bytes():
+                    return int(entry.name)
+    return None
+
+
+def _is_child(pid: int, script: int) -> bool:
+    """Return whether it is an srun that this script started and that still runs (proc(5))."""
+    try:
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    except OSError:
+        return False
+    state, parent = rest.split()[:2]
+    return name.endswith("(srun") and int(parent) == script and state != "Z"

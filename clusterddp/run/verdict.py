@@ -1,0 +1,366 @@
+"""Judges how an attempt ended, from its ranks' records, Slurm's word and srun's exit code."""
+
+import dataclasses
+import os
+import re
+import signal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
+from clusterddp.run import restart_policy, step_watch
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.attempt_logs import of_attempt
+from clusterddp.run.outcome import Failure, first_failure, first_killed, read_outcomes
+from clusterddp.run.restart_policy import gained, starts_since_submission
+from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.slurm.own_job import Ending, ending, is_rehearsal, own_name
+
+_ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
+# srun's lines stand at the log's end; a set-up can have written a great deal before them.
+_LOG_TAIL_BYTES = 1 << 20
+# From inside the job a lost node looks like scancel, but for srun's own lines.
+_STEP_ENDED = re.compile(r"^slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED", re.MULTILINE)
+_NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
+
+_CAUSE_OF = {
+    Ending.REQUEUED: restart_policy.REQUEUED,
+    Ending.PREEMPTED: restart_policy.PREEMPTED,
+    Ending.TIME_LIMIT: restart_policy.TIME_LIMIT,
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended."""
+
+    cause: str
+    """One of the words in `requeue`."""
+    exit_code: int
+    failure: Failure | None = None
+    step: int | None = None
+    saved: bool = True
+    """True where the attempt has left something to resume from, as its records tell."""
+    lines: tuple[str, ...] = ()
+    """Lines for the job's log."""
+    how: str = ""
+    """Event that ended it, where the cause's word would mislead."""
+    trouble: str = ""
+    """Error with which its last checkpoint or its records could not be written."""
+
+
+def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: str = "") -> End:
+    """Judge what ended an attempt, and name its trouble with the disk.
+
+    exit_code: srun's. restart: SLURM_RESTART_COUNT. trouble: why nothing can be written in the
+    attempt's directory. The ranks' records come first, Slurm's word second, srun's code last.
+    """
+    evidence = _Evidence(attempt, exit_code, job_id, restart, unwritable=bool(trouble))
+    end = (
+        _done(evidence)
+        or _superseded(evidence)
+        or _node_lost(evidence)
+        or _cancelled(evidence)
+        or _stopped(evidence)
+        or _ended_by_slurm(evidence)
+        or _killed(evidence)
+        or _signalled(evidence)
+        or _failed(evidence)
+        or _unexplained(evidence)
+    )
+    trouble = str(evidence.last_word.get("trouble") or "") or trouble
+    if not trouble or end.cause == restart_policy.DONE:
+        return end
+    return dataclasses.replace(end, lines=(*end.lines, trouble), trouble=trouble)
+
+
+def stop_asked(attempt: Attempt, job_id: str) -> bool:
+    """Return whether a person asked the run to stop, even if too late for its ranks to see it."""
+    in_time = attempt.asked_to_stop() == "stop"
+    return (
+        in_time
+        or restart_policy.withdrawn(attempt.run.read_events(), job_id) == restart_policy.STOPPED
+    )
+
+
+class _Evidence:
+    """Records and logs of an attempt that has ended."""
+
+    def __init__(
+        self, attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwritable: bool
+    ) -> None:
+        self.attempt, self.run = attempt, attempt.run
+        self.job_id, self.restart, self.unwritable = job_id, restart, unwritable
+        self.trains = _trains(self.run)
+        self.last_word: dict[str, Any] = read_json(attempt.end) or {}
+        """Ranks' common record of their end; empty without one."""
+        self.outcomes = read_outcomes(attempt.outcomes)
+        any_failed = any(outcome.failed for outcome in self.outcomes)
+        # srun's code is that of the end which the records made necessary.
+        self.srun_code = 0 if step_watch.was_ended(attempt) else exit_code
+        self.paused = self._has_paused(any_failed)
+        """True where the ranks have saved and left as asked, or were asked before any began."""
+        self.failure = first_failure(self.outcomes, self.job_log)
+        if self.srun_code == 0 and not any_failed:
+            self.failure = None  # srun's lines may be of another step, run by the set-up
+        self.code = _job_code(self.srun_code, self.failure)
+        seems_done = self.code == 0 and not self.paused and not self.unwritable
+        if seems_done and not self.trains and self.last_word.get("cause") != restart_policy.DONE:
+            self.failure = self._killed_with_its_parent()
+            self.code = EXIT_FAILED if self.failure else 0
+
+    def _has_paused(self, any_failed: bool) -> bool:
+        if any(outcome.paused for outcome in self.outcomes) and not any_failed:
+            return True
+        if self.srun_code == EXIT_PAUSED and not self.outcomes:
+            return True
+        if not self.unwritable or self.last_word or self.srun_code:
+            return False
+        # Ranks without a record have left as asked, as srun reports no failure. A command's may as
+        # well be done, unless it was asked to stop.
+        no_code = not any(outcome.exit_code is not None for outcome in self.outcomes)
+        return no_code and (self.trains or self.attempt.asked_to_stop() is not None)
+
+    def _killed_with_its_parent(self) -> Failure | None:
+        """Find the first rank that was killed with its parent although srun exited with 0.
+
+        srun does when it was told to end itself (TERM), and kills the tasks.
+        """
+        return next((Failure.of(rank) for rank in self.outcomes if rank.ended is None), None)
+
+    @property
+    def step(self) -> int | None:
+        return self.last_word.get("step")
+
+    @property
+    def has_left(self) -> bool:
+        """True where the ranks left by themselves."""
+        return self.paused or bool(self.last_word)
+
+    @property
+    def asked_code(self) -> int:
+        """Exit code of ranks that left as asked, else 0.
+
+        srun's own is that of the tasks which Slurm has ended by force meanwhile.
+        """
+        return EXIT_PAUSED if self.has_left else 0
+
+    @cached_property
+    def job_log(self) -> str:
+        """Job log since this job, or its latest restart, has started."""
+        try:
+            with self.run.job_log.open("rb") as file:
+                file.seek(0, 2)
+                file.seek(max(file.tell() - _LOG_TAIL_BYTES, 0))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return text.rpartition(f", job {self.job_id} on ")[2] if self.job_id else text
+
+    @cached_property
+    def slurms_word(self) -> Ending:
+        """Reason for which the job ends, as recorded by its people or asked of the controller."""
+        events = [e for e in self.run.read_events() if str(e.get("job_id", "")) == self.job_id]
+        kinds = [e["event"] for e in events if e.get("event") in ("cancelled", "cancel_failed")]
+        if kinds[-1:] == ["cancelled"]:
+            return Ending.CANCELLED  # `clusterddp cancel` asked for it
+        if any(e.get("event") == "time_limit" for e in events):
+            return Ending.TIME_LIMIT  # recorded by the controller of a rehearsal
+        if is_rehearsal(os.environ):
+            return Ending.NONE
+        return ending(own_name(os.environ, self.job_id), self.restart)
+
+    @cached_property
+    def was_saved(self) -> str:
+        """A clause on what the next attempt finds."""
+        if not self.trains:
+            # Only a command's exit code is known, not what it saves.
+            return (
+                f"the {_ASKED_AGAIN if self.paused else 'command did not ask to be started again'}"
+            )
+        at = f" at step {self.step}" if self.step is not None else ""
+        saved = self.last_word.get("saved", self.step)
+        if saved != self.step:
+            last = (
+                "there is no checkpoint yet"
+                if saved is None
+                else (f"their last checkpoint is of step {saved}")
+            )
+            return f"the ranks have left{at}; {last}"
+        if self.unwritable and not self.last_word:
+            return "the ranks have left and could not record how"
+        return f"the ranks have saved and left{at}" if self.has_left else "no rank saved at the end"
+
+
+def _done(evidence: _Evidence) -> End | None:
+    if evidence.last_word.get("cause") == restart_policy.DONE:
+        # A rank or srun that ended after the run's last word takes nothing from it.
+        code = evidence.code
+        late = (f"the script then ended with exit code {code}",) if code else ()
+        lines = (_achieved(evidence.run), *late)
+        return End(restart_policy.DONE, 0, step=evidence.step, lines=lines)
+    if evidence.code == 0 and not evidence.paused and not evidence.trains:
+        return End(restart_policy.DONE, 0, lines=(_achieved(evidence.run),))
+    return None
+
+
+def _superseded(evidence: _Evidence) -> End | None:
+    if not evidence.attempt.is_superseded:
+        return None
+    line = f"attempt {evidence.attempt.number} is superseded: a later one of the run has begun"
+    code = evidence.code or EXIT_FAILED
+    return End(restart_policy.SUPERSEDED, code, step=evidence.step, lines=(line,))
+
+
+def _node_lost(evidence: _Evidence) -> End | None:
+    lost = _NODE_LOST.search(evidence.job_log)
+    silent = (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN)
+    if not lost or evidence.slurms_word not in silent:
+        return None
+    # Which of the tasks that ended with it was seen first is chance, and so is their code.
+    return End(
+        restart_policy.NODE_LOST,
+        evidence.asked_code or EXIT_FAILED,
+        evidence.failure,
+        evidence.step,
+        saved=evidence.has_left or bool(gained(evidence.attempt)),
+        lines=(f"node {lost[1]} is lost; {evidence.was_saved}",),
+    )
+
+
+def _cancelled(evidence: _Evidence) -> End | None:
+    if evidence.slurms_word is not Ending.CANCELLED:
+        return None
+    code = evidence.asked_code or evidence.code or EXIT_PAUSED
+    line = f"cancelled; {evidence.was_saved}"
+    return End(restart_policy.CANCELLED, code, step=evidence.step, lines=(line,))
+
+
+def _stopped(evidence: _Evidence) -> End | None:
+    asked = evidence.last_word.get("reason") == "stop" or (
+        # A command leaves no record of who asked.
+        not evidence.trains and stop_asked(evidence.attempt, evidence.job_id)
+    )
+    if not (evidence.has_left and asked):
+        return None
+    lines = (f"stopped; {evidence.was_saved}",)
+    return End(restart_policy.STOPPED, EXIT_PAUSED, step=evidence.step, lines=lines)
+
+
+def _ended_by_slurm(evidence: _Evidence) -> End | None:
+    cause = _CAUSE_OF.get(evidence.slurms_word)
+    if cause is None:
+        return None
+    return End(
+        cause,
+        evidence.asked_code or evidence.code or EXIT_FAILED,
+        step=evidence.step,
+        saved=evidence.has_left or bool(gained(evidence.attempt)),
+        lines=(f"{cause}; {evidence.was_saved}",),
+    )
+
+
+def _killed(evidence: _Evidence) -> End | None:
+    """Judge an attempt one rank of which was killed, for which the others were ended."""
+    if not evidence.srun_code or not evidence.has_left:
+        return None
+    killed = first_killed(evidence.outcomes, evidence.job_log)
+    if not killed:
+        return None
+    line = f"{killed.describe()}; {evidence.was_saved}"
+    code = killed.exit_code or EXIT_FAILED
+    return End(restart_policy.FAILED, code, killed, evidence.step, lines=(line,))
+
+
+def _signalled(evidence: _Evidence) -> End | None:
+    if not evidence.has_left:
+        return None
+    if evidence.trains:
+        reason = evidence.last_word.get("reason") or "a request to stop"
+        lines = (f"{reason}: {evidence.was_saved}",)
+        return End(restart_policy.SIGNAL, EXIT_PAUSED, step=evidence.step, lines=lines)
+    how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_AGAIN}"
+    return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(evidence.was_saved,), how=how)
+
+
+def _failed(evidence: _Evidence) -> End | None:
+    attempt, run, failure = evidence.attempt, evidence.run, evidence.failure
+    if failure is None:
+        return None
+    if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
+        if not evidence.trains and any(o.rank == failure.rank for o in evidence.outcomes):
+            why = "the command does not take that signal, so it saved nothing"
+            lines = (f"{failure.describe()}: {why}",)
+            return End(restart_policy.FAILED, evidence.code, failure, lines=lines)
+        line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
+        return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,))
+    if _is_aftershock(attempt, failure):
+        line = f"{failure.describe()}: Slurm ended a step of the lost node once more"
+        return End(restart_policy.NODE_LOST, evidence.code, failure, evidence.step, lines=(line,))
+    log = f"see its log: clusterddp logs {run.shown} --rank {failure.rank}"
+    return End(
+        restart_policy.FAILED,
+        evidence.code,
+        failure,
+        evidence.step,
+        lines=(failure.describe(), log),
+    )
+
+
+def _unexplained(evidence: _Evidence) -> End:
+    run, code = evidence.run, evidence.code
+    if code == 0:
+        line = (
+            f"srun ended with exit code 0, but the run has no {run.report.name} of this attempt: "
+            f"it did not finish. See {run.logs}."
+        )
+        return End(restart_policy.FAILED, EXIT_FAILED, lines=(line,))
+    where = f"{run.job_log}" if evidence.outcomes else f"{run.job_log}, as no task has started"
+    line = f"ended with exit code {code}; no rank says why. See {where}."
+    return End(restart_policy.FAILED, code, lines=(line,))
+
+
+def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
+    """Return whether Slurm has ended this attempt's step in place of the one before it.
+
+    Seen on 22.05: a node that is lost and soon back gets the end of its former step late, and the
+    new step has the same number.
+    """
+    before = [s for s in starts_since_submission(attempt.run) if s.attempt < attempt.number]
+    if failure.exit_code != 128 + signal.SIGKILL or not before or before[-1].cause:
+        return False
+    log = of_attempt(attempt.run.path / failure.log, attempt.number)
+    return bool(_STEP_ENDED.search(log))
+
+
+def _job_code(srun_code: int, failure: Failure | None) -> int:
+    """Return the first failing rank's code, rather than 143 of those that were ended for it."""
+    if failure and failure.exit_code:
+        return failure.exit_code
+    return srun_code or (EXIT_FAILED if failure else 0)
+
+
+def _trains(run: RunDir) -> bool:
+    try:
+        return run.load_spec().train is not None
+    except RequestError:
+        return run.metrics.exists()
+
+
+def _achieved(run: RunDir) -> str:
+    """One line of the report; a person's command leaves none."""
+    report: dict[str, Any] | None = read_json(run.report)
+    if report is None:
+        return "done: every task ended with exit code 0"
+    try:
+        hosts = len(report["hosts"])
+        return (
+            f"done: test accuracy {report['accuracy']:.2%}, test loss {report['loss']:.4f}; "
+            f"{report['train_seconds']:.1f} s of training ({report['total_seconds']:.1f} s in "
+            f"all), {report['images_per_second']:,.0f} images/s on {report['world_size']} "
+            f"{'rank' if report['world_size'] == 1 else 'ranks'} of {hosts} "
+            f"{'host' if hosts == 1 else 'hosts'}; {run.report}"
+        )
+    except (KeyError, TypeError, ValueError):
+        return f"done; see {run.report}"

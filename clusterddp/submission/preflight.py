@@ -1,0 +1,139 @@
+"""Making sure, before anything starts, of the files that a training will read."""
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from clusterddp.errors import CheckpointError, DataError, RequestError
+from clusterddp.request import extras, global_batch, user_functions
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig, changes
+from clusterddp.run.progress import checkpoint_step, is_finished, recorded_batch
+from clusterddp.run.run_dir import RunDir
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)  # noqa: T201 -- what is asked for may go to stdout
+
+
+def make_sure(
+    config: TrainConfig,
+    *,
+    may_fetch: bool,
+    code: Path | None = None,
+    elsewhere: bool = False,
+    world_size: int | None = None,
+    say: Callable[[str], None] = _to_stderr,
+) -> None:
+    """The dataset is there and whole (made or fetched where it can be), the checkpoint not torn.
+
+    A person's own functions are found, without running them, from the folder `code`, which is the
+    current one by default. elsewhere: the tasks use another Python, which can have more installed.
+    world_size: of the ranks that are asked for, which have to share the checkpoint's batch.
+
+    Says what it found. Raises RequestError: nothing has run yet that could have failed.
+    """
+    from clusterddp.checkpoints import catalog
+    from clusterddp.data import mnist
+
+    absent = extras.missing(config)
+    if absent and not elsewhere:
+        raise RequestError(absent)
+    find_own_functions(config, code=code, elsewhere=elsewhere, say=say)
+    try:
+        if config.resume:
+            _check_checkpoint(catalog.find(config.resume, say), config, world_size)
+        if user_functions.is_reference(config.dataset):
+            return
+        if may_fetch:
+            _check_folder(config)
+        info = mnist.ensure(config.dataset, config.data_dir, progress=say, may_fetch=may_fetch)
+    except (CheckpointError, DataError) as error:
+        raise RequestError(str(error)) from None
+    say(f"dataset: {info.describe()}")
+
+
+def _check_folder(config: TrainConfig) -> None:
+    """Refuse to download into a folder that is not there: its name may be mistyped.
+
+    The default one is excepted, which nobody has typed.
+    """
+    default = TrainConfig.__dataclass_fields__["data_dir"].default
+    if config.dataset != "mnist" or config.data_dir == default:
+        return
+    if not Path(config.data_dir).expanduser().exists():
+        place = shlex.quote(config.data_dir)
+        raise RequestError(
+            f"--data-dir: {place} does not exist. Name the folder that holds MNIST/raw, or have it "
+            f"made: clusterddp data fetch --data-dir {place}"
+        )
+
+
+def find_own_functions(
+    config: TrainConfig,
+    *,
+    code: Path | None = None,
+    elsewhere: bool = False,
+    say: Callable[[str], None] = _to_stderr,
+) -> None:
+    """Find a person's own model and dataset without running them, as `make_sure` does.
+
+    Touches nothing. Raises RequestError where one is not there.
+    """
+    for option, reference in config.own_functions:
+        folder = code or Path.cwd()
+        if elsewhere and user_functions.find(reference, folder) is None:
+            say(f"clusterddp: warning: {option} {reference} is not in {folder}: the tasks need it")
+        else:
+            found = user_functions.locate(option, reference, folder)
+            say(f"{option.strip('-')}: {reference} of {found}")
+
+
+def in_another_python(spec: JobSpec) -> bool:
+    """Whether the tasks can have modules installed that are not installed here."""
+    return spec.python != sys.executable or bool(spec.launch_prefix)
+
+
+def _check_checkpoint(checkpoint: Path, config: TrainConfig, world_size: int | None) -> None:
+    """Refuse what its ranks would refuse later, and what leaves them nothing to train."""
+    step = checkpoint_step(checkpoint)
+    if step is not None and config.max_steps and config.max_steps <= step:
+        raise RequestError(
+            f"--resume {config.resume}: it has trained {step} steps already, and --max-steps "
+            f"{config.max_steps} ends there: nothing is left to train. Give more steps."
+        )
+    for folder in checkpoint.resolve().parents[1:4]:  # only a run keeps records
+        try:
+            before = RunDir(folder).load_spec().train
+        except RequestError:
+            continue
+        if before:
+            _check_run(RunDir(folder), before, step, config, world_size)
+        return
+
+
+def _check_run(
+    run: RunDir, before: TrainConfig, step: int | None, config: TrainConfig, world_size: int | None
+) -> None:
+    """Check a request against the run from whose checkpoint it starts."""
+    changed = changes(dataclasses.asdict(before), config)
+    if changed and not config.allow_changed:
+        raise RequestError(
+            f"--resume {config.resume}: it was trained with another configuration: "
+            f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
+        )
+    if step is not None and not config.find_batch_size and is_finished(run, step, before, config):
+        raise RequestError(
+            f"--resume {config.resume}: {run.name} is done at step {step}: nothing is left to "
+            "train. Give it more, such as --epochs N --allow-changed, or name an earlier "
+            "checkpoint of it."
+        )
+    batch = recorded_batch(run)
+    if batch and world_size:
+        images, step_size = batch
+        reference = global_batch.reference_world_size(config, world_size, images, step_size)
+        problem = global_batch.uneven(config, reference, world_size)
+        if problem:
+            raise RequestError(f"--resume {config.resume}: {problem}")

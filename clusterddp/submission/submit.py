@@ -1,0 +1,166 @@
+"""From a checked request to a job: the run's directory, the code that it uses, the launcher.
+
+The command and the Python API both submit through here, so that neither can do it differently.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from clusterddp import launchers
+from clusterddp.errors import RequestError, SlurmError
+from clusterddp.request import user_functions
+from clusterddp.request.spec import JobSpec, submission_comment
+from clusterddp.run.run_dir import RunDir, run_folders, write_atomically
+from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
+
+Say = Callable[[str], None]
+"""Takes a line for the person who submits."""
+
+
+def _check_new(spec: JobSpec) -> None:
+    if Path(spec.run_dir).exists():
+        raise RequestError(
+            f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
+        )
+
+
+def _say_outlook(script: str, say: Say) -> None:
+    """Slurm's own forecast; what can never run, sbatch refuses by itself."""
+    from clusterddp.slurm import requeue_exit
+    from clusterddp.slurm.sbatch import outlook
+
+    try:
+        found, words = outlook(script, os.environ)
+    except SlurmError as error:
+        found, words = False, f"Slurm could not be asked: {error}."
+    else:
+        words = f"Slurm says: {words}"
+        if not found and "configuration is not available" in words:
+            words += (
+                ". Queued all the same, it waits for a node or a partition that is down, or for "
+                "ever: see sinfo."
+            )
+    say(f"{'' if found else 'warning: '}{words}")
+    with suppress(SlurmError):
+        for setting in requeue_exit.settings():
+            say(
+                f"warning: slurm.conf has {setting}: Slurm requeues a job that ends with such a "
+                "code, also where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. "
+                "A run that was stopped ends with 75, a failed one with its rank's "
+                "code or 1."
+            )
+
+
+def check_own_code(spec: JobSpec, say: Say) -> None:
+    """Refuse, or warn of, what a dry run can see of a person's own code; touches nothing.
+
+    Raises RequestError where the model or the dataset is a function that is not there.
+    """
+    _warn_of_launcher(spec, say)
+    if spec.train:
+        find_own_functions(spec.train, elsewhere=in_another_python(spec))
+
+
+def _warn_of_launcher(spec: JobSpec, say: Say) -> None:
+    """Say so when the COMMAND is a shell script that may start ranks of its own in every task."""
+    if spec.command and not spec.allow_launcher:
+        from clusterddp.request import nested_launcher
+
+        found = nested_launcher.in_script(spec.command, Path.cwd())
+        if found:
+            say(
+                f"warning: {found.script}, line {found.line}, may start {found.name} in each of "
+                f"the tasks, which are ranks already ({spec.layout}): each would train a copy by "
+                "itself. Start the program there without it; --allow-launcher says that it is "
+                "meant."
+            )
+
+
+def submit(
+    spec: JobSpec,
+    script: str,
+    *,
+    snapshot_limit_mb: float,
+    say: Say,
+    check: bool = False,
+    inputs_are_sure: bool = False,
+) -> tuple[RunDir, launchers.Submission]:
+    """Make sure of what the tasks will read, make the run's directory with its records and the
+    code, and submit the script.
+
+    check: ask Slurm for its forecast first. inputs_are_sure: the caller has made sure of what the
+    tasks read. Raises RequestError, and then leaves nothing;
+    SlurmError where the job may be queued; what interrupts it is told, and passed on.
+    """
+    _check_new(spec)
+    _warn_of_launcher(spec, say)
+    if spec.train and not inputs_are_sure:
+        make_sure(
+            spec.train,
+            may_fetch=True,
+            elsewhere=in_another_python(spec),
+            world_size=spec.world_size,
+        )
+    if check and spec.launcher != "local":
+        _say_outlook(script, say)
+    with RunDir.create(spec, script) as run:
+        try:
+            keep_code(spec, run, snapshot_limit_mb, say)
+            submission = launchers.load(spec.launcher).submit(spec, script, run)
+        except KeyboardInterrupt:
+            say(
+                f"interrupted; the job may be queued. Look for it by its comment, "
+                f"{submission_comment(spec.run_name)}; its directory {run.path} is kept."
+            )
+            raise
+        except OSError as error:
+            raise SlurmError(
+                f"the run's records cannot be written: {error}. The job may be queued; look for it "
+                f"by its comment, {submission_comment(spec.run_name)}."
+            ) from None
+    return run, submission
+
+
+def keep_code(spec: JobSpec, run: RunDir, limit_mb: float, say: Say) -> None:
+    """Copy the tree of a person's code into the run, or note what it is like without a copy.
+
+    Raises RequestError when it is too large or cannot be read.
+    """
+    tree, taken = Path.cwd(), None
+    if not runs_code_of(spec, tree):
+        return
+    from clusterddp.submission import snapshot
+
+    leave_out = no_code(spec, run)
+    if spec.snapshot is not False:
+        try:
+            taken = snapshot.take(tree, run.code, limit_mb=limit_mb, leave_out=leave_out)
+        except RequestError as error:
+            if spec.snapshot:  # it was asked for
+                raise
+            say(f"warning: your code is not copied: {error}")
+        else:
+            snapshot.say_large(taken, limit_mb, say)
+    if taken is None:
+        taken = snapshot.fingerprint(tree, leave_out=leave_out)
+    if taken:
+        write_atomically(run.code_record, taken.to_json().encode())
+
+
+def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
+    """The folders in a person's tree that are no code: those of runs, and the shipped datasets."""
+    folders = run_folders(run)
+    if spec.train and not user_functions.is_reference(spec.train.dataset):
+        # MNIST, which the tasks find by its absolute path, is larger than any code.
+        folders += [Path(spec.train.data_dir, name) for name in ("MNIST", "synthetic")]
+    return folders
+
+
+def runs_code_of(spec: JobSpec, tree: Path) -> bool:
+    """Whether the tasks run what lies in this tree, rather than ours or what is installed."""
+    if spec.train is None:
+        return True
+    files = [user_functions.find(reference, tree) for _, reference in spec.train.own_functions]
+    return any(file and file.is_relative_to(tree) for file in files)

@@ -1,0 +1,1 @@
+"""What every task runs, and the small parent that records its end."""

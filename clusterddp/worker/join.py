@@ -1,0 +1,267 @@
+"""How a rank joins the others: it says what it is, learns what holds for all, enters the group."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from clusterddp.distributed import clocks, messages, name_lookups, rendezvous
+from clusterddp.distributed.agreement import Agreement, Hello
+from clusterddp.errors import ClusterDDPError, TrainingError
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.request import extras, user_functions
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.outcome import note_clocks
+from clusterddp.run.run_dir import RunDir
+from clusterddp.training import device as devices
+from clusterddp.training import optimizer, parallel
+from clusterddp.worker import start
+
+_OWN_DATA_SECONDS = 3600.0
+# Logs and records of hosts that are further apart are hard to read side by side.
+_APART_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a rank knows once all have met."""
+
+    hello: Hello
+    agreed: Agreement
+    device: torch.device
+
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt(RunDir(Path(self.agreed.run_dir)), self.agreed.attempt)
+
+
+def join(
+    config: TrainConfig,
+    run_dir: Path | None,
+    attempt: int | None,
+    env: DistEnv,
+    store: Store,
+    environ: MutableMapping[str, str],
+    say: Callable[[str], None],
+    *,
+    fingerprint: Callable[[], str] | None = None,
+    asked: name_lookups.Lookups | None = None,
+) -> Joined:
+    """Introduce this rank, learn what was agreed on, and join the process group.
+
+    fingerprint: of the dataset, on rank 0, where it is known without reading the files again.
+    asked: what the name look-ups of this start have come to.
+
+    Raises ClusterDDPError, a PeerError where another rank is to blame.
+    """
+    try:
+        hello = _introduce(config, env, environ)
+    except ClusterDDPError as error:
+        rendezvous.decline(store, env, error)
+        raise
+    asked_for_time: dict[int, str] = {}
+
+    def decide(hellos: list[dict[str, Any]]) -> dict[str, Any]:
+        identity = _identity(environ)
+        agreed = start.decide(config, run_dir, attempt, hellos, identity, say, fingerprint)
+        asked_for_time.update(clocks.speakers(hellos))
+        speaking = sorted(asked_for_time)
+        return {**agreed.to_dict(), "tell_time": speaking, "sent": time.time()}
+
+    verdict = rendezvous.agree(
+        store,
+        env,
+        hello.__dict__,
+        decide,
+        config.rendezvous_timeout,
+        # Rank 0 calls a person's own function meanwhile, which may have to fetch its data.
+        _OWN_DATA_SECONDS
+        if user_functions.is_reference(config.dataset)
+        else messages.GRACE_SECONDS,
+    )
+    if env.rank in verdict.get("tell_time", ()):
+        clocks.tell(store, env, time.time())
+    agreed = Agreement.from_dict(verdict)
+    if asked_for_time:
+        ahead = clocks.collect(store, env, asked_for_time, verdict["sent"])
+        _note_clocks(agreed, {hello.host: 0.0, **ahead}, say)
+    device = torch.device(hello.device)
+    _settle(agreed, device, environ, deterministic=config.deterministic)
+    if config.profile:
+        environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library tells what it does
+    if asked and agreed.backend == "gloo" and name_lookups.GLOO_INTERFACE not in environ:
+        interface = asked.gloo_interface()
+        if interface:
+            environ[name_lookups.GLOO_INTERFACE] = interface
+    _start_group(config, agreed, env, store, device)
+    announce(config, agreed, hello, env, say)
+    return Joined(hello, agreed, device)
+
+
+def _note_clocks(agreed: Agreement, ahead: dict[str, float], say: Callable[[str], None]) -> None:
+    """Record them for who reads the ranks' outcomes; a full disk costs the record."""
+    apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
+    if apart:
+        say(f"warning: clocks differ from that of rank 0's host: {', '.join(apart)}")
+    with suppress(OSError):
+        note_clocks(Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt).outcomes, ahead)
+
+
+def _identity(environ: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "job_id": environ.get("SLURM_JOB_ID", ""),
+        "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+
+
+def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
+    absent = extras.missing(config)
+    if absent:
+        raise TrainingError(absent)
+    choice = devices.choose(
+        config.device,
+        visible=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        local_rank=env.local_rank,
+        local_world_size=env.local_world_size,
+        granted=devices.granted_gpus(environ),
+        driver=devices.NVIDIA_DRIVER.exists(),
+    )
+    gpu = ""
+    if choice.kind == "cuda":
+        gpu = _take_gpu(choice.index)
+    warning = choice.warning
+    if config.strategy == "dp" and parallel.gpus_of_one_process("dp", choice.kind) < 2:
+        warning = warning or (
+            f"--strategy dp has {'one GPU' if choice.kind == 'cuda' else 'no GPU'} here: it trains "
+            f"on {choice.name} alone, as --strategy single does"
+        )
+    return Hello(
+        rank=env.rank,
+        world_size=env.world_size,
+        local_rank=env.local_rank,
+        host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        pid=os.getpid(),
+        kind=choice.kind,
+        device=choice.name,
+        gpu=gpu,
+        threads=usable_threads(environ, env.local_world_size),
+        torch=torch.__version__,
+        bf16=devices.computes_in_bf16(choice.kind),
+        warning=warning,
+    )
+
+
+def _take_gpu(index: int) -> str:
+    """Have CUDA use this GPU from the first; returns the GPU's own identifier.
+
+    Empty with a torch that does not tell it: then nobody notices two ranks on one GPU.
+    """
+    try:
+        torch.cuda.set_device(index)  # or what follows would open the first GPU as well
+        return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+    except RuntimeError as error:
+        raise TrainingError(
+            f"GPU {index} of {socket.gethostname()} cannot be used: {str(error).splitlines()[0]}. "
+            "Another process may have it to itself, or it is broken: see nvidia-smi there."
+        ) from None
+
+
+def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
+    """The CPUs that Slurm gave this task, or its share of those that the process may run on."""
+    given = environ.get("SLURM_CPUS_PER_TASK", "")
+    if given.isdigit() and int(given):
+        return int(given)
+    try:
+        usable = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        usable = os.cpu_count() or 1
+    return max(usable // local_world_size, 1)
+
+
+def _settle(
+    agreed: Agreement,
+    device: torch.device,
+    environ: MutableMapping[str, str],
+    *,
+    deterministic: bool,
+) -> None:
+    torch.set_num_threads(agreed.threads)
+    if deterministic:
+        # cuBLAS repeats itself only with a fixed workspace (torch.use_deterministic_algorithms).
+        environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if agreed.cuda_graph and agreed.world_size > 1:
+        # Before the group is made: NCCL's own watch over it would query events in mid-capture.
+        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # Otherwise cuDNN may choose algorithms whose sums differ from run to run.
+        torch.backends.cudnn.deterministic = True
+
+
+def _start_group(
+    config: TrainConfig,
+    agreed: Agreement,
+    env: DistEnv,
+    store: Store,
+    device: torch.device,
+) -> None:
+    dist.init_process_group(
+        agreed.backend,
+        store=PrefixStore("group", store),
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=config.process_group_timeout),
+        device_id=device if device.type == "cuda" and agreed.backend == "nccl" else None,
+    )
+
+
+def _passes(config: TrainConfig) -> str:
+    return f", in {config.accumulate} passes" if config.accumulate > 1 else ""
+
+
+def announce(
+    config: TrainConfig,
+    agreed: Agreement,
+    hello: Hello,
+    env: DistEnv,
+    say: Callable[[str], None],
+) -> None:
+    """Say what this rank computes on; rank 0 also what was agreed on."""
+    say(
+        f"rank {env.rank} of {env.world_size} on {hello.host} (local rank {env.local_rank}): "
+        f"{hello.device}, {agreed.threads} {'thread' if agreed.threads == 1 else 'threads'}, "
+        f"{agreed.backend}"
+    )
+    if env.rank:
+        return
+    if env.world_size > 1:
+        for line in agreed.where:
+            say(line)
+    for warning in agreed.warnings:
+        say(f"warning: {warning}")
+    peak = optimizer.peak_lr(config, agreed.reference_world_size)
+    say(
+        f"lr {config.lr:g} x {peak / config.lr:g} ({config.lr_scaling}) = {peak:g}, warm-up "
+        f"{config.warmup_steps} steps; batch {agreed.batch_size} x {env.world_size} = "
+        f"{agreed.global_batch_size}{_passes(config)}"
+    )
+    auto = " (auto)" if config.precision == "auto" else ""
+    graph = ", the step as one CUDA graph" if agreed.cuda_graph else ""
+    say(f"precision {agreed.precision}{auto}{graph}")
+    say(f"attempt {agreed.attempt} of the run")
+    if agreed.resume:
+        say(f"resuming from {agreed.resume}")
+    say(f"run directory: {agreed.run_dir}")

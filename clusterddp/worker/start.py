@@ -1,0 +1,204 @@
+"""How an attempt starts: rank 0 settles what is auto, makes the folders, chooses the checkpoint."""
+
+import dataclasses
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clusterddp.checkpoints import catalog, inherit, state
+from clusterddp.checkpoints.files import Best
+from clusterddp.data import mnist
+from clusterddp.distributed import agreement
+from clusterddp.distributed.agreement import Agreement, Hello
+from clusterddp.errors import CheckpointError, DataError, TrainingError
+from clusterddp.request import global_batch, user_functions
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig, changes
+from clusterddp.run import attempt as attempts
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir, read_json, write_atomically
+from clusterddp.slurm import forms
+from clusterddp.training import metrics, optimizer
+
+
+def decide(
+    config: TrainConfig,
+    run_dir: Path | None,
+    number: int | None,
+    hellos: Sequence[Mapping[str, Any]],
+    identity: Mapping[str, Any],
+    say: Callable[[str], None],
+    fingerprint: Callable[[], str] | None = None,
+) -> Agreement:
+    """What holds for all ranks of this attempt.
+
+    number: the attempt that the starting side has made; without it one is made here.
+    identity: job_id, restart, host and pid, for attempt.json.
+    fingerprint: gives the dataset's where it was read already, or is a person's own; else its
+        files are read for it.
+
+    Raises TrainingError, DataError, CheckpointError, NotStarted or Superseded.
+    """
+    run = RunDir((run_dir or Path("jobs", time.strftime("train-%Y%m%d-%H%M%S"))).resolve())
+    recorded = read_json(run.resolved)
+    agreed = agreement.decide(config, [Hello(**hello) for hello in hellos], recorded)
+    if not user_functions.is_reference(config.dataset):
+        mnist.ensure(config.dataset, config.data_dir, progress=say, may_fetch=False)
+    sha256 = fingerprint() if fingerprint else mnist.fingerprint(config.dataset, config.data_dir)
+    agreed = dataclasses.replace(agreed, run_dir=str(run.path), data_sha256=sha256)
+    _check_data(config, recorded, agreed)
+    try:
+        run.make(run.attempts)
+        _record_request(run, config, agreed)
+        attempt = _attempt(run, number, identity, config, say)
+        agreed = _go_on(config, agreed, attempt, recorded, identity, say)
+        record = {
+            **agreed.to_dict(),
+            "lr": optimizer.peak_lr(config, agreed.reference_world_size),
+        }
+        write_atomically(run.resolved, (json.dumps(record, indent=2) + "\n").encode())
+    except OSError as error:
+        raise TrainingError(
+            f"rank 0 on {socket.gethostname()} cannot write the run directory {run.path}: "
+            f"{error.strerror}. Choose a folder that this host can write."
+        ) from None
+    return agreed
+
+
+def _record_request(run: RunDir, config: TrainConfig, agreed: Agreement) -> None:
+    """Of ranks that nobody submitted, so that `report` and the other commands know the run."""
+    if run.spec.exists() or not forms.RUN_NAME.fullmatch(run.name):
+        return
+    nodes = len(agreed.hosts)
+    even = agreed.world_size % nodes == 0
+    spec = JobSpec(
+        run_name=run.name,
+        run_dir=str(run.path),
+        resources=Resources(
+            nodes=nodes if even else 1,
+            tasks_per_node=agreed.world_size // (nodes if even else 1),
+        ),
+        python=sys.executable,
+        train=config,
+        launcher="local",
+    )
+    write_atomically(run.spec, spec.to_json().encode())
+
+
+def _attempt(
+    run: RunDir,
+    number: int | None,
+    identity: Mapping[str, Any],
+    config: TrainConfig,
+    say: Callable[[str], None],
+) -> Attempt:
+    if number is None:
+        attempts.await_silence(run, str(identity["job_id"]), config.rendezvous_timeout, say)
+        return attempts.begin(run)
+    attempt = Attempt(run, number)
+    if not attempt.path.is_dir():
+        raise TrainingError(
+            f"{attempt.path} is gone: the run directory was removed or replaced while the job "
+            "was starting. Submit the run again."
+        )
+    return attempt
+
+
+def _go_on(
+    config: TrainConfig,
+    agreed: Agreement,
+    attempt: Attempt,
+    recorded: Mapping[str, Any] | None,
+    identity: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> Agreement:
+    """Choose the checkpoint, check that it fits, and lay the attempt's folders out."""
+    run = attempt.run
+    # An agent starts the ranks of an attempt again, within the job, when one of them has failed.
+    again = attempt.checkpoints.is_dir()
+    own = catalog.newest_in(attempt.checkpoints, say) if again else None
+    own = own or catalog.source(run, say)
+    source = own or (catalog.find(config.resume, say) if config.resume else None)
+    best = None
+    # A run that begins at step 0 again begins with the ranks that there are now.
+    before_now = {} if catalog.given_up_attempt(run) else recorded or {}
+    step, reference = 0, int(before_now.get("reference_world_size") or agreed.world_size)
+    if source is not None:
+        content = state.load(source)
+        state.check_fits(source, content, config, data_sha256=agreed.data_sha256)
+        _check_configuration(source, content["config"], config)
+        step, earlier = int(content["step"]), content["config"]
+        before = earlier["batch_size"] * earlier.get("accumulate", 1)
+        best = Best(**content["best"]) if content["best"] else None
+        if config.precision == "auto":
+            agreed = dataclasses.replace(agreed, precision=content.get("precision", "fp32"))
+        reference = global_batch.reference_world_size(
+            config, agreed.world_size, content["global_batch_size"], before
+        )
+    agreed = dataclasses.replace(
+        agreed,
+        attempt=attempt.number,
+        reference_world_size=reference,
+        global_batch_size=config.step_size * reference,
+    )
+    problem = global_batch.uneven(config, reference, agreed.world_size)
+    if problem:
+        raise TrainingError(problem)
+    found = source
+    if not again:
+        found = inherit.adopt(attempt, source, config.keep_last, best=best, warn=say)
+    agreed = dataclasses.replace(agreed, resume=str(found.resolve()) if found else "")
+    metrics.copy_history(run.metrics, attempt.metrics, step if own else 0)
+    attempt.end.unlink(missing_ok=True)
+    # What an attempt has gained counts from its first start.
+    before_it = attempt.read_record()
+    origin = {
+        "step": step,
+        "saved": source.stat().st_mtime if source else None,
+        "resumed_from": _shown(run, source),
+    }
+    attempts.publish(
+        attempt,
+        {
+            **identity,
+            **{name: before_it.get(name, value) for name, value in origin.items()},
+            "starts_in_job": before_it.get("starts_in_job", 0) + 1,
+            "world_size": agreed.world_size,
+            "hosts": list(agreed.hosts),
+        },
+    )
+    return agreed
+
+
+def _shown(run: RunDir, source: Path | None) -> str | None:
+    if source is None:
+        return None
+    path = source.resolve()
+    return str(path.relative_to(run.path)) if path.is_relative_to(run.path) else str(path)
+
+
+def _check_data(config: TrainConfig, recorded: Mapping[str, Any] | None, agreed: Agreement) -> None:
+    known = (recorded or {}).get("data_sha256")
+    if known and known != agreed.data_sha256:
+        own = user_functions.is_reference(config.dataset)
+        where = config.data_dir if own else mnist.folder(config.dataset, config.data_dir)
+        raise DataError(
+            f"the {config.dataset} dataset at {where} has changed since this run first started "
+            f"(SHA-256 {known[:12]}…, now {agreed.data_sha256[:12]}…): it would not train to the "
+            f"same weights.{mnist.rendered_by(config.dataset, config.data_dir)} Put the "
+            f"{'images' if own else 'files'} back, or submit a new run."
+        )
+
+
+def _check_configuration(source: Path, before: Mapping[str, Any], config: TrainConfig) -> None:
+    changed = changes(before, config)
+    if changed and not config.allow_changed:
+        raise CheckpointError(
+            f"the checkpoint {source} was trained with another configuration: "
+            f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
+        )

@@ -1,0 +1,253 @@
+"""The small parent of a task: starts the task, outlives it, and records how it ended.
+
+It stays free of torch, so that it costs a few megabytes and survives what kills the task. What
+the records mean for the whole run is left to `outcome`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from clusterddp.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PAUSED,
+    ClusterDDPError,
+    TrainingError,
+    is_debuggers_quit,
+)
+from clusterddp.processes.parent_death import die_with_parent
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.run import attempt_logs
+from clusterddp.run.run_dir import RunDir
+from clusterddp.run.task_error import LONGEST_MESSAGE, TaskError
+from clusterddp.run.task_record import TaskRecord
+
+# What Slurm, an agent or a person sends to a task and what must not end its parent.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def supervise(
+    run_dir: Path,
+    env: DistEnv,
+    child: Callable[[], int],
+    *,
+    attempt: int | None = None,
+    listen: Callable[[], object] | None = None,
+    explain: Callable[[int], TaskError | None] | None = None,
+) -> int:
+    """Run `child` in a forked process, wait for it and record its outcome in the run directory.
+
+    attempt: the start of the run to which this task belongs, where the starting side made one.
+    listen: installs the child's signal handlers, before any signal can reach it.
+    explain: the error behind a wait status, where the child has execed and reports none itself.
+
+    Returns the child's exit code, or 128 + N when signal N ended it; 0 for EXIT_PAUSED where Slurm
+    or an agent started the task, as either would end the other ranks for it. `child` may exec.
+    Call it before anything that starts threads is imported: it forks.
+    """
+    record = TaskRecord(RunDir(run_dir), env, attempt, say=_say)
+    if attempt is not None:
+        attempt_logs.divide_own(attempt, os.environ)
+    # Blocked from before the fork until both sides have their handlers, so that no signal ends
+    # the parent and none is lost to the child.
+    previous_mask: set[int] = set(signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS))
+    report_reader, report_writer = os.pipe()  # closed on exec, as all of Python's descriptors
+    go_reader, go_writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.close(report_reader)
+        os.close(go_writer)
+        _become_task(parent, go_reader, report_writer, previous_mask, child, listen)
+    os.close(report_writer)
+    os.close(go_reader)
+    with _outliving(pid, previous_mask, os.environ):
+        os.write(go_writer, b".")
+        os.close(go_writer)
+        record.started(pid)
+        status = _await_end(pid, env)
+        error = _read_report(report_reader)
+        if error is None and explain:
+            left = explain(status)
+            error = dataclasses.asdict(left) if left else None
+        record.ended(status, error)
+    code = os.waitstatus_to_exitcode(status)
+    if code == EXIT_PAUSED and not forwards_signals(os.environ):
+        return 0
+    return code if code >= 0 else 128 - code
+
+
+def redirect_output(run_dir: Path, env: DistEnv) -> None:
+    """Send what this rank prints to its own log, as srun does; a torchrun agent does not.
+
+    Raises TrainingError when the log cannot be written.
+    """
+    run = RunDir(run_dir)
+    try:
+        run.make(run.logs)
+        log = os.open(run.rank_log(env.rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise TrainingError(
+            f"rank {env.rank} on {os.uname().nodename} cannot write its log "
+            f"{run.rank_log(env.rank)}: {error.strerror}. Choose an output root that every host "
+            "can write."
+        ) from None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    os.close(log)
+
+
+def forwards_signals(environ: Mapping[str, str]) -> bool:
+    """Whether a signal to a task's parent has to be passed on to the task.
+
+    Slurm signals every process of a step, and torchrun the process group of a worker, so there
+    the task has it already; what a person started by hand is signalled alone.
+    """
+    return "SLURM_STEP_ID" not in environ and "TORCHELASTIC_RUN_ID" not in environ
+
+
+def _await_end(pid: int, env: DistEnv) -> int:
+    """The child's status; a child that somebody stopped is told of, for it cannot tell."""
+    while True:
+        _, status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)
+        if not (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
+            return status
+        seen = (
+            "is stopped (SIGSTOP); kill -CONT lets it go on"
+            if os.WIFSTOPPED(status)
+            else ("goes on after a stop")
+        )
+        host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+        _say(f"process {pid}, rank {env.rank} on {host}, {seen}")
+
+
+def _become_task(
+    parent: int,
+    go_reader: int,
+    report_writer: int,
+    mask: set[int],
+    child: Callable[[], int],
+    listen: Callable[[], object] | None,
+) -> NoReturn:
+    """The child's side of the fork: default signals, run, report, leave without clean-up."""
+    code = EXIT_FAILED
+    try:
+        for number in SIGNALS:
+            # An ignored SIGHUP is nohup's doing and meant; Python's SIGINT becomes Ctrl-C again.
+            if number == signal.SIGINT:
+                signal.signal(number, signal.default_int_handler)
+            elif number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        if listen:
+            listen()
+        die_with_parent(parent)
+        os.read(go_reader, 1)
+        os.close(go_reader)
+        code = _run(child, report_writer, mask)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except KeyboardInterrupt:  # a second one, while the first was answered
+        code = EXIT_INTERRUPTED
+    finally:
+        # The parent's exit handlers are not the child's, and a process group that has lost a
+        # peer may hang in its destructor.
+        os._exit(code)
+
+
+def _run(child: Callable[[], int], report_writer: int, mask: set[int]) -> int:
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return child()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr)
+        return EXIT_FAILED
+    except ClusterDDPError as error:
+        print(f"clusterddp: {error}", file=sys.stderr)
+        _report(report_writer, error)
+        return error.exit_code
+    except BaseException as error:
+        if is_debuggers_quit(error):
+            return EXIT_INTERRUPTED
+        traceback.print_exc()
+        _report(report_writer, error)
+        return EXIT_FAILED
+
+
+def _report(report_writer: int, error: BaseException) -> None:
+    # It has to fit into the pipe's buffer, or the task would wait for a parent that waits.
+    message = str(error)[:LONGEST_MESSAGE]
+    peer_lost = bool(getattr(error, "peer_lost", False))
+    # Our own errors speak for themselves; of others the type is half of what they say.
+    kind = "" if isinstance(error, ClusterDDPError) else type(error).__name__
+    content = {"type": kind, "message": message, "peer_lost": peer_lost}
+    os.write(report_writer, json.dumps(content).encode())
+
+
+def _read_report(report_reader: int) -> dict[str, Any] | None:
+    """What the child wrote; not awaited, as a grandchild may still hold the other end."""
+    os.set_blocking(report_reader, False)
+    with contextlib.suppress(BlockingIOError, ValueError), os.fdopen(report_reader, "rb") as file:
+        content = json.loads(file.read() or b"null")
+        return content if isinstance(content, dict) else None
+    return None
+
+
+@contextlib.contextmanager
+def _outliving(pid: int, mask: set[int], environ: Mapping[str, str]) -> Iterator[None]:
+    """The parent's side of the signals: outlive them, and pass them on where only it has them."""
+    forwards = forwards_signals(environ)
+
+    def take(number: int, _frame: FrameType | None) -> None:
+        if forwards and not (number == signal.SIGINT and _in_foreground()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    before = {number: signal.signal(number, take) for number in SIGNALS}
+    # What came between the blocking and the fork reached this process alone. The child still
+    # blocks, and a signal that is pending twice is delivered once: so this repeats nothing.
+    for number in signal.sigpending() & set(SIGNALS):
+        signal.sigwait({number})
+        os.kill(pid, number)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Whether a Ctrl-C on the terminal reaches the child by itself: same group, in front."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+        print(f"clusterddp: {line}", file=sys.stderr)

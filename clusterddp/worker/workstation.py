@@ -1,0 +1,228 @@
+"""A training on this workstation without Slurm: its ranks, its records, requests to stop it."""
+
+import dataclasses
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from clusterddp.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PAUSED,
+    TrainingError,
+    is_debuggers_quit,
+)
+from clusterddp.processes import start_methods
+from clusterddp.processes.group import TaskGroup
+from clusterddp.processes.held_signals import held_back
+from clusterddp.ranks import from_flags
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run import attempt as attempts
+from clusterddp.run import attempt_logs
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.outcome import Failure, first_failure, read_outcomes
+from clusterddp.run.run_dir import RunDir
+
+_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# From a request to stop until ranks that have not saved and left by then are killed.
+_SAVING_SECONDS = 60.0
+_ON_REQUEST = (
+    b"clusterddp: passed on to the ranks, which save and leave; Ctrl-C again ends them at once\n"
+)
+
+
+@contextmanager
+def recorded(
+    path: str, config: TrainConfig, procs: int, *, may_exist: bool
+) -> Iterator[tuple[RunDir, Callable[..., None]]]:
+    """The run's directory with the records by which `jobs` and `status` know it.
+
+    Gives the directory and a function that records the exit code and the first Failure, if any.
+    Raises RequestError where the run exists, unless it may.
+    """
+    spec = JobSpec(
+        run_name=Path(path).name,
+        run_dir=path,
+        resources=Resources(tasks_per_node=procs),
+        python=sys.executable,
+        train=config,
+        launcher="local",
+    )
+    job_id = str(os.getpid())
+
+    def record(code: int, failure: Failure | None = None) -> None:
+        first = dataclasses.asdict(failure) if failure else None
+        run.add_event("ended", job_id=job_id, exit_code=code, first_failure=first)
+
+    goes_on = may_exist and Path(path).is_dir()
+    known = nullcontext(RunDir(Path(path))) if goes_on else RunDir.create(spec, None)
+    with known as run:
+        run.add_event(
+            "submitted", job_id=job_id, launcher="local", pid=os.getpid(), host=os.uname().nodename
+        )
+        run.add_event("started", job_id=job_id, nodelist="localhost")
+        try:
+            yield run, record
+        except KeyboardInterrupt:
+            record(EXIT_INTERRUPTED)
+            raise
+        except Exception as error:
+            left = is_debuggers_quit(error)
+            record(EXIT_INTERRUPTED if left else getattr(error, "exit_code", EXIT_FAILED))
+            raise
+
+
+def train(
+    config: TrainConfig, run: RunDir, procs: int, start_method: str, say: Callable[[str], None]
+) -> tuple[int, Failure | None]:
+    """Train in so many processes, one of START_METHODS; rank 0 prints here, each has its log.
+
+    Returns the exit code, and the rank that failed first where one did. Raises RequestError where
+    the start method does not go here.
+    """
+    start_methods.get_ready(start_method)
+    run.make(run.logs)
+    attempts.await_silence(run, "", config.rendezvous_timeout, say)
+    attempt = attempts.begin(run)
+    attempt_logs.divide(attempt, "")
+    with TaskGroup() as group:
+        stopping = _Stopping(group, attempt)
+        with stopping:
+            for env in from_flags.local_ranks(procs, free_port()):
+                _start_rank(group, start_method, config, attempt, env)
+            stopping.listen()
+            statuses = group.wait()
+    if not any(statuses):
+        return 0, None
+    # Also where nobody asked this process: `clusterddp stop` asks the ranks themselves.
+    if attempt.end.exists() and set(statuses) <= {0, EXIT_PAUSED, EXIT_INTERRUPTED}:
+        return max(statuses), None
+    if stopping.number:
+        say(f"clusterddp: ended before it had saved; the logs are in {run.logs}")
+        return 128 + stopping.number, None
+    failure = first_failure(read_outcomes(attempt.outcomes))
+    if failure is None:
+        rank = group.first_failed or 0
+        say(f"clusterddp: rank {rank} failed first; see {run.rank_log(rank)}")
+        return EXIT_FAILED, None
+    say(f"clusterddp: {failure.describe()}")
+    say(f"clusterddp: the logs are in {run.logs}")
+    return EXIT_FAILED, failure
+
+
+def _start_rank(
+    group: TaskGroup, start_method: str, config: TrainConfig, attempt: Attempt, env: DistEnv
+) -> None:
+    run = attempt.run
+    log, tee = run.rank_log(env.rank), env.rank == 0
+    environ = rank_environment(env)
+    if start_method == "exec":
+        argv = [
+            sys.executable, "-m", "clusterddp", "train", *config.to_argv(), f"--run-dir={run.path}",
+            f"--attempt={attempt.number}",
+        ]  # fmt: skip
+        group.start(argv, environ, log, tee=tee)
+    else:
+        group.call(start_method, _rank, (config, attempt, env), environ, log, tee=tee)
+
+
+def _rank(config: TrainConfig, attempt: Attempt, env: DistEnv) -> None:
+    """What `clusterddp train` does, in a process that multiprocessing has started."""
+    from clusterddp.training import stop
+    from clusterddp.worker.supervise import supervise
+
+    path = attempt.run.path
+
+    def child() -> int:
+        from clusterddp.worker.task import run_task
+
+        return run_task(config, path, env, attempt=attempt.number)
+
+    sys.exit(supervise(path, env, child, attempt=attempt.number, listen=stop.requested.listen))
+
+
+def rank_environment(env: DistEnv) -> dict[str, str]:
+    """All variables of a rank that this process starts: its own ones, without a job's."""
+    foreign = from_flags.foreign(os.environ)
+    own = {name: value for name, value in os.environ.items() if name not in foreign}
+    return {**own, **env.to_environ(), "PYTHONUNBUFFERED": "1"}
+
+
+def free_port() -> int:
+    """A port below the kernel's ephemeral range on which nobody listens at this moment."""
+    for port in random.SystemRandom().sample(range(12000, 32000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise TrainingError("no free port was found from 12000 to 31999 on 127.0.0.1.")
+
+
+class _Stopping:
+    """Passes a request to stop on to the ranks, and sees to it that they have gone after a while.
+
+    A context: outside it signals have their former meaning. They are held back until `listen`, so
+    that no rank misses one. Outside the main thread, where Python has no handlers, it does nothing.
+    """
+
+    def __init__(self, group: TaskGroup, attempt: Attempt) -> None:
+        self.number = 0
+        """The signal that asked; a Ctrl-C counts above the others."""
+        self._group, self._attempt = group, attempt
+        self._before: dict[int, Any] = {}
+        self._held = ExitStack()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._before = {n: h for n in _ASKING if (h := signal.getsignal(n)) is not None}
+        self._held.enter_context(held_back(_ASKING))
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
+
+    def listen(self) -> None:
+        if self._before:
+            for number in _ASKING:
+                # An ignored SIGHUP is nohup's doing and meant.
+                if number != signal.SIGHUP or self._before.get(number) != signal.SIG_IGN:
+                    signal.signal(number, self._take)
+        self._held.close()
+
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._held.close()
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        if self.number == signal.SIGINT == number or not self._attempt.record.exists():
+            self.number = number
+            self._end()  # the second Ctrl-C, or the ranks have not even met
+            return
+        first = not self.number
+        self.number = signal.SIGINT if signal.SIGINT in (number, self.number) else number
+        # One rank that leaves is no failure now: the others are about to.
+        self._group.kill_on_bad_exit = False
+        if first:
+            with suppress(OSError):
+                os.write(sys.stderr.fileno(), _ON_REQUEST)  # print is not for a signal's handler
+            signal.setitimer(signal.ITIMER_REAL, _SAVING_SECONDS)
+        for pid in self._group.pids:  # the small parents, which pass it on to their ranks
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _end(self, *_: object) -> None:
+        self._group.signal_all(signal.SIGKILL)

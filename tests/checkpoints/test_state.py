@@ -1,0 +1,263 @@
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clusterddp import __version__
+from clusterddp.checkpoints import files, state
+from clusterddp.checkpoints.files import Best, checksum_of, name_of
+from clusterddp.checkpoints.state import Position
+from clusterddp.distributed.messages import PeerError
+from clusterddp.errors import CheckpointError
+from clusterddp.models import registry
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.training import optimizer
+from tests.checkpoints.made_checkpoints import rehash
+from tests.training.ranks import run_ranks
+
+CONFIG = TrainConfig()
+CPU = torch.device("cpu")
+POSITION = Position(step=1200, epoch=1, step_in_epoch=2, samples=128, seconds=1.5, images=640)
+
+
+def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after a step, so that the optimizer has a state."""
+    torch.manual_seed(seed)
+    model = registry.build(CONFIG.model).to(memory_format=torch.channels_last)
+    chosen = optimizer.build(CONFIG, model)
+    step(model, chosen)
+    return model, chosen
+
+
+def step(model: nn.Module, chosen: torch.optim.Optimizer) -> None:
+    chosen.zero_grad()
+    model(torch.randn(4, 1, 28, 28)).square().sum().backward()
+    chosen.step()
+
+
+def collected(seed: int = 1, **fields: Any) -> dict[str, Any]:
+    model, chosen = trained(seed)
+    return state.collect(
+        **{
+            "config": CONFIG,
+            "model": model,
+            "optimizer": chosen,
+            "position": POSITION,
+            "world_size": 2,
+            "global_batch_size": 128,
+            "data_sha256": "d" * 64,
+            "best": Best(0.97, 1100),
+            "random_states": torch.arange(20, dtype=torch.uint8).reshape(2, 10),
+            **fields,
+        }
+    )
+
+
+def written(folder: Path, content: dict[str, Any]) -> Path:
+    path = folder / name_of(content["step"])
+    path.write_bytes(state.to_bytes(content))
+    rehash(path)
+    return path
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return (
+        [tensor for item in items for tensor in tensors(item)]
+        if isinstance(value, (dict, list, tuple))
+        else []
+    )
+
+
+def test_all_that_was_collected_is_restored(tmp_path: Path) -> None:
+    path = written(tmp_path, collected(1))
+    model, chosen = trained(7)
+    got = state.restore(path, CONFIG, model, chosen)
+    assert got.position == POSITION
+    assert got.best == Best(0.97, 1100)
+    assert (got.world_size, got.global_batch_size) == (2, 128)
+    assert got.config == dataclasses.asdict(CONFIG)
+    assert got.data_sha256 == "d" * 64
+    assert got.random_states is not None
+    assert got.random_states.tolist() == torch.arange(20).reshape(2, 10).tolist()
+    other, its = trained(1)
+    assert state.weights_sha256(model) == state.weights_sha256(other)
+    # The optimizer's state too, and in the same layout: the next step gives the same bits.
+    for seed_model, seed_optimizer in ((model, chosen), (other, its)):
+        torch.manual_seed(5)
+        step(seed_model, seed_optimizer)
+    assert state.weights_sha256(model) == state.weights_sha256(other)
+
+
+def test_what_is_not_known_may_be_absent(tmp_path: Path) -> None:
+    path = written(tmp_path, collected(best=None, random_states=None, data_sha256=""))
+    got = state.restore(path, CONFIG, *trained(1))
+    assert (got.best, got.random_states, got.data_sha256) == (None, None, "")
+
+
+def test_versions_are_in_it(tmp_path: Path) -> None:
+    versions = state.load(written(tmp_path, collected()))["versions"]
+    assert versions["clusterddp"] == __version__
+    assert set(versions) == {"clusterddp", "torch", "numpy", "python"}
+
+
+def test_training_may_go_on_at_once_for_every_tensor_is_a_copy() -> None:
+    model, chosen = trained(1)
+    content = collected(model=model, optimizer=chosen)
+    before = state.to_bytes(content)
+    live = {tensor.untyped_storage().data_ptr() for tensor in tensors(chosen.state_dict())}
+    live |= {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    copies = tensors(content)
+    assert len(copies) > len(live) > 10
+    for tensor in copies:
+        assert tensor.untyped_storage().data_ptr() not in live
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a view of something larger"
+        assert tensor.device.type == "cpu" and not tensor.requires_grad
+    step(model, chosen)
+    assert state.to_bytes(content) == before
+
+
+def test_a_module_is_loaded_without_this_package(tmp_path: Path) -> None:
+    """By a program that has torch and the file, and nothing else of ours."""
+    model, chosen = trained(1)
+    path = written(tmp_path, collected(model=model, optimizer=chosen))
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
+    torch.save(nn.Sequential(nn.Linear(1, 1)).state_dict(), tmp_path / "small.pt")
+    program = f"""
+import sys, torch
+class Blocked:
+    def find_spec(self, name, *_):
+        assert name.split(".")[0] != "clusterddp"
+sys.meta_path.insert(0, Blocked())
+content = torch.load({str(path)!r}, weights_only=True)
+plain = torch.load({str(tmp_path / "plain.pt")!r}, weights_only=True)
+assert list(content["model"]) == list(plain)
+assert all(torch.equal(content["model"][name], plain[name]) for name in plain)
+assert type(content["model"]) is type(plain) and content["model"]._metadata == plain._metadata
+model = torch.nn.Module()
+for name, value in plain.items():
+    *parts, last = name.split(".")
+    at = model
+    for part in parts:
+        if not hasattr(at, part):
+            at.add_module(part, torch.nn.Module())
+        at = getattr(at, part)
+    at.register_parameter(last, torch.nn.Parameter(torch.zeros_like(value)))
+model.load_state_dict(content["model"])
+torch.optim.Adam(model.parameters()).load_state_dict(content["optimizer"])
+print("loaded", content["step"])
+"""
+    got = subprocess.run(
+        [sys.executable, "-I", "-c", program],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert got.stdout == "loaded 1200\n", got.stderr
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, collected())
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="damaged: it is cut off"):
+        state.load(path)
+    rehash(path)
+    with pytest.raises(CheckpointError, match="no checkpoint of clusterddp"):
+        state.load(path)
+    checksum_of(path).unlink()
+    with pytest.raises(CheckpointError, match="may be incomplete"):
+        state.load(path)
+
+
+class _Trap:
+    def __reduce__(self) -> Any:
+        return (print, ("code of the file was run by clusterddp",))
+
+
+def test_code_in_a_file_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name_of(1)
+    torch.save({"format": 2, "trap": _Trap()}, path)
+    rehash(path)
+    with pytest.raises(CheckpointError, match="no checkpoint of clusterddp: Weights only"):
+        state.load(path)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"format": 1}, "format 1.*reads format 2.*clusterddp"),
+        ({"config": {**dataclasses.asdict(CONFIG), "model": "resnet"}}, "--model resnet.*convnet"),
+        ({"config": {**dataclasses.asdict(CONFIG), "dataset": "synthetic"}}, "synthetic.*mnist"),
+        ({"config": {**dataclasses.asdict(CONFIG), "optimizer": "sgd"}}, "sgd.*adam"),
+        ({"model": {"other": torch.zeros(1)}}, "does not fit"),
+        ({"optimizer": {"state": {}, "param_groups": []}}, "does not fit"),
+        ({"best": {"other": 1}}, "does not fit"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_naming_both_sides(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    path = written(tmp_path, {**collected(), **fields})
+    with pytest.raises(CheckpointError, match=message):
+        state.restore(path, CONFIG, *trained(1))
+
+
+def test_another_dataset_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, collected())
+    content = state.load(path)
+    with pytest.raises(CheckpointError, match=r"has changed since.*d{16}\.\.\..*e{16}\.\.\."):
+        state.check_fits(path, content, CONFIG, data_sha256="e" * 64)
+    state.check_fits(path, content, CONFIG, data_sha256="d" * 64)
+    state.check_fits(path, content, CONFIG)
+    state.check_fits(path, {**content, "data_sha256": ""}, CONFIG, data_sha256="e" * 64)
+
+
+def load_and_count(
+    rank: int, world_size: int, path: Path, piece_bytes: int
+) -> tuple[int, list[Any] | str]:
+    """How often this rank read the file, and its tensors or the error."""
+    read, counted = files.read, []
+
+    def count(asked: Path) -> bytes:
+        counted.append(asked)
+        return read(asked)
+
+    files.read, state._PIECE_BYTES = count, piece_bytes
+    try:
+        content = state.load_together(path, CPU)
+        return len(counted), [tensor.numpy().copy() for tensor in tensors(content)]
+    except CheckpointError as error:
+        return len(counted), str(error)
+    except PeerError as error:
+        return -1, str(error)
+    finally:
+        files.read = read
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 30, 10_007])
+def test_rank_0_alone_reads_the_file_and_all_have_it(tmp_path: Path, piece_bytes: int) -> None:
+    path = written(tmp_path, collected())
+    expected = tensors(state.load(path))
+    got = run_ranks(3, load_and_count, path, piece_bytes)
+    assert [count for count, _ in got] == [1, 0, 0]
+    for _, ours in got:
+        assert all(np.array_equal(a, b.numpy()) for a, b in zip(ours, expected, strict=True))
+
+
+def test_a_file_that_rank_0_cannot_read_ends_all_ranks_and_blames_rank_0(tmp_path: Path) -> None:
+    path = written(tmp_path, collected())
+    path.write_bytes(path.read_bytes()[:-1])
+    first, *others = run_ranks(3, load_and_count, path, 1 << 20)
+    assert first[0] == 1 and "step-00001200" in first[1]
+    assert [count for count, _ in others] == [-1, -1]
+    assert all("rank 0 could not read the checkpoint" in said for _, said in others)

@@ -1,0 +1,152 @@
+"""`clusterddp exec`: really becomes the command, so each test looks at another process."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from clusterddp.ranks.dist_env import DistEnv
+from tests.cli.commands.test_env import STEP
+
+ROOT = Path(__file__).parents[3]
+PRINT_ENVIRON = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+def run_exec(
+    *arguments: str, environ: Mapping[str, str] = STEP
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "clusterddp", "exec", *arguments],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **environ},
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+
+
+def test_the_command_sees_the_derived_variables_and_the_ones_it_had() -> None:
+    done = run_exec("--", sys.executable, "-c", PRINT_ENVIRON, environ={**STEP, "KEPT": "a\nb"})
+    seen = json.loads(done.stdout)
+    derived = DistEnv.from_environ(STEP).to_environ()
+    assert {name: seen.get(name) for name in derived} == derived
+    assert (seen["KEPT"], seen["SLURM_PROCID"]) == ("a\nb", "5")
+
+
+def test_the_command_takes_the_place_of_the_process() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "clusterddp", "exec", "--", "sh", "-c", "echo $$"],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **STEP},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    out, _ = child.communicate()
+    assert int(out) == child.pid
+
+
+@pytest.mark.parametrize("dashes", [("--",), ()])
+def test_arguments_reach_the_command_untouched(dashes: tuple[str, ...]) -> None:
+    program = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    arguments = ["--help", "--run-dir", "", "a b", "it's", "$HOME", "x\ny", "--", "-c"]
+    done = run_exec(*dashes, sys.executable, "-c", program, *arguments)
+    assert json.loads(done.stdout) == arguments
+
+
+def test_the_exit_code_is_the_commands() -> None:
+    assert run_exec("--", "sh", "-c", "exit 37").returncode == 37
+
+
+def test_the_command_dies_of_a_closed_pipe_as_under_a_shell() -> None:
+    done = run_exec("--", "sh", "-c", "grep SigIgn /proc/self/status")
+    assert int(done.stdout.split()[1], 16) == 0
+
+
+@pytest.mark.parametrize("name", ["no-such-program", "./no-such-program", ""])
+def test_a_command_that_is_not_there_exits_127(name: str) -> None:
+    done = run_exec("--", name)
+    assert done.returncode == 127
+    assert done.stderr.startswith("clusterddp: ")
+    assert name in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_missing_interpreter_is_named_as_the_cause_and_exits_127(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("#!/no/such/shell\n")
+    script.chmod(0o755)
+    done = run_exec("--", str(script))
+    assert done.returncode == 127
+    assert "interpreter" in done.stderr
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o755])
+def test_a_command_that_cannot_be_run_exits_126(tmp_path: Path, mode: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('no #! line')\n")
+    script.chmod(mode)
+    done = run_exec("--", str(script))
+    assert done.returncode == 126
+    assert "python SCRIPT" in done.stderr
+
+
+def test_a_folder_exits_126(tmp_path: Path) -> None:
+    assert run_exec("--", str(tmp_path)).returncode == 126
+
+
+@pytest.mark.parametrize("arguments", [(), ("--",), ("--no-such-option",)])
+def test_a_missing_command_is_a_wrong_request(arguments: tuple[str, ...]) -> None:
+    done = run_exec(*arguments)
+    assert done.returncode == 2
+    assert "Usage:" in done.stderr
+
+
+def test_a_contradiction_exits_1_and_nothing_runs() -> None:
+    done = run_exec("--", "echo", "ran", environ={**STEP, "SLURM_PROCID": "8"})
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_without_slurm_the_command_is_rank_0_of_1() -> None:
+    done = run_exec("--", "sh", "-c", "echo $RANK $WORLD_SIZE $MASTER_PORT", environ={})
+    assert done.stdout.split() == ["0", "1", "0"]
+
+
+def test_under_a_run_directory_the_outcome_is_recorded(tmp_path: Path) -> None:
+    done = run_exec("--run-dir", str(tmp_path), "--", "sh", "-c", "echo out; exit 7")
+    assert (done.returncode, done.stdout) == (7, "out\n")
+    outcome = json.loads((tmp_path / "outcomes/rank-5.json").read_text())
+    assert (outcome["rank"], outcome["exit_code"]) == (5, 7)
+
+
+def test_a_recorded_command_that_is_not_there_gives_127(tmp_path: Path) -> None:
+    done = run_exec("--run-dir", str(tmp_path), "--", "no-such-program")
+    assert done.returncode == 127
+    assert "PATH=/usr/bin:/bin\n" in done.stderr
+    outcome = json.loads((tmp_path / "outcomes/rank-5.json").read_text())
+    assert outcome["error"]["message"] == (
+        "'no-such-program' is not on PATH; give the name of a program or its path, and arguments "
+        "as separate words."
+    )
+
+
+def test_with_a_log_of_its_own_nothing_is_left_to_the_agents(tmp_path: Path) -> None:
+    done = run_exec("--run-dir", str(tmp_path), "--own-log", "--", "sh", "-c", "echo o; echo e >&2")
+    assert (done.stdout, done.stderr) == ("", "")
+    assert (tmp_path / "logs/rank-5.log").read_text() == "o\ne\n"
+
+
+def test_the_run_directory_is_no_concern_of_people() -> None:
+    assert "--run-dir" not in run_exec("--help").stdout
+
+
+def test_a_shell_of_salloc_is_told_that_it_is_a_world_of_one() -> None:
+    salloc = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "h[1-2]"}
+    done = run_exec("--", "sh", "-c", "echo $RANK of $WORLD_SIZE", environ=salloc)
+    assert (done.returncode, done.stdout) == (0, "0 of 1\n")
+    assert "in Slurm's job 4711, but in no step of it" in done.stderr
+    assert "rank 0 of a world of one" in done.stderr
+    assert "srun clusterddp exec -- sh -c 'echo $RANK of $WORLD_SIZE'" in done.stderr
+    by_hand = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for environ in ({}, {**salloc, **STEP}, {**salloc, **by_hand}):
+        assert run_exec("--", "true", environ=environ).stderr == ""

@@ -1,0 +1,767 @@
+"""`clusterddp finish`: how an attempt ended, and what follows it."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
+from clusterddp.run import next_start
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
+from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
+from tests.run.test_attempt import left_by_a_killed_rank
+
+__all__ = ["workplace"]
+
+REPORT = {
+    "accuracy": 0.9876, "loss": 0.04, "train_seconds": 12.0, "total_seconds": 20.0,
+    "images_per_second": 10000.0, "world_size": 4, "hosts": ["h01", "h02"], "finished": 200.0,
+}  # fmt: skip
+PAUSED: dict[str, Any] = {"cause": "stopped", "reason": "signal", "step": 40}
+REQUEUES = "--requeue"
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """`finish` ignores the signals that end its job; the tests go on with them."""
+    names = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {name: signal.getsignal(name) for name in names}
+    yield
+    for name, handler in before.items():
+        signal.signal(name, handler)
+
+
+@pytest.fixture
+def run(workplace: Workplace) -> RunDir:
+    return begun(workplace.run("mnist", submitted("17")))
+
+
+def begun(run: RunDir, number: int = 1, restart: int = 0) -> RunDir:
+    Attempt(run, number).outcomes.mkdir(parents=True)
+    run.add_event("started", job_id="17", restart=restart, attempt=number)
+    return run
+
+
+def command_run(workplace: Workplace, name: str = "own") -> RunDir:
+    run = workplace.run(name, submitted("17"))
+    spec = JobSpec(
+        run_name=name, run_dir=str(run.path), resources=Resources(), python="python",
+        command=("python", "train.py"),
+    )  # fmt: skip
+    run.spec.write_text(spec.to_json())
+    return begun(run)
+
+
+def record(run: RunDir, rank: int, code: int, *, number: int = 1, **fields: Any) -> None:
+    content = {
+        "rank": rank, "local_rank": rank, "node_rank": 0, "host": "h01", "pid": 1, "job_id": "17",
+        "restart": 0, "step_id": "0", "started": 100.0, "ended": 150.0 + rank, "exit_code": code,
+        "signal": None, "error": None,
+    }  # fmt: skip
+    path = Attempt(run, number).outcomes / f"rank-{rank}.json"
+    path.write_text(json.dumps({**content, **fields}))
+
+
+def leave(run: RunDir, number: int = 1, **fields: Any) -> None:
+    """Rank 0's last word, and the ranks' exit codes that go with it."""
+    attempt = Attempt(run, number)
+    attempt.end.write_text(json.dumps(fields))
+    for rank in (0, 1):
+        record(run, rank, 0 if fields["cause"] == "done" else 75, number=number)
+
+
+def saved(run: RunDir, number: int = 1, step: int = 40, start: int = 0) -> None:
+    attempt = Attempt(run, number)
+    attempt.checkpoints.mkdir()
+    (attempt.checkpoints / f"step-{step:08d}.pt").touch()
+    attempt.record.write_text(json.dumps({"step": start}))
+
+
+def slurm_says(workplace: Workplace, words: str = "", requeue: str = "exit 0") -> None:
+    """A controller that knows the job by these words, and what it makes of a requeue."""
+    known = {
+        "JobState": "RUNNING", "Restarts": 0, "RunTime": "00:01:00", "TimeLimit": "00:10:00",
+        "PreemptTime": "None",
+    } | dict(word.split("=") for word in words.split())  # fmt: skip
+    line = "JobId=17 JobName=x " + " ".join(f"{k}={v}" for k, v in known.items()) + " Command=y"
+    workplace.command("scontrol", f'case "$1" in requeue) {requeue};; *) echo "{line}";; esac')
+
+
+def slurm_preempts(
+    workplace: Workplace,
+    version: str = "24.11.5",
+    by: str = "preempt/partition_prio",
+    requeue: str = "1",
+    mode: str = "REQUEUE",
+    late: str = ":",
+) -> None:
+    """A controller that has preempted the job; `late` happens when its partition is looked at."""
+    job = (
+        "JobId=17 JobName=x JobState=RUNNING Restarts=0 PreemptTime=2026-01-01T00:00:00 "
+        f"RunTime=00:01:00 TimeLimit=00:10:00 Requeue={requeue} Partition=main Command=y"
+    )
+    config = f"PreemptMode = REQUEUE\nPreemptType = {by}\nSLURM_VERSION           = {version}"
+    partition = f"PartitionName=main PreemptMode={mode} State=UP"
+    workplace.command(
+        "scontrol",
+        f'case "$2" in config) echo "{config}";; job) echo "{job}";; '
+        f'partition) {late}; echo "{partition}";; esac',
+    )
+
+
+def finish(
+    workplace: Workplace, run: RunDir, srun_code: int, *options: str, number: int = 1
+) -> Outcome:
+    return workplace.invoke(
+        "finish", str(run.path), f"--exit-code={srun_code}", "--job-id=17", "--restart=0",
+        f"--attempt={number}", "--max-requeues=20", *options,
+    )  # fmt: skip
+
+
+def last(run: RunDir, event: str) -> dict[str, Any]:
+    return [one for one in run.read_events() if one["event"] == event][-1]
+
+
+def kinds(run: RunDir) -> list[str]:
+    return [one["event"] for one in run.read_events()]
+
+
+# -- how it ended ------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_told_in_one_line(workplace: Workplace, run: RunDir) -> None:
+    leave(run, cause="done", reason="", step=60)
+    run.report.write_text(json.dumps(REPORT))
+    got = finish(workplace, run, 0, REQUEUES)
+    [line] = got.out.splitlines()
+    for word in ("98.76%", "0.0400", "12.0 s", "10,000 images/s", "4 ranks of 2 hosts"):
+        assert word in line
+    event = last(run, "ended")
+    assert (event["job_id"], event["restart"], event["attempt"]) == ("17", 0, 1)
+    assert (event["exit_code"], event["cause"], event["why"], event["step"]) == (0, "done", "", 60)
+    assert event["first_failure"] is None
+    assert (got.code, workplace.calls) == (0, [])
+
+
+def test_a_rank_lost_after_the_last_word_takes_nothing_from_the_run(
+    workplace: Workplace, run: RunDir
+) -> None:
+    leave(run, cause="done", reason="", step=60)
+    run.report.write_text(json.dumps(REPORT))
+    record(run, 1, 137, signal="SIGKILL")
+    assert finish(workplace, run, 143).code == 0
+    assert last(run, "ended")["cause"] == "done"
+
+
+def test_the_first_failure_is_named_and_its_code_wins_over_sruns(
+    workplace: Workplace, run: RunDir
+) -> None:
+    slurm_says(workplace)
+    error = {"type": "RuntimeError", "message": "boom", "peer_lost": False}
+    record(run, 1, 1, error=error)
+    record(run, 0, 143, signal="SIGTERM")
+    run.rank_log(1).write_text("first\nlast words\n")
+    got = finish(workplace, run, 143, REQUEUES)
+    assert got.code == 1
+    assert "rank 1 on h01 failed first: RuntimeError: boom (logs/rank-1.log)" in got.out
+    assert "--rank 1" in got.out
+    assert "last words" in got.out
+    event = last(run, "ended")
+    assert (event["exit_code"], event["cause"], event["first_failure"]["rank"]) == (1, "failed", 1)
+    assert "requeued" not in kinds(run)
+
+
+def test_the_last_words_are_those_of_the_latest_attempt(workplace: Workplace, run: RunDir) -> None:
+    begun(run, 2, restart=1)
+    record(run, 1, 7, number=2)
+    run.rank_log(1).write_text("of the first\n--- attempt 2, job 17, 2026-01-01 10:00 ---\n")
+    said = finish(workplace, run, 7, number=2).out
+    assert "of the first" not in said
+    assert "the end of" not in said  # it has said nothing
+    with run.rank_log(1).open("a") as log:
+        log.write("of the second\n")
+    said = finish(workplace, run, 7, number=2).out
+    assert "--- last lines of logs/rank-1.log:\nof the second\n" in said
+
+
+def test_a_task_killed_with_its_parent_is_found_in_the_job_log(
+    workplace: Workplace, run: RunDir
+) -> None:
+    record(run, 0, 1, error={"type": "PeerError", "message": "lost", "peer_lost": True})
+    run.job_log.write_text(
+        "clusterddp: mnist, job 16 on h01, Mon\nsrun: error: h01: task 0: Killed\n"
+        "clusterddp: mnist, job 17 on h01, Tue\nsrun: error: h01: task 1: Killed\n"
+    )
+    got = finish(workplace, run, 137)
+    assert got.code == 137
+    assert "rank 1 on h01 failed first: killed by SIGKILL" in got.out
+
+
+def test_sruns_zero_does_not_hide_a_failed_rank(workplace: Workplace, run: RunDir) -> None:
+    run.report.write_text(json.dumps(REPORT))
+    record(run, 0, 3)
+    assert finish(workplace, run, 0).code == 3
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["no report", "an earlier attempt's"])
+def test_sruns_zero_without_a_last_word_is_a_failure(
+    workplace: Workplace, run: RunDir, older: bool
+) -> None:
+    """srun exits 0 when it was told to end (TERM), whatever the tasks did."""
+    record(run, 0, 0)
+    if older:
+        run.report.write_text(json.dumps(REPORT))
+    got = finish(workplace, run, 0)
+    assert got.code == 1
+    assert "did not finish" in got.out
+    assert last(run, "ended")["cause"] == "failed"
+
+
+def test_a_persons_own_command_needs_no_last_word(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    record(run, 0, 0)
+    got = finish(workplace, run, 0)
+    assert (got.code, "done" in got.out) == (0, True)
+
+
+def test_a_script_that_failed_before_its_tasks_keeps_its_code(
+    workplace: Workplace, run: RunDir
+) -> None:
+    got = finish(workplace, run, 7)
+    assert got.code == 7
+    assert "no task has started" in got.out
+
+
+def test_records_of_an_earlier_attempt_do_not_count(workplace: Workplace, run: RunDir) -> None:
+    record(run, 0, 3)
+    begun(run, 2, restart=1)
+    leave(run, 2, cause="done", reason="", step=60)
+    assert finish(workplace, run, 0, number=2).code == 0
+
+
+def test_a_damaged_run_directory_still_gives_a_verdict(workplace: Workplace) -> None:
+    got = finish(workplace, RunDir(workplace.root / "gone"), 9)
+    assert got.code == 9
+    assert "cannot record 'ended'" in got.err
+
+
+def test_what_killed_ranks_have_left_goes_with_the_attempt(
+    workplace: Workplace, run: RunDir
+) -> None:
+    saved(run)
+    attempt = Attempt(run, 1)
+    attempt.set_room_aside()
+    kept = sorted(attempt.path.rglob("*"))
+    left_by_a_killed_rank(attempt)
+    later = Attempt(run, 2)  # of a job that has begun meanwhile
+    later.path.mkdir()
+    (later.path / ".alive.99").write_text("{}")
+    finish(workplace, run, 137)
+    kept.remove(attempt.reserve)
+    assert sorted(attempt.path.rglob("*")) == kept
+    assert (later.path / ".alive.99").exists()
+
+
+TROUBLE = "the checkpoint step-00000050.pt was not written: No space left on device"
+
+
+def test_a_signal_on_a_full_disk_names_the_disk_and_the_run_goes_on(
+    workplace: Workplace, run: RunDir
+) -> None:
+    slurm_says(workplace)
+    saved(run)
+    leave(run, **{**PAUSED, "step": 50, "saved": 40, "trouble": TROUBLE})
+    got = finish(workplace, run, 0, REQUEUES)
+    assert "their last checkpoint is of step 40" in got.out
+    assert TROUBLE in got.out
+    assert [event["event"] for event in run.read_events()][-2:] == ["ended", "requeued"]
+    workplace.command("squeue", "echo '17|PENDING|BeginTime'")
+    status = json.loads(workplace.invoke("status", "mnist", "--json").out)
+    assert status["state"] == "queued"
+    assert TROUBLE in status["detail"]
+
+
+def test_ranks_that_could_record_nothing_on_a_full_disk_have_not_failed(
+    workplace: Workplace, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_says(workplace)
+    saved(run)
+    for rank in (0, 1):
+        record(run, rank, 0, ended=None, exit_code=None)
+    full = "the disk is full"
+    monkeypatch.setattr(Attempt, "trouble_writing", lambda _: full)
+    got = finish(workplace, run, 0, REQUEUES)
+    assert "could not record how" in got.out and full in got.out
+    ended = last(run, "ended")
+    assert (ended["cause"], ended["trouble"]) == ("signal", full)
+    assert last(run, "requeued")["job_id"] == "17"
+
+
+def test_a_log_that_takes_no_line_costs_no_verdict(run: RunDir, tmp_path: Path) -> None:
+    record(run, 1, 3)
+    argv = [sys.executable, "-m", "clusterddp", "finish", str(run.path), "--exit-code=3"]
+    environ = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    with Path("/dev/full").open("w") as full:  # as a disk that is full, or read-only
+        done = subprocess.run(
+            [*argv, "--attempt=1", "--job-id=17"], env=environ, stdout=full, stderr=full,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 3
+    said = (tmp_path / "slurm-17.out").read_text()
+    assert "the job's log takes no more: No space left on device" in said
+    assert "rank 1 on h01 failed first: exit code 3" in said
+
+
+def test_no_torch_is_needed(run: RunDir) -> None:
+    program = (
+        "import sys; from clusterddp.cli.commands.finish import command; "
+        "command.main(sys.argv[1:], standalone_mode=False); sys.exit('torch' in sys.modules)"
+    )
+    words = [str(run.path), "--exit-code=1", "--attempt=1"]
+    argv = [sys.executable, "-c", program, *words]
+    assert subprocess.run(argv, check=False, timeout=90).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "how"),
+    [("Killed", "killed by SIGKILL"), ("Out Of Memory", "out of memory (killed by the kernel)")],
+)
+def test_what_is_killed_above_a_rank_is_a_failure_and_no_request_to_stop(
+    workplace: Workplace, run: RunDir, word: str, how: str
+) -> None:
+    """srun ends the other tasks for it, by a TERM that the ranks take for a request."""
+    slurm_says(workplace)
+    leave(run, cause="stopped", reason="SIGTERM", step=40)
+    run.job_log.write_text(
+        f"clusterddp: mnist, job 17 on h01, Tue\nsrun: error: h01: task 1: {word}\n"
+    )
+    got = finish(workplace, run, 137, REQUEUES)
+    event = last(run, "ended")
+    assert (event["cause"], event["exit_code"], event["step"]) == ("failed", 137, 40)
+    assert (event["first_failure"]["rank"], event["first_failure"]["host"]) == (1, "h01")
+    assert f"launch prefix) was {how}" in got.out
+    assert "the ranks have saved and left at step 40" in got.out
+    assert "requeued" not in kinds(run)
+    finish(workplace, run, 137, REQUEUES, "--restart-on-failure=1")
+    assert kinds(run)[-1] == "requeued"
+
+
+# what Slurm says, the ranks' own reason -> the cause that is recorded
+CAUSES = [
+    ("", "signal", "signal"),
+    ("JobState=COMPLETING RunTime=00:10:05", "SIGTERM", "time limit"),
+    ("PreemptTime=2026-01-01T00:00:00", "SIGTERM", "preempted"),
+    ("JobState=PENDING", "SIGTERM", "requeued"),
+    ("Restarts=1", "SIGTERM", "requeued"),
+    ("JobState=COMPLETING", "SIGTERM", "cancelled"),
+    ("JobState=COMPLETING", "stop", "cancelled"),
+    ("", "stop", "stopped"),
+]
+
+
+@pytest.mark.parametrize(("words", "reason", "cause"), CAUSES)
+def test_the_cause_is_slurms_word_on_what_the_ranks_saw(
+    workplace: Workplace, run: RunDir, words: str, reason: str, cause: str
+) -> None:
+    slurm_says(workplace, words)
+    leave(run, cause="stopped", reason=reason, step=40)
+    finish(workplace, run, 75)
+    event = last(run, "ended")
+    assert (event["cause"], event["step"]) == (cause, 40)
+    assert event["why"]  # without --requeue nothing follows, and that is said
+
+
+# -- what follows ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["", "JobState=COMPLETING RunTime=00:10:05", "PreemptTime=x"])
+def test_a_run_that_was_interrupted_goes_back_into_the_queue(
+    workplace: Workplace, run: RunDir, words: str
+) -> None:
+    slurm_says(workplace, words)
+    leave(run, **PAUSED)
+    got = finish(workplace, run, 75, REQUEUES)
+    assert (got.code, got.err) == (0, "")
+    assert "scontrol requeue 17" in workplace.calls
+    assert kinds(run)[-2:] == ["ended", "requeued"]
+    ended, requeued = run.read_events()[-2:]
+    assert (ended["why"], requeued["attempt"]) == ("", 1)
+    assert requeued["why"] == ended["cause"]
+    assert "job 17 is back in the queue" in got.out
+
+
+@pytest.mark.parametrize(
+    ("version", "by", "requeue", "mode", "slurms"),
+    [
+        ("24.05.0", "preempt/partition_prio", "1", "REQUEUE", True),
+        ("24.11.5", "preempt/partition_prio", "1", "GANG,REQUEUE", True),
+        ("22.05.8", "preempt/partition_prio", "1", "REQUEUE", False),
+        ("24.11.5", "preempt/partition_prio", "1", "CANCEL", False),
+        ("24.11.5", "preempt/partition_prio", "0", "REQUEUE", False),
+        ("24.11.5", "preempt/qos", "1", "REQUEUE", False),
+    ],
+)
+def test_a_preempted_job_is_left_to_slurm_where_slurm_requeues_it(
+    workplace: Workplace,
+    run: RunDir,
+    version: str,
+    by: str,
+    requeue: str,
+    mode: str,
+    *,
+    slurms: bool,
+) -> None:
+    slurm_preempts(workplace, version, by, requeue, mode)
+    leave(run, **PAUSED)
+    got = finish(workplace, run, 0, REQUEUES)
+    assert ("scontrol requeue 17" in workplace.calls) != slurms
+    assert kinds(run)[-2:] == ["ended", "requeued"]
+    assert last(run, "requeued")["why"] == "preempted"
+    # Where Slurm does not do it after all, the job must not look as if the run were done.
+    assert got.code == (75 if slurms else 0)
+
+
+@pytest.mark.parametrize("why", ["stop", "cap", "requeue is off"])
+@pytest.mark.parametrize("version", ["22.05.8", "24.11.5"])
+def test_slurm_does_not_requeue_a_preempted_job_whose_run_is_to_end(
+    workplace: Workplace, run: RunDir, version: str, why: str
+) -> None:
+    slurm_preempts(workplace, version)
+    leave(run, **PAUSED)
+    if why == "stop":
+        run.add_event("stop_asked", job_id="17", attempt=1)
+    options = {"cap": [REQUEUES, "--max-requeues=0"], "stop": [REQUEUES]}.get(why, [])
+    assert finish(workplace, run, 0, *options).code == 75
+    assert last(run, "ended")["cause"] == "preempted"
+    forbidden = "scontrol update JobId=17 Requeue=0" in workplace.calls
+    assert forbidden == (version == "24.11.5")
+
+
+@pytest.mark.parametrize("event", ["stop_asked", "cancelled"])
+def test_a_stop_while_the_requeue_is_left_to_slurm_takes_the_job_out_again(
+    workplace: Workplace, run: RunDir, event: str
+) -> None:
+    line = json.dumps({"event": event, "job_id": "17", "attempt": 1})
+    slurm_preempts(workplace, late=f"echo {shlex.quote(line)} >>{run.events}")
+    workplace.command("scancel", "exit 0")
+    leave(run, **PAUSED)
+    assert finish(workplace, run, 0, REQUEUES).code == 75
+    assert workplace.calls[-1] == "scancel 17"
+    assert last(run, "cancelled")["job_id"] == "17"
+
+
+@pytest.mark.parametrize("words", ["JobState=PENDING", "JobState=COMPLETING"])
+def test_what_slurm_or_a_person_has_decided_is_left(
+    workplace: Workplace, run: RunDir, words: str
+) -> None:
+    slurm_says(workplace, words)
+    leave(run, **PAUSED)
+    finish(workplace, run, 75, REQUEUES)
+    assert "scontrol requeue 17" not in workplace.calls
+    assert kinds(run)[-1] == "ended"
+
+
+def test_cancel_wins_whatever_slurm_shows(workplace: Workplace, run: RunDir) -> None:
+    slurm_says(workplace)
+    run.add_event("cancelled", job_id="17")
+    leave(run, **PAUSED)
+    assert finish(workplace, run, 75, REQUEUES).code == 75
+    assert last(run, "ended")["cause"] == "cancelled"
+    assert workplace.calls == []
+
+
+def test_where_requeue_is_refused_another_job_takes_the_place(
+    workplace: Workplace, run: RunDir
+) -> None:
+    slurm_says(workplace, requeue="echo 'Requested operation is presently disabled' >&2; exit 1")
+    workplace.command("sbatch", "/bin/cat >sent; echo '18;cluster'")
+    workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
+    run.script.write_text("#!/bin/bash\necho the script\n")
+    leave(run, **PAUSED)
+    got = finish(workplace, run, 75, REQUEUES)
+    assert got.code == 75  # the run is not done: what waits for this job must not start
+    assert "presently disabled" in got.out
+    event = last(run, "submitted")
+    assert (event["job_id"], event["in_place_of"], event["attempt"]) == ("18", "17", 1)
+    assert event["why"] == "signal"
+    assert (workplace.folder / "sent").read_text() == "#!/bin/bash\necho the script\n"
+
+
+def test_where_nothing_can_be_submitted_it_says_what_to_type(
+    workplace: Workplace, run: RunDir
+) -> None:
+    slurm_says(workplace, requeue="echo 'disabled' >&2; exit 1")
+    workplace.command("sbatch", "echo 'sbatch: error: not from a node' >&2; exit 1")
+    workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
+    run.script.write_text("#!/bin/bash\n")
+    leave(run, **PAUSED)
+    got = finish(workplace, run, 75, REQUEUES)
+    assert got.code == 75
+    assert "go on with: clusterddp resubmit mnist" in got.out
+    event = last(run, "requeue_failed")
+    assert (event["attempt"], event["why"]) == (1, "signal")
+    assert "not from a node" in event["error"]
+
+
+def test_a_controller_that_is_away_is_waited_for(
+    workplace: Workplace, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(next_start, "_PAUSE_SECONDS", 0.01)
+    away = "[ -f back ] || { : >back; echo 'Unable to contact slurm controller' >&2; exit 1; }"
+    slurm_says(workplace, requeue=away)
+    leave(run, **PAUSED)
+    got = finish(workplace, run, 75, REQUEUES)
+    assert got.code == 0
+    assert "trying again" in got.out
+    assert workplace.calls.count("scontrol requeue 17") == 2
+
+
+def test_a_crash_is_started_again_only_where_asked_for(workplace: Workplace, run: RunDir) -> None:
+    slurm_says(workplace)
+    record(run, 1, 1, error={"type": "ValueError", "message": "boom", "peer_lost": False})
+    assert finish(workplace, run, 1, REQUEUES).code == 1
+    assert "only with --restart-on-failure" in last(run, "ended")["why"]
+    assert finish(workplace, run, 1, REQUEUES, "--restart-on-failure=1").code == 0
+    assert last(run, "requeued")["why"] == "failed"
+
+
+def test_at_the_cap_it_ends_and_says_so(workplace: Workplace, run: RunDir) -> None:
+    slurm_says(workplace)
+    leave(run, **PAUSED)
+    got = finish(workplace, run, 75, REQUEUES, "--max-requeues=0")
+    assert got.code == 75
+    assert "does not go on by itself: it has been started once (--max-requeues 0)" in got.out
+    assert "go on with: clusterddp resubmit mnist" in got.out
+
+
+def test_two_starts_in_a_row_without_a_step_end_it(workplace: Workplace, run: RunDir) -> None:
+    slurm_says(workplace)
+    leave(run, **PAUSED)
+    saved(run, 1, 40)
+    assert finish(workplace, run, 75, REQUEUES).code == 0
+    for number in (2, 3):
+        begun(run, number, restart=number - 1)
+        leave(run, number, **PAUSED)
+        saved(run, number, 40, start=40)
+        got = finish(workplace, run, 75, REQUEUES, number=number)
+        assert got.code == (0 if number == 2 else 75)
+    assert "2 starts in a row have not gained a step" in last(run, "ended")["why"]
+
+
+def test_a_rehearsal_is_only_told_what_a_cluster_would_do(
+    workplace: Workplace, run: RunDir
+) -> None:
+    workplace.monkeypatch.setenv(REHEARSAL_VARIABLE, "x")
+    leave(run, **PAUSED)
+    got = finish(workplace, run, 75, REQUEUES)
+    assert got.code == 75
+    assert "a cluster would put the job back into the queue now" in got.out
+    assert "clusterddp resubmit mnist" in got.out
+    assert (workplace.calls, kinds(run)[-1]) == ([], "ended")
+
+
+# -- asked to stop -----------------------------------------------------------------------------
+
+
+def test_a_stopped_run_stays_stopped(workplace: Workplace, run: RunDir) -> None:
+    slurm_says(workplace)
+    Attempt(run, 1).ask_to_stop("stop")
+    leave(run, cause="stopped", reason="stop", step=40)
+    got = finish(workplace, run, 75, REQUEUES)
+    assert got.code == 75
+    assert last(run, "ended")["cause"] == "stopped"
+    assert "go on with: clusterddp resubmit mnist" in got.out
+    assert "scontrol requeue 17" not in workplace.calls
+
+
+def element_of(run: RunDir) -> tuple[RunDir, str]:
+    """The run as an array's element, and the command that has it go on."""
+    element = RunDir(run.path.rename(run.path.with_name(f"{run.name}-3")))
+    return element, f"sbatch --array=3 {element.script}"
+
+
+@pytest.mark.parametrize("what", ["stopped", "cancelled", "requeue refused"])
+def test_an_element_of_an_array_is_told_its_own_command(
+    workplace: Workplace, run: RunDir, what: str
+) -> None:
+    element, command = element_of(run)
+    slurm_says(workplace, requeue="echo 'disabled' >&2; exit 1")
+    workplace.monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    if what == "stopped":
+        Attempt(element, 1).ask_to_stop("stop")
+    elif what == "cancelled":
+        element.add_event("cancelled", job_id="17")
+    leave(element, **(PAUSED if what != "stopped" else {"cause": "stopped", "reason": "stop"}))
+    out = finish(workplace, element, 75, REQUEUES).out
+    assert f"go on with: {command}\n" in out
+    assert "clusterddp resubmit" not in out
+
+
+@pytest.mark.parametrize("how", ["the event", "the mark"])
+@pytest.mark.parametrize("cause", ["signal", "failed"])
+def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
+    workplace: Workplace, run: RunDir, how: str, cause: str
+) -> None:
+    """It came when they had already left for another reason."""
+    slurm_says(workplace)
+    if cause == "signal":
+        leave(run, **PAUSED)
+    else:
+        record(run, 1, 1, error={"type": "ValueError", "message": "boom", "peer_lost": False})
+    if how == "the event":
+        run.add_event("stop_asked", job_id="17", attempt=1)
+    else:
+        Attempt(run, 1).ask_to_stop("stop")
+    finish(workplace, run, 75, REQUEUES, "--restart-on-failure=5")
+    ended = last(run, "ended")
+    assert (ended["cause"], ended["why"]) == (cause, "'clusterddp stop' asked for it")
+    assert not [call for call in workplace.calls if "requeue" in call]
+
+
+def test_a_stop_of_an_earlier_attempt_is_over(workplace: Workplace, run: RunDir) -> None:
+    slurm_says(workplace)
+    run.add_event("stop_asked", job_id="17", attempt=1)
+    run.add_event("resubmit")
+    begun(run, 2)
+    leave(run, 2, **PAUSED)
+    assert finish(workplace, run, 75, REQUEUES, number=2).code == 0
+    assert kinds(run)[-1] == "requeued"
+
+
+def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    run.add_event("stop_asked", job_id="17", attempt=1)
+    record(run, 0, 138, signal="SIGUSR1")  # it does not know the signal
+    finish(workplace, run, 138, REQUEUES)
+    assert last(run, "ended")["why"] == "'clusterddp stop' asked for it"
+    assert kinds(run)[-1] == "ended"
+
+
+def test_a_command_that_exits_with_75_for_a_stop_is_stopped(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    run.add_event("stop_asked", job_id="17", attempt=1)
+    record(run, 0, 75)
+    got = finish(workplace, run, 0, REQUEUES)
+    assert (got.code, last(run, "ended")["cause"]) == (75, "stopped")
+    assert "stopped; the command asked to be started again" in got.out
+    status = json.loads(workplace.invoke("status", "own", "--json").out)
+    assert (status["state"], status["detail"]) == ("stopped", "by 'clusterddp stop'")
+
+
+def test_a_command_that_the_time_limit_killed_has_failed(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace, "JobState=COMPLETING RunTime=00:10:05")
+    record(run, 0, 143, signal="SIGTERM")
+    assert finish(workplace, run, 143).code == 143
+    assert last(run, "ended")["cause"] == "time limit"
+    status = json.loads(workplace.invoke("status", "own", "--json").out)
+    assert (status["state"], status["exit_code"]) == ("failed", 143)
+    assert status["detail"] == "time limit, and requeue is off; it ended without saving"
+    assert finish(workplace, run, 143, REQUEUES).code == 0  # what it saved before is its own matter
+
+
+def test_a_command_that_exits_with_75_asked_to_be_started_again(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    record(run, 0, 75)
+    got = finish(workplace, run, 0)
+    assert got.code == 75
+    assert "the command asked to be started again (exit code 75)" in got.out
+    assert "saved" not in got.out
+    why = "its command asked to be started again (exit code 75), and requeue is off"
+    assert f"does not go on by itself: {why}" in got.out
+    assert last(run, "ended")["cause"] == "signal"
+    assert json.loads(workplace.invoke("status", "own", "--json").out)["detail"] == why
+    assert finish(workplace, run, 75, REQUEUES, "--max-requeues=0").code == 75
+    shown = json.loads(workplace.invoke("status", "own", "--json").out)["detail"]
+    assert shown.startswith(f"{why.partition(',')[0]}; it has been started")
+    Attempt(run, 1).ask_to_stop("signal")
+    finish(workplace, run, 0)
+    assert last(run, "ended")["why"] == "signal, and requeue is off"
+    Attempt(run, 1).stop.unlink()
+    assert finish(workplace, run, 0, REQUEUES).code == 0
+    assert "scontrol requeue 17" in workplace.calls
+
+
+def test_a_command_whose_srun_was_ended_is_not_done(workplace: Workplace) -> None:
+    """TERM to srun kills the tasks together with their parents, and srun exits with 0."""
+    run = command_run(workplace)
+    slurm_says(workplace)
+    record(run, 0, 0, ended=None, exit_code=None)
+    got = finish(workplace, run, 0)
+    assert got.code == 1
+    assert "rank 0 on h01 failed first: left no record of its end" in got.out
+
+
+@pytest.mark.parametrize(("code", "warned"), [(3, True), (4, False), (75, True)])
+def test_a_code_for_which_slurm_requeues_is_warned_about(
+    workplace: Workplace, code: int, warned: bool
+) -> None:
+    run = command_run(workplace)
+    config = "RequeueExit             = 2-3,9\nRequeueExitHold         = 75\nX = (null)"
+    slurm_says(workplace)
+    workplace.command("scontrol", f'case "$2" in config) echo "{config}";; esac')
+    record(run, 0, code)
+    got = finish(workplace, run, code)
+    assert got.code == code
+    assert ("warning: slurm.conf has RequeueExit" in got.out) == warned
+    assert (f"Slurm requeues the job for its exit code {code}" in got.out) == warned
+
+
+def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    record(run, 0, 138, signal="SIGUSR1")
+    got = finish(workplace, run, 138, REQUEUES)
+    assert last(run, "ended")["cause"] == "failed"
+    assert "does not take that signal" in got.out
+
+
+def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(
+    workplace: Workplace, run: RunDir
+) -> None:
+    slurm_says(workplace, "JobState=PENDING")
+    workplace.command("scancel", "exit 0")
+    run.add_event("stop_asked", job_id="17", attempt=1)
+    leave(run, **PAUSED)
+    finish(workplace, run, 75, REQUEUES)
+    assert "scancel 17" in workplace.calls
+    assert kinds(run)[-2:] == ["ended", "cancelled"]
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["requeued", "the next job"])
+@pytest.mark.parametrize("event", ["stop_asked", "cancelled"])
+def test_a_stop_during_the_requeue_takes_the_job_out_again(
+    workplace: Workplace, run: RunDir, refused: bool, event: str
+) -> None:
+    line = json.dumps({"event": event, "job_id": "17", "attempt": 1})
+    late = f"echo {shlex.quote(line)} >>{run.events}"
+    slurm_says(workplace, requeue=f"{late}; exit {int(refused)}")
+    workplace.command("sbatch", "/bin/cat >/dev/null; echo 18")
+    workplace.command("scancel", "exit 0")
+    workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
+    run.script.write_text("#!/bin/bash\n")
+    leave(run, **PAUSED)
+    finish(workplace, run, 75, REQUEUES)
+    job_id = "18" if refused else "17"
+    assert workplace.calls[-1] == f"scancel {job_id}"
+    assert last(run, "cancelled")["job_id"] == job_id
+
+
+def test_a_hostile_path_is_carried(workplace: Workplace, run: RunDir) -> None:
+    moved = RunDir(run.path.rename(workplace.folder / "it's $(touch pwned); x"))
+    leave(moved, cause="done", reason="", step=60)
+    assert finish(workplace, moved, 0).code == 0
+    assert not list(Path(workplace.folder).rglob("pwned"))

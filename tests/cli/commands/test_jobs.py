@@ -1,0 +1,188 @@
+"""`clusterddp jobs`."""
+
+import fcntl
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import termios
+
+from clusterddp.cli import run_argument
+from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
+
+__all__ = ["workplace"]
+
+
+def test_runs_are_listed_with_the_latest_last(workplace: Workplace) -> None:
+    done = workplace.run("first", submitted("1"), started("1"), ended("1", 0), age=90)
+    done.report.write_text('{"accuracy": 0.98765, "steps": 1200}')
+    workplace.run("second", submitted("2"), started("2"), age=60, nodes=1, gpus_per_node=0)
+    workplace.run("third", submitted("3"), age=30)
+    workplace.run("fourth")
+    workplace.command("squeue", "echo '2|RUNNING|None'; echo '3|PENDING|(Resources)'")
+    got = workplace.invoke("jobs")
+    lines = got.out.splitlines()
+    assert lines[0].split() == ["NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "WHY"]
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["first", "done", "1", "2x4"],
+        ["second", "running", "2", "1x1"],
+        ["third", "queued", "3", "2x4"],
+        ["fourth", "created", "-", "2x4"],
+    ]
+    assert lines[1].split()[4:] == ["1m30s", "1200", "0.9877"]
+    assert lines[3].endswith("Resources")
+    assert got.code == 0
+
+
+def test_the_latest_and_those_in_a_state_can_be_asked_for(workplace: Workplace) -> None:
+    for number in range(1, 5):
+        end = [ended(str(number), number % 2)] if number < 4 else []
+        events = submitted(str(number)), started(str(number)), *end
+        workplace.run(f"run-{number}", *events, age=100 - number)
+    workplace.command("squeue", "echo '4|RUNNING|None'")
+
+    def listed(*options: str) -> list[str]:
+        got = workplace.invoke("jobs", *options, "--json")
+        assert got.code == 0, got.err
+        return [status["name"] for status in json.loads(got.out)]
+
+    assert listed("-n", "2") == listed("--last=2") == ["run-3", "run-4"]
+    assert listed("--state", "failed") == ["run-1", "run-3"]
+    assert listed("--state", "failed", "-n", "1") == ["run-3"]
+    assert listed("--state", "done", "--state", "running") == ["run-2", "run-4"]
+    assert listed("-n", "9") == [f"run-{number}" for number in range(1, 5)]
+    assert workplace.invoke("jobs", "-n", "0").code == 2
+    assert workplace.invoke("jobs", "--state", "dead").code == 2
+    got = workplace.invoke("jobs", "--state", "stopped")
+    assert (got.code, got.out) == (0, "")
+    assert "no stopped runs below jobs" in got.err
+
+
+def test_a_line_is_as_wide_as_the_terminal_and_whole_where_there_is_none(
+    workplace: Workplace,
+) -> None:
+    words = {**FAILURE, "reason": "ValueError: " + "long " * 40}
+    workplace.run("one", submitted("1"), started("1"), ended("1", 1, first_failure=words))
+    master, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 72, 0, 0))
+    command = [sys.executable, "-m", "clusterddp", "jobs"]
+    environ = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    subprocess.run(command, cwd=workplace.folder, env=environ, stdout=terminal, check=True)
+    os.close(terminal)
+    lines = os.read(master, 1 << 16).decode().splitlines()
+    os.close(master)
+    assert len(lines) == 2
+    assert len(lines[1]) == 72
+    assert lines[1].endswith("…")
+    assert "rank 3 on h02" in lines[1]
+    assert len(workplace.invoke("jobs").out.splitlines()[1]) > 200
+
+
+def test_slurm_is_asked_once_for_all_runs(workplace: Workplace) -> None:
+    for number in range(5):
+        workplace.run(f"run-{number}", submitted(str(number)), started(str(number)))
+    workplace.run("over", submitted("9"), started("9"), ended("9", 0))
+    running = "; ".join(f"echo '{number}|RUNNING|None'" for number in range(5))
+    workplace.command("squeue", running)
+    assert workplace.invoke("jobs").out.count("running") == 5
+    [call] = workplace.calls
+    assert "-j 0,1,2,3,4 " in call
+
+
+def test_a_thousand_runs_are_one_question(workplace: Workplace) -> None:
+    """Requeued ones, ones that went on in another job, and stopped ones among them."""
+    for number in range(0, 1000, 4):
+        one, other = str(number), str(number + 1)
+        end = {**ended(one, 75), "attempt": 1, "cause": "time limit", "why": ""}
+        start = {**started(one), "attempt": 1}
+        again = {"event": "requeued", "job_id": one, "attempt": 1, "why": "time limit"}
+        next_job = submitted(other, in_place_of=one, attempt=1, why="time limit")
+        stopped = {**end, "cause": "stopped", "why": "stopped"}
+        workplace.run(f"running-{number}", submitted(one), start)
+        workplace.run(f"requeued-{number}", submitted(one), start, end, again)
+        workplace.run(f"in-place-{number}", submitted(one), start, end, next_job)
+        workplace.run(f"stopped-{number}", submitted(one), start, stopped)
+    answer = "'%s|RUNNING|None\\n%s|PENDING|Priority\\n'"
+    loop = f"n=0; while [ $n -lt 1000 ]; do printf {answer} $n $((n + 1)); n=$((n + 4)); done"
+    workplace.command("squeue", loop)
+    rows = [line.split() for line in workplace.invoke("jobs").out.splitlines()[1:]]
+    [call] = workplace.calls
+    assert call.startswith("squeue")
+    assert len(rows) == 1000
+    kinds = {(name.rpartition("-")[0], state) for name, state, *_ in rows}
+    assert kinds == {
+        ("running", "running"), ("requeued", "running"), ("in-place", "queued"),
+        ("stopped", "stopped"),
+    }  # fmt: skip
+    jobs = {name: job for name, _, job, *_ in rows}
+    assert jobs["in-place-8"] == "9"
+
+
+def test_a_stopped_and_a_waiting_run_say_why(workplace: Workplace) -> None:
+    end = {**ended("1", 75), "attempt": 1, "why": ""}
+    start = {**started("1"), "attempt": 1}
+    workplace.run("a", submitted("1"), start, {**end, "cause": "stopped", "why": "stopped"})
+    again = {"event": "requeued", "job_id": "1", "attempt": 1, "why": "time limit"}
+    workplace.run("b", submitted("1"), start, {**end, "cause": "time limit"}, again)
+    workplace.command("squeue", "echo '1|COMPLETED|None'")
+    workplace.command("scontrol", "exit 1")
+    workplace.run("c", submitted("1"), start, {**end, "cause": "time limit"}, again, age=300)
+    rows = {line.split()[0]: line for line in workplace.invoke("jobs").out.splitlines()}
+    assert "stopped" in rows["a"]
+    assert rows["a"].endswith("by 'clusterddp stop'")
+    assert "queued" in rows["b"]
+    assert rows["b"].endswith("goes on after the time limit")
+    assert "failed" in rows["c"]  # that word should have passed long ago
+
+
+def test_runs_are_listed_without_any_slurm(workplace: Workplace) -> None:
+    workplace.run("over", submitted("1"), started("1"), ended("1", 1, first_failure=FAILURE))
+    workplace.run("lost", submitted("2"))
+    got = workplace.invoke("jobs")
+    assert got.code == 0
+    assert "over  failed   1    2x4" in got.out
+    assert BOOM in got.out
+    assert "no squeue on PATH" in got.out
+
+
+def test_json_is_a_list_of_statuses(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("1"), started("1"), ended("1", 0))
+    run.metrics.write_text('{"step": 3, "loss": NaN}\n')
+    [status] = json.loads(workplace.invoke("jobs", "--json").out)
+    assert (status["name"], status["state"], status["step"]) == ("one", "done", 3)
+    assert status["loss"] is None
+
+
+def test_no_runs_are_no_error(workplace: Workplace) -> None:
+    got = workplace.invoke("jobs", "--output-root", "elsewhere")
+    assert (got.code, got.out) == (0, "")
+    assert "no runs below elsewhere" in got.err
+    assert workplace.invoke("jobs", "--json").out.strip() == "[]"
+
+
+def test_half_made_runs_are_left_out(workplace: Workplace) -> None:
+    run = workplace.run("one")
+    run.path.rename(workplace.root / ".one.x7g")
+    assert "no runs" in workplace.invoke("jobs").err
+
+
+def test_output_is_plain(workplace: Workplace) -> None:
+    workplace.run("one", submitted("1"), started("1"), ended("1", 1))
+    assert "\x1b" not in workplace.invoke("jobs").out
+
+
+def test_what_a_rank_has_printed_moves_no_cursor(workplace: Workplace) -> None:
+    """A failure's words may come from anybody's code, with escape codes in them."""
+    failure = {**FAILURE, "reason": "ValueError: \x1b[2Jboom\nand\x07 more"}
+    workplace.run("a", submitted("3"), started("3"), ended("3", 1, first_failure=failure))
+    for command in ("jobs", "status"):
+        got = workplace.invoke(command)
+        assert "\\x1b[2Jboom" in got.out
+        assert not {"\x1b", "\x07"} & set(got.out)
+
+
+def test_json_knows_no_nan_however_deep_it_lies() -> None:
+    value = {"each": (1.0, math.nan), "all": [{"loss": math.inf}]}
+    assert json.loads(run_argument.as_json(value)) == {"each": [1.0, None], "all": [{"loss": None}]}

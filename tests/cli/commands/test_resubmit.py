@@ -1,0 +1,819 @@
+"""`clusterddp resubmit`."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.cli.commands import resubmit
+from clusterddp.launchers import sbatch
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.restart_policy import causes_of
+from clusterddp.run.run_dir import RunDir, run_folders
+from clusterddp.submission import code_renewal, snapshot
+from tests.checkpoints import made_checkpoints
+from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
+from tests.hostile import CARRIED
+from tests.waiting import PATIENCE, dying_with_us, wait_for
+
+__all__ = ["workplace"]
+
+FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id' >&2; exit 1"
+STOPPED = {**ended("12", 75), "attempt": 1, "cause": "stopped", "why": "stopped", "step": 40}
+BEGUN = {**started("12"), "attempt": 1}
+
+
+@pytest.fixture(autouse=True)
+def data(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """The trainings whose dataset was made sure of; what that does is tested elsewhere."""
+    seen: list[TrainConfig] = []
+    monkeypatch.setattr(resubmit, "make_sure", lambda config, **_: seen.append(config))
+    return seen
+
+
+def stopped(workplace: Workplace, name: str = "one", step: int = 40, **request: Any) -> RunDir:
+    """A training that was stopped, as `submit` and its script have left it."""
+    workplace.command("squeue", FORGOTTEN)
+    workplace.command("sacct", "exit 1")
+    workplace.command("sbatch", "/bin/cat >sent; echo 13")
+    run = workplace.run(name, submitted("12"), BEGUN, STOPPED)
+    settings: dict[str, Any] = {
+        "resources": Resources(nodes=2, tasks_per_node=2, time="60"), "train": TrainConfig(),
+        "python": "python",
+    } | request  # fmt: skip
+    spec = JobSpec(run_name=name, run_dir=str(run.path), **settings)
+    run.spec.write_text(spec.to_json())
+    run.script.write_text(sbatch.prepare(spec, None))
+    folder = Attempt(run, 1).checkpoints
+    folder.mkdir(parents=True)
+    if step:
+        made_checkpoints.make(folder, step)
+    run.current.symlink_to("attempts/0001")
+    run.checkpoints.symlink_to("current/checkpoints")
+    return run
+
+
+def sent(workplace: Workplace) -> str:
+    return (workplace.folder / "sent").read_text()
+
+
+def kinds(run: RunDir) -> list[str]:
+    return [event["event"] for event in run.read_events()]
+
+
+def refused(workplace: Workplace, run: RunDir, *argv: str) -> str:
+    """What is said by a refusal, which leaves everything as it was."""
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    got = workplace.invoke("resubmit", run.name, *argv)
+    assert (got.code, got.out) == (2, "")
+    assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
+    assert not (workplace.folder / "sent").exists()
+    return got.err
+
+
+def accepted(workplace: Workplace, *argv: str) -> Outcome:
+    got = workplace.invoke("resubmit", *argv)
+    assert got.code == 0, got.err
+    return got
+
+
+# -- as it stands ------------------------------------------------------------------------------
+
+
+def test_the_script_is_sent_as_it_stands(workplace: Workplace, data: list[TrainConfig]) -> None:
+    run = stopped(workplace)
+    run.script.write_text(run.script.read_text() + "# edited by hand\n")
+    before = run.spec.read_bytes(), run.spec.stat().st_mtime
+    got = accepted(workplace, "one")
+    assert sent(workplace) == run.script.read_text()
+    assert "submitted one again as job 13" in got.out
+    assert "it goes on from step 40" in got.out
+    assert "clusterddp logs -f one" in got.out
+    assert (run.spec.read_bytes(), run.spec.stat().st_mtime) == before
+    assert not list(run.path.glob("*-1.*"))
+    assert len(data) == 1
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_named(
+    workplace: Workplace, data: list[TrainConfig]
+) -> None:
+    run = stopped(workplace)
+    damaged = made_checkpoints.make(Attempt(run, 1).checkpoints, 60)
+    damaged.write_bytes(damaged.read_bytes() + b"x")
+    got = accepted(workplace, "one")
+    assert "it goes on from step 40" in got.out
+    assert damaged.name in got.err
+
+
+@pytest.mark.parametrize("harm", ["gone", "torn", "a dangling link", "a FIFO"])
+def test_a_run_that_lost_its_checkpoints_begins_anew_only_where_that_is_asked_for(
+    workplace: Workplace, data: list[TrainConfig], harm: str
+) -> None:
+    run = stopped(workplace)
+    attempt = Attempt(run, 1)
+    attempt.show_life(50, saved=40)
+    path = attempt.checkpoints / "step-00000040.pt"
+    if harm == "gone":
+        path.unlink()
+    else:
+        made_checkpoints.DAMAGE[harm][0](path)
+    said = refused(workplace, run)
+    assert ("are gone" if harm == "gone" else "no checkpoint of one is whole") in said
+    assert "clusterddp resubmit one --from-scratch" in said
+    assert workplace.invoke("resubmit", "one", "--dry-run").code == 2
+    got = accepted(workplace, "one", "--from-scratch")
+    assert "it starts from the beginning" in got.out
+    [resubmit] = [event for event in run.read_events() if event["event"] == "resubmit"]
+    assert resubmit["from_scratch"] == 1
+
+
+def test_a_command_has_no_scratch_to_begin_from(workplace: Workplace) -> None:
+    run = stopped(workplace, step=0, train=None, command=("true",))
+    assert "--from-scratch belongs to the MNIST training" in refused(
+        workplace, run, "--from-scratch"
+    )
+
+
+def test_the_starts_are_counted_anew(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    assert list(causes_of(run.read_events())) == [1]
+    accepted(workplace, "one")
+    assert kinds(run)[-2:] == ["resubmit", "submitted"]
+    assert causes_of(run.read_events()) == {}
+    assert "queued" in status(workplace, "echo '13|PENDING|None'")
+
+
+def status(workplace: Workplace, squeue: str) -> str:
+    workplace.command("squeue", squeue)
+    return workplace.invoke("status", "one").out
+
+
+def test_variables_and_site_cfg_change_nothing(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    (workplace.folder / "site.cfg").write_text(
+        "[defaults]\npartition = fast\nlr = 0.7\nnodes = many\n"
+    )
+    for name, value in (
+        ("CLUSTERDDP_TIME", "5"), ("CLUSTERDDP_LR", "0.9"), ("CLUSTERDDP_EPOCHS", "x"),
+        ("SBATCH_PARTITION", "slow"), ("SBATCH_ACCOUNT", "a"),
+    ):  # fmt: skip
+        workplace.monkeypatch.setenv(name, value)
+    accepted(workplace, "one")
+    assert sent(workplace) == run.script.read_text()
+    assert "fast" not in sent(workplace)
+
+
+def test_json_names_the_job(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    got = json.loads(accepted(workplace, "one", "--json").out)
+    assert got == {"run": "one", "run_dir": str(run.path), "job_id": "13"}
+
+
+def test_a_dry_run_prints_what_would_be_sent_and_touches_nothing(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    before = sorted(run.path.rglob("*")), run.events.read_bytes()
+    got = accepted(workplace, "one", "--dry-run")
+    assert got.out == run.script.read_text()
+    changed = accepted(workplace, "one", "--dry-run", "--time", "5", "--json")
+    assert "#SBATCH --time=5\n" in json.loads(changed.out)["script"]
+    assert (sorted(run.path.rglob("*")), run.events.read_bytes()) == before
+    assert workplace.calls == []
+    assert workplace.invoke("resubmit", "one", "--dry-run", "--wait").code == 2
+
+
+def test_a_refusal_of_sbatch_leaves_the_former_records(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    before = run.spec.read_bytes(), run.script.read_bytes()
+    workplace.command("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    got = workplace.invoke("resubmit", "one", "--partition", "nope")
+    assert got.code == 2
+    assert "invalid partition" in got.err
+    assert (run.spec.read_bytes(), run.script.read_bytes()) == before
+    assert not list(run.path.glob("*-1.*"))
+    assert kinds(run)[-1] == "resubmit"
+    assert "state       stopped" in status(workplace, FORGOTTEN)
+
+
+# -- with other options ------------------------------------------------------------------------
+
+
+def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    old = run.script.read_text(), run.spec.read_text(), run.spec.stat().st_mtime
+    accepted(
+        workplace, "one", "--time", "20", "--partition", "gpu", "--exclude", "h01", "--mem", "4G",
+        "--no-requeue", "--max-requeues", "3", "--restart-in-job", "0", "--save-every",
+        "7steps",
+    )  # fmt: skip
+    script = sent(workplace)
+    assert script == run.script.read_text()
+    for words in (
+        "#SBATCH --time=20\n", "#SBATCH --partition=gpu\n", "#SBATCH --exclude=h01\n",
+        "#SBATCH --mem=4G\n", "#SBATCH --no-requeue\n", "--max-requeues 3", "--save-every=7steps",
+    ):  # fmt: skip
+        assert words in script, words
+    spec = run.load_spec()
+    assert (spec.resources.nodes, spec.resources.time, spec.max_requeues) == (2, "20", 3)
+    assert spec.train is not None
+    assert (spec.train.save_every, spec.train.allow_changed) == ("7steps", False)
+    assert (run.path / "script-1.sbatch").read_text() == old[0]
+    assert (run.path / "spec-1.json").read_text() == old[1]
+    assert run.spec.stat().st_mtime == old[2]  # the order of the runs stays
+    changed = next(e for e in run.read_events() if e["event"] == "resubmit")["changes"]
+    assert "time 60, now 20" in changed
+
+
+def test_every_set_of_former_records_is_kept(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    for minutes in ("20", "30"):
+        accepted(workplace, "one", "--time", minutes)
+        workplace.command("squeue", "echo '13|CANCELLED|None'")
+    names = sorted(path.name for path in run.path.glob("s*-*"))
+    assert names == ["script-1.sbatch", "script-2.sbatch", "spec-1.json", "spec-2.json"]
+    assert "--time=20" in (run.path / "script-2.sbatch").read_text()
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("--requeue one", "--requeue"),
+        ("one --requeue", "--requeue"),
+        ("--requeue=expedite one", "--requeue=expedite"),
+        ("--requeue=no one", "--no-requeue"),
+        ("--requeue --no-requeue one", "--no-requeue"),
+        ("--no-requeue --requeue -- one", "--requeue"),
+    ],
+)
+def test_a_bare_requeue_leaves_the_next_word_alone(
+    typed: str, line: str, workplace: Workplace
+) -> None:
+    stopped(workplace, requeue=line == "--no-requeue")
+    got = accepted(workplace, "--dry-run", *typed.split())
+    assert f"#SBATCH {line}\n" in got.out
+
+
+def test_an_empty_value_drops_an_option(workplace: Workplace) -> None:
+    run = stopped(workplace, resources=Resources(dependency="afterok:9", qos="high"))
+    assert "--dependency" in run.script.read_text()
+    accepted(workplace, "one", "--dependency", "", "--qos", "")
+    assert "--dependency" not in sent(workplace)
+    assert "--qos" not in sent(workplace)
+
+
+def test_the_default_signal_follows_the_time_limit(workplace: Workplace) -> None:
+    stopped(workplace)
+    script = accepted(workplace, "one", "--dry-run", "--time", "1").out
+    assert "#SBATCH --signal=B:USR1@12\n" in script
+    mine = accepted(workplace, "one", "--dry-run", "--time", "1", "--signal", "B:USR1@33").out
+    assert "#SBATCH --signal=B:USR1@33\n" in mine
+    assert "#SBATCH --signal" not in accepted(workplace, "one", "--dry-run", "--signal", "none").out
+
+
+def test_a_signal_that_was_chosen_stays(workplace: Workplace) -> None:
+    stopped(workplace, signal="B:USR1@77")
+    script = accepted(workplace, "one", "--dry-run", "--time", "2").out
+    assert "#SBATCH --signal=B:USR1@77\n" in script
+
+
+def test_tasks_follow_the_gpus_as_at_the_submission(workplace: Workplace) -> None:
+    stopped(workplace, resources=Resources(nodes=1, gpus_per_node=4))
+    script = accepted(workplace, "one", "--dry-run", "--gpus-per-node", "a100:2").out
+    assert "#SBATCH --gpus-per-node=a100:2\n" in script
+    assert "#SBATCH --ntasks-per-node=2\n" in script
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--time", "soon"], "--time"),
+        (["--nodes", "0"], "--nodes"),
+        (["--tasks-per-node", "0"], "--tasks-per-node"),
+        (["--partition", "a b; touch pwned"], "--partition"),
+        (["--max-requeues", "-1"], "--max-requeues"),
+        (["--lr", "0", "--allow-changed"], "--lr"),
+        (["--sbatch", "comment=x"], "No such option"),
+        (["--resume", "x"], "No such option"),
+        (["--output-root", "nowhere"], "there is no run"),
+    ],
+)
+def test_a_wrong_request_changes_nothing(workplace: Workplace, argv: list[str], words: str) -> None:
+    run = stopped(workplace)
+    assert words in refused(workplace, run, *argv)
+
+
+@pytest.mark.parametrize("value", [value for value in CARRIED if value])
+def test_every_value_is_carried_or_refused(workplace: Workplace, value: str) -> None:
+    stopped(workplace)
+    got = workplace.invoke("resubmit", "one", f"--job-name={value}")
+    assert got.code == 0, got.err
+    check = subprocess.run(
+        ["/bin/bash", "-n"], input=sent(workplace), capture_output=True, text=True, check=False
+    )
+    assert (check.returncode, check.stderr) == (0, "")
+    assert not list(workplace.folder.rglob("pwned"))
+
+
+# -- a changed configuration -------------------------------------------------------------------
+
+
+def test_another_configuration_is_refused_with_the_difference(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    said = refused(workplace, run, "--lr", "0.5", "--seed", "3", "--keep-last", "9")
+    assert "--lr 0.001, now 0.5; --seed 0, now 3." in said
+    assert "keep-last" not in said  # it decides nothing
+    assert "--allow-changed" in said
+
+
+def test_allowed_on_purpose_it_reaches_the_tasks(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    accepted(workplace, "one", "--lr", "0.5", "--allow-changed")
+    assert "--lr=0.5" in sent(workplace)
+    assert "--allow-changed" in sent(workplace)
+    train = run.load_spec().train
+    assert train is not None
+    assert (train.lr, train.allow_changed) == (0.5, True)
+
+
+def test_a_recipe_is_refused_or_taken_with_all_that_it_says(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    said = refused(workplace, run, "--recipe", "fast", "--lr", "0.5")
+    assert "--model convnet, now fastnet" in said
+    assert "--lr 0.001, now 0.5;" in said
+    assert "is not one of fast" in refused(workplace, run, "--recipe", "slow")
+    accepted(workplace, "one", "--recipe", "fast", "--lr", "0.5", "--allow-changed")
+    assert "--batch-size=250" in sent(workplace)
+    assert "--lr=0.5" in sent(workplace)
+
+
+def test_the_same_value_is_no_change(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    accepted(workplace, "one", "--lr", "0.001")
+    assert not list(run.path.glob("*-1.*"))
+
+
+def code_run(workplace: Workplace) -> RunDir:
+    """A command's run without a copy of the tree, which is `tree` below the workplace."""
+    run = stopped(workplace, train=None, command=("python", "train.py"))
+    tree = workplace.folder / "tree"
+    tree.mkdir()
+    (tree / "train.py").write_text("print(1)\n")
+    now = snapshot.fingerprint(tree, leave_out=run_folders(run))
+    assert now is not None
+    run.code_record.write_text(now.to_json())
+    workplace.monkeypatch.chdir(tree)
+    workplace.command("sbatch", "/bin/cat >../sent; echo 13")
+    return run
+
+
+def test_changed_code_is_refused_with_the_difference(workplace: Workplace) -> None:
+    run = code_run(workplace)
+    root = ["--output-root", str(workplace.root)]
+    Path("train.py").write_text("print(2)\n")
+    Path("it's \n new.py").write_text("")
+    said = refused(workplace, run, *root)
+    assert "changed train.py" in said
+    assert "new.py" not in said  # what the run leaves in the tree is no change of the code
+    accepted(workplace, "one", *root, "--allow-changed")
+    assert sent(workplace) == run.script.read_text()
+
+
+def test_unchanged_code_or_a_copy_of_it_is_no_matter(workplace: Workplace) -> None:
+    run = code_run(workplace)
+    root = ["--output-root", str(workplace.root)]
+    accepted(workplace, "one", *root, "--dry-run")
+    run.code.mkdir()
+    Path("train.py").write_text("print(2)\n")
+    accepted(workplace, "one", *root, "--dry-run")
+
+
+def copied(workplace: Workplace) -> RunDir:
+    """A command's run with a copy of the tree, in which it has written its state."""
+    run = code_run(workplace)
+    snapshot.take(Path.cwd(), run.code, leave_out=run_folders(run))
+    (run.code / "state").write_text("step 7")
+    return run
+
+
+def code_of(run: RunDir) -> dict[str, str]:
+    return {path.name: path.read_text() for path in run.code.iterdir()}
+
+
+def test_a_copy_that_is_older_than_the_folder_is_said(workplace: Workplace) -> None:
+    run = copied(workplace)
+    root = ["--output-root", str(workplace.root)]
+    assert "copy" not in accepted(workplace, "one", *root, "--dry-run").err
+    Path("train.py").write_text("print(2)\n")
+    Path("it's \n new.py").write_text("")
+    said = accepted(workplace, "one", *root).err
+    assert f"one runs its copy of the code ({run.code}, of " in said
+    assert '2 files differ by now: changed train.py, new "it\'s \\n new.py"' in said
+    assert "Use --code new to run the current files." in said
+    assert code_of(run) == {"train.py": "print(1)\n", "state": "step 7"}
+
+
+def test_the_folder_is_taken_as_it_is_now(workplace: Workplace) -> None:
+    run = copied(workplace)
+    root = ["--output-root", str(workplace.root)]
+    Path("train.py").write_text("print(2)\n")
+    Path("new.py").write_text("")
+    got = accepted(workplace, "one", *root, "--code", "new")
+    assert code_of(run) == {"train.py": "print(2)\n", "new.py": "", "state": "step 7"}
+    assert f"copied {Path.cwd()} to {run.code} as it is now: " in got.err
+    assert ": changed train.py, new new.py\n" in got.err
+    assert run.read_events()[-2]["changes"] == ["code: changed train.py", "code: new new.py"]
+    assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
+    workplace.command("squeue", "echo '13|CANCELLED|None'")
+    assert "copy" not in accepted(workplace, "one", *root, "--dry-run").err
+
+
+def test_a_refused_submission_has_its_former_code_back(workplace: Workplace) -> None:
+    run = copied(workplace)
+    root = ["--output-root", str(workplace.root)]
+    before = code_of(run), run.code_record.read_bytes()
+    Path("train.py").write_text("print(2)\n")
+    workplace.command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
+    assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 2
+    assert (code_of(run), run.code_record.read_bytes()) == before
+    for name in ("images", "more"):  # neither is large enough to be linked for its size
+        Path(name).write_bytes(bytes(900_000))
+    said = refused(workplace, run, *root, "--code", "new", "--snapshot-limit", "1")
+    assert "--snapshot-limit" in said
+    assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_refused_submission_of_a_run_without_a_copy_leaves_none(
+    has_record: bool, workplace: Workplace
+) -> None:
+    run = code_run(workplace)
+    if not has_record:
+        run.code_record.unlink()
+    before = sorted(run.path.glob("*code*")), run.spec.read_bytes()
+    Path("train.py").write_text("print(2)\n")
+    workplace.command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
+    root = ["--output-root", str(workplace.root)]
+    assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 2
+    assert (sorted(run.path.glob("*code*")), run.spec.read_bytes()) == before
+
+
+def test_a_submission_without_an_answer_keeps_the_new_code_alone(workplace: Workplace) -> None:
+    run = copied(workplace)
+    root = ["--output-root", str(workplace.root)]
+    Path("train.py").write_text("print(2)\n")
+    workplace.command("sbatch", "echo 'sbatch: error: Socket timed out' >&2; exit 1")
+    got = workplace.invoke("resubmit", "one", *root, "--code", "new")
+    assert (got.code, "it is not known whether" in got.err) == (1, True)
+    assert code_of(run)["train.py"] == "print(2)\n"
+    assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
+
+
+def test_an_interrupt_while_the_code_is_renewed_leaves_the_former(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copied(workplace)
+    before = code_of(run), run.code_record.read_bytes()
+    Path("train.py").write_text("print(2)\n")
+
+    def interrupted(path: Path, content: bytes) -> None:
+        patched.undo()
+        raise KeyboardInterrupt
+
+    root = ["--output-root", str(workplace.root)]
+    with monkeypatch.context() as patched:
+        patched.setattr(code_renewal, "write_atomically", interrupted)
+        assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 130
+    assert (code_of(run), run.code_record.read_bytes()) == before
+    assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
+
+
+@pytest.mark.parametrize("code", ["new", "kept"])
+def test_a_swap_that_was_killed_between_two_renames_is_mended(
+    code: str, workplace: Workplace
+) -> None:
+    run = copied(workplace)
+    root = ["--output-root", str(workplace.root)]
+    run.code.rename(run.path / ".code-former")
+    (run.path / ".code-new").mkdir()
+    accepted(workplace, "one", *root, "--code", code)
+    assert code_of(run) == {"train.py": "print(1)\n", "state": "step 7"}
+    assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
+
+
+def test_without_a_copy_the_changed_folder_is_taken_on_purpose(workplace: Workplace) -> None:
+    run = code_run(workplace)
+    spec = dataclasses.replace(run.load_spec(), snapshot=False)
+    run.spec.write_text(spec.to_json())
+    root = ["--output-root", str(workplace.root)]
+    Path("train.py").write_text("print(2)\n")
+    assert "--code new" in refused(workplace, run, *root)
+    accepted(workplace, "one", *root, "--code", "new")
+    assert not run.code.exists()
+    workplace.command("squeue", "echo '13|CANCELLED|None'")
+    accepted(workplace, "one", *root, "--dry-run")
+
+
+def test_a_run_without_code_of_its_own_has_none_to_take(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    assert "uses no code of" in refused(workplace, run, "--code", "new")
+
+
+def test_training_options_are_not_for_a_command(workplace: Workplace) -> None:
+    run = stopped(workplace, train=None, command=("true",))
+    assert "--lr belongs to the MNIST training" in refused(workplace, run, "--lr", "1")
+
+
+def test_a_script_of_another_template_is_not_replaced_unseen(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    run.script.write_text(run.script.read_text() + "echo mine\n")
+    assert "is not what template ddp.sbatch.j2 gives" in refused(workplace, run, "--time", "5")
+    own = workplace.folder / "own"
+    own.mkdir()
+    (own / "ddp.sbatch.j2").write_text(
+        "{% extends 'shipped/ddp.sbatch.j2' %}{% block setup %}echo mine{% endblock %}\n"
+    )
+    spec = run.load_spec()
+    run.script.write_text(sbatch.prepare(spec, own))
+    assert "--template-dir" in refused(workplace, run, "--time", "5")
+    accepted(workplace, "one", "--time", "5", "--template-dir", str(own))
+    assert "echo mine" in sent(workplace)
+
+
+@pytest.mark.parametrize(
+    ("train", "images"),
+    [(TrainConfig(), 256), (TrainConfig(batch_size=32, accumulate=2), 256)],
+    ids=["batch", "accumulate"],
+)
+@pytest.mark.parametrize("step", [0, 40], ids=["no checkpoint", "checkpoint"])
+def test_ranks_that_cannot_share_the_batch_are_refused(
+    workplace: Workplace, train: TrainConfig, images: int, step: int
+) -> None:
+    """As `start` refuses them on the node, whether or not there is a checkpoint yet."""
+    run = stopped(workplace, train=train, step=step)
+    batch = {"global_batch_size": images, "reference_world_size": 4}
+    run.resolved.write_text(json.dumps(batch))
+    assert "256 images over all ranks" in refused(workplace, run, "--nodes", "3")
+    accepted(workplace, "one", "--nodes", "1", "--dry-run")
+
+
+def test_a_batch_size_that_was_changed_counts_for_the_ranks_that_there_are(
+    workplace: Workplace,
+) -> None:
+    run = stopped(workplace)
+    run.resolved.write_text(json.dumps({"global_batch_size": 256, "reference_world_size": 4}))
+    changed = ["--nodes", "3", "--accumulate", "2", "--allow-changed"]
+    accepted(workplace, "one", "--dry-run", *changed)
+
+
+def test_fewer_steps_than_were_trained_are_refused(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    said = refused(workplace, run, "--max-steps", "39")
+    assert "--max-steps 39: one has trained 40 steps already" in said
+    accepted(workplace, "one", "--dry-run", "--max-steps", "40")  # it is evaluated there
+
+
+# -- whether it may start ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"), [("12|PENDING|Resources", "queued"), ("12|RUNNING|None", "running")]
+)
+def test_a_run_that_is_queued_or_running_is_left(
+    workplace: Workplace, answer: str, state: str
+) -> None:
+    run = stopped(workplace)
+    events = run.events.read_text().splitlines()
+    run.events.write_text("\n".join(events[: 1 if state == "queued" else 2]) + "\n")
+    workplace.command("squeue", f"echo '{answer}'")
+    said = refused(workplace, run)
+    assert f"one is {state}" in said
+    assert "clusterddp stop one" in said
+
+
+def test_one_that_waits_to_be_requeued_is_left(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    workplace.command("squeue", "echo '12|PENDING|BeginTime'")  # by somebody's scontrol requeue
+    assert "one is queued (requeued: BeginTime)" in refused(workplace, run)
+
+
+def test_without_an_answer_of_slurm_nothing_is_submitted(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:2]))
+    workplace.command("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    said = refused(workplace, run)
+    assert "is not known" in said
+    assert "squeue -j 12" in said
+
+
+def test_a_job_that_slurm_has_forgotten_is_gone_on_with(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:2]))
+    got = accepted(workplace, "one")
+    assert "Slurm no longer knows the job" in got.err
+    assert "as job 13" in got.out
+
+
+def test_of_three_at_once_one_submits(workplace: Workplace) -> None:
+    stopped(workplace, train=None, command=("true",))
+    workplace.command("sbatch", "/bin/cat >sent; echo 13")
+    # Each waits where it has seen that nothing is queued, until all that get there are there.
+    hold = "while [ ! -e go ]; do /bin/sleep 0.05; done"
+    workplace.command("squeue", f"{hold}; {FORGOTTEN}")
+    argv = [sys.executable, "-m", "clusterddp", "resubmit", "one", "--time", "9"]
+    several = [
+        subprocess.Popen(
+            argv,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=dying_with_us(),  # noqa: PLW1509
+        )
+        for _ in range(3)
+    ]
+    try:
+        wait_for(
+            lambda: (
+                sum(process.poll() is not None for process in several)
+                + sum(call.startswith("squeue") for call in workplace.calls)
+                == 3
+            ),
+            "each to ask Slurm, or to be refused",
+        )
+        (workplace.folder / "go").touch()
+        said = [process.communicate(timeout=PATIENCE)[1] for process in several]
+    finally:
+        for process in several:
+            process.kill()
+    assert sorted(process.returncode for process in several) == [0, 2, 2], said
+    [done] = [process.pid for process in several if process.returncode == 0]
+    assert sum(f"being resubmitted by process {done} on" in words for words in said) == 2
+    assert sum(call.startswith("sbatch") for call in workplace.calls) == 1
+
+
+DONE = {**ended("12", 0), "attempt": 1, "cause": "done", "why": ""}
+
+
+def test_a_run_that_is_done_has_nothing_left(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    run.add_event(**{**DONE, "time": time.time()})
+    assert "nothing left to train" in refused(workplace, run)
+    assert "nothing left to train" in refused(workplace, run, "--time", "5", "--allow-changed")
+    assert "--epochs 2, now 5" in refused(workplace, run, "--epochs", "5")
+    accepted(workplace, "one", "--epochs", "5", "--allow-changed")
+    assert "--epochs=5" in sent(workplace)
+
+
+def test_more_steps_are_something_left(workplace: Workplace) -> None:
+    run = stopped(workplace, train=TrainConfig(max_steps=40))
+    run.add_event(**{**DONE, "time": time.time()})
+    run.report.write_text(json.dumps({"steps": 40, "epochs": 1, "attempt": 1}))
+    said = refused(workplace, run, "--epochs", "9", "--allow-changed")
+    assert "Give it more, such as a larger --max-steps N, or" in said
+    accepted(workplace, "one", "--max-steps", "80")
+
+
+def test_steps_and_epochs_that_a_done_run_has_are_nothing_more(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    run.add_event(**{**DONE, "time": time.time()})
+    run.report.write_text(json.dumps({"steps": 40, "epochs": 2, "attempt": 1}))
+    for more in (["--max-steps", "80"], ["--epochs", "1"], ["--lr", "0.5"]):
+        assert "nothing left to train" in refused(workplace, run, *more, "--allow-changed")
+    accepted(workplace, "one", "--epochs", "3", "--allow-changed", "--dry-run")
+    accepted(workplace, "one", "--epochs", "3", "--allow-changed")
+
+
+def test_a_command_that_is_done_is_done(workplace: Workplace) -> None:
+    run = copied(workplace)
+    Path("train.py").write_text("print(2)\n")
+    run.add_event(**{**DONE, "time": time.time()})
+    got = workplace.invoke("resubmit", "one", "--output-root", str(workplace.root))
+    assert "its command has ended with exit code 0" in got.err
+    assert "copy of the code" not in got.err
+
+
+def test_a_failed_and_a_cancelled_run_go_on(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    for cause in ("failed", "cancelled"):
+        run.add_event(**{**STOPPED, "cause": cause, "exit_code": 1, "time": time.time()})
+        accepted(workplace, "one", "--dry-run")
+    accepted(workplace, "one")
+
+
+@pytest.mark.parametrize("what", ["spec", "attempt"])
+def test_a_directory_of_a_newer_version_is_refused(workplace: Workplace, what: str) -> None:
+    run = stopped(workplace)
+    path = run.spec if what == "spec" else Attempt(run, 1).record
+    content = json.loads(path.read_text()) if path.exists() else {"step": 0}
+    path.write_text(json.dumps({**content, "format": 99}))
+    assert "newer clusterddp" in refused(workplace, run)
+
+
+def test_an_element_of_an_array_is_pointed_to_its_own_command(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    element = RunDir(run.path.rename(run.path.with_name("one-3")))
+    shown = f"sbatch --array=3 {element.path.absolute()}/script.sbatch"
+    assert shown in refused(workplace, element)
+
+
+def test_a_moved_directory_is_not_written_elsewhere(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    moved = RunDir(run.path.rename(run.path.with_name("two")))
+    assert "the directory was moved" in refused(workplace, moved)
+
+
+def test_a_variable_that_is_passed_by_name_must_be_set(workplace: Workplace) -> None:
+    run = stopped(workplace, pass_environment=("TOKEN",))
+    assert "TOKEN is not set here" in refused(workplace, run)
+    workplace.monkeypatch.setenv("TOKEN", "secret")
+    accepted(workplace, "one")
+    assert "secret" not in sent(workplace)
+
+
+def test_a_run_without_a_checkpoint_starts_from_the_beginning(
+    workplace: Workplace, data: list[TrainConfig]
+) -> None:
+    stopped(workplace, step=0, train=TrainConfig(resume="/elsewhere"))
+    assert "it starts from /elsewhere" in accepted(workplace, "one").out
+    assert data[0].resume == "/elsewhere"  # which it would need then
+
+
+# -- on this workstation -----------------------------------------------------------------------
+
+
+def rehearsal(workplace: Workplace) -> RunDir:
+    """A command that was stopped in a rehearsal, with the shell's own PATH."""
+    workplace.monkeypatch.setenv("PATH", f"{workplace.folder}/bin:/usr/bin:/bin")
+    run = stopped(
+        workplace, "here", step=0, train=None, python=sys.executable, launcher="local",
+        resources=Resources(), command=(sys.executable, "-c", "print('again')"),
+    )  # fmt: skip
+    host = os.uname().nodename
+    gone = submitted("99999999", launcher="local", pid=99999999, host=host, time=1.0)
+    run.events.write_text(json.dumps(gone) + "\n")
+    return run
+
+
+def test_a_rehearsal_is_rehearsed_again(workplace: Workplace) -> None:
+    run = rehearsal(workplace)
+    got = workplace.invoke("resubmit", "here")
+    assert got.code == 0, got.err + got.out
+    assert run.rank_log(0).read_text() == "again\n"
+    assert "here: done" in got.err
+    assert kinds(run)[:4] == ["submitted", "resubmit", "submitted", "started"]
+    assert "nothing" not in workplace.calls
+    assert workplace.invoke("resubmit", "here").code == 2
+
+
+def test_new_code_of_a_command_runs_where_its_state_lies(workplace: Workplace) -> None:
+    """From the first submission on, as it is typed, by the bytes that the command prints."""
+    workplace.monkeypatch.setenv("PATH", f"{workplace.folder}/bin:{Path(sys.executable).parent}"
+                                 ":/usr/bin:/bin")  # fmt: skip
+    program = Path("job.sh")
+    program.write_text("echo first; echo 7 >state; exit 3\n")
+    argv = ["--launcher", "local", "--run-name", "own", "--", "sh", "job.sh"]
+    assert workplace.invoke("submit", *argv).code == 1
+    program.write_text("echo second; cat state; exit 3\n")
+    got = workplace.invoke("resubmit", "own")
+    assert "changed job.sh" in got.err
+    assert "--code new" in got.err
+    log = RunDir(workplace.root / "own").rank_log(0)
+    assert "second" not in log.read_text()
+    got = workplace.invoke("resubmit", "own", "--code", "new")
+    assert got.code == 1
+    # The parts of the attempts, and of the last one alone what is shown when it has failed.
+    *_, divider, second, state = log.read_text().splitlines()
+    assert divider.startswith("--- attempt 3, job ")
+    assert (second, state) == ("second", "7")
+    job_log = RunDir(workplace.root / "own").job_log.read_text()
+    assert job_log.count("--- attempt 3, job ") == 1
+    assert re.search(r"^--- attempt 3, job [^\n]*---\nclusterddp: own, job ", job_log, re.M)
+    assert job_log.count("\nclusterddp: own, job ") == 2  # and the very first line
+    shown = job_log.rpartition("--- last lines of logs/rank-0.log:\n")[2]
+    assert shown.startswith("second\n7\nclusterddp: rank 0 on 127.0.0.1 failed first")
+
+
+def test_one_that_runs_on_another_machine_is_left_while_it_lives(workplace: Workplace) -> None:
+    run = rehearsal(workplace)
+    there = submitted("5", launcher="local", pid=1, host="elsewhere", time=1.0)
+    run.events.write_text(json.dumps(there) + "\n")
+    attempt = Attempt(run, 1)
+    attempt.show_life(3)
+    assert "still trains" in refused(workplace, run)
+    os.utime(attempt.alive, (1, 1))
+    assert workplace.invoke("resubmit", "here").code == 0
+
+
+def test_options_cover_what_submit_asks_slurm_for() -> None:
+    """A new option of a request is taken here as well, or left out on purpose."""
+    mine = {parameter.name for parameter in resubmit.command.params}
+    fields = {field.name for field in dataclasses.fields(Resources)} - {"gpu_type"}
+    assert fields <= mine
+    assert {field.name for field in dataclasses.fields(TrainConfig)} - {"resume"} <= mine

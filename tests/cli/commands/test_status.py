@@ -1,0 +1,219 @@
+"""`clusterddp status`, and how a RUN is found by every command that takes one."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir
+from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
+
+__all__ = ["workplace"]
+
+
+def test_status_tells_all_that_is_known(workplace: Workplace) -> None:
+    run = workplace.run("mnist-1", submitted("12"), started("12"), age=10)
+    records = [
+        {"kind": "eval", "step": 30, "epoch": 1, "loss": 0.5, "accuracy": 0.9},
+        {"kind": "train", "step": 40, "epoch": 1, "loss": 0.25, "accuracy": 0.8},
+    ]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in records))
+    workplace.command("squeue", "echo '12|RUNNING|None'")
+    got = workplace.invoke("status", "mnist-1")
+    lines = dict(line.split(maxsplit=1) for line in got.out.splitlines())
+    assert got.code == 0
+    assert lines["state"] == "running"
+    assert lines["job"] == "12 (sbatch)"
+    assert lines["asked"] == "2 nodes x 4 tasks = 8 ranks"
+    assert lines["hosts"] == "h01 h02"
+    assert lines["progress"] == "step 40, epoch 1, loss 0.2500, accuracy 0.9000"
+    assert "running for 9s" in lines["started"]
+    assert lines["next"] == "clusterddp logs -f mnist-1"
+
+
+def test_a_failed_run_is_told_with_exit_code_0(workplace: Workplace) -> None:
+    end = ended("1", 1, first_failure=FAILURE)
+    workplace.run("bad", submitted("1"), started("1"), end)
+    got = workplace.invoke("status")
+    assert got.code == 0
+    assert f"state       failed: exit code 1\nfailure     {BOOM}\n" in got.out
+    assert "next        clusterddp logs --rank 3 bad" in got.out
+
+
+def attempts(run: RunDir, *ends: dict[str, Any]) -> None:
+    """Starts of job 12, each but the last with how it ended; empty for one that left no end."""
+    for number, end in enumerate(ends, 1):
+        run.add_event("started", job_id="12", restart=number - 1, attempt=number, nodelist="h01")
+        if end:
+            fields = {"exit_code": 75, "why": "", "step": 40 * number, **end}
+            run.add_event("ended", job_id="12", restart=number - 1, attempt=number, **fields)
+
+
+def test_requeues_are_told_with_their_reasons(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("12"))
+    attempts(run, {"cause": "time limit"}, {}, {})
+    folder = Attempt(run, 3).checkpoints
+    folder.mkdir(parents=True)
+    run.checkpoints.symlink_to("attempts/0003/checkpoints")
+    newest = folder / "step-00001200.pt"
+    newest.touch()
+    (folder / "step-00000900.pt").touch()
+    then = time.time() - 185
+    os.utime(newest, (then, then))
+    workplace.command("squeue", "echo '12|RUNNING|None'")
+    lines = dict(line.split(maxsplit=1) for line in workplace.invoke("status").out.splitlines())
+    assert lines["attempt"] == "3 (2 requeues: time limit, node lost or killed)"
+    assert lines["checkpoint"] == "step 1200, 3m05s ago"
+    assert lines["job"] == "12 (sbatch)"
+    status = json.loads(workplace.invoke("status", "--json").out)
+    assert (status["attempt"], status["restarts"]) == (3, 2)
+    assert status["restart_reasons"] == ["time limit", "node lost or killed"]
+    assert (status["checkpoint_step"], status["checkpoint_time"]) == (1200, pytest.approx(then))
+
+
+def test_of_many_requeues_the_latest_reasons_are_told(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("12"))
+    attempts(run, *[{"cause": "time limit"}] * 3, *[{"cause": "preempted"}] * 5, {})
+    workplace.command("squeue", "echo '12|RUNNING|None'")
+    out = workplace.invoke("status").out
+    five = ", ".join(["preempted"] * 5)
+    assert f"\nattempt     9 (8 requeues: …, {five})\n" in out
+
+
+def test_a_first_attempt_needs_no_line(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("12"))
+    attempts(run, {})
+    workplace.command("squeue", "echo '12|RUNNING|None'")
+    assert "attempt" not in workplace.invoke("status").out
+
+
+def test_a_stopped_run_says_why_and_how_to_go_on(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("12"))
+    attempts(run, {"cause": "time limit", "why": "it has been started once (--max-requeues 0)"})
+    got = workplace.invoke("status")
+    assert got.code == 0
+    why = "time limit at step 40; it has been started once (--max-requeues 0)"
+    assert f"state       stopped: {why}\n" in got.out
+    assert "next        clusterddp resubmit one\n" in got.out
+    status = json.loads(workplace.invoke("status", "--json").out)
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert status["ended_time"] is not None
+
+
+def test_json_holds_the_same(workplace: Workplace) -> None:
+    workplace.run("bad", submitted("1"), started("1"), ended("1", 3, first_failure=FAILURE))
+    status = json.loads(workplace.invoke("status", "--json").out)
+    assert (status["state"], status["exit_code"], status["first_failure"]) == (
+        "failed",
+        3,
+        BOOM,
+    )
+
+
+def test_a_job_that_slurm_has_forgotten_is_unknown(workplace: Workplace) -> None:
+    workplace.run("lost", submitted("1"), started("1"))
+    workplace.command("squeue", "echo 'slurm_load_jobs error: Invalid job id' >&2; exit 1")
+    workplace.command("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    got = workplace.invoke("status")
+    assert got.code == 0
+    assert "state       unknown: Slurm no longer knows the job" in got.out
+
+
+@pytest.mark.parametrize("text", ["one", "71", "jobs/one", "./jobs/one/", None])
+def test_a_run_is_found_by_name_job_id_or_directory(workplace: Workplace, text: str | None) -> None:
+    workplace.run("zero", submitted("70"), started("70"), ended("70", 0), age=50)
+    workplace.run("one", submitted("71"), started("71"), ended("71", 0))
+    got = workplace.invoke("status", *([text] if text else []))
+    assert got.out.startswith("run         one\n"), got.err
+
+
+def test_a_run_that_cannot_be_looked_into_hides_no_other(workplace: Workplace) -> None:
+    broken = workplace.run("broken", age=50)
+    broken.events.unlink()
+    broken.attempts.write_text("")  # no folder
+    workplace.run("one", submitted("71"), started("71"), ended("71", 0))
+    got = workplace.invoke("status", "71")
+    assert got.out.startswith("run         one\n"), got.err
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("mnits-a", "Did you mean mnist-a"),
+        ("nist", "Did you mean mnist-"),
+        ("xyz", "The latest are mnist-a, mnist-b"),
+        ("9999", "no run '9999'"),
+        ("", "no run ''"),
+        ("..", "no run '..'"),
+    ],
+)
+def test_an_unknown_run_is_met_with_the_nearest_names(
+    workplace: Workplace, text: str, hint: str
+) -> None:
+    workplace.run("mnist-a", age=5)
+    workplace.run("mnist-b")
+    got = workplace.invoke("status", text)
+    assert got.code == 2
+    assert hint in got.err
+    assert got.out == ""
+
+
+def test_a_job_id_of_several_runs_is_not_guessed(workplace: Workplace) -> None:
+    # Seen: a slurmctld killed soon after a submission issues the same id a second time.
+    workplace.run("a", submitted("5"), age=5)
+    workplace.run("b", submitted("5"))
+    got = workplace.invoke("status", "5")
+    assert got.code == 2
+    assert "belongs to several runs: a, b" in got.err
+
+
+def test_an_element_of_an_array_is_found_by_the_name_that_squeue_shows(
+    workplace: Workplace,
+) -> None:
+    # The last element has the array's own number as its job id.
+    for index, job_id in enumerate(("12", "13", "11")):
+        start = {**started(job_id), "array_element": f"11_{index}"}
+        workplace.run(f"arr-{index}", start, ended(job_id, 0))
+        got = workplace.invoke("status", f"11_{index}")
+        assert got.out.startswith(f"run         arr-{index}\n"), got.err
+        assert f"\njob         11_{index} (sbatch)\n" in got.out
+        assert f"  11_{index}  " in workplace.invoke("jobs", "-n1").out
+    assert workplace.invoke("status", "12").out.startswith("run         arr-0\n")
+    got = workplace.invoke("cancel", "11")
+    assert got.code == 2
+    assert "the job id 11 belongs to several runs: arr-0, arr-1, arr-2" in got.err
+
+
+def test_no_run_at_all_says_how_to_start_one(workplace: Workplace) -> None:
+    got = workplace.invoke("status")
+    assert got.code == 2
+    assert "clusterddp submit" in got.err
+    assert "--output-root" in got.err
+
+
+def test_another_output_root_stands_in_the_next_command(workplace: Workplace) -> None:
+    workplace.run("one", submitted("1"), started("1"), ended("1", 0))
+    workplace.root.rename(workplace.folder / "my runs")
+    got = workplace.invoke("status", "--output-root", "my runs")
+    path = workplace.folder / "my runs/one"
+    assert f"next        clusterddp logs '{path}'" in got.out
+    assert workplace.invoke("status", str(path)).code == 0
+    workplace.monkeypatch.setenv("CLUSTERDDP_OUTPUT_ROOT", "my runs")
+    assert "next        clusterddp logs one\n" in workplace.invoke("status").out
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from clusterddp.cli import cancel, completion, follow, jobs, logs, partition, status\n"
+        "from clusterddp.cli import begin, finish, resubmit, stop\n"
+        "heavy = {'torch', 'torchvision', 'numpy', 'jinja2', 'submitit', 'tqdm'}\n"
+        "sys.exit(repr(sorted(heavy & set(sys.modules))) if heavy & set(sys.modules) else 0)\n"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (got.returncode, got.stderr) == (0, "")

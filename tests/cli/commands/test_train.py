@@ -1,0 +1,340 @@
+import dataclasses
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from clusterddp.checkpoints.files import step_of
+from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.outcome import first_failure, read_outcomes
+from clusterddp.run.run_dir import RunDir
+from clusterddp.worker.workstation import free_port
+from tests.waiting import dying_with_us
+
+PATIENCE = 90
+# Fails on rank 1 at its second batch, before an exchange that rank 0 then waits in.
+FAILING_RANK = """
+import os, sys
+import clusterddp.supervise
+fork = clusterddp.worker.supervise.supervise
+def supervise(run_dir, env, child, **more):
+    def failing():
+        from clusterddp.training.images import Images
+        batches, seen = Images.batches, []
+        def failing_batches(self, *order):
+            for batch in batches(self, *order):
+                seen.append(1)
+                if env.rank == 1 and len(seen) == 3:  # the first is that before the first step
+                    raise RuntimeError("boom")
+                yield batch
+        Images.batches = failing_batches
+        return child()
+    return fork(run_dir, env, failing, **more)
+clusterddp.worker.supervise.supervise = supervise
+from clusterddp.__main__ import main
+main()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Starts ranks by hand; what still runs at the end of the test is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_one(argv: list[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                argv,
+                env={**os.environ, **(env or {})},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                preexec_fn=dying_with_us(),  # noqa: PLW1509 -- no threads here
+            )
+        )
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+# Variables of a step, and of ranks of another training, as a surrounding shell may have them.
+SHELL_OF_A_JOB = {
+    "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_CPUS_PER_TASK": "3", "RANK": "3",
+    "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1",
+}  # fmt: skip
+
+
+def ranks(world_size: int, port: int) -> list[dict[str, str]]:
+    return [
+        {
+            "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        for rank in range(world_size)
+    ]  # fmt: skip
+
+
+def train_argv(synthetic_dir: Path, run_dir: Path, *more: str) -> list[str]:
+    return [
+        sys.executable, "-m", "clusterddp", "train", "--dataset=synthetic", "--threads=1",
+        f"--data-dir={synthetic_dir}", f"--run-dir={run_dir}", *more,
+    ]  # fmt: skip
+
+
+def report_of(run_dir: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
+    return content
+
+
+def test_two_hand_started_ranks_train_to_the_weights_that_torchrun_gives(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    # The last rank first, by flags in the shell of a Slurm job; then rank 0, by variables.
+    argv = train_argv(synthetic_dir, tmp_path / "hand", "--max-steps=5")
+    port = free_port()
+    flags = ["--rank=1", "--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    second = start([*argv, *flags], SHELL_OF_A_JOB)
+    wait_until(second, f"rank 1 waits up to 300 s for all 2 at 127.0.0.1:{port}")
+    first = start(argv, ranks(2, port)[0])
+    processes = [first, second]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    host = socket.gethostname()
+    for rank, output in enumerate(outputs):
+        assert f"rank {rank} of 2 on {host} (local rank {rank}): cpu, 1 thread, gloo" in output
+    assert "x 2 (linear)" in outputs[0] and "batch 64 x 2 = 128" in outputs[0]
+    run = RunDir(tmp_path / "hand")
+    outcomes = read_outcomes(run.outcomes)
+    assert [(outcome.exit_code, outcome.job_id) for outcome in outcomes] == [(0, ""), (0, "")]
+    assert report_of(run.path)["world_size"] == 2
+
+    agent = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+        "--master-addr=127.0.0.1", f"--master-port={free_port()}", "--no-python",
+    ]  # fmt: skip
+    argv = train_argv(synthetic_dir, tmp_path / "agent", "--max-steps=5", "--own-log")
+    process = start([*agent, *argv], {"OMP_NUM_THREADS": "1"})
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 0, output
+    agent_run = RunDir(tmp_path / "agent")
+    assert "test accuracy" in agent_run.rank_log(0).read_text()
+    assert "rank 1 of 2" in agent_run.rank_log(1).read_text()
+    assert report_of(agent_run.path)["weights_sha256"] == report_of(run.path)["weights_sha256"]
+
+
+def test_a_failing_rank_ends_the_others_and_is_named(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    argv = train_argv(synthetic_dir, tmp_path)
+    argv[1:3] = ["-c", FAILING_RANK]
+    processes = [start(argv, env) for env in ranks(2, free_port())]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "RuntimeError: boom" in outputs[1] and "Traceback" in outputs[1]
+    assert "lost another rank" in outputs[0]
+    failure = first_failure(read_outcomes(RunDir(tmp_path).outcomes))
+    assert failure is not None
+    assert (failure.rank, failure.reason) == (1, "RuntimeError: boom")
+
+
+# Longer than any test waits.
+LONG = ("--epochs=5000", "--log-every=20")
+
+
+def wait_until(process: "subprocess.Popen[str]", word: str = "images/s") -> None:
+    assert process.stdout
+    text = ""
+    while word not in text:
+        ready, _, _ = select.select([process.stdout], [], [], PATIENCE)
+        assert ready, f"it has not said {word!r}: {text}"
+        chunk = os.read(process.stdout.fileno(), 1 << 16)  # past Python's buffer, which select is
+        assert chunk, f"it has ended: {text}"
+        text += chunk.decode()
+
+
+def pid_of(run_dir: Path, rank: int) -> int:
+    """The task itself, not its small parent."""
+    return int(json.loads((RunDir(run_dir).outcomes / f"rank-{rank}.json").read_text())["pid"])
+
+
+def test_a_signal_to_one_rank_has_all_save_and_leave_and_the_run_goes_on(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    processes = [
+        start(train_argv(synthetic_dir, tmp_path, *LONG), env) for env in ranks(2, free_port())
+    ]
+    wait_until(processes[0])
+    os.kill(pid_of(tmp_path, 1), signal.SIGUSR1)
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    assert [process.returncode for process in processes] == [75, 75], outputs
+    end = json.loads((tmp_path / "attempts/0001/end.json").read_text())
+    assert (end["cause"], end["reason"]) == ("stopped", "signal")
+    assert f"stopped at step {end['step']} (signal)" in outputs[0]
+    more = ("--epochs=5000", f"--max-steps={end['step'] + 2}")
+    one = start(train_argv(synthetic_dir, tmp_path, *more))  # and on one rank, with both's batch
+    output = one.communicate(timeout=PATIENCE)[0]
+    assert one.returncode == 0, output
+    assert f"step-{end['step']:08d}.pt" in output and "batch 128 x 1 = 128" in output
+    assert report_of(tmp_path)["steps"] == end["step"] + 2
+
+
+@pytest.mark.parametrize("to_task", [False, True])
+def test_term_twice_is_harmless(
+    to_task: bool, start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    process = start(train_argv(synthetic_dir, tmp_path, *LONG))
+    wait_until(process)
+    for _ in range(2):
+        os.kill(pid_of(tmp_path, 0) if to_task else process.pid, signal.SIGTERM)
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 75, output
+    assert "stopped at step" in output and "(SIGTERM)" in output
+
+
+def test_a_stopped_rank_is_named_by_its_parent_and_by_the_watchdog(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    argv = train_argv(synthetic_dir, tmp_path, *LONG, "--watchdog=1")
+    first, second = (start(argv, env) for env in ranks(2, free_port()))
+    wait_until(first)
+    stopped = pid_of(tmp_path, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    wait_until(second, f"process {stopped}, rank 1 on")
+    wait_until(first, f"rank 1 on {socket.gethostname()} does not answer")
+    os.kill(stopped, signal.SIGCONT)
+    wait_until(first, "goes on after")
+    os.kill(stopped, signal.SIGTERM)
+    for process in (first, second):
+        process.communicate(timeout=PATIENCE)
+    assert (first.returncode, second.returncode) == (75, 75)
+
+
+def test_of_two_starts_the_second_is_refused_and_one_that_was_overtaken_ends(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    argv = train_argv(synthetic_dir, tmp_path, *LONG, "--save-every=1steps")
+    first = start(argv)
+    wait_until(first)
+    second = start([*argv, "--rendezvous-timeout=1"])
+    output = second.communicate(timeout=PATIENCE)[0]
+    assert second.returncode == 1
+    who = f"attempt 1 of {tmp_path.name} is still trained by job (none) on {socket.gethostname()}"
+    assert f"{who}; waiting up to 1 s" in output
+    assert f"{who}: rank 0 has shown its life" in output and "Traceback" not in output
+    assert first.poll() is None
+    assert not (tmp_path / "attempts/0002").exists()
+
+    checkpoints = tmp_path / "attempts/0001/checkpoints"
+    (tmp_path / "attempts/0002").mkdir()  # as another host's start does
+    last = max(map(step_of, checkpoints.iterdir()))
+    output = first.communicate(timeout=PATIENCE)[0]
+    assert first.returncode == 1
+    assert "attempt 1 ends: superseded: attempt 2 of the run has begun" in output
+    # One may have been on its way; those of the seconds after it are not there.
+    assert max(map(step_of, checkpoints.iterdir())) <= last + 2
+    assert not (tmp_path / "attempts/0001/end.json").exists()
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_training(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    argv = train_argv(synthetic_dir, tmp_path, "--max-steps=3", "--log-every=1")
+    process = start(["sh", "-c", 'exec "$@" >/dev/full 2>&1', "sh", *argv])
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert report_of(tmp_path)["steps"] == 3
+
+
+def test_a_port_in_use_is_one_clear_message(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = ranks(2, taken.getsockname()[1])[0]
+        process = start(train_argv(synthetic_dir, tmp_path), first)
+        output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 1
+    assert "in use" in output and "Traceback" not in output
+
+
+def test_a_wrong_request_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for argv, env in (
+        (["--epochs=0"], {}),
+        (["--lr=nan"], {}),
+        (["--save-every=often"], {}),
+        (["--model=resnet"], {}),
+        (["--rank=0", "--world-size=2"], {}),
+        (["--rank=2", "--world-size=2", "--master-port=7"], {}),
+        ([], {"RANK": "0"}),
+    ):
+        process = subprocess.run(
+            [sys.executable, "-m", "clusterddp", "train", f"--run-dir={tmp_path / 'run'}", *argv],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert process.returncode == (1 if env else 2), process.stderr
+        assert "Traceback" not in process.stderr
+        assert not (tmp_path / "run").exists()
+
+
+def test_help_shows_every_default_and_imports_no_torch() -> None:
+    program = (
+        "import sys; from clusterddp.cli.main import cli; "
+        "cli.main(['train', '--help'], standalone_mode=False); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'torchvision', 'numpy')))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    text = " ".join(process.stdout.split())
+    for field in dataclasses.fields(TrainConfig):
+        assert f"--{field.name.replace('_', '-')} " in text
+        shown = field.default if field.name not in ("resume", "recipe", "profile") else "(none)"
+        assert field.type is bool or f"[default: {shown}]" in text
+
+
+def options_command(settings: bool) -> click.Command:
+    def run(**params: Any) -> TrainConfig:
+        return config_from({**params, "nodes": 2}, click.get_current_context())
+
+    return click.command()(train_options(run, settings=settings))
+
+
+def test_options_become_the_configuration_and_its_argv_the_options() -> None:
+    given = TrainConfig(
+        dataset="synthetic", data_dir="my data", lr=0.25, epochs=3, resume="jobs/x", device="cpu"
+    )
+    command = options_command(settings=False)
+    assert command.main(given.to_argv(), standalone_mode=False) == given
+    assert command.main([], standalone_mode=False) == TrainConfig()
+    assert set(TRAIN_OPTION_NAMES) == {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+def test_only_commands_that_a_person_types_read_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERDDP_BATCH_SIZE", "7")
+    for settings, batch_size in ((True, 7), (False, TrainConfig().batch_size)):
+        config = options_command(settings).main([], standalone_mode=False)
+        assert config.batch_size == batch_size

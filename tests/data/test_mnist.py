@@ -1,0 +1,284 @@
+"""The dataset: each way in which it can be bad, and how it is read."""
+
+import gzip
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusterddp.data import idx
+from clusterddp.data.download import import_from
+from clusterddp.data.mnist import PUBLISHED, check, ensure, folder, load, torchvision_set
+from clusterddp.data.synthetic import synthesise
+from clusterddp.errors import DataError
+from tests.data.made_sets import NOBODY, gzipped, resized
+
+# --- check ---------------------------------------------------------------------------------
+
+
+def test_a_whole_set_is_described(small: Path) -> None:
+    info = check("synthetic", str(small), checksums=True)
+    assert (info.name, info.root) == ("synthetic", small / "synthetic")
+    assert (info.train_images, info.test_images) == (30, 10)
+    assert info.bytes == 2 * (16 + 8) + 40 * (28 * 28 + 1)
+    assert info.checksums_verified
+    assert not info.published
+    assert info.describe() == (
+        f"synthetic at {small}/synthetic/MNIST/raw, 30 training and 10 test images"
+    )
+
+
+def test_the_real_mnist_is_recognised(mnist_dir: Path) -> None:
+    info = check("mnist", str(mnist_dir), checksums=True)
+    assert (info.train_images, info.test_images, info.bytes) == (60_000, 10_000, 54_950_048)
+    assert info.checksums_verified
+    assert info.published
+
+
+def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert folder("mnist", "~/data") == Path("/home/me/data")
+    assert folder("synthetic", "~/data") == Path("/home/me/data/synthetic")
+
+
+def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def damage(raw: Path) -> None:
+        (raw / name).write_bytes(change((raw / name).read_bytes()))
+
+    return damage
+
+
+def remove(raw: Path) -> None:
+    shutil.rmtree(raw)
+
+
+def as_folder(raw: Path) -> None:
+    (raw / idx.TEST_LABELS).unlink()
+    (raw / idx.TEST_LABELS).mkdir()
+
+
+def unlisted(raw: Path) -> None:
+    (raw / idx.SUMS).unlink()
+
+
+HEADER_FAULTS = {
+    "missing": (remove, ["synthetic dataset is missing", "clusterddp data synthesise"]),
+    "one missing": (
+        lambda raw: (raw / idx.TRAIN_LABELS).unlink(),
+        ["train-labels-idx1-ubyte missing", "Move that folder away"],
+    ),
+    "truncated": (
+        rewrite(idx.TRAIN_IMAGES, lambda content: content[:-100]),
+        ["train-images-idx3-ubyte is truncated: 23,436 bytes", "30 images", "23,536"],
+    ),
+    "shorter than a header": (
+        rewrite(idx.TEST_IMAGES, lambda content: content[:7]),
+        ["t10k-images-idx3-ubyte is truncated: 7 bytes"],
+    ),
+    "longer": (
+        rewrite(idx.TEST_LABELS, lambda content: content + b"\0"),
+        ["t10k-labels-idx1-ubyte is too long: 19 bytes", "10 labels", "18"],
+    ),
+    "bad magic": (
+        rewrite(idx.TEST_IMAGES, lambda content: b"\0\0\x0d\x03" + content[4:]),
+        ["t10k-images-idx3-ubyte starts with 0x00000d03", "0x00000803"],
+    ),
+    "still gzipped": (
+        rewrite(idx.TEST_IMAGES, gzip.compress),
+        ["t10k-images-idx3-ubyte is still compressed"],
+    ),
+    "32x32": (rewrite(idx.TRAIN_IMAGES, resized), ["32x32 pixels", "28x28"]),
+    "no images": (
+        rewrite(idx.TRAIN_IMAGES, lambda _: idx.image_header(0)),
+        ["train-images-idx3-ubyte is empty", "0 images"],
+    ),
+    "other count": (
+        rewrite(idx.TRAIN_LABELS, lambda content: idx.label_header(29) + content[8:-1]),
+        ["30 images", "29 labels", "do not belong together"],
+    ),
+    "a folder": (as_folder, ["cannot be read", "t10k-labels-idx1-ubyte", "Is a directory"]),
+}
+CONTENT_FAULTS = {
+    "label 11": (
+        rewrite(idx.TEST_LABELS, lambda content: content[:-1] + b"\x0b"),
+        ["t10k-labels-idx1-ubyte has the label 11 at image 9", "0 to 9"],
+    ),
+    "flipped byte": (
+        rewrite(idx.TRAIN_IMAGES, lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+        ["train-images-idx3-ubyte has the SHA-256 digest", "SHA256SUMS records"],
+    ),
+    "no record": (unlisted, ["SHA256SUMS has no digest of train-images-idx3-ubyte"]),
+}
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize(("damage", "said"), HEADER_FAULTS.values(), ids=HEADER_FAULTS)
+def test_a_fault_of_form_is_named_with_what_to_do(
+    small: Path, raw: Path, damage: Callable[[Path], None], said: list[str], checksums: bool
+) -> None:
+    damage(raw)
+    with pytest.raises(DataError) as raised:
+        check("synthetic", str(small), checksums=checksums)
+    for words in (*said, str(raw), "--data-dir"):
+        assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(("damage", "said"), CONTENT_FAULTS.values(), ids=CONTENT_FAULTS)
+def test_a_fault_of_content_is_found_by_checksums(
+    small: Path, raw: Path, damage: Callable[[Path], None], said: list[str]
+) -> None:
+    damage(raw)
+    assert not check("synthetic", str(small), checksums=False).checksums_verified
+    with pytest.raises(DataError) as raised:
+        check("synthetic", str(small), checksums=True)
+    for words in (*said, str(raw), "clusterddp data synthesise"):
+        assert words in str(raised.value)
+
+
+def test_another_set_in_the_place_of_mnist_is_found_by_its_digest(raw: Path) -> None:
+    (raw / idx.SUMS).unlink()
+    with pytest.raises(DataError, match=f"MNIST was published with {PUBLISHED[idx.TRAIN_IMAGES]}"):
+        check("mnist", str(raw.parents[1]), checksums=True)
+
+
+def test_a_missing_mnist_lists_every_way_to_get_it(tmp_path: Path) -> None:
+    place = tmp_path / "my data"
+    with pytest.raises(DataError) as raised:
+        check("mnist", str(place), checksums=False)
+    for words in (
+        f"clusterddp data fetch --data-dir '{place}'",
+        f"clusterddp data import FILE --data-dir '{place}'",
+        f"clusterddp data synthesise --data-dir '{place}'",
+        "--dataset synthetic",
+        "--data-dir FOLDER",
+    ):
+        assert words in str(raised.value)
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("where", ["MNIST/raw", "MNIST", "."])
+def test_files_that_are_there_but_gzipped_are_pointed_out(
+    raw: Path, tmp_path: Path, where: str
+) -> None:
+    place = gzipped(raw, tmp_path / "mine" / where)
+    with pytest.raises(DataError, match="not unpacked") as raised:
+        check("mnist", str(tmp_path / "mine"), checksums=False)
+    assert f"clusterddp data import {place} --data-dir" in str(raised.value)
+    info = import_from(place, str(tmp_path / "mine"), print)
+    assert (info.train_images, info.test_images) == (30, 10)
+
+
+def test_missing_permission_is_told_apart_from_missing_files(
+    small: Path, raw: Path, nobody: None
+) -> None:
+    if os.geteuid() != NOBODY:
+        (raw / idx.TRAIN_IMAGES).chmod(0)
+    with pytest.raises(DataError, match=r"cannot be read: .*Permission denied") as raised:
+        check("synthetic", str(small), checksums=False)
+    assert "--data-dir" in str(raised.value)
+
+
+def test_checking_imports_neither_torch_nor_numpy(small: Path) -> None:
+    program = (
+        "import sys; from clusterddp.data.mnist import check; "
+        "check('synthetic', sys.argv[1], checksums=True); "
+        "print(sorted({'torch', 'torchvision', 'numpy'} & set(sys.modules)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(small)], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "[]\n"
+
+
+# --- ensure and load -----------------------------------------------------------------------
+
+
+def test_ensure_renders_a_synthetic_set_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(synthesise.__kwdefaults__, "train_images", 40)
+    monkeypatch.setitem(synthesise.__kwdefaults__, "test_images", 20)
+    info = ensure("synthetic", str(tmp_path), progress=print, may_fetch=False)
+    assert (info.train_images, info.test_images) == (40, 20)
+
+
+def test_ensure_takes_a_synthetic_set_of_any_size(small: Path) -> None:
+    said: list[str] = []
+    info = ensure("synthetic", str(small), progress=said.append, may_fetch=False)
+    assert (info.train_images, said) == (30, [])
+
+
+def test_ensure_takes_the_digits_of_an_older_generator(small: Path, raw: Path) -> None:
+    sums = raw / idx.SUMS
+    sums.write_text(sums.read_text().replace(", generator 2", ""))
+    info = ensure("synthetic", str(small), progress=pytest.fail, may_fetch=False)
+    assert info.train_images == 30
+    with pytest.raises(DataError, match=r"seed 0\), asked for was: .*generator 2"):
+        synthesise(str(small), train_images=30, test_images=10, progress=print)
+
+
+def test_ensure_does_not_fetch_unless_it_may(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="mnist dataset is missing"):
+        ensure("mnist", str(tmp_path), progress=print, may_fetch=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ensure_does_not_replace_a_damaged_set(small: Path, raw: Path) -> None:
+    (raw / idx.TRAIN_IMAGES).write_bytes(b"torn")
+    with pytest.raises(DataError, match="truncated"):
+        ensure("synthetic", str(small), progress=print, may_fetch=True)
+    assert (raw / idx.TRAIN_IMAGES).read_bytes() == b"torn"
+
+
+def ensure_small(data_dir: str) -> None:
+    synthesise.__kwdefaults__.update(train_images=3_000, test_images=100)
+    ensure("synthetic", data_dir, progress=print, may_fetch=False)
+
+
+def test_processes_that_ensure_at_once_all_get_one_whole_set(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    place = str(tmp_path / "new" / "data")
+    processes = [context.Process(target=ensure_small, args=(place,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert check("synthetic", place, checksums=True).train_images == 3_000
+    assert [path.name for path in Path(place, "synthetic", "MNIST").iterdir()] == ["raw"]
+
+
+def test_load_gives_what_torchvision_reads(synthetic_dir: Path) -> None:
+    for train, count in ((True, 2_000), (False, 500)):
+        pixels, labels = load("synthetic", str(synthetic_dir), train=train)
+        theirs = torchvision_set("synthetic", str(synthetic_dir), train=train)
+        assert pixels.shape == (count, 28, 28)
+        assert torch.equal(pixels, theirs.data)
+        assert torch.equal(labels, theirs.targets)
+
+
+def test_load_needs_no_torchvision(synthetic_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    load("synthetic", str(synthetic_dir), train=False)
+    with pytest.raises(DataError, match="--data-pipeline loader needs torchvision"):
+        torchvision_set("synthetic", str(synthetic_dir), train=False)
+
+
+def test_load_names_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="mnist dataset is missing"):
+        load("mnist", str(tmp_path), train=True)
+
+
+def test_load_refuses_what_an_old_torchvision_cached(small: Path) -> None:
+    legacy = small / "synthetic" / "MNIST" / "processed"
+    legacy.mkdir()
+    for name in ("training.pt", "test.pt"):
+        (legacy / name).write_bytes(b"")
+    with pytest.raises(DataError, match="cache of an old torchvision"):
+        torchvision_set("synthetic", str(small), train=True)

@@ -1,0 +1,118 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusterddp.data import idx, mnist, shared_memory
+from clusterddp.data.shared_memory import Held, Reading
+from clusterddp.distributed import messages
+from clusterddp.errors import DataError
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.worker import datasets
+
+TAKES = """
+import json, sys
+from clusterddp.training import node_data
+held = node_data.take(json.loads(sys.argv[1]))
+pixels, labels = held.tensors(train=True)
+print(int(pixels.sum()), int(labels.sum()), tuple(pixels.shape))
+"""
+
+
+@pytest.fixture
+def held(synthetic_dir: Path) -> Held:
+    return shared_memory.read("synthetic", str(synthetic_dir))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_the_copy_is_what_the_files_hold(held: Held, synthetic_dir: Path, train: bool) -> None:
+    expected = mnist.load("synthetic", str(synthetic_dir), train=train)
+    for ours, theirs in zip(held.tensors(train=train), expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+    assert held.digest() == mnist.fingerprint("synthetic", str(synthetic_dir))
+
+
+def test_another_process_maps_it_and_nobody_can_change_it(held: Held) -> None:
+    pixels, labels = held.tensors(train=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TAKES, json.dumps(held.offer())],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"{int(pixels.sum())} {int(labels.sum())} {tuple(pixels.shape)}\n"
+    assert held.handle is not None
+    with pytest.raises(PermissionError):
+        os.pwrite(held.handle, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(held.handle, 0)
+    held.close()
+    assert held.offer() == {}
+    assert torch.equal(held.tensors(train=True)[0], pixels), "the tensors stay"
+
+
+def test_an_offer_of_another_process_or_of_nothing_is_refused(held: Held) -> None:
+    offer = held.offer()
+    with pytest.raises(ValueError, match="another process"):
+        shared_memory.take({**offer, "file": [0, 0]})
+    with pytest.raises(OSError):
+        shared_memory.take({**offer, "handle": 1 << 20})
+    with pytest.raises(ValueError, match="memory that ranks can share"):
+        shared_memory.take({})
+
+
+def test_without_shared_memory_the_files_are_read_all_the_same(
+    synthetic_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    for name in ("memfd_create", "sendfile"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, full)
+            held = shared_memory.read("synthetic", str(synthetic_dir))
+        assert held.offer() == {}
+        assert held.digest() == mnist.fingerprint("synthetic", str(synthetic_dir))
+
+
+def test_a_set_that_comes_after_the_reading_began_is_read(
+    synthetic_dir: Path, tmp_path: Path
+) -> None:
+    reading = Reading("synthetic", str(tmp_path), digest=True)
+    with pytest.raises(DataError, match="missing"):
+        reading.held()
+    (tmp_path / "synthetic").symlink_to(synthetic_dir / "synthetic")
+    assert reading.fingerprint() == mnist.fingerprint("synthetic", str(synthetic_dir))
+    assert Reading("synthetic", str(tmp_path), digest=True).fingerprint() == reading.fingerprint()
+
+
+def test_a_damaged_set_is_named(synthetic_dir: Path, tmp_path: Path) -> None:
+    raw = tmp_path / "synthetic" / idx.RAW
+    raw.mkdir(parents=True)
+    for name in idx.FILES:
+        (raw / name).write_bytes((synthetic_dir / "synthetic" / idx.RAW / name).read_bytes()[:-1])
+    with pytest.raises(DataError, match="truncated"):
+        Reading("synthetic", str(tmp_path), digest=False).held()
+
+
+def test_a_rank_that_cannot_map_it_says_so_and_reads_the_files(
+    held: Held, synthetic_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    config = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir))
+    env = DistEnv.from_environ({})
+
+    def take(offer: object) -> Held:
+        monkeypatch.setattr(messages, "ask", lambda *_: offer)
+        return datasets._take(config, env, None, "data/0", said.append)  # type: ignore[arg-type]
+
+    assert take(held.offer()).handle is None and not said
+    for offer in ({**held.offer(), "file": [0, 0]}, {}, None, {"sizes": "?"}):
+        assert take(offer).digest() == held.digest()
+        assert "reads the dataset itself" in said.pop()
+    with pytest.raises(messages.PeerError, match="gone"):
+        take({"error": "the files are gone"})

@@ -1,0 +1,103 @@
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from clusterddp.distributed.agreement import Agreement, Hello, decide
+from clusterddp.errors import TrainingError
+from clusterddp.request.train_config import TrainConfig
+
+
+def hello(rank: int, **fields: Any) -> Hello:
+    known = Hello(
+        rank=rank, world_size=4, local_rank=rank % 2, host=f"h0{1 + rank // 2}", pid=100 + rank,
+        kind="cpu", device="cpu", gpu="", threads=4, torch="2.9",
+    )  # fmt: skip
+    return dataclasses.replace(known, **fields)
+
+
+def gpu(rank: int, **fields: Any) -> Hello:
+    known = {"kind": "cuda", "device": f"cuda:{rank % 2}", "gpu": f"GPU-{rank}"}
+    return hello(rank, **{**known, **fields})
+
+
+def test_the_backend_follows_the_devices() -> None:
+    assert decide(TrainConfig(), [hello(0), hello(1)]).backend == "gloo"
+    assert decide(TrainConfig(), [gpu(0), gpu(1)]).backend == "nccl"
+    assert decide(TrainConfig(backend="gloo"), [gpu(0), gpu(1)]).backend == "gloo"
+
+
+def test_the_fewest_threads_hold_for_all_unless_asked_for() -> None:
+    ranks = [hello(0, threads=8), hello(1, threads=2)]
+    assert decide(TrainConfig(), ranks).threads == 2
+    assert decide(TrainConfig(threads=5), ranks).threads == 5
+
+
+@pytest.mark.parametrize(
+    ("hellos", "message"),
+    [
+        ([gpu(0), gpu(1, gpu="GPU-0")], "rank 0 and rank 1 are on one GPU of h01: GPU-0"),
+        ([hello(0), hello(1, torch="2.8")], "rank 0 on h01 has torch 2.9, rank 1 on h01 .* 2.8"),
+        ([hello(0), hello(1), gpu(2)], "rank 0 on h01 computes on cpu, rank 2 on h02 on cuda:0"),
+    ],
+)
+def test_ranks_that_do_not_fit_together_are_named(hellos: list[Hello], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        decide(TrainConfig(), hellos)
+
+
+def test_one_gpu_number_on_two_hosts_is_no_clash() -> None:
+    assert decide(TrainConfig(), [gpu(0, gpu="GPU-0"), gpu(2, gpu="GPU-0")]).world_size == 2
+
+
+def test_nccl_without_gpus_is_refused() -> None:
+    with pytest.raises(TrainingError, match=r"--backend nccl.*rank 0 on h01 computes on the CPU"):
+        decide(TrainConfig(backend="nccl"), [hello(0)])
+
+
+def test_a_run_that_starts_again_takes_its_first_decisions() -> None:
+    first = decide(TrainConfig(), [hello(0, threads=2), hello(1, threads=2)]).to_dict()
+    again = [hello(0, threads=8), hello(1, threads=8)]
+    assert decide(TrainConfig(), again, first).threads == 2
+    assert decide(TrainConfig(threads=3), again, first).threads == 3
+    assert decide(TrainConfig(), [*again, hello(2, threads=8)], first).threads == 8
+    with pytest.raises(TrainingError, match=r"started on cpu.*cuda:0.*--device cuda"):
+        decide(TrainConfig(), [gpu(0), gpu(1)], first)
+    assert decide(TrainConfig(device="cuda"), [gpu(0), gpu(1)], first).backend == "nccl"
+
+
+def test_it_is_told_who_is_where_and_what_to_know() -> None:
+    idle = "1 GPU was granted, but torch sees none"
+    agreed = decide(
+        TrainConfig(),
+        [gpu(0), gpu(1), gpu(2, warning=idle), gpu(3, warning=idle)],
+    )
+    assert agreed.hosts == ("h01", "h02")
+    assert agreed.where == ("ranks 0-1 on h01: cuda:0, cuda:1", "ranks 2-3 on h02: cuda:0, cuda:1")
+    assert agreed.warnings == (f"h02: {idle}",)
+
+
+def test_it_travels_as_json() -> None:
+    agreed = decide(TrainConfig(), [hello(0), hello(2)])
+    content = json.loads(json.dumps({**agreed.to_dict(), "lr": 0.1}))
+    assert Agreement.from_dict(content) == agreed
+
+
+@pytest.mark.parametrize("strategy", ["dp", "single"])
+def test_a_strategy_of_one_process_is_refused_with_several(strategy: str) -> None:
+    config = TrainConfig(strategy=strategy)
+    assert decide(config, [hello(0)]).world_size == 1
+    with pytest.raises(TrainingError, match=f"--strategy {strategy} .* one process, but 2 were"):
+        decide(config, [hello(0), hello(1)])
+
+
+def test_a_rank_that_does_not_exist_cannot_be_profiled() -> None:
+    assert decide(TrainConfig(profile="1"), [hello(0), hello(1)]).world_size == 2
+    with pytest.raises(TrainingError, match="--profile 2: there is no such rank; the 2 that"):
+        decide(TrainConfig(profile="2"), [hello(0), hello(1)])
+
+
+def test_a_step_over_several_gpus_of_one_process_is_not_captured() -> None:
+    assert decide(TrainConfig(), [gpu(0)]).cuda_graph
+    assert not decide(TrainConfig(strategy="dp"), [gpu(0)]).cuda_graph

@@ -1,0 +1,44 @@
+import pytest
+
+from clusterddp.distributed.heartbeat import Look, Posting, Signs
+from clusterddp.distributed.phase import Phase, Place
+
+DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
+
+
+def posting(
+    step: int, phase: Phase, still: float = 40.0, left: bool = False, host: str = "h01"
+) -> Posting:
+    return Posting(host, Place(step, 0, phase), still, 7, left)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff", b"[]", b"{}", b'{"host": 1}', b"null", b'"' + b"x" * 9]
+)
+def test_what_a_stranger_posts_is_passed_over(text: bytes) -> None:
+    assert Posting.from_json(text) is None
+
+
+def test_a_posting_comes_back_as_it_was_but_cannot_forge_lines() -> None:
+    sent = posting(58, DATA, host="h02\nwatchdog: all is well")
+    read = Posting.from_json(sent.to_json().encode())
+    assert read == sent._replace(host="h02watchdog: all is well")
+
+
+def test_a_rank_is_silent_by_what_the_store_says_and_not_for_the_want_of_its_answer() -> None:
+    def look(*numbers: int) -> Look:
+        seen = {rank: posting(9, DATA)._replace(number=n) for rank, n in enumerate(numbers)}
+        return Look(range(3), seen, "")
+
+    signs = Signs(range(3), quiet=8)
+    first = look(5, 5)
+    for now in (0, 9, 99):
+        signs.update(first, now)
+        assert not signs.ready() and not signs.silent(now, 30)
+    signs.update(look(6, 6), 100)
+    signs.update(look(9, 6), 107)
+    assert signs.ready() and signs.silent(107, 130) == {2: 130}
+    signs.update(look(10, 6), 109)
+    assert signs.silent(110, 133) == {1: 10, 2: 133}
+    signs.update(look(11, 7), 111)
+    assert signs.silent(111, 134) == {2: 134}

@@ -1,0 +1,398 @@
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from clusterddp.distributed import heartbeat_store
+from clusterddp.distributed.phase import Phase, Progress
+from clusterddp.distributed.watchdog import Watchdog, periods
+from clusterddp.ranks.dist_env import DistEnv
+from tests.distributed.meetings import env
+from tests.training.ranks import _CONTEXT as CONTEXT
+from tests.waiting import PATIENCE, wait_for
+
+# A rank whose processor is given to other tests is not to look like one that hangs.
+SILENT_SECONDS = 1.5
+BEAT_SECONDS = 0.25
+
+DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
+
+
+# --- one rank alone, its clock in our hands
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def alone(clock: Clock, progress: Progress) -> tuple[Watchdog, list[str]]:
+    said: list[str] = []
+    dog = Watchdog(
+        None, DistEnv.from_environ({}), progress, silent_seconds=30, say=said.append, clock=clock
+    )
+    return dog, said
+
+
+def test_a_single_rank_says_so_and_prints_its_stack_once_a_stall(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    clock, progress = Clock(), Progress()
+    dog, said = alone(clock, progress)
+    progress.mark(58, DATA)
+    for _ in range(35):
+        clock.now += 1
+        dog._tick()
+    assert said == [
+        "watchdog: nothing moved for 30 s: fetching the batch of step 58; this log has the stack"
+    ]
+    for _ in range(10):
+        progress.mark(58, BACKWARD)
+        clock.now += 1
+        dog._tick()
+    assert said[1:] == ["watchdog: goes on after 35 s"]
+    assert dog.latest_suspect() == ""
+    for _ in range(35):
+        clock.now += 1
+        dog._tick()
+    assert len(said) == 3 and "exchanging the gradients of step 58" in said[2]
+
+    printed = capfd.readouterr().err
+    assert printed.count("has not moved for") == 2
+    assert "in test_a_single_rank_says_so_and_prints_its_stack_once_a_stall" in printed
+
+
+def test_the_time_for_which_a_process_was_stopped_is_no_silence() -> None:
+    clock, progress = Clock(), Progress()
+    dog, said = alone(clock, progress)
+    for _ in range(5):
+        clock.now += 600
+        dog._tick()
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("watchdog", "group_timeout", "world_size", "expected"),
+    [
+        (60, 600, 2, (60, 2.0)),
+        (60, 600, 1000, (60, 20.0)),
+        (60, 60, 2, (20, 2.0)),
+        (60, 12, 2, (4, 0.5)),
+        (60, 12, 1000, (4, 20.0)),  # no rank posts so often that the store gets too much
+        (4, 12, 2, (4, 0.5)),
+        (1, 12, 2, (1, 0.125)),
+    ],
+)
+def test_the_verdict_comes_before_the_groups_time_out(
+    watchdog: float, group_timeout: float, world_size: int, expected: tuple[float, float]
+) -> None:
+    assert periods(watchdog, group_timeout, world_size) == expected
+
+
+def test_a_log_that_is_closed_does_not_end_the_watchdog() -> None:
+    def closed(line: str) -> None:
+        raise BrokenPipeError
+
+    clock = Clock()
+    dog = Watchdog(
+        None, DistEnv.from_environ({}), Progress(), silent_seconds=3, say=closed, clock=clock
+    )
+    for _ in range(9):
+        clock.now += 1
+        dog._tick()
+    assert dog._told
+
+
+# --- real ranks, each a process of its own
+
+
+def spin_for_ever() -> None:
+    while True:
+        pass
+
+
+def keep_pythons_lock() -> None:
+    ctypes.PyDLL(None).sleep(PATIENCE)  # PyDLL, unlike CDLL, does not let go of it
+
+
+class Ranks:
+    """Processes that exchange over gloo in an endless loop, each with a watchdog and a log."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[Any] = []
+
+    def start(
+        self,
+        world_size: int,
+        port: int = 0,
+        hang: Callable[[], None] | None = None,
+        hanging_rank: int = -1,
+    ) -> None:
+        """At `port` listens a store that outlives the ranks; without one, rank 0 keeps it."""
+        keeper = not port
+        if keeper:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+        for rank in range(world_size):
+            process = CONTEXT.Process(
+                target=train,
+                args=(
+                    rank, world_size, port, keeper and rank == 0, self.folder,
+                    hang if rank == hanging_rank else None,
+                ),
+            )  # fmt: skip
+            process.start()
+            self.processes.append(process)
+        for rank in range(world_size):
+            self.await_line(rank, "trains")
+
+    def send(self, rank: int, sign: int) -> None:
+        os.kill(self.processes[rank].pid, sign)
+
+    def log(self, rank: int) -> str:
+        path = self.folder / f"{rank}.log"
+        return path.read_text() if path.exists() else ""
+
+    def await_line(self, rank: int, *parts: str, after: int = 0) -> None:
+        def seen() -> bool:
+            lines = self.log(rank)[after:].splitlines()
+            return any(all(part in line for part in parts) for line in lines)
+
+        try:
+            wait_for(seen, f"{parts} in the log of rank {rank}")
+        except AssertionError as error:
+            logs = [f"rank {i}:\n{self.log(i)}" for i in range(len(self.processes))]
+            raise AssertionError("\n".join([str(error), *logs])) from None
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    started = Ranks(tmp_path)
+    yield started
+    started.end()
+
+
+def train(
+    rank: int,
+    world_size: int,
+    port: int,
+    keeps_store: bool,
+    folder: Path,
+    hang: Callable[[], None] | None,
+) -> None:
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    kept = [  # noqa: F841 -- it listens as long as it is kept
+        TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        for _ in range(keeps_store)
+    ]
+    ours = env(rank, world_size, port)
+    store = None
+    deadline = time.monotonic() + PATIENCE
+    while store is None and time.monotonic() < deadline:
+        store = heartbeat_store.connect(ours, {}, timeout=PATIENCE)
+    assert store is not None
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / "group"), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=10 * PATIENCE),
+    )
+    progress = Progress()
+    dog = Watchdog(
+        store,
+        ours,
+        progress,
+        silent_seconds=SILENT_SECONDS,
+        say=tell,
+        beat_seconds=BEAT_SECONDS,
+        host=f"h{rank:02}",
+        note=lambda verdict: tell(f"notes {verdict and verdict.ranks}"),
+    )
+    threading.Thread(target=tell_suspects, args=(dog,), daemon=True).start()
+    with dog:
+        board = dog._board
+        assert board is not None
+        wait_for(lambda: board.rounds > 0, "this rank's first posting")
+        tell("trains")
+        try:
+            exchange(progress, hang)
+        except RuntimeError:
+            tell(f"lost a peer, suspect: {dog.latest_suspect()}")
+            wait_for(lambda: dog._gave_up or (folder / "over").exists(), "the end of the store")
+            progress.mark(10**6, Phase.DONE)
+    tell("ends")
+
+
+def tell_suspects(dog: Watchdog) -> None:
+    told = ""
+    while True:
+        if (suspect := dog.latest_suspect()) != told:
+            told = suspect
+            tell(f"suspects {told or 'nobody'}")
+        time.sleep(0.02)
+
+
+def tell(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
+
+
+def exchange(progress: Progress, hang: Callable[[], None] | None) -> None:
+    gradient = torch.ones(4)
+    step = 0
+    while True:
+        step += 1
+        progress.mark(step, DATA)
+        if hang and step == 20:
+            hang()
+        time.sleep(0.01)  # so that the ranks share two cores with the other tests
+        progress.mark(step, BACKWARD)
+        dist.all_reduce(gradient)
+
+
+def test_a_stopped_rank_is_named_by_rank_0_until_it_goes_on(ranks: Ranks) -> None:
+    ranks.start(3)
+    ranks.send(2, signal.SIGSTOP)
+    ranks.await_line(0, "watchdog: nothing moved for", "rank 2 on h02 does not answer")
+    ranks.send(2, signal.SIGCONT)
+    ranks.await_line(0, "notes (2,)")
+    ranks.await_line(0, "watchdog: goes on after")
+    ranks.await_line(0, "notes None")
+    assert "notes" not in ranks.log(1)
+    assert "watchdog: nothing moved" not in ranks.log(1)
+    assert "in exchange" in ranks.log(1), "each rank that waits prints its stack"
+
+
+def test_every_waiting_rank_learns_the_suspect(ranks: Ranks) -> None:
+    ranks.start(3)
+    ranks.send(2, signal.SIGSTOP)
+    ranks.await_line(1, "suspects rank 2 on h02 does not answer")
+    ranks.send(2, signal.SIGKILL)
+    ranks.await_line(1, "lost a peer, suspect: rank 2 on h02 does not answer")
+    (ranks.folder / "over").touch()
+
+
+def test_a_rank_that_loops_for_ever_is_behind_and_prints_where(ranks: Ranks) -> None:
+    ranks.start(2, hang=spin_for_ever, hanging_rank=1)
+    ranks.await_line(
+        0, "rank 1 on h01 is behind: fetching the batch of step 20, while others are exchanging"
+    )
+    ranks.await_line(1, "in spin_for_ever")
+    assert "in spin_for_ever" not in ranks.log(0)
+
+
+def test_a_rank_in_native_code_that_keeps_pythons_lock_prints_its_stack_too(ranks: Ranks) -> None:
+    ranks.start(2, hang=keep_pythons_lock, hanging_rank=1)
+    ranks.await_line(0, "rank 1 on h01 does not answer")
+    ranks.await_line(1, "in keep_pythons_lock")
+
+
+def test_rank_1_speaks_where_rank_0_and_its_store_are_stopped(ranks: Ranks) -> None:
+    ranks.start(3)
+    ranks.send(0, signal.SIGSTOP)
+    ranks.await_line(1, "watchdog: nothing moved for", "rank 0 on", "does not answer", "its store")
+    ranks.send(0, signal.SIGCONT)
+    ranks.await_line(1, "watchdog: goes on after")
+    assert "watchdog: nothing moved" not in ranks.log(2)
+
+
+class StoreProcess:
+    def __init__(self) -> None:
+        code = (
+            "import sys; from torch.distributed import TCPStore\n"
+            "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+            "print(store.port, flush=True); sys.stdin.read()"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout
+        self.port = int(self.process.stdout.readline())
+
+
+@pytest.fixture
+def agent() -> Iterator[StoreProcess]:
+    started = StoreProcess()
+    with started.process as process:
+        yield started
+        process.kill()
+
+
+def test_rank_1_speaks_for_a_stopped_rank_0_until_the_store_is_gone(
+    ranks: Ranks, agent: StoreProcess
+) -> None:
+    ranks.start(3, agent.port)
+    ranks.send(0, signal.SIGSTOP)
+    ranks.await_line(1, "watchdog: nothing moved", "rank 0 on h00", "last sign of rank 0 came")
+    ranks.send(0, signal.SIGCONT)
+    ranks.await_line(1, "watchdog: goes on after")
+
+    agent.process.kill()
+    for rank in range(3):
+        ranks.await_line(rank, f"watchdog: rank 0 cannot be reached at 127.0.0.1:{agent.port}")
+    ranks.send(2, signal.SIGKILL)  # ends the exchange of the others
+    for rank in range(2):
+        ranks.await_line(rank, "ends")
+        ranks.processes[rank].join(PATIENCE)
+        assert ranks.processes[rank].exitcode == 0
+        assert ranks.log(rank).count("watchdog: rank 0 cannot be reached") == 1
+        assert "Traceback" not in ranks.log(rank)
+
+
+def test_a_process_ends_although_its_store_is_stopped(agent: StoreProcess, tmp_path: Path) -> None:
+    program = f"""
+import os, time
+from clusterddp.dist_env import DistEnv
+from clusterddp.training.phases import Progress
+from clusterddp.training.posting_board import connect
+from clusterddp.training.watchdog import Watchdog
+env = DistEnv.from_environ({{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                            "MASTER_PORT": "{agent.port}"}})
+dog = Watchdog(connect(env, {{}}, {PATIENCE}), env, Progress(), silent_seconds=0.2,
+               say=lambda line: print(line, flush=True), beat_seconds=0.1)
+with dog:
+    os.kill({agent.process.pid}, {int(signal.SIGSTOP)})
+    deadline = time.monotonic() + {PATIENCE}
+    while not dog.latest_suspect() and time.monotonic() < deadline:
+        time.sleep(0.02)
+print("stopped")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "watchdog: nothing moved" in ended.stdout and "rank 0 on" in ended.stdout
+    assert ended.stdout.endswith("stopped\n")

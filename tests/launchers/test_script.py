@@ -1,0 +1,401 @@
+"""Scripts: what a template becomes, how values are quoted, how a faulty template is blamed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2.compiler
+import pytest
+
+from clusterddp.errors import RequestError
+from clusterddp.launchers import script as rendering
+from clusterddp.ranks.dist_env import master_port
+from clusterddp.request.resources import Resources
+from clusterddp.request.train_config import TrainConfig
+from tests.hostile import CARRIED, REFUSED
+from tests.request.test_spec import spec
+
+TEMPLATES = ("ddp.sbatch.j2", "torchrun.sbatch.j2")
+FULL: dict[str, Any] = {
+    "resources": Resources(nodes=2, gpus_per_node=2, cpus_per_task=3, time="10", exclusive=True),
+    "environment": tuple((f"K{i}", value) for i, value in enumerate(CARRIED)),
+    "pass_environment": ("HOME",),
+    "modules": ("cuda/12.4",),
+    "setup": ("echo set-up",),
+    "teardown": ("echo tear-down",),
+    "network_interface": "ib0",
+    "launch_prefix": ("env", "A=b c"),
+    "srun_args": ("--label",),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("fields", [{}, FULL, {"command": ("python", *CARRIED)}])
+def test_the_script_is_sound_shell(template: str, fields: dict[str, Any]) -> None:
+    script = rendering.render(spec(template=template, **fields))
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    if shutil.which("shellcheck") or os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
+        checked = subprocess.run(
+            ["shellcheck", "-"], input=script, text=True, capture_output=True, check=False
+        )
+        assert checked.stdout == ""
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_same_request_gives_the_same_bytes(template: str) -> None:
+    assert rendering.render(spec(template=template, **FULL)) == rendering.render(
+        spec(template=template, **FULL)
+    )
+
+
+@pytest.mark.parametrize("value", CARRIED)
+def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
+    line = next(
+        part
+        for part in rendering.render(spec(environment=(("VALUE", value),))).split("\n")
+        if part.startswith("export VALUE=")
+    )
+    seen = subprocess.run(
+        ["bash", "-c", f'{line}\nprintf %s "$VALUE"'],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert seen.stdout == value
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", CARRIED)
+def test_a_command_word_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
+    script = rendering.render(spec(command=("prog", value, "end")))
+    array = script[script.index("task=(") : script.index("\n)\n") + 3]
+    seen = subprocess.run(
+        ["bash", "-c", f'python=python\n{array}printf "%s\\0" "${{task[@]}}"'],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert seen.stdout.split("\0")[-4:] == ["prog", value, "end", ""]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", CARRIED)
+def test_a_directive_is_one_line_in_slurms_quoting(value: str) -> None:
+    line = rendering.directive("comment", value)
+    assert "\n" not in line
+    assert read_as_slurm_does(line) == f"--comment={value}"
+
+
+@pytest.mark.parametrize("value", REFUSED)
+def test_a_directive_that_would_become_two_lines_is_refused(value: str) -> None:
+    with pytest.raises(RequestError, match="--comment"):
+        rendering.directive("comment", value)
+
+
+def test_a_directive_longer_than_slurms_buffer_is_refused() -> None:
+    with pytest.raises(RequestError, match="8001 bytes"):
+        rendering.directive("comment", "x" * 8001)
+
+
+@pytest.mark.parametrize(
+    ("style", "ddp", "torchrun"),
+    [
+        ("gpus-per-node", "--gpus-per-node=a100:4", "--gpus-per-node=a100:4"),
+        ("gres", "--gres=gpu:a100:4", "--gres=gpu:a100:4"),
+        ("gpus-per-task", "--gpus-per-task=a100:1", "--gpus-per-task=a100:4"),
+    ],
+)
+def test_each_style_asks_for_the_same_gpus(style: str, ddp: str, torchrun: str) -> None:
+    request = spec(
+        resources=Resources(nodes=2, gpus_per_node=4, gpu_type="a100", gpu_request=style)
+    )
+    assert ddp in rendering.directives(request)
+    assert torchrun in rendering.directives(request, agents=True)
+
+
+def test_an_agent_gets_the_cpus_of_all_its_ranks() -> None:
+    request = spec(resources=Resources(nodes=2, tasks_per_node=4, cpus_per_task=3))
+    assert "--cpus-per-task=3" in rendering.directives(request)
+    assert "--cpus-per-task=12" in rendering.directives(request, agents=True)
+    assert "--ntasks=2" in rendering.directives(request, agents=True)
+
+
+def test_a_directive_can_be_left_out() -> None:
+    request = spec(resources=Resources(mem="1G"), omit_directives=("mem", "comment"))
+    lines = rendering.directives(request)
+    assert not [line for line in lines if line.startswith(("--mem", "--comment"))]
+
+
+def test_without_the_shells_variables_only_those_passed_by_name_come_along() -> None:
+    assert "--export=NONE" in rendering.directives(spec(export="NONE"))
+    named = spec(export="NONE", pass_environment=("A", "B"))
+    assert "--export=A,B" in rendering.directives(named)
+
+
+@pytest.mark.parametrize(("job", "restart"), [(1, 0), (7, 3), (123456, 0), (4294967, 12)])
+def test_the_scripts_port_is_the_one_that_ranks_derive(job: int, restart: int) -> None:
+    script = rendering.render(spec())
+    start = script.index("listening()")
+    part = script[start : script.index("export MASTER_PORT", start)]
+    for taken in range(3):
+        # The first candidates answer as if somebody were listening there.
+        fake = f'n=0; grep() {{ n=$((n + 1)); [ "$n" -le {taken} ]; }}'
+        seen = subprocess.run(
+            ["bash", "-c", f'{fake}\n{part}echo "$MASTER_PORT"'],
+            env={"SLURM_JOB_ID": str(job), "SLURM_RESTART_COUNT": str(restart)},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert int(seen.stdout) == master_port(job, 0, restart, candidate=taken)
+
+
+def test_a_log_that_takes_no_divider_does_not_end_the_start(tmp_path: Path) -> None:
+    script = rendering.render(spec())
+    start = script.index("  attempt=1\n")
+    part = script[start : script.index("  record started", start)]
+    (tmp_path / "attempts/0001").mkdir(parents=True)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank-0.log").symlink_to("/dev/full")
+    (tmp_path / "logs/rank-1.log").touch()
+    lines = f"set -o errexit -o pipefail; run_dir=$1\n{part}echo begun"
+    environ = {**os.environ, "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "-c", lines, "bash", tmp_path],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "begun\n", done
+    assert "--- attempt 2, job 7, " in (tmp_path / "logs/rank-1.log").read_text()
+
+
+@dataclass
+class Compiled:
+    """Where the compiled forms of the shipped templates are kept, and what was compiled."""
+
+    folder: Path
+    compilations: list[str] = field(default_factory=list)
+
+
+def own(folder: Path, content: str) -> str:
+    (folder / "own.sbatch.j2").write_text(content)
+    return "own.sbatch.j2"
+
+
+def test_ranks_are_told_by_the_signal_where_no_file_can_tell_them(
+    tmp_path: Path, small_disk: Callable[[str], list[str]]
+) -> None:
+    script = rendering.render(spec(train=TrainConfig(), command=()))
+    ask = script[script.index("ask_to_stop() {") :].partition("\n}\n")[0] + "\n}\n"
+    told = "attempt_dir=$PWD SLURM_JOB_ID=7; sleep 60 & launched=$!; ask_to_stop USR1; "
+    ended = "wait $launched; echo $?"
+    for on_disk, end, seen in (
+        ([], f"kill $launched; {ended}", 143),
+        (small_disk("ro"), ended, 138),
+    ):
+        argv = [*on_disk, "bash", "-c", f"{ask}{told}{end}"]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.stdout.endswith(f"asking the ranks to stop\n{seen}\n"), done
+
+
+def test_a_misspelt_block_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    middle = (
+        '{% extends "shipped/torchrun.sbatch.j2" %}\n'
+        "{% block setup %}{% block stage %}{% endblock %}{{ super() }}{% endblock %}\n"
+    )
+    (tmp_path / "middle.j2").write_text(middle)
+    for parent, blocks, misspelt in (
+        ("shipped/ddp.sbatch.j2", ["setup"], "setupp"),
+        ("shipped/torchrun.sbatch.j2", ["launch", "teardown"], "direktives"),
+        ("middle.j2", ["stage", "environment"], "stages"),
+    ):
+        good = "".join(f"{{% block {name} %}}echo {name}\n{{% endblock %}}" for name in blocks)
+        text = f'{{% extends "{parent}" %}}\n{good}\n'
+        script = rendering.render(spec(template=own(tmp_path, text)), tmp_path)
+        assert all(f"echo {name}\n" in script for name in blocks)
+        bad = text + f"{{% block {misspelt} %}}x{{% endblock %}}\n"
+        with pytest.raises(RequestError) as caught:
+            rendering.render(spec(template=own(tmp_path, bad)), tmp_path)
+        lines = bad.split("\n")
+        line = next(n for n, text in enumerate(lines, 1) if f"block {misspelt}" in text)
+        assert f"own.sbatch.j2, line {line}: there is no block {misspelt!r}" in str(caught.value)
+        assert "directives, teardown, environment, setup, launch" in str(caught.value)
+        assert "Did you mean" in str(caught.value)
+
+
+def test_an_own_template_replaces_one_block(tmp_path: Path) -> None:
+    name = own(
+        tmp_path,
+        '{% extends "shipped/ddp.sbatch.j2" %}\n{% block setup %}echo mine\n{% endblock %}\n',
+    )
+    script = rendering.render(spec(template=name, setup=("echo theirs",)), tmp_path)
+    assert "\necho mine\n" in script
+    assert "\necho theirs\n" not in script
+    assert "srun --nodes=1" in script
+
+
+def test_an_own_template_can_stand_in_for_a_shipped_one(tmp_path: Path) -> None:
+    (tmp_path / "ddp.sbatch.j2").write_text(
+        '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}echo instead\n{% endblock %}'
+    )
+    assert "echo instead" in rendering.render(spec(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("#!/bin/bash\n\n{{ partitoin }}\n", ["own.sbatch.j2, line 3", "'partitoin' is undefined"]),
+        ("#!/bin/bash\n{{ resources.node }}\n", ["own.sbatch.j2, line 2", "node"]),
+        ("#!/bin/bash\n{% if %}\n", ["own.sbatch.j2, line 2"]),
+        ("#!/bin/bash\n{{ 1 // 0 }}\n", ["own.sbatch.j2, line 2", "ZeroDivisionError"]),
+        ("#!/bin/bash\n{{ spec | nonsense }}\n", ["own.sbatch.j2, line 2", "nonsense"]),
+        ("#!/bin/bash\n{% extends 'gone.j2' %}\n", ["gone.j2", "ddp.sbatch.j2"]),
+        ("echo no shebang\n", ["#!/bin/bash"]),
+        ("#!/bin/bash\necho hi\n#SBATCH --nodes=1\n", ["line 3", "after the first command"]),
+    ],
+)
+def test_a_faulty_template_is_blamed_by_file_and_line(
+    tmp_path: Path, content: str, words: list[str]
+) -> None:
+    name = own(tmp_path, content)
+    with pytest.raises(RequestError) as caught:
+        rendering.render(spec(template=name), tmp_path)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_template_with_crlf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.sbatch.j2").write_bytes(b"#!/bin/bash\r\n")
+    script_spec = spec(template="own.sbatch.j2", setup=("x",))
+    # Jinja itself turns the template's own line ends into plain ones.
+    assert rendering.render(script_spec, tmp_path) == "#!/bin/bash\n"
+
+
+def test_a_template_that_is_not_there_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(RequestError, match=r"gone\.j2.*torchrun\.sbatch\.j2"):
+        rendering.render(spec(template="gone.j2"))
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """Compiled templates lie in a folder of the test's own, and compilations are counted."""
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    seen = Compiled(tmp_path / "prefix" / rendering.shipped_folder().relative_to("/"))
+    compile_source = jinja2.Environment._compile
+
+    def counted(self: Any, source: str, filename: str) -> Any:
+        seen.compilations.append(Path(filename).name)
+        return compile_source(self, source, filename)
+
+    monkeypatch.setattr(jinja2.Environment, "_compile", counted)
+    return seen
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_shipped_template_is_compiled_once_and_renders_the_same(
+    compiled: Compiled, template: str
+) -> None:
+    first = rendering.render(spec(template=template, **FULL))
+    kept = len(compiled.compilations)
+    assert len(list(compiled.folder.iterdir())) == kept > 0
+    assert rendering.render(spec(template=template, **FULL)) == first
+    assert len(compiled.compilations) == kept
+
+
+def test_an_own_template_is_compiled_anew_and_its_shipped_parent_is_not(
+    compiled: Compiled, tmp_path: Path
+) -> None:
+    name = own(tmp_path, '{% extends "shipped/ddp.sbatch.j2" %}')
+    assert rendering.render(spec(template=name), tmp_path) == rendering.render(
+        spec(template=name), tmp_path
+    )
+    assert sorted(compiled.compilations) == ["ddp.sbatch.j2", name, name]
+    assert [path.name.split(".")[0] for path in compiled.folder.iterdir()] == ["ddp"]
+
+
+@pytest.mark.parametrize("change", ["file", "folder", "owner"])
+def test_a_compiled_template_that_others_could_write_is_not_read(
+    compiled: Compiled, change: str
+) -> None:
+    rendering.render(spec())
+    [path] = compiled.folder.iterdir()
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o022) == (0o644, 0)
+    if change == "owner":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown(path, 12345, -1)
+    else:
+        (path if change == "file" else path.parent).chmod(0o777)
+    rendering.render(spec())
+    assert compiled.compilations == ["ddp.sbatch.j2"] * 2
+
+
+@pytest.mark.parametrize("keep", [0, 20, 100, -1])
+def test_a_torn_compiled_template_is_made_anew(compiled: Compiled, keep: int) -> None:
+    first = rendering.render(spec())
+    [path] = compiled.folder.iterdir()
+    path.write_bytes(path.read_bytes()[:keep])
+    assert rendering.render(spec()) == first
+    assert rendering.render(spec()) == first
+    assert compiled.compilations == ["ddp.sbatch.j2"] * 2
+
+
+def test_another_text_another_place_or_another_jinja_is_compiled_anew(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "moved"
+    shutil.copytree(rendering.shipped_folder(), copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(rendering, "shipped_folder", lambda: copy)
+    rendering.render(spec())
+    kept = copy.parent / "prefix" / copy.relative_to("/") / "ddp.sbatch.cpython.jinja"
+    [kept] = kept.parent.iterdir()
+    with (copy / "ddp.sbatch.j2").open("a") as file:
+        file.write("# more\n")
+    assert "# more" in rendering.render(spec())
+    newer = tmp_path / "compiler.py"
+    newer.write_text("")
+    monkeypatch.setattr(jinja2.compiler, "__file__", str(newer))
+    rendering.render(spec())
+    elsewhere = tmp_path / "elsewhere"
+    copy.rename(elsewhere)
+    there = tmp_path / "prefix" / elsewhere.relative_to("/")
+    there.mkdir(parents=True, mode=0o755)
+    kept.rename(there / kept.name)
+    monkeypatch.setattr(rendering, "shipped_folder", lambda: elsewhere)
+    rendering.render(spec())
+    assert compiled.compilations == ["ddp.sbatch.j2"] * 4
+
+
+def test_where_nothing_can_or_shall_be_kept_it_renders_all_the_same(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        first = rendering.render(spec())
+    assert not compiled.folder.exists()
+    (tmp_path / "prefix").write_text("no folder")
+    assert rendering.render(spec()) == first
+    assert compiled.compilations == ["ddp.sbatch.j2"] * 2
+
+
+def read_as_slurm_does(line: str) -> str:
+    """What Slurm's own reader of directives makes of a line."""
+    out, quote, position = "", "", 0
+    while position < len(line):
+        char = line[position]
+        if char == "\\":
+            position += 1
+            out += line[position]
+        elif quote and char == quote:
+            quote = ""
+        elif not quote and char in "\"'":
+            quote = char
+        elif not quote and (char.isspace() or char == "#"):
+            break
+        else:
+            out += char
+        position += 1
+    assert not quote
+    return out

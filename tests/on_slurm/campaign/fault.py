@@ -1,0 +1,59 @@
+"""What a row of the campaign is, and the table that all rows register in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.on_slurm.campaign.run import Trial
+
+SAME = "same weights"
+ENDS = "clean failure"
+
+Strike = Callable[["Trial"], str]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row."""
+
+    name: str
+    expected: str
+    strike: Strike
+    """Starts a run, strikes it, proves it, and returns what it saw; raises where that differs."""
+    subject: str
+    conf: Mapping[str, str | None] | None = None
+    """Lines of a slurm.conf of its own; None shares a cluster with other faults."""
+    hosts: int = 2
+    needs: tuple[str, ...] = ()
+    """Configurations whose uninterrupted run it is held against."""
+    disk: str = ""
+    """The small disk on which its runs live: `tmpfs`, or `ext4` below the submission's folder."""
+    quick: bool = field(default=False)
+    """Whether it is among those that run on every change."""
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(
+    name: str,
+    expected: str = SAME,
+    *,
+    conf: Mapping[str, str | None] | None = None,
+    hosts: int = 2,
+    needs: tuple[str, ...] = ("two",),
+    disk: str = "",
+    quick: bool = False,
+) -> Callable[[Strike], Strike]:
+    """Register a function as a row. `conf={}` is a cluster of its own without further lines."""
+
+    def register(strike: Strike) -> Strike:
+        assert name not in FAULTS, name
+        subject = strike.__module__.rpartition(".")[2]
+        FAULTS[name] = Fault(name, expected, strike, subject, conf, hosts, needs, disk, quick)
+        return strike
+
+    return register

@@ -1,0 +1,125 @@
+"""Moments of a task that a fault can hold on to, and a pace for its steps.
+
+Python imports this by itself wherever PYTHONPATH leads here. Nothing of the package is replaced: a
+task waits at a moment while the file CAMPAIGN_HOLDS/want-MOMENT is there, and writes
+held-MOMENT.RANK.PID meanwhile. The moments: `import` (of torch), `step-N` (after the N-th step),
+`save` (a checkpoint's bytes on their way to the disk), `last` (after the report), `left` (the
+other ranks, for good).
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import select
+import sys
+import time
+from pathlib import Path
+
+HOLDS = os.environ.get("CAMPAIGN_HOLDS")
+PACE_SECONDS = float(os.environ.get("CAMPAIGN_PACE") or 0)
+RANK = os.environ.get("SLURM_PROCID", "0")
+
+
+def hold(moment: str) -> None:
+    """Wait while somebody wants it."""
+    wanted = [Path(f"{HOLDS}/want-{moment}"), Path(f"{HOLDS}/want-{moment}.{RANK}")]
+    if not any(path.exists() for path in wanted):
+        return
+    held = Path(f"{HOLDS}/held-{moment}.{RANK}.{os.getpid()}")
+    held.touch()
+    while any(path.exists() for path in wanted):
+        time.sleep(0.02)
+    held.unlink(missing_ok=True)
+
+
+def fsync(descriptor: int, _plain: object = os.fsync) -> None:
+    name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+    if name.startswith(".step-") and ".sha256" not in name:
+        hold("save")
+    _plain(descriptor)  # type: ignore[operator]
+
+
+def pace_steps(module: object) -> None:
+    position = module.Position  # type: ignore[attr-defined]
+    plain = position.advance
+
+    def advance(self: object, images: int) -> None:
+        plain(self, images)
+        time.sleep(PACE_SECONDS)
+        hold(f"step-{self.step}")  # type: ignore[attr-defined]
+
+    position.advance = advance
+
+
+def hold_after_report(module: object) -> None:
+    plain = module.write  # type: ignore[attr-defined]
+
+    def write(*args: object) -> object:
+        line = plain(*args)
+        hold("last")
+        return line
+
+    module.write = write  # type: ignore[attr-defined]
+
+
+def hold_after_leaving(module: object) -> None:
+    plain = module.leave  # type: ignore[attr-defined]
+
+    def leave(*args: object) -> None:
+        plain(*args)
+        hold("left")
+
+    module.leave = leave  # type: ignore[attr-defined]
+
+
+AFTER = {
+    "clusterddp.distributed.rendezvous": hold_after_leaving,
+    "clusterddp.checkpoints.state": pace_steps,
+    "clusterddp.training.report": hold_after_report,
+}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Lets every import pass; three modules are touched once they are loaded."""
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == "torch":
+            hold("import")
+        if fullname not in AFTER:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)  # type: ignore[arg-type]
+        if spec is None or spec.loader is None:
+            return spec
+        plain = spec.loader.exec_module
+
+        def exec_module(module: object) -> None:
+            plain(module)  # type: ignore[arg-type]
+            AFTER[fullname](module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign, assignment]
+        return spec
+
+
+def sleep(seconds: float) -> None:
+    """libfaketime refuses clock_nanosleep(2) to an absolute time of an unfaked monotonic clock."""
+    select.select([], [], [], seconds)
+
+
+def shift_clock(host: str, seconds: float) -> None:
+    """On one host the wall clock is ahead; what files show comes from the kernel, and stays."""
+    plain = time.time
+    if os.environ.get("SLURMD_NODENAME") == host:
+        time.time = lambda: plain() + seconds
+
+
+if "FAKETIME_TIMESTAMP_FILE" in os.environ:
+    time.sleep = sleep
+if HOLDS and "SLURM_STEP_ID" in os.environ:  # in tasks alone
+    os.fsync = fsync
+    if "CAMPAIGN_CLOCK" in os.environ:
+        name, _, ahead = os.environ["CAMPAIGN_CLOCK"].partition(":")
+        shift_clock(name, float(ahead))
+    sys.meta_path.insert(0, Finder())

@@ -1,0 +1,277 @@
+"""Faults of processes: ranks killed, stopped and let go on; srun killed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from clusterddp.run.run_dir import read_json
+from tests.on_slurm.campaign.fault import ENDS, fault
+from tests.on_slurm.campaign.run import Differs, Run, Trial
+
+
+def named(run: Run, rank: int) -> None:
+    """The first failure on record is the rank that was struck."""
+    failure = run.events("ended")[0].get("first_failure") or {}
+    if failure.get("rank") != rank or f"rank {rank} on " not in run.log:
+        raise run.differs(f"the first failure is {failure}, expected rank {rank}")
+
+
+def _kill_in_the_middle(trial: Trial, config: str, rank: int) -> str:
+    run = trial.start("--restart-on-failure", "1", config=config)
+    run.wait_step(60)
+    struck = run.struck()
+    run.gone(run.kill(rank))
+    run.wait_attempt(2)
+    seen = run.check_same(struck, causes=["failed", "done"])
+    named(run, rank)
+    return seen
+
+
+def _kill_at(trial: Trial, moment: str, rank: int, from_step: int) -> str:
+    """Kills a rank while all wait at a moment of the training."""
+    trial.want(moment)
+    run = trial.start("--restart-on-failure", "1")
+    trial.held(moment, 2)
+    struck = run.struck()
+    run.gone(run.kill(rank))
+    trial.release(moment)
+    run.wait_attempt(2)
+    seen = run.check_same(struck, causes=["failed", "done"])
+    named(run, rank)
+    step = run.attempts[1].read_record().get("step")
+    if step != from_step:
+        raise run.differs(f"it went on from step {step}, expected {from_step}")
+    return seen
+
+
+def _kill_during_a_save(trial: Trial, rank: int) -> str:
+    """Kills a rank while rank 0 writes the checkpoint of step 80."""
+    run = trial.start("--restart-on-failure", "1")
+    run.wait_step(45)
+    trial.want("save")
+    trial.held("save", 1)
+    struck = run.struck()
+    run.gone(run.kill(rank))
+    trial.release("save")
+    run.wait_attempt(2)
+    seen = run.check_same(struck, causes=["failed", "done"])
+    named(run, rank)
+    return seen
+
+
+def _kill_after_report(trial: Trial, rank: int) -> str:
+    """Kills a rank when the report is written: nothing is left to train."""
+    trial.want("last")
+    run = trial.start("--restart-on-failure", "1")
+    trial.held("last", 1)
+    run.gone(run.kill(rank))
+    trial.release("last")
+    return run.check_same()
+
+
+def _rows() -> dict[str, tuple[Callable[[Trial], str], str, bool]]:
+    def middle(config: str, rank: int) -> Callable[[Trial], str]:
+        return lambda trial: _kill_in_the_middle(trial, config, rank)
+
+    def at(moment: str, rank: int, from_step: int) -> Callable[[Trial], str]:
+        return lambda trial: _kill_at(trial, moment, rank, from_step)
+
+    def saving(rank: int) -> Callable[[Trial], str]:
+        return lambda trial: _kill_during_a_save(trial, rank)
+
+    def reported(rank: int) -> Callable[[Trial], str]:
+        return lambda trial: _kill_after_report(trial, rank)
+
+    return {
+        "kill-first-step-rank-0": (at("step-1", 0, 0), "two", False),
+        "kill-first-step-rank-1": (at("step-1", 1, 0), "two", False),
+        "kill-middle-rank-0": (middle("two", 0), "two", False),
+        "kill-middle-rank-1": (middle("two", 1), "two", True),
+        "kill-middle-four-ranks": (middle("four-one-bucket", 2), "four-one-bucket", False),
+        "kill-middle-four-ranks-buckets": (middle("four-buckets", 3), "four-buckets", False),
+        "kill-during-a-save-rank-0": (saving(0), "two", False),
+        "kill-during-a-save-rank-1": (saving(1), "two", False),
+        "kill-after-last-step-rank-0": (at("step-240", 0, 200), "two", False),
+        "kill-after-last-step-rank-1": (at("step-240", 1, 200), "two", False),
+        "kill-after-report-rank-0": (reported(0), "two", False),
+        "kill-after-report-rank-1": (reported(1), "two", False),
+    }
+
+
+for _name, (_strike, _config, _quick) in _rows().items():
+    fault(_name, needs=(_config,), quick=_quick)(_strike)
+
+
+def _srun(trial: Trial, number: int) -> str:
+    run = trial.start("--restart-on-failure", "1", "--nodelist", "h[01-02]")
+    run.wait_step(60)
+    struck = run.struck()
+    sruns = [pid for pid in run.processes("h01", "srun ") if _is_srun(pid)]
+    if not sruns:
+        raise run.differs("there is no srun on h01")
+    for pid in sruns if number == signal.SIGKILL else sruns[:1]:
+        run.signal(pid, number)
+    run.gone(sruns[0])
+    run.wait_attempt(2)
+    return run.check_same(struck, causes=["failed", "done"])
+
+
+def _is_srun(pid: int) -> bool:
+    return Path(f"/proc/{pid}/comm").read_text().strip() == "srun"
+
+
+@fault("srun-killed")
+def srun_killed(trial: Trial) -> str:
+    return _srun(trial, signal.SIGKILL)
+
+
+@fault("srun-terminated")
+def srun_terminated(trial: Trial) -> str:
+    """TERM to srun: it ends the tasks at once and exits with 0, as if all had been done."""
+    return _srun(trial, signal.SIGTERM)
+
+
+def _kill_above(trial: Trial, words: str, *options: str) -> str:
+    """Kills what stands above rank 1; rank 0, ended for it, takes that for a request to stop."""
+    run = trial.start("--restart-on-failure", "1", "--nodelist", "h[01-02]", *options)
+    run.wait_step(60)
+    struck = run.struck()
+    [above] = run.wait(lambda: run.processes("h02", words), words)
+    run.signal(above, signal.SIGKILL)
+    run.gone(above)
+    run.wait_attempt(2)
+    seen = run.check_same(struck, causes=["failed", "done"])
+    named(run, 1)
+    return seen
+
+
+@fault("agent-killed", quick=True)
+def agent_killed(trial: Trial) -> str:
+    return _kill_above(trial, "torch.distributed.run", "--template", "torchrun.sbatch.j2")
+
+
+@fault("submitits-process-killed")
+def submitits_process_killed(trial: Trial) -> str:
+    return _kill_above(trial, "submitit.core._submit", "--launcher", "submitit")
+
+
+@fault("launch-prefix-killed")
+def launch_prefix_killed(trial: Trial) -> str:
+    prefix = trial.folder / "prefix"
+    prefix.write_text('#!/bin/bash\n"$@"\nexit $?\n')
+    prefix.chmod(0o755)
+    return _kill_above(trial, str(prefix), "--launch-prefix", str(prefix))
+
+
+BOTH = ("--nodelist", "h[01-02]")
+
+
+def _recorded(run: Run, rank: int) -> bool:
+    record = read_json(run.attempts[0].outcomes / f"rank-{rank}.json") or {}
+    return bool(record.get("ended"))
+
+
+@fault("clocks-apart", quick=True)
+def clocks_apart(trial: Trial) -> str:
+    """The clock of rank 1's host is five seconds ahead: it is killed first all the same."""
+    trial.want("step-100")
+    run = trial.start("--restart-on-failure", "1", *BOTH, CAMPAIGN_CLOCK="h02:5")
+    trial.held("step-100", 2)
+    struck = run.struck()
+    run.kill(1)
+    run.wait(lambda: _recorded(run, 1), "the end of rank 1")
+    run.kill(0)
+    trial.release("step-100")
+    run.wait_attempt(2)
+    seen = run.check_same(struck, causes=["failed", "done"])
+    named(run, 1)
+    return seen
+
+
+@fault("clocks-apart-command", ENDS, needs=())
+def clocks_apart_command(trial: Trial) -> str:
+    """The same of a command, whose ranks compare no clocks: srun has seen the order."""
+    wait = "trap '' TERM; until [ -e go-$RANK ]; do sleep 0.1; done; exit $((3 + RANK))"
+    folder = ["--no-snapshot", "--run-name", "run", "--nodes", "2", *BOTH]
+    done = trial.clusterddp("submit", *folder, "--", "bash", "-c", wait, CAMPAIGN_CLOCK="h02:5")
+    if done.returncode:
+        raise Differs(done.stderr)
+    run = trial.adopt("run")
+    for rank in (1, 0):
+        (trial.folder / f"go-{rank}").touch()
+        run.wait(lambda rank=rank: run.attempts and _recorded(run, rank), f"the end of rank {rank}")
+    run.wait(lambda: run.causes, "the verdict")
+    named(run, 1)
+    return run.check_failed("exit code 4")
+
+
+@fault("two-faults-in-a-row")
+def two_faults_in_a_row(trial: Trial) -> str:
+    run = trial.start("--restart-on-failure", "2")
+    for attempt, rank in ((1, 1), (2, 0)):
+        run.wait_attempt(attempt)
+        run.wait_step(50 + 50 * attempt)
+        struck = run.struck()
+        run.gone(run.kill(rank))
+    run.wait_attempt(3)
+    return run.check_same(struck, causes=["failed", "failed", "done"])
+
+
+@fault("fault-in-the-restart")
+def fault_in_the_restart(trial: Trial) -> str:
+    """The second start is struck before it has trained a step."""
+    run = trial.start("--restart-on-failure", "2")
+    run.wait_step(60)
+    struck = run.struck()
+    trial.want("import")
+    run.gone(run.kill(1))
+    trial.held("import", 2)
+    if len(run.attempts) != 2:
+        raise run.differs("the second start has not begun")
+    run.gone(run.kill(0))
+    trial.release("import")
+    run.wait_attempt(3)
+    return run.check_same(struck, causes=["failed", "failed", "done"])
+
+
+def _stop_for_good(trial: Trial, rank: int, *options: str) -> str:
+    """SIGSTOP: the others wait in an exchange until the process group's time-out."""
+    short = ["--process-group-timeout", "12", *options]
+    run = trial.start("--restart-on-failure", "1", *short)
+    run.wait_step(60)
+    struck = run.struck()
+    pid = run.kill(rank, signal.SIGSTOP)
+    run.wait_said("is stopped (SIGSTOP)")
+    run.gone(pid)
+    run.wait_attempt(2)
+    seen = run.check_same(struck, causes=["failed", "done"])
+    named(run, rank)
+    if "failed first: hung: it did not answer" not in run.log:
+        raise run.differs("nobody says that the rank hung")
+    return seen
+
+
+@fault("stopped-for-good")
+def stopped_for_good(trial: Trial) -> str:
+    return _stop_for_good(trial, 1, "--watchdog", "4")
+
+
+@fault("stopped-with-a-time-out-under-the-watchdogs", quick=True)
+def stopped_with_a_time_out_under_the_watchdogs(trial: Trial) -> str:
+    return _stop_for_good(trial, 1)
+
+
+@fault("stopped-for-seconds")
+def stopped_for_seconds(trial: Trial) -> str:
+    run = trial.start("--process-group-timeout", "60", "--watchdog", "4")
+    run.wait_step(60)
+    pid = run.kill(1, signal.SIGSTOP)
+    run.wait_said("is stopped (SIGSTOP)")
+    struck = run.struck()
+    trial.stopping.wait(6)  # as long as the fault lasts
+    if run.step > struck.step + 10:
+        raise run.differs("training went on without rank 1")
+    run.signal(pid, signal.SIGCONT)
+    return run.check_same(struck, causes=["done"])

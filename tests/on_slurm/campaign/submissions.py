@@ -1,0 +1,87 @@
+"""Faults of who submits: broken scripts, a submitter that goes, one run submitted twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from subprocess import DEVNULL
+
+from tests.on_slurm.campaign.fault import ENDS, fault
+from tests.on_slurm.campaign.run import CLUSTERDDP, COMMON, CONFIGURATIONS, Trial
+
+
+@fault("broken-script", ENDS, quick=True)
+def broken_script(trial: Trial) -> str:
+    """Broken from the start: no loop of restarts."""
+    run = trial.start("--setup", "false", "--restart-on-failure", "5")
+    seen = run.check_failed("clusterddp")
+    if not 1 <= len(run.attempts) <= 2:
+        raise run.differs(f"{len(run.attempts)} attempts")
+    return f"{seen}; {len(run.attempts)} attempts"
+
+
+@fault("broken-python", ENDS)
+def broken_python(trial: Trial) -> str:
+    """Every task fails at once, in every start."""
+    run = trial.start("--launch-prefix", "/bin/false", "--restart-on-failure", "5")
+    seen = run.check_failed("clusterddp")
+    if not 1 <= len(run.attempts) <= 2:
+        raise run.differs(f"{len(run.attempts)} attempts")
+    return f"{seen}; {len(run.attempts)} attempts"
+
+
+@fault("submitter-gone")
+def submitter_gone(trial: Trial) -> str:
+    """The login shell and its `submit --wait` are killed while the job runs."""
+    options = [*CONFIGURATIONS["two"], *COMMON, *trial.data["two"], "--wait"]
+    submitter = trial.cluster.popen(
+        [*CLUSTERDDP, "submit", "--run-name", "run", *options],
+        cwd=trial.folder, env=trial.env, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL,
+    )  # fmt: skip
+    run = trial.adopt("run")
+    run.wait_step(60)
+    struck = run.struck()
+    submitter.kill_group()
+    if submitter.poll() is None:
+        raise run.differs("the submitter lives")
+    return run.check_same(struck, causes=["done"])
+
+
+@fault("two-jobs-of-one-run", quick=True)
+def two_jobs_of_one_run(trial: Trial) -> str:
+    """The script is submitted once more by hand while its first job trains."""
+    run = trial.start()
+    run.wait_step(60)
+    struck = run.struck()
+    script = str(run.dir.script)
+    second = slurm_in(trial, "sbatch", "--parsable", script)
+    run.wait_said("waiting up to")
+    seen = run.check_same(struck)
+    first = run.attempts[0].end.exists()
+    state = trial.cluster.job_state(second)
+    if not first or state != "COMPLETED":
+        raise run.differs(f"the second job ended as {state}, the first at its end: {first}")
+    return seen
+
+
+def slurm_in(trial: Trial, *argv: str) -> str:
+    done = trial.cluster.run(argv, cwd=trial.folder, env=trial.env, check=True)
+    return done.stdout.strip()
+
+
+@fault("job-and-submitter-gone")
+def job_and_submitter_gone(trial: Trial) -> str:
+    """The same, and then a rank goes as well: the run needs nobody outside to start again."""
+    options = [*CONFIGURATIONS["two"], *COMMON, *trial.data["two"], "--wait"]
+    submitter = trial.cluster.popen(
+        [*CLUSTERDDP, "submit", "--run-name", "run", "--restart-on-failure", "1", *options],
+        cwd=trial.folder, env=trial.env, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL,
+    )  # fmt: skip
+    run = trial.adopt("run")
+    run.wait_step(60)
+    struck = run.struck()
+    os.killpg(submitter.pid, signal.SIGHUP)
+    submitter.kill_group()
+    run.gone(run.kill(1))
+    run.wait_attempt(2)
+    return run.check_same(struck, causes=["failed", "done"])

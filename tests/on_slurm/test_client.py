@@ -1,0 +1,327 @@
+"""The Slurm client and the commands on runs, against a real Slurm without accounting."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.run_dir import RunDir
+from tests.on_slurm.cluster import SlurmCluster
+from tests.waiting import wait_for
+
+
+def script(*lines: str, comment: str = "") -> str:
+    comments = [f"#SBATCH --comment={comment}"] if comment else []
+    return "\n".join(["#!/bin/bash", "#SBATCH --output=/dev/null", *comments, *lines, ""])
+
+
+def client(cluster: SlurmCluster, code: str, *arguments: str, **env: str) -> Any:
+    """What `code` (an expression on modules of `slurm`, `args` and `os`) gives on a login host."""
+    program = (
+        "import dataclasses, json, os, sys\n"
+        "from clusterddp.slurm import control, queries, sbatch\n"
+        "args = sys.argv[1:]\n"
+        f"print(json.dumps({code}, default=dataclasses.asdict))\n"
+    )
+    got = cluster.run([sys.executable, "-c", program, *arguments], env=env, check=True)
+    return json.loads(got.stdout)
+
+
+def query(cluster: SlurmCluster, *job_ids: str, **env: str) -> dict[str, dict[str, Any]]:
+    answer: dict[str, dict[str, Any]] = client(cluster, "queries.query(args)", *job_ids, **env)
+    return answer
+
+
+def wait_state(cluster: SlurmCluster, job_id: str, state: str, timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while cluster.job_state(job_id) != state:
+        assert time.monotonic() < deadline, cluster.job_state(job_id)
+        time.sleep(0.1)
+
+
+def test_states_of_real_jobs(cluster: SlurmCluster) -> None:
+    overdue = cluster.sbatch(script("sleep 300"), "--time=1")
+    done = cluster.sbatch(script("exit 0"))
+    failed = cluster.sbatch(script("exit 3"))
+    killed = cluster.sbatch(script("kill -9 $$"))
+    step_killed = cluster.sbatch(script("srun -n1 bash -c 'kill -9 $$'"))
+    running = cluster.sbatch(script("sleep 300"))
+    cancelled = cluster.sbatch(script("sleep 300"))
+    held = cluster.sbatch(script("true"), "--hold")
+    dropped = cluster.sbatch(script("true"), "--hold")
+    for job_id in (done, failed, killed, step_killed):
+        cluster.wait_job(job_id)
+    wait_state(cluster, running, "RUNNING")
+    wait_state(cluster, cancelled, "RUNNING")
+    wait_state(cluster, overdue, "RUNNING")
+    client(cluster, "[control.cancel(a) for a in args]", cancelled, dropped)
+    cluster.wait_job(cancelled)
+    # A limit is looked at every 30 s and is a minute at least: bring the end forward.
+    cluster.run(["scontrol", "update", f"jobid={overdue}", "EndTime=now"], check=True)
+    cluster.wait_job(overdue)
+    going_on = (running, held)
+    ended = (overdue, done, failed, killed, step_killed, cancelled, dropped)
+    seen = query(cluster, *going_on, *ended, "999")
+    states = {job_id: (answer["state"], answer["exit_code"]) for job_id, answer in seen.items()}
+    assert states == {
+        overdue: ("timeout", states[overdue][1]),
+        done: ("done", 0),
+        failed: ("failed", 3),
+        killed: ("failed", 137),
+        step_killed: ("failed", 137),
+        running: ("running", None),
+        cancelled: ("cancelled", states[cancelled][1]),
+        held: ("pending", None),
+        dropped: ("cancelled", states[dropped][1]),
+        "999": ("unknown", None),
+    }
+    assert seen[held]["reason"] == "JobHeldUser"
+    assert seen["999"]["problem"] == ""
+
+
+def test_a_job_name_cannot_forge_a_state(cluster: SlurmCluster) -> None:
+    job_id = cluster.sbatch(script("exit 5"), "--job-name=x JobState=COMPLETED Reason=None")
+    cluster.wait_job(job_id)
+    seen = query(cluster, job_id)[job_id]
+    assert (seen["state"], seen["exit_code"]) == ("failed", 5)
+
+
+@pytest.mark.slow
+def test_a_job_that_slurm_does_not_know_is_unknown(cluster: SlurmCluster) -> None:
+    for asked in (["9999"], ["9998", "9999"]):
+        seen = query(cluster, *asked)
+        assert [(s["state"], s["problem"]) for s in seen.values()] == [("unknown", "")] * len(asked)
+    client(cluster, "control.cancel('9999')")  # scancel passes it over too
+
+
+def test_a_persons_squeue_settings_hide_no_job(cluster: SlurmCluster) -> None:
+    job_id = cluster.sbatch(script("true"), "--hold")
+    seen = query(cluster, job_id, SQUEUE_PARTITION="high", SQUEUE_FORMAT="%j", SQUEUE_STATES="R")
+    assert seen[job_id]["state"] == "pending"
+
+
+@pytest.mark.slow
+def test_partitions_come_from_sinfo(cluster: SlurmCluster) -> None:
+    assert client(cluster, "queries.partitions()") == ["main", "high"]
+
+
+@pytest.mark.slow
+def test_sbatchs_words_on_an_unknown_partition(cluster: SlurmCluster) -> None:
+    program = (
+        "import os, sys\nfrom clusterddp import errors\n"
+        "from clusterddp.slurm.sbatch import sbatch\n"
+        "try:\n    sbatch(sys.argv[1], os.environ, comment='c')\n"
+        "except errors.RequestError as error:\n    sys.exit(str(error))\n"
+    )
+    text = script("#SBATCH --partition=nope", "true")
+    got = cluster.run([sys.executable, "-c", program, text])
+    assert got.returncode == 1
+    assert got.stderr.startswith("sbatch refused the job: sbatch: error: invalid partition")
+
+
+def test_a_lost_submission_is_found_by_its_comment(cluster: SlurmCluster) -> None:
+    mine = cluster.sbatch(script("true", comment="clusterddp:a|b"), "--hold")
+    cluster.sbatch(script("true", comment="clusterddp:other"), "--hold")
+    code = "sbatch._lost('sbatch said nothing', os.environ, args[0], float(args[1]))"
+    assert client(cluster, code, "clusterddp:a|b", str(time.time())) == mine
+
+
+def test_a_controller_that_is_down_is_named(cluster: SlurmCluster) -> None:
+    job_id = cluster.sbatch(script("true"), "--hold")
+    cluster.kill_slurmctld()
+    try:
+        seen = query(cluster, job_id)[job_id]
+    finally:
+        cluster.start_slurmctld()
+    assert seen["state"] == "unknown"
+    assert "squeue" in seen["problem"]
+
+
+@pytest.mark.slow
+def test_submission_from_inside_a_job_is_as_from_a_login_shell(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    child = script(f"env -0 >{tmp_path}/$SLURM_JOB_NAME.env")
+    program = (
+        "import os, sys\nfrom clusterddp.slurm.sbatch import sbatch\n"
+        "print(sbatch(open(sys.argv[1]).read(), os.environ, comment='c'))\n"
+    )
+    for name in ("outside", "inside"):
+        text = child.replace("#!/bin/bash", f"#!/bin/bash\n#SBATCH --job-name={name}")
+        (tmp_path / f"{name}.sh").write_text(text)
+    outside = cluster.run([sys.executable, "-c", program, tmp_path / "outside.sh"], check=True)
+    (tmp_path / "submit.py").write_text(program)
+    parent = script(
+        "export RANK=3 WORLD_SIZE=8 MASTER_PORT=1 SBATCH_PARTITION=high SLURM_CPU_BIND=none",
+        f"srun --ntasks=1 {sys.executable} {tmp_path}/submit.py {tmp_path}/inside.sh "
+        f">{tmp_path}/inside.id",
+    )
+    parent_id = cluster.sbatch(parent, "--gpus-per-node=2", "--ntasks=4")
+    assert cluster.wait_job(parent_id) == "COMPLETED"
+    inside = (tmp_path / "inside.id").read_text().strip()
+    assert cluster.wait_job(outside.stdout.strip()) == "COMPLETED"
+    assert cluster.wait_job(inside) == "COMPLETED"
+    from_login, from_job = (
+        dict(
+            item.split("=", 1)
+            for item in (tmp_path / f"{name}.env").read_text().split("\0")
+            if "=" in item
+        )
+        for name in ("outside", "inside")
+    )
+    differing = {
+        name
+        for name in from_login.keys() | from_job.keys()
+        if from_login.get(name) != from_job.get(name)
+    }
+    assert differing <= {
+        # of the job itself, and of where sbatch was called
+        *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_NAME", "SLURM_TASK_PID", "SLURM_SUBMIT_HOST"),
+        *("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURMD_NODENAME", "SLURM_TOPOLOGY_ADDR"),
+        *("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"),  # set from 23.02 on
+        # what a batch shell has in any case
+        *("HOSTNAME", "SHLVL", "OLDPWD", "TMPDIR", "ENVIRONMENT", "_"),
+    }
+    assert from_job["SLURM_JOB_PARTITION"] == "main"
+
+
+# -- the commands on runs --------------------------------------------------------------------
+
+
+def make_run(
+    root: Path, name: str, cluster: SlurmCluster, *lines: str, hold: bool = False
+) -> RunDir:
+    """A run whose script keeps the records that ours keep, submitted."""
+    path = root / name
+    spec = JobSpec(
+        run_name=name,
+        run_dir=str(path),
+        resources=Resources(nodes=1),
+        python=sys.executable,
+        train=TrainConfig(),
+    )
+    path.mkdir(parents=True)
+    run = RunDir(path)
+    run.logs.mkdir()
+    run.spec.write_text(spec.to_json())
+    body = script(
+        'record() { printf \'{"event": "%s", "time": %s, "job_id": "%s", "restart": %d%s}\\n\' \\',
+        '  "$1" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$2" \\',
+        f"  >>{path}/events.jsonl; }}",
+        'trap \'record ended ", \\"exit_code\\": $?"\' EXIT',
+        "trap 'exit 143' TERM",
+        'record started ", \\"nodelist\\": \\"$SLURM_JOB_NODELIST\\""',
+        *lines,
+    )
+    job_id = cluster.sbatch(body, *(["--hold"] if hold else []))
+    run.add_event("submitted", job_id=job_id, launcher="sbatch")
+    return run
+
+
+def clusterddp(cluster: SlurmCluster, root: Path, *argv: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "clusterddp", argv[0], "--output-root", str(root), *argv[1:]]
+    got = cluster.run(command, timeout=120)
+    return got.returncode, got.stdout, got.stderr
+
+
+def states(cluster: SlurmCluster, root: Path) -> dict[str, str]:
+    code, out, err = clusterddp(cluster, root, "jobs", "--json")
+    assert code == 0, err
+    return {status["name"]: status["state"] for status in json.loads(out)}
+
+
+def job_of(run: RunDir) -> str:
+    return str(run.read_events()[-1]["job_id"])
+
+
+def test_runs_live_and_end_as_jobs_and_cancel_say(cluster: SlurmCluster, tmp_path: Path) -> None:
+    done = make_run(tmp_path, "done", cluster, "exit 0")
+    failed = make_run(tmp_path, "failed", cluster, "exit 3")
+    running = make_run(tmp_path, "running", cluster, "sleep 300 & wait")
+    make_run(tmp_path, "queued", cluster, hold=True)
+    by_hand = make_run(tmp_path, "by-hand", cluster, hold=True)
+    cluster.wait_job(job_of(done))
+    cluster.wait_job(job_of(failed))
+    wait_state(cluster, job_of(running), "RUNNING")
+    cluster.run(["scancel", job_of(by_hand)], check=True)
+    assert states(cluster, tmp_path) == {
+        "done": "done",
+        "failed": "failed",
+        "running": "running",
+        "queued": "queued",
+        "by-hand": "cancelled",
+    }
+    running_id = job_of(running)
+    code, out, err = clusterddp(cluster, tmp_path, "cancel", "running", "queued", "done")
+    assert code == 0, err
+    assert "asked Slurm" in out
+    assert "done has already ended: done" in out
+    cluster.wait_job(running_id)
+    after = states(cluster, tmp_path)
+    assert (after["running"], after["queued"], after["done"]) == ("cancelled", "cancelled", "done")
+
+
+@pytest.mark.slow
+def test_elements_of_an_array_are_runs_that_live_and_are_cancelled_one_by_one(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    argv = ["submit", "--run-name", "a", "--dry-run", "--", "sleep", "300"]
+    _, script, _ = clusterddp(cluster, tmp_path, *argv)
+    array = cluster.sbatch(script, "--array=0-2", cwd=tmp_path)
+    runs = [f"a-{index}" for index in range(3)]
+    wait_for(lambda: len(list(tmp_path.glob("a-*/logs/rank-0.log"))) == 3, "each has started")
+    assert states(cluster, tmp_path) == dict.fromkeys(runs, "running")
+
+    def left() -> set[str]:
+        answer = cluster.run(["squeue", "-h", "-t", "RUNNING", "-o", "%i"], check=True)
+        return set(answer.stdout.split())
+
+    # The raw id of the last element is the array's: it must not take all of them with it.
+    for index, others in ((0, {f"{array}_1", f"{array}_2"}), (2, {f"{array}_1"})):
+        code, out, err = clusterddp(cluster, tmp_path, "cancel", f"{array}_{index}")
+        assert code == 0, err
+        assert f"(job {array}_{index})" in out
+        wait_for(lambda others=others: left() <= others, "the element has left the queue")
+        assert left() == others
+    after = states(cluster, tmp_path)
+    assert after["a-1"] == "running"
+
+
+def test_logs_f_follows_a_real_job_to_its_end(cluster: SlurmCluster, tmp_path: Path) -> None:
+    log = tmp_path / "one" / "logs" / "rank-0.log"
+    make_run(tmp_path, "one", cluster, f"echo hello >>{log}", "sleep 2", f"echo bye >>{log}")
+    code, out, err = clusterddp(cluster, tmp_path, "logs", "-f", "one")
+    assert (code, out) == (0, "hello\nbye\n"), err
+    assert "one: running on h0" in err
+    assert "one: done" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exit 3", "kill -9 $$"])
+def test_logs_f_of_a_real_failure_exits_1(cluster: SlurmCluster, tmp_path: Path, how: str) -> None:
+    make_run(tmp_path, "one", cluster, how)
+    code, _, err = clusterddp(cluster, tmp_path, "logs", "-f", "one")
+    assert code == 1
+    assert "one: failed" in err
+
+
+@pytest.mark.slow
+def test_logs_f_goes_on_over_a_real_requeue(cluster: SlurmCluster, tmp_path: Path) -> None:
+    log = tmp_path / "one" / "logs" / "rank-0.log"
+    run = make_run(
+        tmp_path,
+        "one",
+        cluster,
+        f"echo attempt ${{SLURM_RESTART_COUNT:-0}} >>{log}",
+        '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && exit 0',
+        # TERM may reach the sleep before this shell, which is then at its end: not with 0.
+        'scontrol requeue "$SLURM_JOB_ID"; sleep 300 & wait; exit 143',
+    )
+    code, out, err = clusterddp(cluster, tmp_path, "logs", "-f", run.name)
+    assert (code, out) == (0, "attempt 0\nattempt 1\n"), err

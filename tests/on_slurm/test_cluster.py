@@ -1,0 +1,429 @@
+"""The harness itself: what it boots behaves as a cluster, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clusterddp.processes.parent_death import die_with_parent
+from tests.on_slurm.cluster import FOLDER_PREFIX, ClusterError, SlurmCluster
+
+pytestmark = [pytest.mark.usefixtures("slurm_available"), pytest.mark.slow]
+
+NOBODY = 65534
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+
+# Prints what a client of the given address and port was greeted with, trying for ten seconds.
+CLIENT = """
+import socket, sys, time
+deadline = time.monotonic() + 10
+while True:
+    try:
+        with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5) as link:
+            print(link.recv(100).decode())
+            break
+    except ConnectionRefusedError:
+        if time.monotonic() > deadline:
+            raise
+        time.sleep(0.02)
+"""
+SERVER = """
+import socket, sys
+with socket.create_server(("", int(sys.argv[1]))) as server:
+    server.settimeout(20)
+    link, peer = server.accept()
+    link.sendall(f"{socket.gethostname()} greets {peer[0]}".encode())
+"""
+
+
+@pytest.fixture
+def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files that nobody else uses: what is in it, this test has left.
+
+    Not pytest's tmp_path, which is too long for the path of a socket.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_job_of_two_nodes_runs_on_both(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = cluster.sbatch("#!/bin/sh\nsrun hostname\n", "-N2", "--output=log", cwd=tmp_path)
+    assert cluster.wait_job(job) == "COMPLETED"
+    assert sorted((tmp_path / "log").read_text().split()) == ["h01", "h02"]
+
+
+def test_every_host_has_its_own_name_and_address(cluster: SlurmCluster) -> None:
+    for host in ("login", *cluster.hosts):
+        assert cluster.run_on(host, ["hostname"], check=True).stdout == f"{host}\n"
+        shown = cluster.run_on(host, ["ip", "-o", "-4", "address", "show"], check=True).stdout
+        assert f" {cluster.addresses[host]}/24 " in shown
+        for other, address in cluster.addresses.items():
+            if other != host:
+                assert f" {address}/" not in shown
+    assert len(set(cluster.addresses.values())) == 3
+
+
+def test_every_host_knows_every_name(cluster: SlurmCluster) -> None:
+    for host in ("login", *cluster.hosts):
+        for name, address in cluster.addresses.items():
+            answer = cluster.run_on(host, ["getent", "hosts", name], check=True).stdout.split()
+            assert answer == [address, name]
+
+
+def test_hosts_reach_one_another_over_tcp(cluster: SlurmCluster) -> None:
+    server = cluster.popen_on("h02", [sys.executable, "-c", SERVER, "5000"])
+    answer = cluster.run_on("h01", [sys.executable, "-c", CLIENT, "h02", "5000"], check=True)
+    assert answer.stdout == f"h02 greets {cluster.addresses['h01']}\n"
+    assert server.wait(timeout=10) == 0
+
+
+def test_a_port_taken_on_one_host_is_free_on_the_other(cluster: SlurmCluster) -> None:
+    for host in cluster.hosts:
+        server = cluster.popen_on(host, [sys.executable, "-c", SERVER, "5001"])
+        client = [sys.executable, "-c", CLIENT, host, "5001"]
+        answer = cluster.run(client, check=True).stdout
+        assert answer == f"{host} greets {cluster.addresses['login']}\n"
+        assert server.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        (["--gpus-per-node=4", "--ntasks-per-node=2"], ["0,1,2,3"] * 4),
+        (["--gpus-per-node=2", "--ntasks-per-node=2"], ["0,1"] * 4),
+        (["--gpus-per-task=1", "--ntasks-per-node=2"], ["0", "0", "1", "1"]),
+    ],
+)
+def test_fake_gpus_are_handed_out_as_real_ones(
+    cluster: SlurmCluster, options: list[str], seen: list[str]
+) -> None:
+    argv = ["srun", "-N2", *options, "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+    assert sorted(cluster.run(argv, check=True).stdout.split()) == seen
+
+
+def test_commands_do_not_inherit_a_surrounding_job(
+    cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaking = ("SLURM_JOB_ID", "SBATCH_PARTITION", "CLUSTERDDP_NODES", "RANK", "KEPT")
+    for name in leaking:
+        monkeypatch.setenv(name, "leaked")
+    names = " ".join(f"${name}" for name in leaking)
+    env = {"SLURM_JOB_ID": "given", "KEPT": None}
+    shown = cluster.run(["sh", "-c", f"echo {names}"], env=env, check=True).stdout
+    assert shown.split() == ["given"]
+    assert cluster.run(["sh", "-c", "echo $KEPT"]).stdout == "leaked\n"
+
+
+def test_a_command_runs_in_the_folder_it_is_given(cluster: SlurmCluster, tmp_path: Path) -> None:
+    odd = tmp_path / "a b; echo 'x'"
+    odd.mkdir()
+    assert cluster.run(["pwd"], cwd=odd).stdout == f"{odd}\n"
+    assert cluster.run(["pwd"]).stdout == f"{Path.cwd()}\n"
+
+
+def test_a_command_that_hangs_is_an_error_with_the_daemons_logs(cluster: SlurmCluster) -> None:
+    script = "echo begun; sleep 1000 & sleep 1000"
+    with pytest.raises(ClusterError, match=r"(?s)did not end within 3 s.*begun.*slurmctld\.log"):
+        cluster.run(["sh", "-c", script], timeout=3)
+    assert not [command for command in cluster.processes("login").values() if "sleep" in command]
+
+
+def test_a_signal_reaches_the_command_and_its_exit_code_comes_back(cluster: SlurmCluster) -> None:
+    script = "trap 'exit 7' INT; echo ready; while :; do sleep 0.05; done"
+    process = cluster.popen(["sh", "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == 7
+    process.stdout.close()
+
+
+def test_waiting_for_an_unknown_or_endless_job_says_so(cluster: SlurmCluster) -> None:
+    with pytest.raises(ClusterError, match="knows no job 4000000"):
+        cluster.wait_job(4000000)
+    job = cluster.sbatch("#!/bin/sh\nsleep 1000\n", "--output=/dev/null")
+    with pytest.raises(ClusterError, match=rf"job {job} is \w+ after 0\.5 s"):
+        cluster.wait_job(job, timeout=0.5)
+
+
+def test_final_states_of_single_jobs_and_arrays(cluster: SlurmCluster) -> None:
+    fails = cluster.sbatch("#!/bin/sh\nexit 3\n", "--output=/dev/null")
+    forged = cluster.sbatch(
+        "#!/bin/sh\nexit 3\n", "--output=/dev/null", "--job-name=x\nJobState=COMPLETED "
+    )
+    script = "#!/bin/sh\nexit $SLURM_ARRAY_TASK_ID\n"
+    array = cluster.sbatch(script, "--array=0-1", "--output=/dev/null")
+    assert cluster.wait_job(fails) == "FAILED"
+    assert cluster.wait_job(forged) == "FAILED"
+    assert cluster.wait_job(array) == "FAILED"
+
+
+def test_cancel_all_empties_the_cluster(cluster: SlurmCluster, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    stubborn = f"#!/bin/sh\ntrap '' TERM\ntouch {shlex.quote(str(started))}\nsleep 1000\n"
+    jobs = [
+        cluster.sbatch(stubborn, "-N2", "--exclusive", "--output=/dev/null"),
+        cluster.sbatch(stubborn, "-N2", "--exclusive", "--output=/dev/null"),
+    ]
+    _eventually(started.exists)
+    cluster.cancel_all()
+    assert [cluster.job_state(job) for job in jobs] == ["CANCELLED", "CANCELLED"]
+    assert cluster.run(["squeue", "-h"], check=True).stdout == ""
+    for host in cluster.hosts:
+        assert "sleep 1000" not in cluster.processes(host).values()
+
+
+def test_a_requeued_job_starts_again_within_seconds(cluster: SlurmCluster, tmp_path: Path) -> None:
+    script = "#!/bin/sh\necho ${SLURM_RESTART_COUNT:-0} >>starts\n[ $SLURM_RESTART_COUNT ] "
+    job = cluster.sbatch(
+        script + "|| sleep 1000\n", "--requeue", "--output=/dev/null", cwd=tmp_path
+    )
+    _eventually((tmp_path / "starts").exists)
+    cluster.run(["scontrol", "requeue", job], check=True)
+    assert cluster.wait_job(job, timeout=60) == "COMPLETED"
+    assert (tmp_path / "starts").read_text().split() == ["0", "1"]
+
+
+def test_the_high_partition_preempts_the_main_one_after_its_grace(cluster: SlurmCluster) -> None:
+    low = cluster.sbatch("#!/bin/sh\nsleep 1000\n", "-N2", "--exclusive", "--output=/dev/null")
+    _eventually(lambda: cluster.job_state(low) == "RUNNING")
+    begun = time.monotonic()
+    argv = ["srun", "--partition=high", "-N2", "--exclusive", "hostname"]
+    assert sorted(cluster.run(argv, check=True).stdout.split()) == ["h01", "h02"]
+    assert time.monotonic() - begun > 10
+    _eventually(lambda: cluster.job_state(low) == "PENDING")
+
+
+def test_a_job_survives_its_slurmd(cluster: SlurmCluster, tmp_path: Path) -> None:
+    go_on = tmp_path / "go-on"
+    wait = f"while ! [ -e {shlex.quote(str(go_on))} ]; do sleep 0.05; done"
+    job = cluster.sbatch(f"#!/bin/sh\n{wait}\n", "-w", "h01", "--output=/dev/null")
+    _eventually(lambda: cluster.job_state(job) == "RUNNING")
+    cluster.kill_slurmd("h01")
+    cluster.start_slurmd("h01")
+    assert cluster.job_state(job) == "RUNNING"
+    go_on.touch()
+    assert cluster.wait_job(job) == "COMPLETED"
+
+
+def test_a_job_survives_slurmctld(cluster: SlurmCluster) -> None:
+    job = cluster.sbatch("#!/bin/sh\nsleep 1000\n", "--output=/dev/null")
+    _eventually(lambda: cluster.job_state(job) == "RUNNING")
+    cluster.restart_slurmctld()
+    assert cluster.job_state(job) == "RUNNING"
+    cluster.kill_slurmctld()
+    assert cluster.run(["scontrol", "ping"]).stdout.count("DOWN") == 1
+    cluster.start_slurmctld()
+
+
+def test_cancel_all_mends_what_a_fault_test_broke(cluster: SlurmCluster) -> None:
+    script = "#!/bin/sh\nsrun sleep 1000\n"
+    job_id = cluster.sbatch(script, "-N2", "--output=/dev/null")
+    saved = _job_state(cluster)
+    _eventually(lambda: "/usr/bin/sleep 1000" in _commands(cluster, "h02"))
+    # A slurmctld killed before it has saved the job (within 5 s) issues its id once more; a slurmd
+    # that was told to end the first job then refuses the second's credential of the same second.
+    _eventually(lambda: _job_state(cluster) != saved)
+    cluster.kill_slurmd("h02", steps=True)
+    assert "/usr/bin/sleep 1000" in _commands(cluster, "h02"), "an orphan, as on a real node"
+    cluster.kill_host("h01")
+    assert _commands(cluster, "h01") == []
+    cluster.kill_slurmctld()
+    cluster.cancel_all()
+    assert "/usr/bin/sleep 1000" not in _commands(cluster, "h02")
+    assert cluster.run(["squeue", "-h"], check=True).stdout == ""
+    argv = ["srun", "-N2", "sh", "-c", "hostname; echo $SLURM_JOB_ID"]
+    answer = cluster.run(argv, check=True).stdout.split()
+    assert {"h01", "h02"} < set(answer)
+    assert job_id not in answer, "an id is issued once"
+
+
+def test_two_clusters_at_once_and_no_trace_of_either(own_tmp: Path) -> None:
+    before = _machine()
+    with SlurmCluster(hosts=2) as one, SlurmCluster(hosts=1, conf={"KillWait": "7"}) as two:
+        argv = ["srun", "-l", "hostname"]
+        jobs = [one.popen([*argv[:1], "-N2", *argv[1:]], stdout=subprocess.PIPE)]
+        jobs.append(two.popen(argv, stdout=subprocess.PIPE))
+        shown = [sorted(job.communicate(timeout=60)[0].split("\n")) for job in jobs]
+        assert shown == [["", "0: h01", "1: h02"], ["", "0: h01"]]
+        assert two.run(["scontrol", "show", "config"]).stdout.count("7 sec") == 1
+        left_running = two.popen(["sh", "-c", "echo up; sleep 1000"], stdout=subprocess.PIPE)
+        assert left_running.stdout is not None
+        assert left_running.stdout.readline() == "up\n"
+        folders = [one.folder, two.folder]
+    left_running.stdout.close()
+    assert left_running.returncode == -signal.SIGKILL
+    assert not any(folder.exists() for folder in folders)
+    assert _left_in(own_tmp) == set()
+    assert _machine() == before
+
+
+def test_a_process_forked_meanwhile_keeps_no_cluster_up(own_tmp: Path) -> None:
+    """It holds every descriptor that this process had: a function's rank for one."""
+    with SlurmCluster(hosts=1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of threads and forks
+        own, pid = os.getpid(), os.fork()
+        if pid == 0:
+            die_with_parent(own)
+            signal.pause()
+            os._exit(1)
+    try:
+        assert _left_in(own_tmp) == set()
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it outlives the cluster"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_the_slurm_of_another_root_is_booted_and_the_root_left_as_it_was(own_tmp: Path) -> None:
+    before = _machine()
+    program = "import os, clusterddp; print(os.getuid(), os.path.exists('/run/written'))"
+    python = shlex.join([*AS_NOBODY, sys.executable, "-c", program])
+    argv = ["sh", "-c", f"touch /run/written; {python}"]
+    with SlurmCluster(hosts=1, root=Path("/")) as other:
+        assert other.run(["srun", *argv], check=True).stdout.split() == [str(NOBODY), "True"]
+    assert not Path("/run/written").exists()
+    assert _left_in(own_tmp) == set()
+    assert _machine() == before
+
+
+def test_a_root_without_slurm_is_refused(own_tmp: Path) -> None:
+    reason = r"not installed in .*: slurmctld, slurmd"
+    with pytest.raises(ClusterError, match=reason), SlurmCluster(hosts=1, root=own_tmp):
+        pytest.fail("it booted")
+
+
+def test_lines_of_slurm_conf_can_be_added_replaced_and_dropped() -> None:
+    conf = {"PartitionName=high": None, "PartitionName=tiny": "Nodes=h01", "JobRequeue": "0"}
+    with SlurmCluster(hosts=1, gpus_per_host=0, conf=conf) as small:
+        partitions = small.run(["sinfo", "-h", "-o", "%R"], check=True).stdout
+        assert sorted(partitions.split()) == ["main", "tiny"]
+        assert "JobRequeue=0" in small.slurm_conf.read_text()
+
+
+@pytest.mark.parametrize(
+    ("conf", "reason"),
+    [
+        ({"SelectType": "select/none-such"}, r"slurmctld ended with 1(?s:.*)none-such"),
+        ({"NodeName=h01": "NodeAddr=10.77.0.11 CPUs=no"}, r"slurmctld ended with 1"),
+        ({"SlurmdSpoolDir": "/proc/none"}, r"h01 ended with 1(?s:.*)/proc/none"),
+    ],
+)
+def test_a_boot_that_fails_says_why_and_leaves_nothing(
+    own_tmp: Path, conf: dict[str, str], reason: str
+) -> None:
+    with pytest.raises(ClusterError, match=reason), SlurmCluster(hosts=1, conf=conf):
+        pytest.fail("it booted")
+    assert _left_in(own_tmp) == set()
+
+
+def test_an_owner_that_was_killed_leaves_no_process_and_its_folder_is_swept(own_tmp: Path) -> None:
+    program = (
+        "from cluster import SlurmCluster\n"
+        "with SlurmCluster(hosts=1) as c:\n"
+        "    print(c.folder, flush=True); input()\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with owner:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip())
+        assert folder.name.startswith(FOLDER_PREFIX)
+        with (folder / "owner.lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner.kill()
+    _eventually(lambda: _left_in(own_tmp) == {str(folder)})
+    with SlurmCluster(hosts=1) as living:
+        assert not folder.exists()
+        with SlurmCluster(hosts=1):
+            assert living.folder.exists()
+    assert _left_in(own_tmp) == set()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_line_cleans_up_when_interrupted(own_tmp: Path, sig: signal.Signals) -> None:
+    command = [sys.executable, "cluster.py", "--hosts", "1", "--", "sh", "-c"]
+    owner = subprocess.Popen(
+        [*command, "hostname; sleep 1000"],
+        cwd=Path(__file__).parent,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert owner.stdout is not None
+    try:
+        assert owner.stdout.readline() == "login\n"
+        os.killpg(owner.pid, sig)  # as the terminal does
+        assert owner.wait(timeout=30) == 128 + sig
+    finally:
+        owner.kill()
+        owner.wait(timeout=10)
+        owner.stdout.close()
+    assert _left_in(own_tmp) == set()
+
+
+def test_the_command_line_passes_the_commands_exit_code_on() -> None:
+    command = [sys.executable, "cluster.py", "--hosts", "1", "--", "sh", "-c", "sinfo -h; exit 9"]
+    here = Path(__file__).parent
+    done = subprocess.run(
+        command, cwd=here, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 9, done.stderr
+    assert "h01" in done.stdout
+
+
+def _commands(cluster: SlurmCluster, host: str) -> list[str]:
+    return list(cluster.processes(host).values())
+
+
+def _left_in(folder: Path) -> set[str]:
+    """The folders that clusters left in `folder`, and the processes that know of it."""
+    left = {str(path) for path in folder.iterdir()}
+    for process in Path("/proc").glob("[0-9]*"):
+        if process.name == str(os.getpid()):
+            continue
+        try:
+            words = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            continue  # it has ended meanwhile
+        if bytes(folder) in words:
+            left.add(f"process {process.name}: {words[:100]!r}")
+    return left
+
+
+def _job_state(cluster: SlurmCluster) -> int:
+    """When slurmctld last saved what it knows of its jobs, in nanoseconds; 0 if it never has."""
+    path = cluster.folder / "state" / "job_state"
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def _machine() -> tuple[str, ...]:
+    """What of this machine's own network and mounts a cluster could have touched."""
+    argvs = (["ip", "netns", "list"], ["ip", "-o", "-br", "link"], ["cat", "/etc/hosts"])
+    shown = [subprocess.run(argv, capture_output=True, text=True, check=True) for argv in argvs]
+    return (*(done.stdout for done in shown), Path("/proc/self/mountinfo").read_text())
+
+
+def _eventually(condition: Callable[[], bool], timeout: float = 30) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s"
+        time.sleep(0.05)

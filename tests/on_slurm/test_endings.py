@@ -1,0 +1,311 @@
+"""Every way a run can end, as Slurm and what waits for its job see it: docs/endings.md, row by row.
+
+All runs are queued at once, each with a job that waits for its success and one that waits for its
+failure; the tests then read what became of them.
+"""
+
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.run.run_dir import RunDir
+from tests.on_slurm.cluster import FINAL_STATES, PASSING_STATES, SlurmCluster
+from tests.on_slurm.test_submit import CLUSTERDDP, submit
+from tests.waiting import wait_for
+
+PAGE = Path(__file__).parents[2] / "docs/endings.md"
+LAUNCHERS = {
+    "ddp": [],
+    "torchrun": ["--template", "torchrun.sbatch.j2"],
+    "submitit": ["--launcher", "submitit"],
+}
+ALL = tuple(LAUNCHERS)
+PATIENCE = 240
+# As Slurm has it by default: an agent needs seconds to leave, on a machine that does all at once.
+CONF = {"KillWait": "30", "MinJobAge": "3600"}
+# A model whose every rank leaves in the midst of its training, content with itself.
+MODEL = "import os\ndef leave():\n    os._exit(0)\n"
+UP = 'touch "up-$CLUSTERDDP_WAY"; '
+SLEEP = "while :; do sleep 0.2; done"
+# The first start says once that it has more to do.
+ONCE = '[ -e "once-$CLUSTERDDP_WAY" ] || { touch "once-$CLUSTERDDP_WAY"; exit 75; }'
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to an end, and the launchers with which it is tried."""
+
+    options: tuple[str, ...]
+    command: str = ""
+    """What every task runs; a training without one."""
+    strike: Callable[["Struck"], object] | None = None
+    """What happens to it once it is up."""
+    launchers: tuple[str, ...] = ALL
+
+
+@dataclass
+class Struck:
+    """A run that is up, for what strikes it."""
+
+    cluster: SlurmCluster
+    folder: Path
+    run: RunDir
+    job_id: str
+
+    def stop(self) -> None:
+        trains = self.run.current / "attempt.json"
+        wait_for(trains.exists, f"training: {self.run.path}")
+        argv = [*CLUSTERDDP, "stop", self.run.name]
+        self.cluster.run(argv, cwd=self.folder, check=True)
+
+    def scancel(self) -> None:
+        self.cluster.run(["scancel", self.job_id], check=True)
+
+    def requeue(self) -> None:
+        self.cluster.run(["scontrol", "requeue", self.job_id], check=True)
+
+    def refuse_requeue(self) -> None:
+        update = ["scontrol", "update", f"JobId={self.job_id}", "Requeue=0"]
+        self.cluster.run(update, check=True)
+        (self.folder / f"go-{self.run.name}").touch()
+
+    def lose_a_node(self) -> None:
+        self.cluster.kill_host("h02")
+
+
+TWO_TASKS = ("--tasks-per-node", "2")
+TRAINING = ("--dataset", "synthetic", "--threads", "1", "--batch-size", "32")
+FOREVER = ("--epochs", "10000", "--max-steps", "1000000")
+WAYS = {
+    "the run is done": Way((), "true"),
+    "a rank ends with an exit code, here 3": Way(
+        TWO_TASKS, f'[ "$RANK" = 1 ] && exit 3; {SLEEP}'
+    ),
+    "a rank dies of a signal, here SEGV (11)": Way(
+        TWO_TASKS, f'[ "$RANK" = 1 ] && kill -SEGV $$; {SLEEP}'
+    ),
+    "ranks exit with 0 before the training is done": Way((*TRAINING, "--model", "model:leave")),
+    "a line of the set-up fails, here with 4": Way(("--setup", "(exit 4)"), "true"),
+    "`clusterddp stop`": Way((*TRAINING, *FOREVER), strike=Struck.stop),
+    "paused, or a COMMAND that exits with 75, and requeue is off": Way((), "exit 75"),
+    "the same, with no start left (`--max-requeues`)": Way(
+        ("--requeue", "--max-requeues", "0"), "exit 75"
+    ),
+    "the same, put back into the queue by the script": Way(("--requeue",), ONCE),
+    "the same, where requeue is refused: the next job goes on": Way(
+        ("--requeue",), f'{UP} until [ -e "go-$CLUSTERDDP_WAY" ]; do sleep 0.2; done; {ONCE}',
+        Struck.refuse_requeue, ("ddp", "torchrun"),
+    ),
+    "Slurm puts it back: preemption, a lost node, `scontrol requeue`": Way(
+        ("--requeue",),
+        f'[ -e "up-$CLUSTERDDP_WAY" ] && exit; trap "exit 75" TERM; {UP} {SLEEP}', Struck.requeue,
+    ),
+    "Slurm has put it back, and no start is left (`--max-requeues`)": Way(
+        ("--requeue", "--max-requeues", "0"), f"{UP} {SLEEP}", Struck.requeue, ("ddp",)
+    ),
+    "`scancel`, `clusterddp cancel`, and the ranks have saved": Way(
+        (), f'trap "exit 75" TERM; {UP} {SLEEP}', Struck.scancel, ("ddp",)
+    ),
+    "`scancel`, `clusterddp cancel`, and nothing is saved": Way(
+        (), f"{UP} {SLEEP}", Struck.scancel
+    ),
+    "the time limit, and the ranks have saved": Way(
+        ("--time", "1"), f'trap "exit 75" TERM; {SLEEP}'
+    ),
+    "the time limit, and nothing is saved": Way(("--time", "1"), SLEEP),
+    "a node is lost, and requeue is off": Way(
+        ("--nodes", "2", "--no-requeue"), f'touch "up-$CLUSTERDDP_WAY"; {SLEEP}',
+        Struck.lose_a_node, ("ddp",),
+    ),
+    "the run's directory cannot be made, or was removed": Way(
+        (), 'rm -r -- "jobs/$CLUSTERDDP_WAY"', launchers=("ddp", "torchrun")
+    ),
+}  # fmt: skip
+# The slowest first: they take their time beside the others.
+SLOW = ("time limit", "node is lost", "stop", "before the training")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the page's table."""
+
+    state: str
+    exit_code: str
+    afterok: str
+    afternotok: str
+    cause: str
+    code: str
+    wait: str
+
+
+def rows() -> dict[str, Row]:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return {name: Row(*values) for name, *values in cells}
+
+
+ROWS = rows()
+FIRST = (
+    "the run is done", "a rank ends with an exit code, here 3", "`clusterddp stop`",
+    "the same, put back into the queue by the script", "the time limit, and the ranks have saved",
+    "a node is lost, and requeue is off",
+)  # fmt: skip
+TRIED = [
+    pytest.param(
+        name, launcher,
+        marks=[] if name in FIRST and launcher == "ddp" else pytest.mark.slow,
+        id=f"{name}-{launcher}",
+    )
+    for name, way in WAYS.items()
+    for launcher in way.launchers
+]  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What became of one run."""
+
+    run: RunDir
+    job_id: str = ""
+    said: str = ""
+    """`scontrol show job -o` of its job, once that was over."""
+    waiting: dict[str, str] = field(default_factory=dict)
+    """The jobs that wait for it, by the kind of dependency."""
+    started: dict[str, bool] = field(default_factory=dict)
+    wait_code: int | None = None
+
+    def slurm(self, name: str) -> str:
+        found = re.findall(rf" {name}=(\S*)", self.said)
+        return str(found[-1]) if found else ""
+
+
+def test_the_page_has_a_row_for_each_way_that_is_tried() -> None:
+    assert set(ROWS) == set(WAYS)
+
+
+def test_the_codes_for_which_a_cluster_requeues_are_read(slurm_available: None) -> None:
+    program = (
+        "import sys; from clusterddp.slurm import requeue_exit as exits; "
+        "print([[s, exits.names(s, 75), exits.names(s, 9)] for s in exits.settings()])"
+    )
+    with SlurmCluster(hosts=1, conf={"RequeueExit": "70-75", "RequeueExitHold": "3,9"}) as cluster:
+        said = cluster.run([sys.executable, "-c", program], check=True).stdout
+    assert said == "[['RequeueExit=70-75', True, False], ['RequeueExitHold=3,9', False, True]]\n"
+
+
+@pytest.mark.parametrize(("name", "launcher"), TRIED)
+def test_a_run_ends_as_the_page_says(
+    seen: dict[tuple[str, str], Seen], name: str, launcher: str
+) -> None:
+    row, one = ROWS[name], seen[name, launcher]
+    log = one.run.job_log.read_text() if one.run.job_log.exists() else "(no log)"
+    if row.state == "PENDING":  # it has started once more since, and was done
+        assert (one.slurm("JobState"), one.slurm("ExitCode")) == ("COMPLETED", "0:0"), log
+        assert one.slurm("Restarts") == "1"
+        assert (row.afterok, row.afternotok) == ("waits", "waits")
+        assert one.started == {"afterok": True, "afternotok": False}
+    else:
+        assert one.slurm("JobState") == row.state, log
+        assert row.exit_code in (one.slurm("ExitCode"), "Slurm's"), one.slurm("ExitCode") + log
+        starts = {"afterok": row.afterok == "starts", "afternotok": row.afternotok == "starts"}
+        assert one.started == starts, log
+    ends = [e for e in one.run.read_events() if e["event"] == "ended" and e["job_id"] == one.job_id]
+    if row.cause == "-":
+        assert not ends
+        return
+    # A job that Slurm has put back and that was refused then has two ends.
+    end = ends[-1] if "no start is left" in name else ends[0]
+    assert (end["cause"], str(end["exit_code"])) == (row.cause, row.code), log
+    assert str(one.wait_code) == ("0" if row.wait == "goes on" else row.wait), log
+
+
+@pytest.fixture(scope="module")
+def seen(
+    slurm_available: None,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    synthetic_dir: Path,
+) -> dict[tuple[str, str], Seen]:
+    """What became of each run that was selected, in each way; they run beside each other."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    chosen = [tuple(test.callspec.params.values()) for test in tests if hasattr(test, "callspec")]
+    with SlurmCluster(hosts=2, conf=CONF) as cluster:
+        return carry_out(cluster, tmp_path_factory.mktemp("endings"), synthetic_dir, chosen)
+
+
+def carry_out(
+    cluster: SlurmCluster, folder: Path, synthetic_dir: Path, chosen: list[tuple[str, str]]
+) -> dict[tuple[str, str], Seen]:
+    """Queue these runs, strike those that are to be struck, and wait for the end of all."""
+    (folder / "model.py").write_text(MODEL)
+
+    def start(tried: tuple[str, str]) -> Seen:
+        name, launcher = tried
+        way, run_name = WAYS[name], f"{launcher}-{list(WAYS).index(name)}"
+        where = [] if "--nodes" in way.options else ["--nodelist", "h01"]
+        what = ["--", "bash", "-c", way.command] if way.command else []
+        data = [] if way.command else ["--data-dir", str(synthetic_dir)]
+        done = submit(
+            cluster, folder, *LAUNCHERS[launcher], *where, *way.options, *data, "--no-snapshot",
+            "--env", f"CLUSTERDDP_WAY={run_name}", "--run-name", run_name, "--json", *what,
+        )  # fmt: skip
+        assert done.returncode == 0, shlex.join(done.args) + done.stderr
+        one = Seen(RunDir(folder / "jobs" / run_name), json.loads(done.stdout)["job_id"])
+        for kind in ("afterok", "afternotok"):
+            waits = [f"--dependency={kind}:{one.job_id}", "--output=/dev/null", "--nodelist=h01"]
+            one.waiting[kind] = cluster.sbatch("#!/bin/sh\n", *waits, cwd=folder)
+        return one
+
+    def strike(tried: tuple[str, str]) -> None:
+        way, one = WAYS[tried[0]], found[tried]
+        if way.strike:
+            if way.command:
+                wait_for((folder / f"up-{one.run.name}").exists, f"{one.run.name} to be up")
+            way.strike(Struck(cluster, folder, one.run, one.job_id))
+
+    def wait_code(one: Seen) -> None:
+        argv = [*CLUSTERDDP, "logs", "-f", one.run.name]
+        one.wait_code = cluster.run(argv, cwd=folder, timeout=PATIENCE).returncode
+
+    slow_first = sorted(chosen, key=lambda one: not any(word in one[0] for word in SLOW))
+    with ThreadPoolExecutor(3) as pool:
+        found = dict(zip(slow_first, pool.map(start, slow_first), strict=True))
+        struck = pool.map(strike, sorted(found, key=lambda one: "node is lost" in one[0]))
+        _collect(cluster, list(found.values()))
+        list(struck)
+        list(pool.map(wait_code, [one for one in found.values() if one.run.spec.exists()]))
+    return found
+
+
+def _collect(cluster: SlurmCluster, runs: list[Seen]) -> None:
+    """Wait until each run's job is over, and what waits for it has started, or never will."""
+    deadline = time.monotonic() + PATIENCE
+    before: dict[str, str] = {}
+    while unsettled := [one for one in runs if not one.said or len(one.started) < 2]:
+        if time.monotonic() > deadline:
+            return  # their own rows fail, and the others need not
+        argv = ["squeue", "-h", "-t", "all", "-o", "%A %T %r"]
+        lines = cluster.run(argv, check=True).stdout.splitlines()
+        now: dict[str, Any] = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
+        for one in unsettled:
+            state = now[one.job_id].split()[0]
+            passes = state in PASSING_STATES and before.get(one.job_id) != now[one.job_id]
+            if state in FINAL_STATES and not passes and not one.said:
+                show = ["scontrol", "show", "job", "-o", one.job_id]
+                one.said = cluster.run(show, check=True).stdout
+            for kind, job_id in one.waiting.items():
+                if now[job_id].startswith("COMPLETED"):
+                    one.started[kind] = True
+                elif now[job_id] == "PENDING DependencyNeverSatisfied":
+                    one.started[kind] = False
+        before = now
+        time.sleep(0.3)

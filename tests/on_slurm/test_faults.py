@@ -1,0 +1,45 @@
+"""The quick faults of the campaign; `python -m tests.on_slurm.campaign` carries out all."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.campaign import FAULTS_OF_ALL_SUBJECTS
+from tests.on_slurm.campaign.__main__ import AT_ONCE
+from tests.on_slurm.campaign.place import Result, Site
+
+QUICK = [fault.name for fault in FAULTS_OF_ALL_SUBJECTS.values() if fault.quick]
+# One of each kind that the README promises; endings and a rehearsal have the other two.
+FIRST = ("newest-torn", "kill-middle-rank-1", "preempt-with-grace")
+
+
+@pytest.fixture(scope="module")
+def results(
+    slurm_available: None, request: pytest.FixtureRequest
+) -> Iterator[dict[str, Future[Result]]]:
+    """Those that were selected, several at work at once: most of what they take is waiting."""
+    chosen = [item.callspec.params["name"] for item in request.session.items
+              if item.path == request.path and hasattr(item, "callspec")]  # fmt: skip
+    with Site(data_dir=None) as site, ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            faults = [FAULTS_OF_ALL_SUBJECTS[name] for name in chosen]
+            yield {fault.name: pool.submit(site.carry_out, fault) for fault in faults}
+        finally:
+            site.stopping.set()
+            pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in QUICK],
+)
+def test_a_run_outlives(name: str, results: dict[str, Future[Result]]) -> None:
+    result = results[name].result()
+    assert result.ok, result.seen
+
+
+def test_the_documentation_counts_them() -> None:
+    docs = Path(__file__).parents[2] / "docs/interruptions.md"
+    assert f"carries out {len(FAULTS_OF_ALL_SUBJECTS)} faults" in docs.read_text()

@@ -1,0 +1,370 @@
+"""One request, every launcher: the same weights; and the stand-in for srun against the real one."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir, read_json
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_submit import CLUSTERDDP, submit
+from tests.waiting import wait_for
+
+# Sixteen processors a rank's worth of arithmetic would differ by the number of threads: pin it.
+TRAINING = ["--dataset", "synthetic", "--max-steps", "8", "--threads", "1", "--warmup-steps", "2",
+            "--batch-size", "32"]  # fmt: skip
+FOUR = ["--nodes", "2", "--tasks-per-node", "2", "--wait"]
+LAUNCHERS = {
+    "sbatch": FOUR,
+    "torchrun": [*FOUR, "--template", "torchrun.sbatch.j2"],
+    "submitit": [*FOUR, "--launcher", "submitit"],
+    "local": [*FOUR, "--launcher", "local"],
+}
+
+
+def by_hand(cluster: SlurmCluster, folder: Path, data: Path, *options: str) -> str:
+    """Four ranks, each started by itself with torch's variables, on two hosts."""
+    ranks = [
+        cluster.popen_on(
+            cluster.hosts[rank // 2],
+            [*CLUSTERDDP, "train", "--run-dir", str(folder / "hand"), "--data-dir", str(data),
+             *TRAINING, *options],
+            cwd=folder,
+            env={
+                "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2),
+                "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": cluster.hosts[0], "MASTER_PORT": "12345",
+            },
+            stdout=PIPE, stderr=PIPE,
+        )
+        for rank in (3, 1, 2, 0)
+    ]  # fmt: skip
+    for rank in ranks:
+        out, err = rank.communicate(timeout=200)
+        assert rank.returncode == 0, out + err
+    return weights(folder / "hand")
+
+
+def weights(run: Path) -> str:
+    report = read_json(run / "report.json")
+    assert report is not None
+    assert report["world_size"] == 4
+    return str(report["weights_sha256"])
+
+
+@pytest.mark.parametrize(
+    "bucket_cap_mb",
+    [
+        pytest.param("25", id="one bucket"),
+        pytest.param("0.01", id="several buckets", marks=pytest.mark.slow),
+    ],
+)
+def test_one_request_trains_to_the_same_weights_under_every_launcher(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, bucket_cap_mb: str
+) -> None:
+    buckets = ["--bucket-cap-mb", bucket_cap_mb]
+    seen = {"by hand": by_hand(cluster, tmp_path, synthetic_dir, *buckets)}
+    for name, options in LAUNCHERS.items():
+        done = submit(
+            cluster, tmp_path, *options, *TRAINING, *buckets, "--run-name", name,
+            "--data-dir", str(synthetic_dir),
+        )  # fmt: skip
+        assert done.returncode == 0, name + done.stdout + done.stderr
+        seen[name] = weights(tmp_path / "jobs" / name)
+    assert len(set(seen.values())) == 1, seen
+    left = [p for p in (tmp_path / "jobs").rglob("*") if p.name.startswith((".", "torchelastic"))]
+    assert left == []
+
+
+def test_submitit_sends_what_the_dry_run_shows(cluster: SlurmCluster, tmp_path: Path) -> None:
+    args = ["--launcher", "submitit", "--run-name", "a", "--job-name", "it's \\ #1"]
+    shown = submit(cluster, tmp_path, *args, "--dry-run", "--", "true").stdout
+    done = submit(cluster, tmp_path, *args, "--json", "--wait", "--", "true")
+    job_id = json.loads(done.stdout.splitlines()[0])["job_id"]
+    sent = tmp_path / f"jobs/a/submitit/{job_id}_submission.sh"
+    assert sent.read_text() == shown
+
+
+# Of one job alone, of this machine, or of the way in which the real one was configured.
+OWN = re.compile(
+    r"SLURM_(CLUSTER_NAME|CONF|JOB_?ID|JOB_(NAME|NODELIST|PARTITION|UID|GID|USER|QOS|ACCOUNT"
+    r"|END_TIME|START_TIME)|LAUNCH_NODE_IPADDR|NODELIST|STEP_NODELIST|SUBMIT_\w+|TASK_PID"
+    r"|(STEP_)?TOPOLOGY\w*|NODE_ALIASES|WORKING_CLUSTER|SRUN_COMM_\w+|STEP_LAUNCHER_PORT|UMASK"
+    r"|PRIO_PROCESS|CPUS_ON_NODE|JOB_CPUS_PER_NODE\w*|OOM_KILL_STEP)|SLURMD_(NODENAME|DEBUG)"
+)
+
+
+def variables(log: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads(log.read_text().splitlines()[-1])
+    wanted = ("SLURM", "CUDA_VISIBLE_DEVICES")
+    return as_22_05(
+        {k: v for k, v in found.items() if k.startswith(wanted) and not OWN.fullmatch(k)}
+    )
+
+
+def as_22_05(step: dict[str, str]) -> dict[str, str]:
+    """A step's variables in the words of Slurm 22.05, which the stand-in uses.
+
+    24.11 has a task's share in one variable, SLURM_TRES_PER_TASK=cpu=2,gres/gpu=1, and says twice
+    to which of its devices a task is bound.
+    """
+    shares = step.pop("SLURM_TRES_PER_TASK", "")
+    for share in filter(None, shares.split(",")):
+        kind, _, count = share.rpartition("=")
+        name = {"cpu": "SLURM_CPUS_PER_TASK", "gres/gpu": "SLURM_GPUS_PER_TASK"}[kind]
+        assert step.setdefault(name, count) == count, shares
+    bound = step.get("SLURMD_TRES_BIND")
+    assert step.pop("SLURM_TRES_BIND", bound) == bound
+    if bound:
+        step["SLURMD_TRES_BIND"] = bound.removeprefix("gres/")
+    return step
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ["--nodes", "2", "--tasks-per-node", "2"],
+        pytest.param(
+            ["--nodes", "2", "--tasks-per-node", "3", "--cpus-per-task", "2"],
+            marks=pytest.mark.slow,
+        ),
+        ["--nodes", "1", "--gpus-per-node", "2"],
+        pytest.param(
+            ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gres"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gpus-per-task"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=" ".join,
+)
+def test_the_stand_in_gives_the_variables_of_a_real_step(
+    cluster: SlurmCluster, tmp_path: Path, request_: list[str]
+) -> None:
+    show = "import json, os; print(json.dumps(dict(os.environ)))"
+    for launcher in ("sbatch", "local"):
+        done = submit(
+            cluster, tmp_path, *request_, "--launcher", launcher, "--run-name", launcher, "--wait",
+            "--", sys.executable, "-c", show,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    ranks = sorted(p.name for p in (tmp_path / "jobs/sbatch/logs").glob("rank-*.log"))
+    assert ranks
+    for name in ranks:
+        real = variables(tmp_path / "jobs/sbatch/logs" / name)
+        stand_in = variables(tmp_path / "jobs/local/logs" / name)
+        assert stand_in == real, name
+
+
+SAVED = [*TRAINING[:-2], "--batch-size", "32", "--max-steps", "600", "--epochs", "100",
+         "--save-every", "30steps", "--log-every", "10"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(
+    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path
+) -> str:
+    """The weights of `SAVED` on four ranks, in one piece."""
+    folder = tmp_path_factory.mktemp("whole")
+    data = ["--data-dir", str(synthetic_dir)]
+    done = submit(cluster, folder, *FOUR, *SAVED, *data, "--run-name", "whole")
+    assert done.returncode == 0, done.stderr
+    return weights(folder / "jobs/whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["in its imports", "in the middle"])
+def test_a_killed_rank_starts_again_inside_the_job(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, whole: str, moment: str
+) -> None:
+    run = RunDir(tmp_path / "jobs/a")
+    sent = submit(
+        cluster, tmp_path, *FOUR[:-1], *SAVED, "--data-dir", str(synthetic_dir), "--run-name", "a",
+        "--template", "torchrun.sbatch.j2", "--restart-in-job", "2", "--json",
+    )  # fmt: skip
+    assert sent.returncode == 0, sent.stderr
+    victim, log = Attempt(run, 1).outcomes / "rank-1.json", run.rank_log(0)
+    if moment == "in the middle":
+        wait_for(lambda: log.exists() and "step 40:" in log.read_text(), "training")
+    else:
+        wait_for(victim.exists, "rank 1 starts")
+    pid = (read_json(victim) or {})["pid"]
+    cluster.run_on("h01", ["kill", "-9", str(pid)], check=True)
+    job_id = json.loads(sent.stdout)["job_id"]
+    assert cluster.wait_job(job_id) == "COMPLETED", run.job_log.read_text()
+    assert weights(run.path) == whole
+    assert [e["event"] for e in run.read_events()] == ["submitted", "started", "ended"]
+    assert run.read_events()[-1]["cause"] == "done"
+    record = Attempt(run, 1).read_record()
+    assert (record["step"], record["resumed_from"]) == (0, None)
+    agents = [path.read_text() for path in run.logs.glob("node-*.log")]
+    # Which rank's end an agent sees first, the killed one's or one's that lost it, is chance.
+    assert any("failed (exitcode: " in text for text in agents)
+    # An agent gives its other ranks half a minute before it kills them: none of them needs it.
+    assert not any("forcefully" in text for text in agents)
+    if moment == "in the middle":
+        assert record["starts_in_job"] == 2
+        own = r"resuming from .*/attempts/0001/checkpoints/step-0*[1-9]\d*\.pt"
+        assert re.search(own, log.read_text())
+
+
+# A person's own loop: saves when it is asked to stop, asks to be started again, goes on from there.
+LOOP = """
+import os, signal, sys
+from pathlib import Path
+state = Path(f"state-{os.environ['RANK']}")
+def save(*_):
+    state.write_text("saved")
+    sys.exit(75 if os.environ["RANK"] == "0" else int(sys.argv[1]))
+if state.exists():
+    sys.exit(print("going on from what was", state.read_text()))
+signal.signal(signal.SIGUSR1, save)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", ["ddp.sbatch.j2", "torchrun.sbatch.j2"])
+@pytest.mark.parametrize(
+    ("second", "goes_on"), [(75, True), (0, True), (3, False)], ids=["saved", "done", "failed"]
+)
+def test_a_command_that_saved_is_started_again_unless_a_rank_failed(
+    cluster: SlurmCluster, tmp_path: Path, template: str, second: int, *, goes_on: bool
+) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    sent = submit(
+        cluster, tmp_path, "--nodes", "2", "--template", template, "--run-name", "a", "--json",
+        "--requeue", "--time", "10", "--signal", "B:USR1@60",
+        "--", sys.executable, "loop.py", str(second),
+    )  # fmt: skip
+    assert sent.returncode == 0, sent.stderr
+    job_id, run = json.loads(sent.stdout)["job_id"], RunDir(tmp_path / "jobs/a")
+    ready = [run.rank_log(rank) for rank in (0, 1)]
+    wait_for(lambda: all(log.exists() and "ready" in log.read_text() for log in ready), "ready")
+    cluster.run(["scancel", "--batch", "--signal=USR1", job_id], check=True)
+    ended = cluster.wait_job(job_id)
+    events = [event["event"] for event in run.read_events()]
+    first = next(event for event in run.read_events() if event["event"] == "ended")
+    if goes_on:
+        assert ended == "COMPLETED", run.job_log.read_text()
+        assert events == ["submitted", "started", "ended", "requeued", "started", "ended"]
+        assert first["cause"] == "signal"
+        assert run.read_events()[-1]["cause"] == "done"
+        assert "going on from what was saved" in ready[0].read_text()
+    else:
+        assert ended == "FAILED"
+        assert events == ["submitted", "started", "ended"]
+        assert (first["cause"], first["exit_code"]) == ("failed", 3)
+
+
+GONE = """
+import os, signal, sys, time
+from pathlib import Path
+def note(rank):
+    path = Path(f"{os.environ['SLURM_JOB_ID']}-{rank}")
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+def gone(rank):
+    path = Path(f"{os.environ['SLURM_JOB_ID']}-{rank}")
+    while not path.exists():
+        time.sleep(0.02)
+    stat = Path(f"/proc/{path.read_text()}/stat")
+    while stat.exists() and ") Z " not in stat.read_text():
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("sys.exit(0)", 0),
+        # Rank 1 fails once rank 0 has gone, or the step's end would reach rank 0 first.
+        ("rank == 1 and (gone(0), sys.exit(3))", 3),
+        ("rank == 1 and sys.exit(3); signal.pause()", 143),
+        ("rank == 1 and os.kill(os.getpid(), 9); signal.pause()", 143),
+    ],
+)
+def test_the_stand_in_ends_with_the_code_of_the_real_srun(
+    cluster: SlurmCluster, tmp_path: Path, program: str, code: int
+) -> None:
+    """The srun line alone, without the small parent that records outcomes."""
+    (tmp_path / "task.py").write_text(
+        f"{GONE}\nrank = int(os.environ['SLURM_PROCID'])\nnote(rank)\n{program}\n"
+    )
+    own = '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}\n'
+    (tmp_path / "own.sbatch.j2").write_text(
+        own
+        + "code=0\nsrun --ntasks=2 --kill-on-bad-exit=1 -- {{ python | sh }} task.py || code=$?\n"
+        'echo "srun ended with $code"\n{% endblock %}\n'
+    )
+    seen = {}
+    for launcher in ("sbatch", "local"):
+        submit(
+            cluster, tmp_path, "--launcher", launcher, "--run-name", launcher, "--wait",
+            "--tasks-per-node", "2", "--template", "./own.sbatch.j2", "--", "true",
+        )  # fmt: skip
+        log = (tmp_path / "jobs" / launcher / "logs/job.log").read_text()
+        found = re.search(r"srun ended with (\d+)", log)
+        assert found, log
+        seen[launcher] = int(found[1])
+    assert seen == {"sbatch": code, "local": code}
+
+
+SIGNALLED = """
+import os, signal, sys
+def take(number, frame):
+    print(signal.Signals(number).name, flush=True)
+    if number == signal.SIGTERM:
+        sys.exit(5)
+for name in ("TERM", "USR1", "USR2", "INT"):
+    signal.signal(getattr(signal, "SIG" + name), take)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["sbatch", "local"])
+def test_signals_to_srun_reach_the_tasks_alike(
+    cluster: SlurmCluster, tmp_path: Path, launcher: str
+) -> None:
+    """USR1 to srun goes to every task; TERM to it kills them without one."""
+    (tmp_path / "task.py").write_text(SIGNALLED)
+    (tmp_path / "own.sbatch.j2").write_text(
+        '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}\n'
+        'srun --ntasks=2 --output="$run_dir/logs/rank-%t.log" -- {{ python | sh }} task.py &\n'
+        'echo "srun is $!"\n'
+        'code=0\nwait $! || code=$?\necho "srun ended with $code"\n{% endblock %}\n'
+    )
+    job = cluster.popen(
+        [*CLUSTERDDP, "submit", "--launcher", launcher, "--run-name", "a", "--wait",
+         "--tasks-per-node", "2", "--template", "./own.sbatch.j2", "--nodelist", "h01",
+         "--", "true"],
+        cwd=tmp_path, stdout=PIPE, stderr=PIPE,
+    )  # fmt: skip
+    logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]
+    wait_for(lambda: all(log.is_file() and "ready" in log.read_text() for log in logs), "tasks up")
+    job_log = tmp_path / "jobs/a/logs/job.log"
+    found = re.search(r"srun is (\d+)", job_log.read_text())
+    assert found
+
+    def signal_srun(name: str) -> None:
+        run = cluster.run if launcher == "local" else lambda argv: cluster.run_on("h01", argv)
+        assert run(["kill", f"-{name}", found[1]]).returncode == 0
+
+    signal_srun("USR1")
+    wait_for(lambda: all("SIGUSR1" in log.read_text() for log in logs), "USR1 at both tasks")
+    signal_srun("TERM")
+    job.communicate(timeout=60)
+    # The real one has been seen to end with either: which depends on who is heard of first.
+    assert re.search(r"srun ended with (0|137)$", job_log.read_text(), re.MULTILINE)
+    assert not [log for log in logs if "SIGTERM" in log.read_text()]

@@ -1,0 +1,250 @@
+"""Stopping a run and going on with it, on a real Slurm, typed as a user would type it."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.run.run_dir import RunDir, read_json
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_submit import CLUSTERDDP, submit
+from tests.on_slurm.versions import SKIPPED_FOR_VERSION
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3000
+# Steps long enough that a request comes in the middle, and a checkpoint before it.
+TRAINING = [
+    "--nodes", "1", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
+    "--batch-size", "32", "--warmup-steps", "2", "--epochs", "100", "--max-steps", str(STEPS),
+    "--save-every", "50steps", "--log-every", "50", "--eval-every", "1000epochs",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cluster: SlurmCluster, tmp_path_factory: Any, synthetic_dir: Path) -> str:
+    """The weights that the training ends with when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    done = submit(cluster, folder, *TRAINING, "--data-dir", str(synthetic_dir), "--run-name", "a",
+                  "--launcher", "local", "--wait")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return weights(folder / "jobs/a")
+
+
+def weights(run: Path) -> str:
+    report = read_json(run / "report.json")
+    assert report is not None
+    assert report["steps"] == STEPS
+    return str(report["weights_sha256"])
+
+
+def typed(cluster: SlurmCluster, folder: Path, *argv: str) -> Any:
+    return cluster.run([*CLUSTERDDP, *argv], cwd=folder, timeout=200)
+
+
+def told(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, Any]:
+    """What `status --json` says."""
+    answer = typed(cluster, folder, "status", name, "--json")
+    assert answer.returncode == 0, answer.stderr
+    status: dict[str, Any] = json.loads(answer.stdout)
+    return status
+
+
+def train_to(run: Path, step: int) -> None:
+    """Wait until the run has saved that step."""
+    wait_for((run / f"checkpoints/step-{step:08d}.pt").exists, f"step {step}")
+
+
+def test_a_stopped_run_stays_stopped_until_it_is_resubmitted(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, uninterrupted: str
+) -> None:
+    data = ["--data-dir", str(synthetic_dir)]
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "life")
+    run = tmp_path / "jobs/life"
+    train_to(run, 50)
+    twice = typed(cluster, tmp_path, "resubmit", "life")
+    assert twice.returncode == 2
+    assert "life is running" in twice.stderr
+
+    stopped = typed(cluster, tmp_path, "stop", "life", "--wait")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert "asked attempt 1 to save and leave" in stopped.stdout
+    status = told(cluster, tmp_path, "life")
+    assert (status["state"], status["next_command"]) == ("stopped", "clusterddp resubmit life")
+    assert 50 <= status["checkpoint_step"] < STEPS
+    assert cluster.run(["squeue", "-h"]).stdout == ""
+
+    refused = typed(cluster, tmp_path, "resubmit", "life", "--lr", "0.5")
+    assert refused.returncode == 2
+    assert "--lr 0.001, now 0.5" in refused.stderr
+
+    again = typed(cluster, tmp_path, "resubmit", "life", "--time", "5", "--wait")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"goes on from step {status['checkpoint_step']}" in again.stdout
+    assert "#SBATCH --time=5\n" in (run / "script.sbatch").read_text()
+    assert "--time" not in (run / "script-1.sbatch").read_text().partition("set -o")[0]
+    assert weights(run) == uninterrupted
+    assert told(cluster, tmp_path, "life")["attempt"] == 2
+
+
+def test_where_requeue_is_refused_the_next_job_goes_on_and_is_followed(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, uninterrupted: str
+) -> None:
+    data = ["--data-dir", str(synthetic_dir)]
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "next")
+    run = RunDir(tmp_path / "jobs/next")
+    [job_id] = [e["job_id"] for e in run.read_events() if e["event"] == "submitted"]
+    follower = cluster.popen(
+        [*CLUSTERDDP, "logs", "-f", "next"], cwd=tmp_path, stdout=-3, stderr=-1
+    )
+    train_to(run.path, 50)
+    cluster.run(["scontrol", "update", f"JobId={job_id}", "Requeue=0"], check=True)
+    cluster.run(["scancel", "--batch", "--signal=USR1", job_id], check=True)
+    _, said = follower.communicate(timeout=200)
+    assert follower.returncode == 0, said
+    assert weights(run.path) == uninterrupted
+    status = told(cluster, tmp_path, "next")
+    assert (status["state"], status["attempt"], status["restarts"]) == ("done", 2, 1)
+    assert status["job_id"] != job_id
+    assert status["restart_reasons"] == ["signal"]
+    lines = [line.removeprefix("clusterddp: next: ") for line in said.splitlines()]
+    assert "requeued: signal" in lines
+    assert any(line.startswith("running on h0") and "attempt 2" in line for line in lines)
+    assert lines[-1].startswith("done"), said
+
+
+def test_an_expedited_requeue_is_slurms_own_or_refused_with_the_version(
+    slurm_available: None, tmp_path: Path, synthetic_dir: Path, uninterrupted: str
+) -> None:
+    conf = {"SlurmctldParameters": "enable_expedited_requeue", "SlurmdTimeout": "5"}
+    with SlurmCluster(hosts=2, conf=conf) as cluster:
+        done = submit(cluster, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir),
+                      "--run-name", "life", "--requeue=expedite")  # fmt: skip
+        if cluster.release < (25, 11):
+            assert done.returncode == 2
+            release = "{}.{:02}".format(*cluster.release)
+            assert (
+                f"--requeue=expedite came with Slurm 25.11; this is Slurm {release}" in done.stderr
+            )
+            assert not (tmp_path / "jobs/life").exists()
+            return
+        assert done.returncode == 0, done.stderr
+        run = RunDir(tmp_path / "jobs/life")
+        train_to(run.path, 50)
+        host, job = (told(cluster, tmp_path, "life")[name] for name in ("hosts", "job_id"))
+        cluster.kill_host(host[0])  # another is idle: it goes on there
+        assert cluster.wait_job(job) == "COMPLETED"
+        assert weights(run.path) == uninterrupted
+        assert [e["event"] for e in run.read_events()].count("requeued") == 0
+        status = told(cluster, tmp_path, "life")
+        assert (status["state"], status["attempt"]) == ("done", 2)
+
+
+def test_a_stopped_run_is_not_held_by_an_expedited_requeue(
+    slurm_available: None,
+    tmp_path: Path,
+    synthetic_dir: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    conf = {"SlurmctldParameters": "enable_expedited_requeue"}
+    cluster = SlurmCluster(hosts=1, conf=conf)
+    if cluster.release < (25, 11):
+        record_property(SKIPPED_FOR_VERSION, True)
+        pytest.skip("this Slurm is older than 25.11: refused, as the test above shows")
+    with cluster:
+        submit(cluster, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir),
+               "--run-name", "life", "--requeue=expedite")  # fmt: skip
+        train_to(tmp_path / "jobs/life", 50)
+        stopped = typed(cluster, tmp_path, "stop", "life", "--wait")
+        assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+        assert cluster.wait_job(told(cluster, tmp_path, "life")["job_id"]) in (
+            "FAILED",
+            "COMPLETED",
+        )
+        assert told(cluster, tmp_path, "life")["state"] == "stopped"
+
+
+def test_stop_reaches_a_run_that_waits_to_be_requeued(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    data = ["--data-dir", str(synthetic_dir)]
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "waits")
+    run = RunDir(tmp_path / "jobs/waits")
+    train_to(run.path, 50)
+    job_id = told(cluster, tmp_path, "waits")["job_id"]
+    cluster.run(["scancel", "--batch", "--signal=USR1", job_id], check=True)
+    wait_for(lambda: run.read_events()[-1]["event"] == "requeued", "the requeue")
+    status = told(cluster, tmp_path, "waits")
+    assert (status["state"], status["goes_on_after"]) == ("queued", "signal"), status
+    stopped = typed(cluster, tmp_path, "stop", "waits")
+    assert "waits in the queue, where nothing trains: cancelled it" in stopped.stdout
+    assert cluster.wait_job(job_id) == "CANCELLED"
+    status = told(cluster, tmp_path, "waits")
+    assert (status["state"], status["next_command"]) == ("cancelled", "clusterddp resubmit waits")
+    assert [e["event"] for e in run.read_events()].count("started") == 1
+
+
+def test_a_command_gets_the_signal_and_is_not_started_again(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    program = "trap 'echo asked; exit 75' USR1; touch up; while :; do sleep 0.1; done"
+    submit(cluster, tmp_path, "--run-name", "own", "--requeue", "--no-snapshot", "--",
+           "bash", "-c", program)  # fmt: skip
+    wait_for((tmp_path / "up").exists, "the command to start")
+    stopped = typed(cluster, tmp_path, "stop", "own", "--wait")
+    assert "sent SIGUSR1 to its command" in stopped.stdout, stopped.stderr
+    assert "asked" in (tmp_path / "jobs/own/logs/rank-0.log").read_text()
+    status = told(cluster, tmp_path, "own")
+    assert status["state"] == "stopped", status
+    assert cluster.run(["squeue", "-h"]).stdout == ""
+
+
+def test_mended_code_is_taken_and_of_three_resubmissions_one_is_queued(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    program = tmp_path / "own.py"
+    program.write_text(
+        "import os, time\n"
+        "if os.environ['RANK'] == '1':\n    raise LookupError('boom')\n"
+        "time.sleep(99)\n"
+    )
+    first = submit(cluster, tmp_path, "--nodes", "2", "--run-name", "mended", "--wait", "--",
+                   sys.executable, "own.py")  # fmt: skip
+    named = "rank 1 on h02 failed first: LookupError: boom (logs/rank-1.log)"
+    assert first.returncode == 1
+    assert named in first.stderr
+    assert told(cluster, tmp_path, "mended")["first_failure"] == named
+
+    program.write_text("print('mended')\n")
+    assert "changed own.py" in typed(cluster, tmp_path, "resubmit", "mended", "--dry-run").stderr
+    argv = [*CLUSTERDDP, "resubmit", "mended", "--code", "new", "--wait"]
+    several = [cluster.popen(argv, cwd=tmp_path, stdout=-1, stderr=-1) for _ in range(3)]
+    said = [process.communicate(timeout=200) for process in several]
+    assert sorted(process.returncode for process in several) == [0, 2, 2], said
+    run = RunDir(tmp_path / "jobs/mended")
+    jobs = [event["job_id"] for event in run.read_events() if event["event"] == "submitted"]
+    assert len(jobs) == 2
+    assert len(cluster.run(["squeue", "-h", "-t", "all", "-n", "mended"]).stdout.splitlines()) == 2
+    *former, divider, last = run.rank_log(1).read_text().splitlines()
+    assert former[-1] == "LookupError: boom"
+    assert divider.startswith(f"--- attempt 2, job {jobs[1]}, ")
+    assert last == "mended"
+
+
+def test_a_run_of_submitit_is_resubmitted_through_submitit(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    once = "[ -f jobs/own/again ] || { touch jobs/own/again; exit 3; }; echo went on"
+    first = submit(cluster, tmp_path, "--launcher", "submitit", "--run-name", "own", "--wait",
+                   "--no-snapshot", "--", "bash", "-c", once)  # fmt: skip
+    assert first.returncode == 1, first.stdout + first.stderr
+    assert told(cluster, tmp_path, "own")["state"] == "failed"
+    again = typed(cluster, tmp_path, "resubmit", "own", "--wait")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "went on" in (tmp_path / "jobs/own/logs/rank-0.log").read_text()
+    status = told(cluster, tmp_path, "own")
+    assert (status["state"], status["launcher"], status["attempt"]) == ("done", "submitit", 2)

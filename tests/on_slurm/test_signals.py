@@ -1,0 +1,161 @@
+"""Signals on a real Slurm: whichever comes, the ranks save at one step and the run goes on.
+
+Each run here is stopped by one signal, sent twice, requeued once, and ends with the weights of a
+run in one piece.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import EXIT_PAUSED
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir, read_json
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_submit import submit
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+
+STEPS = 2000  # several seconds, for two signals one after the other to come in the midst
+TRAINING = ["--dataset", "synthetic", "--threads", "1", "--batch-size", "32", "--epochs", "100",
+            "--max-steps", str(STEPS), "--warmup-steps", "2", "--log-every", "10"]  # fmt: skip
+TWO = ["--nodes", "2"]
+
+
+def train(cluster: SlurmCluster, folder: Path, data: Path, name: str, *options: str) -> RunDir:
+    """Submit a training of two ranks, one a host."""
+    done = submit(
+        cluster, folder, *TWO, *TRAINING, "--data-dir", str(data), "--run-name", name, *options
+    )
+    assert done.returncode == 0, done.stderr
+    return RunDir(folder / "jobs" / name)
+
+
+def job_of(run: RunDir) -> str:
+    return str(run.read_events()[0]["job_id"])
+
+
+def wait_done(cluster: SlurmCluster, run: RunDir) -> None:
+    assert cluster.wait_job(job_of(run)) == "COMPLETED", logs(run)
+
+
+def logs(run: RunDir) -> str:
+    return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in run.logs.iterdir())
+
+
+def weights(run: RunDir) -> str:
+    report = read_json(run.report)
+    assert report, logs(run)
+    return str(report["weights_sha256"])
+
+
+def trains(run: RunDir) -> None:
+    """Wait until the run's first attempt is in its training."""
+    log = run.rank_log(0)
+    wait_for(lambda: log.exists() and "step 20:" in log.read_text(), f"training: {run.path}")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path
+) -> str:
+    run = train(cluster, tmp_path_factory.mktemp("whole"), synthetic_dir, "whole")
+    wait_done(cluster, run)
+    return weights(run)
+
+
+SCANCELS = {
+    "USR1 to the batch script": ["--batch", "--signal=USR1"],
+    "USR1 to the tasks": ["--signal=USR1"],
+    "USR1 to the whole job": ["--full", "--signal=USR1"],
+    "TERM to the tasks": ["--signal=TERM"],
+}
+
+
+def stops_and_goes_on(
+    cluster: SlurmCluster,
+    run: RunDir,
+    scancel: list[str],
+    whole: str,
+    *,
+    requeued: bool = True,
+) -> None:
+    """Signal a training run twice, and see it stop together, be requeued once, and end alike.
+
+    requeued: whether it is our own script that puts the job back.
+    """
+    trains(run)
+    for _ in range(2):
+        answer = cluster.run(["scancel", *scancel, job_of(run)])
+        assert answer.returncode == 0, answer.stderr
+    wait_done(cluster, run)
+    first, second = Attempt(run, 1), Attempt(run, 2)
+    left = read_json(first.end)
+    assert left is not None
+    assert left["cause"] == "stopped", logs(run)
+    assert 20 <= left["step"] < STEPS
+    paused = [read_json(first.outcomes / f"rank-{rank}.json") for rank in range(2)]
+    assert [(one or {}).get("exit_code") for one in paused] == [EXIT_PAUSED] * 2
+    assert second.read_record()["step"] == left["step"]
+    assert not Attempt(run, 3).path.exists()
+    told = [event["event"] for event in run.read_events()]
+    back = ["requeued"] if requeued else []
+    assert told == ["submitted", "started", "ended", *back, "started", "ended"], told
+    assert weights(run) == whole
+
+
+@pytest.mark.parametrize("scancel", SCANCELS.values(), ids=SCANCELS)
+def test_a_signal_pauses_all_ranks_at_one_step_and_the_run_goes_on(
+    cluster: SlurmCluster,
+    tmp_path: Path,
+    synthetic_dir: Path,
+    uninterrupted: str,
+    scancel: list[str],
+) -> None:
+    run = train(cluster, tmp_path, synthetic_dir, "a")
+    stops_and_goes_on(cluster, run, scancel, uninterrupted)
+
+
+OTHERS = {
+    "torchrun, TERM to the agents as well": (
+        ["--template", "torchrun.sbatch.j2"], ["--signal=TERM"], True,
+    ),
+    "torchrun, USR1 to the whole job": (
+        ["--template", "torchrun.sbatch.j2"], ["--full", "--signal=USR1"], True,
+    ),
+    # submitit requeues by itself, from the task of rank 0, once all ranks have left.
+    "submitit, its signal": (
+        ["--launcher", "submitit", "--time", "10"], ["--signal=USR1"], False,
+    ),
+    "submitit, TERM": (["--launcher", "submitit", "--time", "10"], ["--signal=TERM"], True),
+    "submitit, which knows no limit": (["--launcher", "submitit"], ["--signal=USR1"], True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "scancel", "requeued"), OTHERS.values(), ids=OTHERS)
+def test_it_is_the_same_under_other_launchers(
+    cluster: SlurmCluster,
+    tmp_path: Path,
+    synthetic_dir: Path,
+    uninterrupted: str,
+    options: list[str],
+    scancel: list[str],
+    *,
+    requeued: bool,
+) -> None:
+    run = train(cluster, tmp_path, synthetic_dir, "a", *options)
+    stops_and_goes_on(cluster, run, scancel, uninterrupted, requeued=requeued)
+
+
+def test_submitit_starts_no_job_again_that_a_person_cancelled(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    run = train(cluster, tmp_path, synthetic_dir, "a", "--launcher", "submitit", "--time", "10")
+    trains(run)
+    cluster.run(["scancel", "--signal=USR1", job_of(run)], check=True)
+    cluster.run(["scancel", job_of(run)], check=True)
+    assert cluster.wait_job(job_of(run)) == "CANCELLED"
+    wait_for(lambda: "ended" in [event["event"] for event in run.read_events()], "the last word")
+    assert run.read_events()[-1]["cause"] == "cancelled", logs(run)
+    assert read_json(Attempt(run, 1).end), "the ranks have saved all the same"

@@ -1,0 +1,300 @@
+"""The main job on a real Slurm, typed as a user would type it."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+
+from clusterddp.ranks.dist_env import master_port
+from clusterddp.run.run_dir import read_json_lines
+from tests.hostile import CARRIED
+from tests.on_slurm.cluster import SlurmCluster
+
+CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
+# What each task prints of itself in the tests that run a command.
+WHO = "import json, os, sys; print(json.dumps({'argv': sys.argv[1:], 'env': dict(os.environ)}))"
+
+
+def submit(cluster: SlurmCluster, folder: Path, *args: str, **kwargs: Any) -> Any:
+    return cluster.run([*CLUSTERDDP, "submit", *args], cwd=folder, timeout=240, **kwargs)
+
+
+def told(run: Path, rank: int) -> dict[str, Any]:
+    """What a task running WHO printed."""
+    line = (run / "logs" / f"rank-{rank}.log").read_text().splitlines()[-1]
+    value: dict[str, Any] = json.loads(line)
+    return value
+
+
+def test_the_main_job_trains_on_eight_ranks_of_two_hosts(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    done = submit(
+        cluster, tmp_path, "--nodes", "2", "--gpus-per-node", "4", "--run-name", "main", "--wait",
+        "--dataset", "synthetic", "--data-dir", str(synthetic_dir), "--threads", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "jobs/main"
+    report = json.loads((run / "report.json").read_text())
+    assert (report["world_size"], report["hosts"]) == (8, ["h01", "h02"])
+    assert report["backend"] == "gloo"
+    assert "4 GPUs were granted" in report["warnings"][0]
+    assert sorted(p.name for p in (run / "logs").iterdir()) == [
+        "job.log", *(f"rank-{rank}.log" for rank in range(8)),
+    ]  # fmt: skip
+    kinds = {line["kind"] for line in read_json_lines(run / "metrics.jsonl")}
+    assert kinds == {"train", "eval"}
+    assert list((run / "checkpoints").glob("*.pt"))
+    assert "rank 5 of 8 on h02 (local rank 1): cpu" in (run / "logs/rank-5.log").read_text()
+    events = [line["event"] for line in read_json_lines(run / "events.jsonl")]
+    assert sorted(events) == ["ended", "started", "submitted"]
+    assert "test accuracy" in (run / "logs/job.log").read_text()
+    status = cluster.run([*CLUSTERDDP, "status", "main", "--json"], cwd=tmp_path)
+    assert json.loads(status.stdout)["state"] == "done"
+
+
+def test_a_dry_runs_output_works_in_sbatch_by_hand(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "site.cfg").write_text("[environment]\nFROM_SITE = yes\n")
+    script = submit(
+        cluster, tmp_path, "--nodes", "2", "--run-name", "hand", "--dry-run",
+        "--", sys.executable, "-c", WHO,
+    ).stdout  # fmt: skip
+    (tmp_path / "site.cfg").write_text("[defaults]\nnonsense = 1\n")  # a task does not read it
+    job = cluster.run(
+        ["bash", "-c", "sbatch --parsable <<<\"$1\"", "bash", script], cwd=tmp_path,
+        env={"CLUSTERDDP_NODES": "9", "RANK": "3", "WORLD_SIZE": "7"},
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    assert cluster.wait_job(job.stdout.strip()) == "COMPLETED"
+    run = tmp_path / "jobs/hand"
+    assert run.stat().st_mode & 0o777 == 0o700
+    assert (run / "script.sbatch").read_text().rstrip("\n") == script.rstrip("\n")
+    assert json.loads((run / "spec.json").read_text())["run_name"] == "hand"
+    assert told(run, 1)["env"]["FROM_SITE"] == "yes"
+    assert told(run, 1)["env"]["RANK"] == "1"
+    state = cluster.run([*CLUSTERDDP, "status", "hand", "--json"], cwd=tmp_path)
+    assert state.returncode == 2  # the site.cfg of this folder is broken …
+    (tmp_path / "site.cfg").unlink()
+    state = cluster.run([*CLUSTERDDP, "status", "hand", "--json"], cwd=tmp_path)
+    assert json.loads(state.stdout)["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--launcher", "sbatch"],
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                ["--launcher", "sbatch", "--template", "torchrun.sbatch.j2"],
+                ["--launcher", "submitit"],
+                ["--launcher", "local"],
+                ["--launcher", "local", "--template", "torchrun.sbatch.j2"],
+            )
+        ),
+    ],
+    ids=" ".join,
+)
+def test_every_value_reaches_the_task_as_it_was_typed(
+    cluster: SlurmCluster, tmp_path: Path, options: list[str]
+) -> None:
+    environment = {f"HOSTILE_{i}": value for i, value in enumerate(CARRIED)}
+    prefix = ["env", *(f"PREFIX_{key}={value}" for key, value in environment.items())]
+    name = 'it\'s "a" \\ job, #1 $(touch pwned) `touch pwned`'
+    done = submit(
+        cluster, tmp_path, *options, "--nodes", "2", "--run-name", "a", "--wait",
+        "--job-name", name, "--setup", "export FROM_SETUP=$((1 + 1))",
+        *(word for k, v in environment.items() for word in ("--env", f"{k}={v}")),
+        "--launch-prefix", shlex.join(prefix),
+        "--", sys.executable, "-c", WHO, *CARRIED,
+    )  # fmt: skip
+    run = tmp_path / "jobs/a"
+    assert done.returncode == 0, done.stdout + done.stderr + (run / "logs/job.log").read_text()
+    for rank in (0, 1):
+        seen = told(run, rank)
+        assert seen["argv"] == CARRIED
+        assert {key: seen["env"][key] for key in environment} == environment
+        assert seen["env"]["RANK"] == str(rank)
+        assert seen["env"]["FROM_SETUP"] == "2"
+        prefixed = {key: seen["env"][f"PREFIX_{key}"] for key in environment}
+        assert prefixed == environment
+        if "local" not in options:
+            assert seen["env"]["SLURM_JOB_NAME"] == name
+    assert not list(tmp_path.rglob("pwned"))
+
+
+EITHER_LAUNCHER = pytest.mark.parametrize(
+    "launcher", ["sbatch", pytest.param("submitit", marks=pytest.mark.slow)]
+)
+
+
+@EITHER_LAUNCHER
+def test_slurm_reads_directives_as_they_were_typed(
+    cluster: SlurmCluster, tmp_path: Path, launcher: str
+) -> None:
+    for value in CARRIED:
+        job = submit(
+            cluster, tmp_path, "--launcher", launcher, "--sbatch", "hold",
+            f"--job-name={value or 'x'}", "--sbatch", f"comment={value}", "--json", "--", "true",
+        )  # fmt: skip
+        assert job.returncode == 0, job.stderr
+        shown = cluster.run(["scontrol", "show", "job", json.loads(job.stdout)["job_id"]]).stdout
+        lines = shown.split("\n")
+        assert [line.strip() for line in lines if line.strip().startswith("Comment=")] == [
+            f"Comment={value}".strip()
+        ]
+        assert lines[0].partition("JobName=")[2] == (value or "x")
+
+
+@EITHER_LAUNCHER
+def test_without_the_shells_variables_only_those_named_arrive(
+    cluster: SlurmCluster, tmp_path: Path, launcher: str
+) -> None:
+    done = submit(
+        cluster, tmp_path, "--launcher", launcher, "--export", "NONE", "--env", "NAMED",
+        "--env", "SET=a b", "--run-name", "a", "--wait", "--", sys.executable, "-c", WHO,
+        env={"NAMED": "it's, here", "OTHER": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = told(tmp_path / "jobs/a", 0)["env"]
+    assert (seen["NAMED"], seen["SET"], "OTHER" in seen) == ("it's, here", "a b", False)
+    assert "it's, here" not in (tmp_path / "jobs/a/script.sbatch").read_text()
+
+
+def test_a_hostile_output_root_is_carried(cluster: SlurmCluster, tmp_path: Path) -> None:
+    root = tmp_path / 'it\'s a $(touch pwned) "root"; #x'
+    done = submit(
+        cluster, tmp_path, "--output-root", str(root), "--run-name", "a", "--wait", "--", "true"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (root / "a/logs/rank-0.log").is_file()
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "words"),
+    [
+        pytest.param("import sys; sys.exit(3)", 3, "exit code 3", marks=pytest.mark.slow),
+        pytest.param(
+            "import os; os.kill(os.getpid(), 9)", 137, "killed by SIGKILL", marks=pytest.mark.slow
+        ),
+        ("raise LookupError('boom')", 1, "LookupError: boom (logs/rank-2.log)"),
+    ],
+)
+def test_a_failed_rank_ends_the_job_and_is_named(
+    cluster: SlurmCluster, tmp_path: Path, what: str, code: int, words: str
+) -> None:
+    rank_2_fails = f"import os, signal\nif os.environ['RANK'] == '2':\n    {what}\nsignal.pause()"
+    (tmp_path / "fail.py").write_text(rank_2_fails)
+    done = submit(
+        cluster, tmp_path, "--nodes", "2", "--tasks-per-node", "2", "--run-name", "f", "--wait",
+        "--", sys.executable, "fail.py",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"rank 2 on h02 failed first: {words}" in done.stderr
+    log = (tmp_path / "jobs/f/logs/job.log").read_text()
+    assert f"rank 2 on h02 failed first: {words}" in log
+    ended = json.loads((tmp_path / "jobs/f/events.jsonl").read_text().splitlines()[-1])
+    assert (ended["event"], ended["exit_code"]) == ("ended", code)
+
+
+@pytest.mark.slow
+def test_a_failing_setup_line_fails_the_job_and_still_tears_down(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    done = submit(
+        cluster, tmp_path, "--run-name", "f", "--wait", "--setup", "false",
+        "--teardown", "echo torn down >torn", "--no-snapshot", "--", "touch", "ran",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert (tmp_path / "torn").is_file()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_unknown_partition_is_refused_in_sbatchs_words(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    for launcher in ("sbatch", "submitit"):
+        done = submit(
+            cluster, tmp_path, "--launcher", launcher, "--partition", "nope", "--", "true"
+        )
+        assert done.returncode == 2
+        assert "invalid partition specified: nope" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_submitting_from_inside_a_job_is_as_from_a_login_shell(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    inner = [
+        *CLUSTERDDP, "submit", "--nodes", "1", "--tasks-per-node", "2", "--run-name", "inner",
+        "--wait", "--", sys.executable, "-c", WHO,
+    ]  # fmt: skip
+    done = submit(
+        cluster, tmp_path, "--nodes", "2", "--gpus-per-node", "2", "--run-name", "outer", "--wait",
+        "--env", "SBATCH_WCKEY=", "--no-snapshot", "--",
+        "bash", "-c", '[ "$RANK" != 0 ] || exec "$@"', "bash", *inner,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = told(tmp_path / "jobs/inner", 1)["env"]
+    assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"]) == ("1", "2", "2")
+    assert "CUDA_VISIBLE_DEVICES" not in seen
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_passed_over(cluster: SlurmCluster, tmp_path: Path) -> None:
+    first = submit(
+        cluster,
+        tmp_path,
+        "--run-name",
+        "first",
+        "--wait",
+        "--json",
+        "--",
+        sys.executable,
+        "-c",
+        WHO,
+    )
+    job_id = int(json.loads(first.stdout.splitlines()[0])["job_id"])
+    assert told(tmp_path / "jobs/first", 0)["env"]["MASTER_PORT"] == str(master_port(job_id, 0, 0))
+    # The next job's first choice is taken on the first host while it runs.
+    taken = master_port(job_id + 1, 0, 0)
+    listen = (
+        "import socket, sys; s = socket.create_server(('', int(sys.argv[1])));"
+        "print('listening', flush=True); sys.stdin.read()"
+    )
+    with cluster.popen_on(
+        "h01", [sys.executable, "-c", listen, str(taken)], stdin=PIPE, stdout=PIPE
+    ) as listener:
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == "listening\n"
+        second = submit(
+            cluster, tmp_path, "--run-name", "second", "--nodelist", "h01", "--wait", "--json",
+            "--", sys.executable, "-c", WHO,
+        )  # fmt: skip
+        listener.terminate()
+    assert int(json.loads(second.stdout.splitlines()[0])["job_id"]) == job_id + 1
+    seen = told(tmp_path / "jobs/second", 0)["env"]["MASTER_PORT"]
+    assert seen == str(master_port(job_id + 1, 0, 0, candidate=1))
+
+
+def test_cancel_ends_the_tasks_and_is_recorded(cluster: SlurmCluster, tmp_path: Path) -> None:
+    submit(
+        cluster, tmp_path, "--run-name", "c", "--",
+        sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()",
+    )  # fmt: skip
+    follower = cluster.popen([*CLUSTERDDP, "logs", "-f", "c"], cwd=tmp_path, stdout=PIPE)
+    with follower:
+        assert follower.stdout is not None
+        assert follower.stdout.readline() == "up\n"
+        cancelled = cluster.run([*CLUSTERDDP, "cancel", "c"], cwd=tmp_path)
+        assert cancelled.returncode == 0, cancelled.stderr
+        assert follower.wait(timeout=60) == 1
+    state = cluster.run([*CLUSTERDDP, "status", "c", "--json"], cwd=tmp_path)
+    assert json.loads(state.stdout)["state"] == "cancelled"

@@ -1,0 +1,67 @@
+"""The main job and a requeue as an ordinary user, as on a site; the daemons are root's as there."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.run.run_dir import RunDir, read_json
+from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
+from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
+from tests.on_slurm.test_submit import CLUSTERDDP
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+
+# Long enough that a request comes in the middle, once a checkpoint is there.
+TRAINING = [
+    "--nodes", "2", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
+    "--batch-size", "8", "--warmup-steps", "2", "--epochs", "100", "--max-steps", "1000",
+    "--save-every", "50steps", "--log-every", "50", "--eval-every", "1000epochs",
+]  # fmt: skip
+
+
+@pytest.fixture
+def home(synthetic_dir: Path) -> Iterator[Path]:
+    """The user's own folder with a dataset in it; pytest's folders are closed to other users."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(synthetic_dir, folder / "data")
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+        yield folder
+
+
+def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_weights(
+    slurm_available: None, home: Path
+) -> None:
+    # This Python and the tree can lie in a folder that only root may enter: not on such a cluster.
+    with SlurmCluster(hosts=2, root=DEFAULT_ROOT or Path("/")) as cluster:
+        weights = {}
+        for name in ("main", "requeued"):
+            data = ["--data-dir", str(home / "data")]
+            typed(cluster, home, *CLUSTERDDP, "submit", *TRAINING, *data, "--run-name", name)
+            run = RunDir(home / "jobs" / name)
+            job = str(next(e["job_id"] for e in run.read_events() if e["event"] == "submitted"))
+            if name == "requeued":
+                wait_for(lambda run=run: list(run.checkpoints.glob("step-*.pt")), "a checkpoint")
+                typed(cluster, home, "scontrol", "requeue", job)
+            assert cluster.wait_job(job) == "COMPLETED", cluster.log_tail()
+            report = read_json(run.report)
+            assert report is not None
+            weights[name] = report["weights_sha256"]
+        starts = [event["event"] for event in run.read_events()].count("started")
+        assert starts == 2
+        assert weights["main"] == weights["requeued"]
+        shown = cluster.run(["scontrol", "show", "job", job], check=True).stdout
+        assert f"({NOBODY})" in shown.partition("GroupId")[0]
+    assert {path.stat().st_uid for path in home.rglob("*")} == {NOBODY}
+
+
+def typed(cluster: SlurmCluster, home: Path, *argv: str) -> Any:
+    env = {"HOME": str(home), "USER": None, "LOGNAME": None}
+    return cluster.run([*AS_NOBODY, *argv], cwd=home, env=env, timeout=120, check=True)

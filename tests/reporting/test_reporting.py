@@ -1,0 +1,109 @@
+"""What a report concludes from a run's records: stragglers, paces, comparisons."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.reporting import curve, stragglers
+from clusterddp.reporting.evaluation import read as read_evaluation
+from clusterddp.reporting.gather import RunReport
+from clusterddp.reporting.scaling import scalings
+from clusterddp.reporting.stragglers import Rank
+from clusterddp.run import formatting
+from tests.hostile import CARRIED, REFUSED
+
+
+@pytest.mark.parametrize(
+    ("rates", "slow"),
+    [
+        ([], []),
+        ([100.0], []),
+        ([100.0, 100.0, 100.0], []),
+        ([100.0, 81.0], []),
+        ([100.0, 79.0], [1]),
+        ([100.0, None, 50.0], [2]),
+        ([100.0, 30.0, 100.0, 60.0, 100.0], [1, 3]),
+        ([0.0, 100.0, 100.0], [0]),
+        ([0.0, 0.0], []),
+    ],
+)
+def test_a_straggler_is_below_four_fifths_of_what_the_others_reach(
+    rates: list[float | None], slow: list[int]
+) -> None:
+    ranks = [Rank(rank, f"h{rank}", rate) for rank, rate in enumerate(rates)]
+    assert [one.rank for one in stragglers.stragglers(ranks)] == slow
+
+
+def test_a_ranks_pace_is_its_median_since_the_ranks_are_as_many(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows: list[Any] = [[1, 1, 1], [10, 100], [30, None], [20, 300], "x", [40, 200]]
+    lines = [
+        json.dumps({"kind": "train", "step": step, "rank_images_per_second": row})
+        for step, row in enumerate(rows)
+    ]
+    path.write_text("\n".join([*lines, '{"kind": "eval", "step": 9}', '{"kind": "tra']))
+    assert curve.rank_rates(curve.read(path)) == [25.0, 200.0]
+
+
+def test_mistakes_are_told_the_most_common_first() -> None:
+    found = read_evaluation({"confusion": [[9, 1, 0], [3, 9, 1], [0, 0, 9]]}).confusions()
+    assert [one.describe() for one in found] == [
+        "1 taken for 0: 3 times", "0 taken for 1: once", "1 taken for 2: once",
+    ]  # fmt: skip
+
+
+def run(name: str, world_size: int, rate: float, **fields: Any) -> RunReport:
+    made = RunReport(
+        name=name, state="done", detail="", first_failure="", directory="", job_id="",
+        launcher="", complete=True, model="convnet", dataset="mnist", device="cuda",
+        precision="bf16", world_size=world_size, images_per_second=rate,
+    )  # fmt: skip
+    return dataclasses.replace(made, **fields)
+
+
+def test_runs_of_one_configuration_are_compared_by_their_ranks() -> None:
+    [found] = scalings(
+        [
+            run("eight", 8, 4000.0, settings={"seed": 3, "lr": 0.1}),
+            run("one", 1, 1000.0, settings={"strategy": "single"}, threads=8),
+            run("four", 4, 3000.0),
+            run("one again", 1, 3000.0),
+            run("larger batches", 16, 9000.0, settings={"batch_size": 256}),
+            run("another model", 2, 9000.0, model="mlp"),
+            run("failed", 2, 9000.0, complete=False),
+        ]
+    )
+    assert found.title == "convnet on cuda, bf16"
+    assert [(one.name, one.world_size, one.efficiency) for one in found.sizes] == [
+        ("one", 1, 0.5), ("one again", 1, 1.5), ("four", 4, 0.375), ("eight", 8, 0.25),
+    ]  # fmt: skip
+
+
+def test_on_cpus_runs_with_other_threads_are_no_comparison() -> None:
+    ranks = [run("one", 1, 10.0, threads=2), run("two", 2, 10.0, threads=1)]
+    assert scalings([dataclasses.replace(one, device="cpu") for one in ranks]) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(None, "-"), (0.0, "0.0 s"), (99.94, "99.9 s"), (725.2, "12:05 min"), (11265.0, "3:07:45 h")],
+)
+def test_seconds_are_shown_to_their_size(seconds: float | None, shown: str) -> None:
+    assert formatting.seconds(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(None, "-"), (0, "0 MiB"), (900 << 20, "900 MiB"), (3 << 29, "1.5 GiB")]
+)
+def test_memory_is_shown_in_powers_of_1024(count: int | None, shown: str) -> None:
+    assert formatting.memory(count) == shown
+
+
+@pytest.mark.parametrize("text", [*CARRIED, *REFUSED])
+def test_a_line_is_printable_and_alone(text: str) -> None:
+    shown = formatting.line(text)
+    assert shown.isprintable()
+    assert text in REFUSED or not text.isprintable() or shown == text

@@ -1,0 +1,284 @@
+"""Requests are checked when they are built, and survive their own record."""
+
+import dataclasses
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import RequestError
+from clusterddp.request.interval import Interval
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig, changes
+from tests.hostile import CARRIED, REFUSED
+
+
+def spec(**fields: Any) -> JobSpec:
+    defaults: dict[str, Any] = {
+        "run_name": "demo",
+        "run_dir": "/scratch/jobs/demo",
+        "resources": Resources(),
+        "python": "/usr/bin/python3",
+    }
+    if "command" not in fields:
+        defaults["train"] = TrainConfig()
+    return JobSpec(**{**defaults, **fields})
+
+
+def test_tasks_per_node_defaults_to_one_per_gpu_or_one() -> None:
+    assert Resources(gpus_per_node=4).tasks_per_node == 4
+    assert Resources().tasks_per_node == 1
+    assert Resources(nodes=3, gpus_per_node=4).num_tasks == 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"nodes": 0}, ["--nodes", "0"]),
+        ({"nodes": -2}, ["--nodes", "-2"]),
+        ({"gpus_per_node": -1}, ["--gpus-per-node", "-1"]),
+        ({"tasks_per_node": -1}, ["--tasks-per-node", "-1"]),
+        ({"cpus_per_task": 0}, ["--cpus-per-task", "0"]),
+        ({"gpus_per_node": 2, "tasks_per_node": 4}, ["--tasks-per-node 4", "--gpus-per-node 2"]),
+        ({"gpus_per_node": 4, "tasks_per_node": 3}, ["--tasks-per-node 3", "--gpus-per-node 4"]),
+        ({"nodes": 1, "nodelist": "h[01-02]"}, ["h[01-02] names 2 hosts", "--nodes", "1"]),
+        ({"nodes": 2, "nodelist": "h1,h2", "exclude": "h2"}, ["--nodelist h1,h2", "--exclude h2"]),
+        ({"nodelist": "h[1-"}, ["h[1-"]),
+        ({"exclude": "h]"}, ["h]"]),
+        ({"partition": "gpu --nodes=9"}, ["--partition", "gpu --nodes=9"]),
+        ({"account": "-x"}, ["--account"]),
+        ({"qos": "a,b"}, ["--qos"]),
+        ({"mail_type": "SOMETIMES"}, ["--mail-type", "END"]),
+        ({"mail_user": "a b"}, ["--mail-user"]),
+        ({"constraint": "a;b"}, ["--constraint"]),
+        ({"gpu_request": "gpus"}, ["--gpu-request"]),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused_showing_both_sides(
+    fields: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        Resources(**fields)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"epochs": 0}, "--epochs"),
+        ({"batch_size": -1}, "--batch-size"),
+        ({"lr": float("nan")}, "--lr"),
+        ({"lr": 0.0}, "--lr"),
+        ({"momentum": -0.1}, "--momentum"),
+        ({"model": "resnet"}, "convnet"),
+        ({"seed": -1}, "--seed"),
+        ({"backend": "nccl", "device": "cpu"}, "--device"),
+        ({"save_every": "0"}, "--save-every"),
+        ({"eval_every": "1 fortnight"}, "--eval-every"),
+        ({"eval_every": "10minutes"}, "--eval-every"),
+        ({"keep_last": 0}, "--keep-last"),
+        ({"watchdog": -1}, "--watchdog"),
+        ({"recipe": "slow"}, "--recipe: 'slow' is not one of fast, accurate"),
+        ({"beta2": 1.0}, "--beta2"),
+        ({"label_smoothing": -0.1}, "--label-smoothing"),
+        ({"label_smoothing": float("nan")}, "--label-smoothing"),
+        ({"augment": "mirror"}, "--augment"),
+        ({"data_dir": ""}, "--data-dir"),
+        ({"data_dir": "a\nb"}, "--data-dir"),
+    ],
+)
+def test_a_training_that_makes_no_sense_is_refused(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(RequestError, match=word):
+        TrainConfig(**fields)
+
+
+def test_intervals_are_epochs_unless_steps_are_named() -> None:
+    assert Interval.parse("x", "2") == Interval(2, "epoch")
+    assert Interval.parse("x", "1epoch") == Interval(1, "epoch")
+    assert Interval.parse("x", "500steps") == Interval(500, "step")
+    assert Interval.parse("x", "10minutes", minutes=True) == Interval(10, "minute")
+    assert Interval.parse("x", "1minute", minutes=True).seconds == 60.0
+
+
+@pytest.mark.parametrize(
+    ("value", "minutes"), [("10minutes", False), ("0minutes", True), ("10s", True), ("5m", True)]
+)
+def test_no_other_interval_is_taken(value: str, minutes: bool) -> None:
+    with pytest.raises(RequestError, match=r"--x: .* is no interval; valid ones are 1epoch"):
+        Interval.parse("--x", value, minutes=minutes)
+
+
+def test_intervals_are_due_after_each_of_their_unit_and_minutes_by_the_clock_alone() -> None:
+    steps, minutes = Interval(3, "step"), Interval(2, "minute")
+    assert [count for count in range(1, 10) if steps.due("step", count)] == [3, 6, 9]
+    assert not steps.due("epoch", 3) and steps.seconds == math.inf
+    assert not any(minutes.due(unit, 2) for unit in ("step", "epoch"))
+
+
+def test_what_decides_the_weights_and_has_changed_is_told() -> None:
+    before = dataclasses.asdict(TrainConfig())
+    assert changes(before, TrainConfig()) == []
+    assert changes(before, TrainConfig(lr=0.5, seed=3, watchdog=0, max_steps=9)) == [
+        "--lr 0.001, now 0.5", "--seed 0, now 3",
+    ]  # fmt: skip
+    assert changes({"lr": 0.001}, TrainConfig(seed=3)) == [], "what an older record lacks"
+
+
+@pytest.mark.parametrize("value", REFUSED)
+@pytest.mark.parametrize(
+    "field", ["job_name", "setup", "teardown", "command", "srun_args", "launch_prefix", "python"]
+)
+def test_a_value_that_no_script_can_carry_is_refused(field: str, value: str) -> None:
+    text = field in ("job_name", "python")
+    with pytest.raises(RequestError):
+        spec(**{field: value if text else (value,)})
+
+
+@pytest.mark.parametrize("value", REFUSED)
+def test_an_environment_value_that_no_script_can_carry_is_refused(value: str) -> None:
+    with pytest.raises(RequestError, match="--env K"):
+        spec(environment=(("K", value),))
+
+
+@pytest.mark.parametrize("name", ["", "1A", "A B", "A-B", "$(x)", "É", "A\n"])
+def test_only_names_of_variables_are_taken(name: str) -> None:
+    with pytest.raises(RequestError, match="--env"):
+        spec(environment=((name, "x"),))
+    with pytest.raises(RequestError, match="--env"):
+        spec(pass_environment=(name,))
+
+
+@pytest.mark.parametrize("name", ["RANK", "SLURM_NTASKS", "UID", "IFS", "BASH_ENV", "_"])
+def test_variables_that_would_not_arrive_are_refused(name: str) -> None:
+    with pytest.raises(RequestError, match=name):
+        spec(environment=((name, "x"),))
+
+
+@pytest.mark.parametrize("path", ["/a/100%/demo", "jobs/demo", "/a\\b/demo", "/a\nb/demo"])
+def test_a_run_directory_that_slurm_would_rewrite_is_refused(path: str) -> None:
+    with pytest.raises(RequestError, match="--output-root"):
+        spec(run_dir=path)
+
+
+def test_the_record_of_a_request_reads_back_the_same() -> None:
+    full = spec(
+        resources=Resources(nodes=2, gpus_per_node=4, mem="8G", nodelist="h[1-2]"),
+        sbatch=(("requeue", None), ("signal", "USR1@90")),
+        environment=tuple((f"K{i}", value) for i, value in enumerate(CARRIED)),
+        setup=("echo hi",),
+    )
+    assert JobSpec.from_json(full.to_json()) == full
+    command = spec(command=tuple(value or "x" for value in CARRIED))
+    assert JobSpec.from_json(command.to_json()) == command
+
+
+def test_the_record_of_a_request_has_no_field_that_older_versions_do_not_know() -> None:
+    for fields in ({}, {"requeue": "expedite"}, {"command": ("true",)}):
+        record = json.loads(spec(**fields).to_json())
+        assert record.keys() == FIELDS_OF_0_1_0 | {"format"}
+    meant = spec(command=("torchrun", "train.py"), allow_launcher=True)
+    assert JobSpec.from_json(meant.to_json()) == meant
+
+
+FIELDS_OF_0_1_0 = {
+    "run_name", "run_dir", "resources", "python", "train", "command", "job_name", "launcher",
+    "template", "sbatch", "omit_directives", "srun_args", "environment", "pass_environment",
+    "export", "setup", "teardown", "modules", "network_interface", "launch_prefix", "requeue",
+    "max_requeues", "restart_on_failure", "restart_in_job", "snapshot", "signal",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 99}',
+        '{"format": 1}',
+        '{"format": 1, "resources": {}, "train": null, "x": 1}',
+    ],
+)
+def test_a_damaged_or_newer_record_is_refused(content: str) -> None:
+    with pytest.raises(RequestError, match=r"spec\.json"):
+        JobSpec.from_json(content)
+
+
+def test_every_training_field_is_on_the_command_line() -> None:
+    argv = TrainConfig(lr=0.5, data_dir="/a b").to_argv()
+    assert "--lr=0.5" in argv
+    assert "--data-dir=/a b" in argv
+    bare = [field.name for field in dataclasses.fields(TrainConfig) if field.type is bool]
+    assert len(argv) == len(TrainConfig.__dataclass_fields__) - len(
+        ["recipe", "resume", "profile", *bare]
+    )
+    for name in ("allow_changed", *bare):
+        assert f"--{name.replace('_', '-')}" in TrainConfig(**{name: True}).to_argv()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"precision": "int8"}, "--precision: 'int8' is not one of auto, fp32, bf16, fp16"),
+        ({"accumulate": 0}, "--accumulate: 0 is not a positive"),
+        ({"comm_hook": "zip"}, "--comm-hook: 'zip' is not one of"),
+        ({"data_pipeline": "tape"}, "--data-pipeline: 'tape' is not one of"),
+        ({"workers": -1}, "--workers: -1 is not"),
+        ({"cuda_graph": "on", "device": "cpu"}, "--cuda-graph on against --device cpu"),
+        ({"cuda_graph": "on", "precision": "fp16"}, "--cuda-graph on against --precision fp16"),
+        ({"cuda_graph": "on", "compile": True}, "--cuda-graph on against --compile"),
+        ({"cuda_graph": "on", "strategy": "dp"}, "--cuda-graph on against --strategy dp"),
+        (
+            {"model": "keras-convnet", "sync_batchnorm": True},
+            "--sync-batchnorm against --model keras-convnet",
+        ),
+        ({"model": "keras-convnet", "compile": True}, "--compile against --model keras-convnet"),
+        ({"compile": True, "strategy": "dp"}, "--compile against --strategy dp"),
+        ({"strategy": "fsdp"}, "--strategy: 'fsdp' is not one of ddp, dp, single"),
+        ({"sync_batchnorm": True, "strategy": "dp"}, "--sync-batchnorm goes over ranks, against"),
+        ({"profile": "-1"}, "--profile: '-1' is no rank"),
+        ({"profile": "²"}, "--profile: '²' is no rank"),
+        ({"model": "resnet"}, "(your own is MODULE:FUNCTION)"),
+        ({"model": "a b:c"}, "--model: 'a b:c' is not one of"),
+    ],
+)
+def test_options_of_the_step_that_cannot_be_are_refused(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        TrainConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("resources", "train", "words"),
+    [
+        ({"nodes": 2}, {"strategy": "dp"}, ["--strategy dp", "--nodes 2"]),
+        (
+            {"tasks_per_node": 2},
+            {"strategy": "single"},
+            ["--strategy single", "--tasks-per-node 2"],
+        ),
+        (
+            {"gpus_per_node": 4, "tasks_per_node": 1},
+            {"strategy": "single"},
+            ["--strategy single uses one GPU", "--gpus-per-node 4"],
+        ),
+        ({"nodes": 2}, {"profile": "2"}, ["--profile 2", "2 ranks, from 0"]),
+    ],
+)
+def test_a_training_that_cannot_use_what_is_asked_for_is_refused(
+    resources: dict[str, Any], train: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        spec(resources=Resources(**resources), train=TrainConfig(**train))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_one_task_may_drive_all_gpus_of_its_node() -> None:
+    resources = Resources(gpus_per_node=4, tasks_per_node=1)
+    assert spec(resources=resources, train=TrainConfig(strategy="dp")).world_size == 1

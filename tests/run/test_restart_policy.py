@@ -1,0 +1,230 @@
+"""What follows the end of an attempt, and the run's own records from which that is decided."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.restart_policy import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    NO_RESTART,
+    PREEMPTED,
+    REQUEUED,
+    SIGNAL,
+    STOP_ASKED,
+    STOPPED,
+    TIME_LIMIT,
+    Policy,
+    Start,
+    causes_of,
+    decide,
+    gained,
+    starts_since_submission,
+    withdrawn,
+)
+from clusterddp.run.run_dir import RunDir
+
+Event = dict[str, Any]
+USUAL = Policy(requeue=True, max_requeues=20, restart_on_failure=0)
+
+
+def ends(*causes: str, gained: int | None = 5) -> list[Start]:
+    return [Start(number, cause, gained) for number, cause in enumerate(causes, 1)]
+
+
+# policy, the causes of all starts so far -> whether another follows, words of the reason
+DECISIONS: list[tuple[Policy, list[str], bool, str]] = [
+    (USUAL, [DONE], False, DONE),
+    (USUAL, [CANCELLED], False, CANCELLED),
+    (USUAL, [STOPPED], False, STOPPED),
+    (USUAL, [REQUEUED], False, "Slurm has put the job back"),
+    (USUAL, [SIGNAL], True, SIGNAL),
+    (USUAL, [TIME_LIMIT], True, TIME_LIMIT),
+    (USUAL, [PREEMPTED], True, PREEMPTED),
+    (USUAL, [FAILED], False, NO_RESTART),
+    (Policy(False, 20, 0), [SIGNAL], False, "signal, and requeue is off"),
+    (Policy(False, 20, 0), [TIME_LIMIT], False, "time limit, and requeue is off"),
+    (Policy(False, 20, 0), [PREEMPTED], False, "preempted, and requeue is off"),
+    # no other job, whatever the cause
+    (Policy(False, 20, 1), [FAILED], False, "failed, and requeue is off"),
+    (Policy(True, 20, 1), [FAILED, FAILED], False, "it has failed 2 times"),
+    (Policy(True, 20, 2), [FAILED, SIGNAL, FAILED], True, FAILED),
+    # the cap counts every start after the first, whoever caused it
+    (Policy(True, 2, 0), [REQUEUED, SIGNAL], True, SIGNAL),
+    (Policy(True, 2, 0), [SIGNAL, "", SIGNAL], False, "started 3 times (--max-requeues 2)"),
+    (Policy(True, 0, 5), [FAILED], False, "started once (--max-requeues 0)"),
+    (Policy(True, 0, 0), [SIGNAL], False, "--max-requeues 0"),
+]
+
+
+@pytest.mark.parametrize(("policy", "causes", "go_on", "words"), DECISIONS)
+def test_what_follows(policy: Policy, causes: list[str], go_on: bool, words: str) -> None:
+    decision = decide(policy, causes[-1], ends(*causes))
+    assert (decision.go_on, words in decision.why) == (go_on, True), decision
+
+
+@pytest.mark.parametrize("cause", [SIGNAL, TIME_LIMIT, PREEMPTED, FAILED, REQUEUED])
+def test_nothing_follows_a_request_to_stop(cause: str) -> None:
+    decision = decide(Policy(True, 20, 5), cause, ends(cause), stop_asked=True)
+    assert (decision.go_on, decision.why) == (False, STOP_ASKED)
+
+
+def test_a_run_that_is_done_is_done_also_when_it_was_asked_to_stop() -> None:
+    assert decide(USUAL, DONE, ends(DONE), stop_asked=True).why == DONE
+
+
+FRUITLESS: list[tuple[list[tuple[str, int | None]], bool]] = [
+    ([(SIGNAL, 0)], True),
+    ([(SIGNAL, 0), (SIGNAL, 0)], False),
+    ([(SIGNAL, 3), (SIGNAL, 0)], True),
+    ([(SIGNAL, 0), (SIGNAL, 3)], True),
+    ([(SIGNAL, 0), (PREEMPTED, 0), (SIGNAL, 3)], True),
+    ([(SIGNAL, 0), (PREEMPTED, 0), ("", 0), (REQUEUED, 0), (SIGNAL, 0)], False),
+    ([(SIGNAL, 0), (PREEMPTED, 0)], True),
+    ([(PREEMPTED, 0), ("", 0), (REQUEUED, 0), (PREEMPTED, 0)], True),
+    ([(SIGNAL, None), (SIGNAL, None)], True),  # of a command nobody knows
+]
+
+
+@pytest.mark.parametrize(("told", "go_on"), FRUITLESS)
+def test_two_starts_in_a_row_without_a_step_end_it(
+    told: list[tuple[str, int | None]], go_on: bool
+) -> None:
+    starts = [Start(number, cause, steps) for number, (cause, steps) in enumerate(told, 1)]
+    decision = decide(USUAL, told[-1][0], starts)
+    assert decision.go_on is go_on
+    assert go_on or "2 starts in a row have not gained a step" in decision.why
+
+
+# -- from a run's records ----------------------------------------------------------------------
+
+
+def submitted(job_id: str, **fields: Any) -> Event:
+    return {"event": "submitted", "job_id": job_id, **fields}
+
+
+def started(number: int, job_id: str = "7") -> Event:
+    return {"event": "started", "job_id": job_id, "attempt": number}
+
+
+def ended(number: int, cause: str, job_id: str = "7") -> Event:
+    return {"event": "ended", "job_id": job_id, "attempt": number, "cause": cause}
+
+
+def noted(event: str, job_id: str = "7") -> Event:
+    return {"event": event, "job_id": job_id}
+
+
+RESUBMIT = {"event": "resubmit"}
+CAUSES: list[tuple[list[Event], dict[int, str]]] = [
+    ([], {}),
+    ([submitted("7")], {}),
+    ([submitted("7"), started(1)], {1: ""}),
+    ([submitted("7"), started(1), ended(1, SIGNAL), started(2)], {1: SIGNAL, 2: ""}),
+    ([submitted("7"), started(1), started(2), ended(2, FAILED)], {1: "", 2: FAILED}),
+    # another job in its place goes on counting, a person's submission does not
+    ([submitted("7"), started(1), ended(1, SIGNAL), submitted("8", in_place_of="7"),
+      started(2, "8")], {1: SIGNAL, 2: ""}),
+    ([submitted("7"), started(1), ended(1, STOPPED), submitted("8"), started(2, "8")], {2: ""}),
+    ([submitted("7"), started(1), ended(1, STOPPED), RESUBMIT], {}),
+    # the job has started before the submitting side could write its line
+    ([started(1), submitted("7")], {1: ""}),
+    ([submitted("7"), started(1), ended(1, STOPPED), RESUBMIT, started(2, "8"), submitted("8")],
+     {2: ""}),
+    # damage, and ends of attempts that are not counted
+    ([{"event": 5}, {}, {"event": "ended", "attempt": [1]} | {"attempt": 9}, ended(3, DONE)], {}),
+    ([submitted("7"), {"event": "started", "job_id": "7", "attempt": "x"}], {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "causes"), CAUSES)
+def test_starts_are_counted_since_a_person_submitted(
+    events: list[Event], causes: dict[int, str]
+) -> None:
+    assert causes_of(events) == causes
+
+
+WITHDRAWN: list[tuple[list[Event], str, str]] = [
+    # events, the job that is about to start -> whether a person has taken it back
+    ([submitted("7")], "7", ""),
+    ([submitted("7"), noted("stop_asked")], "7", STOPPED),
+    ([submitted("7"), started(1), noted("stop_asked")], "7", STOPPED),
+    ([submitted("7"), started(1), noted("stop_asked"), ended(1, SIGNAL), noted("requeued")], "7",
+     STOPPED),
+    ([submitted("7"), noted("stop_asked"), started(1)], "7", ""),
+    ([submitted("7"), started(1), noted("stop_asked"), noted("stop_failed")], "7", ""),
+    ([submitted("7"), started(1), noted("stop_asked"), submitted("8", in_place_of="7")], "8",
+     STOPPED),
+    ([submitted("7"), started(1), noted("stop_asked"), submitted("8")], "8", ""),
+    ([submitted("7"), started(1), noted("stop_asked"), RESUBMIT], "8", ""),
+    ([submitted("7"), started(1), noted("stop_asked")], "9", ""),  # by hand: a person's own doing
+    ([submitted("7"), noted("cancelled")], "7", CANCELLED),
+    ([submitted("7"), noted("cancelled"), noted("cancel_failed")], "7", ""),
+    ([submitted("7"), noted("cancelled"), started(1)], "7", CANCELLED),
+    ([submitted("7"), noted("cancelled"), noted("stop_asked")], "7", CANCELLED),
+    ([submitted("7"), noted("cancelled"), RESUBMIT, submitted("8")], "8", ""),
+    ([submitted("7"), noted("cancelled"), submitted("8", in_place_of="7")], "8", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "job_id", "found"), WITHDRAWN)
+def test_a_request_of_a_person_holds_until_the_next_start(
+    events: list[Event], job_id: str, found: str
+) -> None:
+    assert withdrawn(events, job_id) == found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "run", train=TrainConfig())
+
+
+def make_run(path: Path, **request: Any) -> RunDir:
+    spec = JobSpec(
+        run_name=path.name, run_dir=str(path), resources=Resources(), python="python", **request
+    )
+    with RunDir.create(spec, "#!/bin/bash\n") as run:
+        return run
+
+
+def attempt(run: RunDir, number: int, *steps: int, start: int | None) -> Attempt:
+    made = Attempt(run, number)
+    made.checkpoints.mkdir(parents=True)
+    if start is not None:
+        made.record.write_text(json.dumps({"step": start}))
+    for step in steps:
+        (made.checkpoints / f"step-{step:08d}.pt").touch()
+    return made
+
+
+def test_steps_gained_are_those_beyond_where_it_began(run: RunDir) -> None:
+    assert gained(attempt(run, 1, 20, 40, start=0)) == 40
+    assert gained(attempt(run, 2, 20, 40, start=40)) == 0
+    assert gained(attempt(run, 3, start=40)) == 0
+    assert gained(attempt(run, 4, start=None)) == 0  # its ranks never met
+
+
+def test_of_a_command_nobody_knows_the_steps(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "own", command=("true",))
+    assert gained(Attempt(run, 1)) is None
+
+
+def test_what_lies_beside_the_checkpoints_counts_for_nothing(run: RunDir) -> None:
+    made = attempt(run, 1, 20, start=0)
+    for name in ("step-x.pt", "step-00000099.pt.sha256", ".step-00000099.pt", "best.json"):
+        (made.checkpoints / name).touch()
+    assert gained(made) == 20
+
+
+def test_starts_have_their_causes_and_their_steps(run: RunDir) -> None:
+    for event in (started(1), ended(1, SIGNAL), started(2)):
+        run.add_event(**event)
+    attempt(run, 1, 20, start=0)
+    assert starts_since_submission(run) == [Start(1, SIGNAL, 20), Start(2, "", 0)]

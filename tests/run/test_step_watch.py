@@ -1,0 +1,205 @@
+"""A step whose srun waits for a lost exit message; the message is lost for real in the campaign."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clusterddp.launchers import script as rendering
+from clusterddp.run import step_watch
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir
+from tests.request.test_spec import spec
+from tests.waiting import PATIENCE, has_gone, wait_for
+
+
+class Step:
+    """An attempt of two ranks, an srun that ends with its stdin, and a scancel."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.attempt = Attempt(RunDir(folder / "a run's"), 1)
+        self.attempt.outcomes.mkdir(parents=True)
+        self.calls = folder / "calls"
+        self.said: list[str] = []
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        monkeypatch.setenv("PATH", f"{self.bin}:{os.environ['PATH']}")
+        self.scancel("exit 0")
+        # A step of the set-up that goes on: not the one that is watched.
+        (self.bin / "srun").symlink_to("/bin/sh")
+        self.other = self.start("elsewhere")
+        self.srun = self.start(str(self.attempt.run.path / "logs/rank-%t.log"))
+
+    def start(self, word: str) -> "subprocess.Popen[bytes]":
+        argv = [self.bin / "srun", "-c", "read line; exit 0", word]
+        return subprocess.Popen(argv, stdin=subprocess.PIPE)
+
+    def scancel(self, then: str) -> None:
+        path = self.bin / "scancel"
+        path.write_text(f'#!/bin/sh\necho "$*" >>{self.calls}\n{then}\n')
+        path.chmod(0o755)
+
+    def record(self, rank: int, **fields: object) -> None:
+        content = {
+            "rank": rank, "local_rank": 0, "node_rank": rank, "host": "h01", "pid": 1,
+            "job_id": "17", "restart": 0, "step_id": "3", "started": 1.0, **fields,
+        }  # fmt: skip
+        (self.attempt.outcomes / f"rank-{rank}.json").write_text(json.dumps(content))
+
+    def watch(
+        self, clock: Callable[[], float] = time.monotonic, cancel_seconds: float = 0.2
+    ) -> None:
+        step_watch.watch(
+            self.attempt, "17", 2, os.getpid(), self.said.append, grace_seconds=0.2,
+            report_seconds=0.4, cancel_seconds=cancel_seconds, poll_seconds=0.02, clock=clock,
+        )  # fmt: skip
+
+    @property
+    def cancelled(self) -> list[str]:
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+
+@pytest.fixture
+def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
+    made = Step(tmp_path, monkeypatch)
+    yield made
+    for process in (made.srun, made.other):
+        process.kill()
+        process.communicate()
+
+
+ENDED = {"ended": 2.0, "exit_code": 0}
+
+
+def test_once_every_end_is_recorded_the_step_is_cancelled_and_no_other(step: Step) -> None:
+    step.scancel(f"kill -9 {step.srun.pid}")
+    for rank in (0, 1):
+        step.record(rank, **ENDED)
+    step.watch(cancel_seconds=PATIENCE)
+    assert step.cancelled == ["17.3"]
+    assert step_watch.was_ended(step.attempt)
+    assert "every task's end is recorded" in step.said[0]
+    assert len(step.said) == 1
+    assert step.other.poll() is None
+
+
+@pytest.mark.parametrize("scancel", ["exit 0", "echo Invalid job id specified >&2; exit 1"])
+def test_an_srun_that_a_cancelled_step_does_not_end_is_killed_never_terminated(
+    step: Step, scancel: str
+) -> None:
+    step.scancel(scancel)
+    for rank in (0, 1):
+        step.record(rank, **ENDED)
+    step.watch()
+    assert step.srun.wait(PATIENCE) == -signal.SIGKILL
+    assert step.other.poll() is None
+
+
+def test_without_a_step_to_name_the_job_is_not_cancelled_in_its_place(step: Step) -> None:
+    for rank in (0, 1):
+        step.record(rank, step_id="", **ENDED)
+    step.watch()
+    assert step.cancelled == []
+    assert step.srun.wait(PATIENCE) == -signal.SIGKILL
+
+
+def test_an_srun_that_ends_by_itself_is_left_alone(step: Step) -> None:
+    for rank in (0, 1):
+        step.record(rank, **ENDED)
+    step.srun.communicate(b"\n")
+    step.watch()
+    assert (step.cancelled, step.said) == ([], [])
+    assert not step_watch.was_ended(step.attempt)
+
+
+AT_WORK: dict[str, Callable[[Step], None]] = {
+    "one has ended hours ago": lambda step: step.record(1),
+    "one has not begun": lambda _: None,
+    "there are more than were asked for": lambda step: (step.record(1, **ENDED), step.record(2))[0],
+    "one that had ended is started anew by its agent": lambda step: step.record(1, **ENDED),
+}
+
+
+@pytest.mark.parametrize("why", AT_WORK)
+def test_a_rank_that_is_at_work_is_waited_for(
+    step: Step, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it takes: many times each grace, then its end."""
+    step.record(0, **ENDED)
+    AT_WORK[why](step)
+    looks = 0
+
+    def sleep(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1 and "anew" in why:
+            step.record(1)
+        if looks == 50:
+            assert step.cancelled == []
+            for rank in (1, 2):
+                step.record(rank, **ENDED)
+
+    monkeypatch.setattr(step_watch.time, "sleep", sleep)
+    step.watch(clock=lambda: looks * 0.02)
+    assert looks > 50
+    assert step.cancelled == ["17.3"]
+
+
+def test_with_rank_0s_last_word_alone_the_step_is_ended_after_a_longer_grace(step: Step) -> None:
+    step.record(0, **ENDED)
+    step.record(1)
+    step.attempt.end.write_text('{"cause": "done"}')
+    step.watch()
+    assert step.cancelled == ["17.3"]
+    assert "without a sign of life for 0.4 s" in step.said[0]
+
+
+def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    step.record(0)
+    step.attempt.end.write_text('{"cause": "done"}')
+    looks = 0
+
+    def sleep(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks <= 50:
+            assert step.cancelled == []
+            step.attempt.show_life(looks)
+
+    monkeypatch.setattr(step_watch.time, "sleep", sleep)
+    step.watch(clock=lambda: looks * 0.02)
+    assert looks > 50 + 20  # the longer grace
+    assert step.cancelled == ["17.3"]
+
+
+def test_it_outlives_the_scripts_signals_and_not_the_script(tmp_path: Path) -> None:
+    Attempt(RunDir(tmp_path / "run"), 1).outcomes.mkdir(parents=True)
+    rendered = rendering.render(spec())
+    start = rendered.index("  (trap '' TERM")
+    line = rendered[start : rendered.index("\nfi\n", start)]
+    script = f"python=$0 run_dir=$1 attempt=1\n{line}\necho $!; wait; read line"
+    argv = ["bash", "-c", script, sys.executable, str(tmp_path / "run")]
+    environ = {**os.environ, "SLURM_JOB_ID": "17"}
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as bash:
+        assert bash.stdin and bash.stdout
+        pid = int(bash.stdout.readline())
+        # The shell's own words hold `watch-step` as well, until it has become Python.
+        python, words = os.fsencode(sys.executable), Path(f"/proc/{pid}/cmdline")
+        wait_for(lambda: words.read_bytes().startswith(python + b"\0"), "Python")
+        # Python leaves a signal alone that is ignored as it starts, SIGINT too.
+        assert {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2} <= _ignored(pid)
+        bash.kill()  # after `wait`, which does not wait for it
+    assert has_gone(pid)
+
+
+def _ignored(pid: int) -> set[int]:
+    """The signals that a process ignores (SigIgn in proc(5))."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(status.partition("SigIgn:")[2].split()[0], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}

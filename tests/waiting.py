@@ -1,0 +1,48 @@
+"""Waiting for processes and for what they do, each wait with a bound."""
+
+import os
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from clusterddp.processes.parent_death import die_with_parent
+
+PATIENCE = 90
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE} s: {what}"
+        time.sleep(0.02)
+
+
+def dying_with_us() -> Callable[[], None]:
+    """For Popen's preexec_fn: a test run that is killed leaves no training behind."""
+    own = os.getpid()
+    return lambda: die_with_parent(own)
+
+
+def has_gone(pid: int) -> bool:
+    """Whether a process has gone, or goes within the time that a test waits."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], PATIENCE)[0])
+    finally:
+        os.close(handle)
+
+
+def processes_in(folder: Path) -> list[str]:
+    """The processes whose working folder it is."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
+                found.append((entry / "cmdline").read_text())
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,367 @@
+import gc
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from clusterddp.checkpoints.files import name_of
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PAUSED,
+    CheckpointError,
+    DataError,
+    TrainingError,
+)
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.slurm import own_job
+from clusterddp.training import device
+from clusterddp.training.metrics import Journal
+from clusterddp.worker import join, presence, task
+from clusterddp.worker.join import usable_threads
+from clusterddp.worker.task import run_task
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    """run_task exports to os.environ and sets torch's threads; both are put back."""
+    environ, threads = dict(os.environ), torch.get_num_threads()
+    yield
+    os.environ.clear()
+    os.environ.update(environ)
+    torch.set_num_threads(threads)
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def config(synthetic_dir: Path) -> TrainConfig:
+    return make_config(synthetic_dir)
+
+
+def make_config(synthetic_dir: Path, **fields: Any) -> TrainConfig:
+    defaults: dict[str, Any] = {"dataset": "synthetic", "threads": 1, "max_steps": 3}
+    return TrainConfig(data_dir=str(synthetic_dir), **{**defaults, **fields})
+
+
+def test_a_single_process_trains_and_reports(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_task(config, tmp_path / "run") == 0
+    run = RunDir(tmp_path / "run")
+    report = read_json(run.report)
+    assert report is not None
+    assert set(report) == {
+        "accuracy", "loss", "train_seconds", "total_seconds", "images_per_second", "world_size",
+        "num_nodes", "hosts", "backend", "device", "threads", "model", "dataset", "parameters",
+        "steps", "epochs", "train_images", "test_images", "versions", "warnings", "weights_sha256",
+        "resumed_from", "attempt", "starts", "steps_done_twice", "seconds_lost", "attempts",
+        "saving", "job_id", "restart", "finished", "precision", "cuda_graph", "strategy",
+        "peak_memory_bytes", "ranks",
+    }  # fmt: skip
+    [rank] = report["ranks"]
+    assert (rank["rank"], rank["host"]) == (0, socket.gethostname())
+    assert rank["images_per_second"] > 0
+    assert report["peak_memory_bytes"] == rank["peak_memory_bytes"] > 10_000_000
+    evaluation = read_json(run.evaluation)
+    assert evaluation is not None
+    assert evaluation["step"] == 3
+    assert sum(map(sum, evaluation["confusion"])) == report["test_images"] == 500
+    right = sum(row[digit] for digit, row in enumerate(evaluation["confusion"]))
+    assert right / 500 == report["accuracy"]
+    assert all(one["label"] != one["predicted"] for one in evaluation["worst"][:3])
+    assert report["hosts"] == [socket.gethostname()]
+    assert (report["parameters"], report["steps"], report["world_size"]) == (28_938, 3, 1)
+    assert report["total_seconds"] > report["train_seconds"] > 0
+    assert report["resumed_from"] is None
+    out = capsys.readouterr().out
+    host = socket.gethostname()
+    assert f"rank 0 of 1 on {host} (local rank 0): cpu, 1 thread, gloo" in out
+    assert (
+        f"lr {config.lr:g} x 1 (linear) = {config.lr:g}, warm-up 100 steps; batch 64 x 1 = 64"
+        in out
+    )
+    resolved = read_json(run.resolved)
+    assert resolved is not None
+    assert (resolved["backend"], resolved["threads"], resolved["global_batch_size"]) == (
+        "gloo", 1, 64,
+    )  # fmt: skip
+
+
+def test_batch_sizes_are_tried_instead_of_training(
+    synthetic_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = make_config(synthetic_dir, find_batch_size=True, batch_size=1000, precision="fp32")
+    assert run_task(asked, tmp_path) == 0
+    run = RunDir(tmp_path)
+    rows = json.loads(run.batch_sizes.read_text())
+    assert rows[-1]["batch_size"] <= 2000 and all(row["images_per_second"] > 0 for row in rows)
+    assert re.search(r"^use: --batch-size \d+", capsys.readouterr().out, re.MULTILINE)
+    assert not run.report.exists() and not list(Attempt(run, 1).checkpoints.iterdir())
+    end = read_json(Attempt(run, 1).end)
+    assert end is not None and end["cause"] == "done"
+
+
+def test_a_rank_that_is_profiled_and_a_board_leave_their_files(
+    synthetic_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    asked = make_config(synthetic_dir, profile="0", tensorboard=True, max_steps=16)
+    assert run_task(asked, tmp_path) == 0
+    attempt = Attempt(RunDir(tmp_path), 1).path
+    assert (attempt / "profile" / "rank-0.trace.json.gz").stat().st_size > 1000
+    assert list((attempt / "tensorboard").glob("events.out.tfevents.*"))
+    assert "rank-0.trace.json.gz" in capsys.readouterr().out
+
+
+def test_a_run_that_is_done_says_that_nothing_was_left_to_train(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_task(config, tmp_path)
+    capsys.readouterr()
+    assert run_task(config, tmp_path) == 0
+    assert "done: nothing was left to train, the run has its 3 steps" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_from_its_own_newest_checkpoint(
+    config: TrainConfig, synthetic_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_task(config, tmp_path)
+    run_task(make_config(synthetic_dir, max_steps=5, threads=0), tmp_path)
+    newest = Attempt(RunDir(tmp_path), 2).checkpoints / "step-00000003.pt"
+    report = read_json(RunDir(tmp_path).report)
+    assert report is not None
+    assert (report["steps"], report["resumed_from"]) == (5, str(newest))
+    assert report["threads"] == 1, "the decision of the first start"
+    assert f"resuming from {newest}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [
+        (signal.SIGUSR1, EXIT_PAUSED, "signal"),
+        (signal.SIGTERM, EXIT_PAUSED, "SIGTERM"),
+        (signal.SIGINT, EXIT_INTERRUPTED, "interrupt"),
+    ],
+)
+def test_a_signal_has_it_save_leave_and_go_on_another_time(
+    number: int,
+    code: int,
+    reason: str,
+    synthetic_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def step(_: Journal) -> None:
+        if not sent:
+            os.kill(os.getpid(), sent.append(number) or number)
+
+    sent: list[int] = []
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    monkeypatch.setattr(Journal, "step", step)
+    assert run_task(make_config(synthetic_dir, max_steps=0, epochs=50), tmp_path) == code
+    first = Attempt(RunDir(tmp_path), 1)
+    end = json.loads(first.end.read_text())
+    assert (end["cause"], end["reason"]) == ("stopped", reason)
+    assert (first.checkpoints / name_of(end["step"])).exists()
+    assert not (tmp_path / "report.json").exists()
+    said = capsys.readouterr().out
+    assert f"stopped at step {end['step']} ({reason}); start the run again to go on" in said
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+    more = make_config(synthetic_dir, max_steps=end["step"] + 1, epochs=50)
+    assert run_task(more, tmp_path) == EXIT_DONE, "what was asked of the first is forgotten"
+    assert json.loads(Attempt(RunDir(tmp_path), 2).end.read_text()) == {
+        "cause": "done", "reason": "", "step": end["step"] + 1, "saved": end["step"] + 1,
+    }  # fmt: skip
+
+
+def test_a_signal_before_the_training_begins_is_noted_and_loses_nothing(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "_require_torch", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert run_task(config, tmp_path) == EXIT_PAUSED
+    first = Attempt(RunDir(tmp_path), 1)
+    assert json.loads(first.end.read_text())["step"] == 0
+    assert [path.name for path in first.checkpoints.glob("*.pt")] == [name_of(0)]
+    monkeypatch.undo()
+    assert run_task(config, tmp_path) == EXIT_DONE
+
+
+def test_ctrl_c_before_the_training_begins_ends_at_once(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "announce", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run_task(config, tmp_path)
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_a_request_in_the_attempts_folder_stops_it(
+    synthetic_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(_: Journal) -> None:
+        if not first.stop.exists():
+            first.ask_to_stop("stop")
+
+    first = Attempt(RunDir(tmp_path), 1)
+    monkeypatch.setattr(presence, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(Journal, "step", step)
+    settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
+    assert run_task(settings, tmp_path) == EXIT_PAUSED
+    assert json.loads(first.end.read_text())["reason"] == "stop"
+
+
+def test_the_job_is_over_in_time_without_a_signal(
+    synthetic_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(own_job, "seconds_left", lambda job_id: {"17": 8.0}[job_id])
+    settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
+    assert run_task(settings, tmp_path) == EXIT_PAUSED
+    assert json.loads(Attempt(RunDir(tmp_path), 1).end.read_text())["reason"] == "time limit"
+
+
+def test_resume_starts_a_new_run_from_another_ones_checkpoint(
+    config: TrainConfig, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    run_task(config, tmp_path / "old")
+    new = make_config(synthetic_dir, max_steps=5, resume=str(tmp_path / "old"))
+    run_task(new, tmp_path / "new")
+    assert (tmp_path / "new" / "checkpoints" / "step-00000005.pt").exists()
+    assert not (tmp_path / "old" / "checkpoints" / "step-00000005.pt").exists()
+
+
+def test_a_checkpoint_of_another_model_or_a_missing_one_is_refused(
+    synthetic_dir: Path, tmp_path: Path
+) -> None:
+    run_task(make_config(synthetic_dir, max_steps=1, optimizer="sgd"), tmp_path / "old")
+    with pytest.raises(CheckpointError, match=r"--optimizer sgd.*--optimizer adam"):
+        run_task(make_config(synthetic_dir, resume=str(tmp_path / "old")), tmp_path / "new")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        run_task(make_config(synthetic_dir, resume=str(tmp_path / "no.pt")), tmp_path / "new")
+
+
+def test_the_environment_is_exported_once_and_whole(config: TrainConfig, tmp_path: Path) -> None:
+    run_task(config, tmp_path)
+    expected = DistEnv.from_environ({}).to_environ()
+    assert {name: os.environ[name] for name in expected} == expected
+
+
+def test_the_loader_trains_to_the_same_weights(synthetic_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    reports = []
+    for pipeline in ("memory", "loader"):
+        run_task(make_config(synthetic_dir, data_pipeline=pipeline, workers=0), tmp_path / pipeline)
+        reports.append(read_json(RunDir(tmp_path / pipeline).report) or {})
+    assert reports[0]["weights_sha256"] == reports[1]["weights_sha256"]
+
+
+def test_the_garbage_collector_is_as_it_was(config: TrainConfig, tmp_path: Path) -> None:
+    run_task(config, tmp_path)
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    gc.disable()
+    try:
+        run_task(config, tmp_path)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_missing_dataset_names_the_ways_to_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="clusterddp data fetch"):
+        run_task(TrainConfig(data_dir=str(tmp_path / "none")), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_absent_torch_is_named_with_host_and_interpreter(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else find(name)
+    )
+    with pytest.raises(TrainingError) as caught:
+        run_task(config, tmp_path)
+    for word in (sys.executable, socket.gethostname(), "pip install torch"):
+        assert word in str(caught.value)
+
+
+def test_granted_gpus_that_torch_does_not_see_are_in_log_and_report(
+    config: TrainConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path / "no-driver")
+    run_task(config, tmp_path / "run")
+    said = "2 GPUs were granted, but torch sees none: training on the CPU"
+    assert f"warning: {socket.gethostname()}: {said}" in capsys.readouterr().out
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["warnings"] == [f"{socket.gethostname()}: {said}"]
+
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path / "driver")
+    with pytest.raises(TrainingError, match="CPU-only build"):
+        run_task(config, tmp_path / "other")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
+def test_the_process_group_is_gone_after_every_error(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: object) -> None:
+        assert dist.is_initialized()
+        raise error
+
+    monkeypatch.setattr(join, "announce", fail)
+    with pytest.raises(type(error)):
+        run_task(config, tmp_path)
+    assert not dist.is_initialized()
+
+
+def test_a_run_directory_that_cannot_be_written_is_one_clear_error(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match="cannot write the run directory"):
+        run_task(config, tmp_path / "file" / "run")
+
+
+def test_without_a_run_directory_one_is_made_below_jobs(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_task(config, None)
+    (made,) = (tmp_path / "jobs").iterdir()
+    assert made.name.startswith("train-") and (made / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks", "threads"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "6"}, 4, 6),
+        ({}, 1, len(os.sched_getaffinity(0))),
+        ({}, 1000, 1),
+        ({"SLURM_CPUS_PER_TASK": ""}, 1000, 1),
+    ],
+)
+def test_threads_are_the_cpus_of_the_task_or_its_share_of_the_hosts(
+    environ: dict[str, str], ranks: int, threads: int
+) -> None:
+    assert usable_threads(environ, ranks) == threads
