@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import peers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

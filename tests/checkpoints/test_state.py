@@ -125,6 +125,7 @@ def test_training_may_go_on_at_once_for_every_tensor_is_a_copy() -> None:
     assert state.to_bytes(content) == before
 
 
+@pytest.mark.slow
 def test_a_module_is_loaded_without_this_package(tmp_path: Path) -> None:
     """By a program that has torch and the file, and nothing else of ours."""
     model, chosen = trained(1)

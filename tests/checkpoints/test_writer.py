@@ -395,6 +395,7 @@ print(json.dumps([results, place.said]))
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk(small_disk: Callable[[str], list[str]]) -> None:
     got = subprocess.run(
         [*small_disk("size=2m"), sys.executable, "-c", _ON_A_SMALL_DISK],
@@ -564,6 +565,7 @@ def test_hostile_folder_names(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.slow
 def test_the_process_can_leave_while_a_write_hangs(tmp_path: Path) -> None:
     program = (
         "import os, sys, threading, time\n"
@@ -606,6 +608,7 @@ def _child(folder: Path, first: int, fifo: Path) -> None:
     _save_without_end(folder, first, os.open(fifo, os.O_WRONLY))
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_of_a_save_a_whole_one_is_left(place: Place, tmp_path: Path) -> None:
     fifo = tmp_path / "announced"
     os.mkfifo(fifo)

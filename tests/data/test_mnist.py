@@ -241,6 +241,7 @@ def ensure_small(data_dir: str) -> None:
     ensure("synthetic", data_dir, progress=print, may_fetch=False)
 
 
+@pytest.mark.slow
 def test_processes_that_ensure_at_once_all_get_one_whole_set(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     place = str(tmp_path / "new" / "data")

@@ -289,6 +289,7 @@ def test_a_stopped_rank_is_named_by_rank_0_until_it_goes_on(ranks: Ranks) -> Non
     assert "in exchange" in ranks.log(1), "each rank that waits prints its stack"
 
 
+@pytest.mark.slow
 def test_every_waiting_rank_learns_the_suspect(ranks: Ranks) -> None:
     ranks.start(3)
     ranks.send(2, signal.SIGSTOP)
@@ -307,12 +308,14 @@ def test_a_rank_that_loops_for_ever_is_behind_and_prints_where(ranks: Ranks) -> 
     assert "in spin_for_ever" not in ranks.log(0)
 
 
+@pytest.mark.slow
 def test_a_rank_in_native_code_that_keeps_pythons_lock_prints_its_stack_too(ranks: Ranks) -> None:
     ranks.start(2, hang=keep_pythons_lock, hanging_rank=1)
     ranks.await_line(0, "rank 1 on h01 does not answer")
     ranks.await_line(1, "in keep_pythons_lock")
 
 
+@pytest.mark.slow
 def test_rank_1_speaks_where_rank_0_and_its_store_are_stopped(ranks: Ranks) -> None:
     ranks.start(3)
     ranks.send(0, signal.SIGSTOP)
@@ -347,6 +350,7 @@ def agent() -> Iterator[StoreProcess]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_rank_1_speaks_for_a_stopped_rank_0_until_the_store_is_gone(
     ranks: Ranks, agent: StoreProcess
 ) -> None:
@@ -368,6 +372,7 @@ def test_rank_1_speaks_for_a_stopped_rank_0_until_the_store_is_gone(
         assert "Traceback" not in ranks.log(rank)
 
 
+@pytest.mark.slow
 def test_a_process_ends_although_its_store_is_stopped(agent: StoreProcess, tmp_path: Path) -> None:
     program = f"""
 import os, time

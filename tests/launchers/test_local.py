@@ -48,7 +48,9 @@ def test_a_command_runs_on_every_rank_of_every_host(tmp_path: Path) -> None:
     assert status(tmp_path)["state"] == "done"
 
 
-@pytest.mark.parametrize("template", ["ddp.sbatch.j2", "torchrun.sbatch.j2"])
+@pytest.mark.parametrize(
+    "template", ["ddp.sbatch.j2", pytest.param("torchrun.sbatch.j2", marks=pytest.mark.slow)]
+)
 def test_the_rank_that_failed_first_is_named_everywhere(
     tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +113,7 @@ def test_the_exception_of_a_command_is_named_everywhere(tmp_path: Path) -> None:
         assert named in shown.stdout, argv
 
 
+@pytest.mark.slow
 def test_a_task_killed_with_its_parent_is_still_named(tmp_path: Path) -> None:
     kill = 'if [ "$RANK" = 1 ]; then kill -9 $PPID $$; fi; sleep 60'
     done = submit(tmp_path, "--nodes", "2", "--", "sh", "-c", kill)
@@ -162,6 +165,7 @@ def test_tear_down_runs_after_a_failure_and_cannot_hide_it(tmp_path: Path) -> No
     assert status(tmp_path)["exit_code"] == 1
 
 
+@pytest.mark.slow
 def test_a_python_that_only_a_container_has_still_ends_well(tmp_path: Path) -> None:
     (tmp_path / "wrap").write_text(f'#!/bin/sh\nshift\nexec {sys.executable} "$@"\n')
     (tmp_path / "wrap").chmod(0o700)
@@ -355,6 +359,7 @@ def test_a_restart_in_the_job_needs_an_agent(tmp_path: Path, template: str) -> N
     assert not (tmp_path / "jobs").exists()
 
 
+@pytest.mark.slow
 def test_an_agent_of_an_own_template_starts_a_failed_command_again(tmp_path: Path) -> None:
     (tmp_path / "own.sbatch.j2").write_text('{% extends "shipped/torchrun.sbatch.j2" %}')
     (tmp_path / "rank.sh").write_text(

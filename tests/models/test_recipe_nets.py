@@ -154,7 +154,10 @@ def small(data_dir: Path, name: str) -> TrainConfig:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "fast" else pytest.mark.slow) for name in RECIPES],
+)
 def test_a_run_of_a_recipe_that_is_cut_off_ends_with_the_same_weights(
     name: str, synthetic_dir: Path, tmp_path: Path
 ) -> None:
@@ -185,6 +188,7 @@ def test_each_setting_of_its_own_reaches_the_training(
     assert ends[0]["sha256"] != ends[1]["sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_augmentation_reaches_the_training_and_not_the_test(
     synthetic_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,6 +204,7 @@ def test_augmentation_reaches_the_training_and_not_the_test(
     assert sum(counts) == 2 * 2_000
 
 
+@pytest.mark.slow
 def test_ranks_draw_apart_and_score_with_the_averages_that_are_saved(
     synthetic_dir: Path, tmp_path: Path
 ) -> None:

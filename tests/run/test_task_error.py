@@ -171,6 +171,7 @@ def test_torchs_record_decorator_is_heard(tmp_path: Path) -> None:
     assert outcome.error["message"] == "as torch\nrecords it"
 
 
+@pytest.mark.slow
 def test_an_agents_own_error_file_is_left_to_it(tmp_path: Path) -> None:
     agents = tmp_path / "agents.json"
     outcome = outcome_of(tmp_path, RECORDED, {"TORCHELASTIC_ERROR_FILE": str(agents)})

@@ -57,10 +57,16 @@ def whole(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 @pytest.mark.parametrize(
     "stops",
     [
-        [0], [1], [4], [EPOCH - 1], [EPOCH], [EPOCH + 1], [END - 1], [END],
-        [3, 14], [0, 0, 5], [EPOCH, EPOCH], [EPOCH, EPOCH + 1], [6, 7, 8],
+        *([0], [EPOCH], [END], [3, 14]),
+        *(
+            pytest.param(stops, marks=pytest.mark.slow)
+            for stops in (
+                *([1], [4], [EPOCH - 1], [EPOCH + 1], [END - 1], [0, 0, 5]),
+                *([EPOCH, EPOCH], [EPOCH, EPOCH + 1], [6, 7, 8]),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_run_cut_off_anywhere_ends_as_one_in_a_piece(
     stops: list[int], synthetic_dir: Path, tmp_path: Path, whole: dict[str, Any], alone: None
 ) -> None:
@@ -78,7 +84,7 @@ def test_a_run_cut_off_anywhere_ends_as_one_in_a_piece(
     assert lines_of(tmp_path, "eval") == whole["eval"] == [EPOCH, END]
 
 
-@pytest.mark.parametrize("cap", [25.0, 0.01])
+@pytest.mark.parametrize("cap", [pytest.param(25.0, marks=pytest.mark.slow), 0.01])
 def test_four_ranks_cut_off_in_mid_epoch_end_with_the_very_weights(
     cap: float, synthetic_dir: Path, tmp_path: Path
 ) -> None:

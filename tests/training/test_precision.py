@@ -20,9 +20,11 @@ from tests.training.trainings import CPU, agree, build, config, hello, train_alo
     "options",
     [
         {"precision": "bf16"},
-        {"precision": "fp16"},
         {"accumulate": 3, "batch_size": 70},
-        {"optimizer": "sgd", "precision": "bf16", "accumulate": 2},
+        pytest.param({"precision": "fp16"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"optimizer": "sgd", "precision": "bf16", "accumulate": 2}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_run_cut_off_ends_with_the_very_weights_of_one_in_a_piece(

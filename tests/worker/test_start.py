@@ -273,6 +273,7 @@ def test_a_run_directory_that_went_away_is_said(synthetic_dir: Path, tmp_path: P
 # Ranks that an agent starts again inside a job --------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_started_again_inside_a_job_go_on_from_their_attempts_own_checkpoints(
     tmp_path: Path, synthetic_dir: Path, alone: None
 ) -> None:

@@ -443,6 +443,7 @@ def test_one_rank_against_two_for_real(synthetic_dir: Path, tmp_path: Path) -> N
     assert "done: test accuracy" in RunDir(tmp_path / "jobs/a-single").rank_log(0).read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_has_a_training_save_and_leave(synthetic_dir: Path, tmp_path: Path) -> None:
     process = typed(tmp_path, synthetic_dir, "--epochs=5000", "--log-every=20")
     run = RunDir(tmp_path / "jobs/a-single")

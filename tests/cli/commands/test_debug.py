@@ -194,8 +194,11 @@ class Terminal:
 
 @pytest.mark.parametrize(
     ("stop", "at_once"),
-    [("breakpoint()", "pass"), ("pdb.set_trace()", "pass"), ("pass", "breakpoint()")],
-    ids=["breakpoint", "set_trace", "as the model is made"],
+    [
+        pytest.param("breakpoint()", "pass", id="breakpoint"),
+        pytest.param("pdb.set_trace()", "pass", id="set_trace", marks=pytest.mark.slow),
+        pytest.param("pass", "breakpoint()", id="as the model is made", marks=pytest.mark.slow),
+    ],
 )
 def test_q_at_a_breakpoint_is_no_failure_and_no_bar_shares_the_prompts_line(
     stop: str, at_once: str, synthetic_dir: Path, tmp_path: Path
@@ -232,6 +235,7 @@ def test_q_at_a_breakpoint_is_no_failure_and_no_bar_shares_the_prompts_line(
     assert (status.state, status.first_failure) == ("stopped", "")
 
 
+@pytest.mark.slow
 def test_ranks_of_a_surrounding_job_do_not_matter(debug: Any) -> None:
     job = {
         "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "8",
@@ -256,12 +260,17 @@ def test_several_processes_train_together_and_each_has_its_log(debug: Any, tmp_p
 @pytest.mark.parametrize(
     ("procs", "method", "number", "code", "reason"),
     [
-        (1, "", signal.SIGINT, 130, "interrupt"),
         (2, "", signal.SIGINT, 130, "interrupt"),
-        (1, "", signal.SIGTERM, 75, "SIGTERM"),
-        (2, "fork", signal.SIGINT, 130, "interrupt"),
-        (2, "spawn", signal.SIGTERM, 75, "SIGTERM"),
-        (2, "forkserver", signal.SIGHUP, 75, "SIGTERM"),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                (1, "", signal.SIGINT, 130, "interrupt"),
+                (1, "", signal.SIGTERM, 75, "SIGTERM"),
+                (2, "fork", signal.SIGINT, 130, "interrupt"),
+                (2, "spawn", signal.SIGTERM, 75, "SIGTERM"),
+                (2, "forkserver", signal.SIGHUP, 75, "SIGTERM"),
+            )
+        ),
     ],
 )
 def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
@@ -316,7 +325,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_second_ctrl_c_ends_at_once(procs: int, debug: Any, tmp_path: Path) -> None:
     program = ("-c", HANGING) if procs == 1 else ("-m", "clusterddp")
     process = debug(f"--procs={procs}", *LONG, program=program)
@@ -339,6 +348,7 @@ def test_the_second_ctrl_c_ends_at_once(procs: int, debug: Any, tmp_path: Path) 
     assert [event["exit_code"] for event in events_of(run.path, "ended")] == [130]
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_leave_are_ended_after_a_while(debug: Any, tmp_path: Path) -> None:
     program = (
         "import clusterddp.worker.workstation as here; here._SAVING_SECONDS = 0.5\n"
@@ -355,6 +365,7 @@ def test_ranks_that_do_not_leave_are_ended_after_a_while(debug: Any, tmp_path: P
     assert all(has_gone(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_a_question_before_the_training_ends_it(debug: Any, tmp_path: Path) -> None:
     process = debug("--max-steps=2", program=("-c", ASKING_MODEL))
     wait_for(Attempt(RunDir(tmp_path / "run"), 1).alive.exists, "the attempt")
@@ -365,16 +376,31 @@ def test_ctrl_c_at_a_question_before_the_training_ends_it(debug: Any, tmp_path: 
     assert not list(tmp_path.rglob("*.pt"))
 
 
+# Python runs it where PYTHONPATH leads to it: no rank gets beyond its import of torch.
+NEVER_MEET = """
+import os, sys, threading
+class Held:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            threading.Event().wait()
+if "RANK" in os.environ:
+    sys.meta_path.insert(0, Held())
+"""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_before_the_ranks_have_met_a_request_ends_them_at_once(
+def test_before_the_ranks_have_met_a_request_ends_them(
     number: int, code: int, debug: Any, tmp_path: Path
 ) -> None:
-    process = debug("--procs=2", *LONG)
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(NEVER_MEET)
+    process = debug("--procs=2", *LONG, env={"PYTHONPATH": str(hooks)})
     first = Attempt(RunDir(tmp_path / "run"), 1)
     started = [first.outcomes / f"rank-{rank}.json" for rank in (0, 1)]
     wait_for(lambda: all(path.exists() for path in started), "both ranks")
     pids = rank_pids(first.run)
-    assert not first.record.exists(), "they import torch, which takes seconds"
     process.send_signal(number)
     process.communicate(timeout=PATIENCE)
     assert process.returncode == code
@@ -382,7 +408,7 @@ def test_before_the_ranks_have_met_a_request_ends_them_at_once(
     assert all(has_gone(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("method", ["exec", "forkserver"])
+@pytest.mark.parametrize("method", ["exec", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_a_rank_that_dies_ends_the_others_and_is_named(
     method: str, debug: Any, tmp_path: Path
 ) -> None:
@@ -420,6 +446,7 @@ def test_a_free_port_lies_below_the_ephemeral_range() -> None:
         probe.bind(("127.0.0.1", port))
 
 
+@pytest.mark.slow
 def test_a_debug_run_is_known_to_the_other_commands(synthetic_dir: Path, tmp_path: Path) -> None:
     def clusterddp(*argv: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
@@ -441,6 +468,7 @@ def test_a_debug_run_is_known_to_the_other_commands(synthetic_dir: Path, tmp_pat
     assert not (tmp_path / "jobs/two").exists()
 
 
+@pytest.mark.slow
 def test_a_failure_while_a_checkpoint_is_written_is_no_crash(debug: Any) -> None:
     process = debug("--save-every=1steps", program=("-c", FAILS_WHILE_IT_SAVES))
     _, error = process.communicate(timeout=PATIENCE)
