@@ -29,7 +29,7 @@ def speakers(hellos: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 
 def tell(store: Store, env: DistEnv, now: float) -> None:
     """Tell rank 0 this host's time; `now` is that at which its verdict came."""
-    messages.tell(store, f"clock/{env.rank}", {"time": now})
+    messages.put(store, f"clock/{env.rank}", {"time": now})
 
 
 def collect(store: Store, env: DistEnv, asked: Mapping[int, str], sent: float) -> dict[str, float]:

@@ -1,9 +1,15 @@
-"""Where the ranks meet before torch's process group: a store, a roll call, one verdict for all.
+"""Meets the other ranks before torch's process group: a store, a roll call, one verdict for all.
 
 Every wait has a deadline of its own, as torch's TCPStore could not say which rank never came.
+
+Under torchrun the ranks meet in the store of its agents, which outlives the workers. There rank 0
+begins a round for each start; the others enter rounds until one begins with them in it. The
+agents' restart counts cannot name a start: with the c10d rendezvous an agent whose workers still
+ran when it was asked to start again does not count that.
 """
 
 import itertools
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -13,14 +19,15 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, unlisted
 from torch.distributed.distributed_c10d import Store
 
-from clusterddp.distributed import identity, messages, tcp_store, torchrun_rounds
-from clusterddp.distributed.messages import PeerError, RunStore
-from clusterddp.distributed.seal import Seal
+from clusterddp.distributed import messages, tcp_store
+from clusterddp.distributed.messages import Identity, PeerError
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 
-# How long rank 0 stays for the others to hear that the start is called off.
+# Seconds for which rank 0 stays for the others to read that the start is called off.
 _HEARING_SECONDS = 2.0
+# Seconds for which a rank under an agent waits in one round before it looks for a later one.
+_LOOK_SECONDS = 1.0
 
 
 def open_store(
@@ -30,37 +37,38 @@ def open_store(
     *,
     bound: socket.socket | None = None,
     answered: Callable[[], bool] = lambda: True,
-) -> RunStore:
-    """Rank 0 listens at the master address and the others connect, within `timeout` seconds.
+) -> Store:
+    """Open the store of this start: rank 0 listens at the master address, the others connect.
 
     Under a torchrun agent, which listens there itself, all connect, and return once all are there.
-    A single process needs no port. No rank writes to a store before it knows that it is its own
-    run's: the same CLUSTERDDP_NONCE, which never leaves the process, or without one the same job.
+    A single process needs no port. No rank writes to a store before it has found its own run's
+    identity there.
 
+    timeout: seconds to listen or connect within.
     bound: rank 0's socket where `listener.bind` has made it already; taken over.
     answered: whether name servers answer; where they do not, none is asked from here on.
 
-    Raises TrainingError with the rank, the address and what to do.
+    Raises TrainingError with the rank, the address and the remedy.
     """
-    seal = Seal.from_environ(environ)
+    identity = Identity.from_environ(environ)
     if env.world_size == 1:
-        return RunStore(messages.PREFIX, HashStore(), seal)
+        return identity.within(HashStore())
     deadline = time.monotonic() + timeout
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         agents = tcp_store.connect(env, deadline, answered)
         if env.rank == 0:
-            return torchrun_rounds.open_round(agents, env, seal, timeout)
-        return torchrun_rounds.enter_round(agents, env, seal, timeout)
+            return _begin_round(agents, env, identity, timeout)
+        return _enter_round(agents, env, identity, timeout)
     if env.rank == 0:
-        listening = tcp_store.listen(env, environ, timeout, bound, answered)
-        store = RunStore(messages.PREFIX, listening, seal)
-        identity.tell(store)
+        store = tcp_store.listen(env, environ, timeout, bound, answered)
+        identity.publish(store)
     else:
-        connected = tcp_store.connect(env, deadline, answered)
-        store = RunStore(messages.PREFIX, connected, seal)
-        identity.wait_for(store, env, deadline)
-        identity.check(store, env)
-    return store
+        store = tcp_store.connect(env, deadline, answered)
+        try:
+            identity.await_in(store, env, max(deadline - time.monotonic(), 1.0))
+        except dist.DistStoreError:
+            raise messages.nobody(env) from None
+    return identity.within(store)
 
 
 def agree(
@@ -73,7 +81,7 @@ def agree(
 ) -> dict[str, Any]:
     """Collect every rank's `hello`, let rank 0 `decide`, and return its verdict on every rank.
 
-    A hello holds at least the rank's `world_size`. decision_seconds: what rank 0 may take to
+    A hello holds at least the rank's `world_size`. decision_seconds: the time that rank 0 has to
     decide, once all have come.
 
     An error raised by `decide` is raised on all ranks: there as it is, elsewhere as PeerError.
@@ -84,7 +92,7 @@ def agree(
             f"two processes say that they are rank {env.rank} of {env.world_size}: this is the "
             "second one. Give each process a RANK of its own."
         )
-    messages.tell(store, f"hello/{env.rank}", hello)
+    messages.put(store, f"hello/{env.rank}", hello)
     if env.rank == 0:
         try:
             verdict = decide(_roll_call(store, env, timeout))
@@ -94,7 +102,7 @@ def agree(
         except BaseException:
             _call_off(store, env, "its log says why.")
             raise
-        messages.tell(store, "verdict", verdict)
+        messages.put(store, "verdict", verdict)
         return verdict
     patience = timeout + decision_seconds
     try:
@@ -104,11 +112,11 @@ def agree(
             f"rank {env.rank} met rank 0 at {env.master_addr}:{env.master_port}, but was not told "
             f"to start within {patience:g} s. The log of rank 0 says what it did."
         ) from None
-    content = messages.take(store, env, "verdict", "rank 0's verdict")
-    if "error" in content:
+    verdict = messages.take(store, env, "verdict", "rank 0's verdict")
+    if "error" in verdict:
         store.set(f"heard/{env.rank}", "")
-        raise PeerError(f"rank 0 called the start off: {content['error']}")
-    return content
+        raise PeerError(f"rank 0 called the start off: {verdict['error']}")
+    return verdict
 
 
 def decline(store: Store, env: DistEnv, error: BaseException) -> None:
@@ -116,7 +124,7 @@ def decline(store: Store, env: DistEnv, error: BaseException) -> None:
     if env.rank == 0:
         _call_off(store, env, str(error))
     else:
-        messages.tell(store, f"hello/{env.rank}", {"declines": str(error)})
+        messages.put(store, f"hello/{env.rank}", {"declines": str(error)})
 
 
 def leave(store: Store, env: DistEnv, timeout: float = 5.0) -> None:
@@ -130,7 +138,7 @@ def leave(store: Store, env: DistEnv, timeout: float = 5.0) -> None:
 
 
 def _roll_call(store: Store, env: DistEnv, timeout: float) -> list[dict[str, Any]]:
-    """Every rank's hello, in the order of the ranks."""
+    """Collect every rank's hello, in the order of the ranks."""
     keys = [f"hello/{rank}" for rank in range(env.world_size)]
     messages.await_ranks(store, env, keys, timeout)
     hellos = [
@@ -148,9 +156,12 @@ def _roll_call(store: Store, env: DistEnv, timeout: float) -> list[dict[str, Any
 
 
 def _call_off(store: Store, env: DistEnv, reason: str) -> None:
-    """Publish an error, and stay until those who have come have heard it."""
-    messages.tell(store, "verdict", {"error": reason})
-    waiting = [rank for rank in _present(store, env) if not _declined(store, rank)]
+    """Publish an error, and stay until the ranks that wait for the verdict have read it."""
+    messages.put(store, "verdict", {"error": reason})
+    # As far as a look at each gets within the time that they have.
+    deadline = time.monotonic() + _HEARING_SECONDS
+    ranks = itertools.takewhile(lambda _: time.monotonic() < deadline, range(1, env.world_size))
+    waiting = [rank for rank in ranks if _waits(store, env, rank)]
     if waiting:
         try:
             messages.wait(store, [f"heard/{rank}" for rank in waiting], _HEARING_SECONDS)
@@ -158,16 +169,74 @@ def _call_off(store: Store, env: DistEnv, reason: str) -> None:
             pass  # they find the store gone, which tells them as much
 
 
-def _present(store: Store, env: DistEnv) -> list[int]:
-    """The others that have come, as far as a look at each gets within the time that they have."""
-    deadline = time.monotonic() + _HEARING_SECONDS
-    ranks = itertools.takewhile(lambda _: time.monotonic() < deadline, range(1, env.world_size))
-    return [rank for rank in ranks if store.check([f"hello/{rank}"])]
-
-
-def _declined(store: Store, rank: int) -> bool:
+def _waits(store: Store, env: DistEnv, rank: int) -> bool:
     try:
-        key = f"hello/{rank}"
-        return "declines" in messages.seal_of(store).open(key, store.get(key))
-    except ValueError:
-        return True  # not a rank of ours: it waits for nothing
+        hello = messages.ask(store, env, f"hello/{rank}", "a hello")
+    except TrainingError:
+        return False  # no rank of this run
+    return hello is not None and "declines" not in hello
+
+
+def _begin_round(agents: Store, env: DistEnv, identity: Identity, timeout: float) -> Store:
+    """Begin a new round, as rank 0, and wait for all to enter it."""
+    last = identity.of_round(_last_round(agents, env))
+    if last.round and last.published_in(agents):
+        last.check(agents, env)
+    this = identity.of_round(agents.add(f"{messages.PREFIX}/rounds", 1))
+    this.publish(agents)
+    store = this.within(agents)
+    keys = {rank: f"enters/{rank}" for rank in range(1, env.world_size)}
+    failure: TrainingError | None = None
+    try:
+        messages.await_ranks(store, env, list(keys.values()), timeout)
+    except PeerError:
+        raise
+    except TrainingError as absence:
+        failure = absence
+    tokens = {}
+    for rank, key in keys.items():
+        try:
+            entry = messages.ask(store, env, key, f"the entry of rank {rank}") or {}
+            tokens[str(rank)] = entry.get("token")
+        except TrainingError as forgery:
+            failure = failure or forgery
+    messages.put(store, "begins", {**tokens, "error": str(failure or "")})
+    if failure:
+        raise failure
+    return store
+
+
+def _enter_round(agents: Store, env: DistEnv, identity: Identity, timeout: float) -> Store:
+    """Enter rounds until rank 0 begins one with this very process in it."""
+    token, number, entered = secrets.token_hex(8), 1, 0
+    deadline = time.monotonic() + timeout
+    while True:
+        number = max(number, _last_round(agents, env))
+        this = identity.of_round(number)
+        store = this.within(agents)
+        try:
+            if number != entered:
+                this.await_in(agents, env, _LOOK_SECONDS)
+                messages.put(store, f"enters/{env.rank}", {"token": token})
+                entered, deadline = number, time.monotonic() + timeout + messages.GRACE_SECONDS
+            messages.wait(store, ["begins"], _LOOK_SECONDS)
+        except dist.DistStoreError:
+            if time.monotonic() > deadline:
+                raise messages.nobody(env) from None
+            continue
+        begins = messages.take(store, env, "begins", "what rank 0 wrote")
+        if begins.get(str(env.rank)) != token:
+            number += 1  # that round's processes are gone
+        elif error := begins.get("error"):
+            raise PeerError(f"rank 0 called the start off: {error}")
+        else:
+            return store
+
+
+def _last_round(agents: Store, env: DistEnv) -> int:
+    """Read the number of the last round, 0 before the first."""
+    key = f"{messages.PREFIX}/rounds"
+    count = agents.get(key) if agents.check([key]) else b"0"
+    if not count.isdigit() or len(count) > 18:
+        raise messages.strange(env, "the count of rounds", count)
+    return int(count)

@@ -61,7 +61,7 @@ def obtain(
         except DataError as error:
             fault = error
         offer = {"error": str(fault)} if fault else held.offer() if held else {}
-        messages.tell(store, key, offer)
+        messages.put(store, key, offer)
     dist.barrier()
     if fault:  # only now: the others would wait here for this rank
         raise fault
@@ -88,7 +88,7 @@ def _in_turn(sets: OwnSets, env: DistEnv, store: Store, key: str) -> None:
             sets.load()
         except ClusterDDPError as error:
             fault = error
-        messages.tell(store, key, {"error": str(fault)} if fault else {})
+        messages.put(store, key, {"error": str(fault)} if fault else {})
     dist.barrier()
     if fault:  # only now: the others would wait here for this rank
         raise fault

@@ -18,8 +18,6 @@ from clusterddp.data import rng
 from clusterddp.data.in_memory import Images
 from clusterddp.data.loader import Loaded
 from clusterddp.data.user_dataset import OwnSets
-from clusterddp.distributed.messages import RunStore
-from clusterddp.distributed.seal import Seal
 from clusterddp.errors import ClusterDDPError, DataError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
@@ -318,7 +316,7 @@ def _obtain(rank: int, world_size: int, folder: str, environ: dict[str, str]) ->
     sets = OwnSets(settings)
     found = [sets.fingerprint() if rank == 0 else ""]
     dist.broadcast_object_list(found)
-    store = RunStore("run", dist.FileStore(f"{folder}/store", world_size), Seal("run", b""))
+    store = dist.FileStore(f"{folder}/store", world_size)
     try:
         train, _, _ = datasets.obtain(
             settings, env, store, sets, CPU, print, data_sha256=found[0]

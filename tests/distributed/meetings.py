@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
+from torch.distributed.distributed_c10d import Store
 
 from clusterddp.distributed import rendezvous
+from clusterddp.distributed.messages import Identity
 from clusterddp.distributed.rendezvous import agree, open_store
-from clusterddp.distributed.seal import Seal
 from clusterddp.errors import TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 
@@ -86,5 +87,6 @@ def client(port: int) -> Any:
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
-def written_by(environ: Mapping[str, str], key: str, content: dict[str, Any]) -> str:
-    return Seal.from_environ(environ).wrap(key, content)
+def keys_of(environ: Mapping[str, str], store: Store, round: int = 0) -> Any:
+    """The part of the store in which the ranks with this environment write."""
+    return Identity.from_environ(environ).of_round(round).within(store)

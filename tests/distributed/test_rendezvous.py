@@ -1,14 +1,27 @@
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
+from torch.distributed.distributed_c10d import Store
 
-from clusterddp.distributed import rendezvous
-from clusterddp.distributed.messages import PeerError
+from clusterddp.distributed import messages, rendezvous
+from clusterddp.distributed.messages import Identity, PeerError
 from clusterddp.distributed.rendezvous import open_store
 from clusterddp.errors import TrainingError
 from clusterddp.ranks.dist_env import DistEnv
-from tests.distributed.meetings import PATIENCE, client, count, env, in_background, meet, written_by
+from tests.distributed.meetings import (
+    PATIENCE,
+    RUN_A,
+    client,
+    count,
+    env,
+    in_background,
+    keys_of,
+    meet,
+)
 
 
 def test_every_rank_gets_the_verdict_on_all_hellos(port: int) -> None:
@@ -62,14 +75,14 @@ def test_a_rank_0_that_cannot_take_part_calls_the_start_off(port: int) -> None:
 
 
 def test_calling_a_start_off_does_not_look_for_ever_for_those_that_never_came() -> None:
-    store = open_store(env(0, 1, 1), {}, PATIENCE)
     looks = []
 
-    def check(keys: list[str]) -> bool:
-        looks.append(keys)
-        return False
+    class Empty(dist.HashStore):  # type: ignore[name-defined, misc]
+        def check(self, keys: list[str]) -> bool:
+            looks.append(keys)
+            return False
 
-    store.check = check  # type: ignore[method-assign]
+    store = Empty()
     many = env(0, 10**15, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "_HEARING_SECONDS", 0.1)
@@ -96,7 +109,7 @@ def test_ranks_of_different_world_sizes_are_named(port: int) -> None:
 
 def test_a_hello_without_a_world_size_is_refused_by_name(port: int) -> None:
     first = in_background(lambda: meet([env(0, 2, port)], count)[0])
-    client(port).set("clusterddp/hello/1", written_by({}, "hello/1", {}))
+    keys_of({}, client(port)).set("hello/1", b"{}")
     assert "rank 1 was started with a world size of None" in str(first())
 
 
@@ -118,3 +131,126 @@ def test_rank_0_may_take_its_time_to_decide_where_it_was_given_that(
         assert second == first
     else:
         assert "was not told to start within 1.5 s" in str(second)
+
+
+@pytest.fixture
+def agent() -> Store:
+    """The store of torchrun's agents, which outlives the workers."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Waits until a rank has looked for a later round twice more in vain."""
+    in_vain = threading.Semaphore(0)
+    wait = messages.wait
+
+    def counted(*arguments: Any) -> None:
+        try:
+            wait(*arguments)
+        except dist.DistStoreError:
+            in_vain.release()
+            raise
+
+    monkeypatch.setattr(rendezvous, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(messages, "wait", counted)
+
+    def twice() -> None:
+        while in_vain.acquire(blocking=False):
+            pass  # of an earlier meeting
+        for _ in range(2):
+            assert in_vain.acquire(timeout=PATIENCE), "no look"
+
+    return twice
+
+
+def under_agent(restart: int = 0, **more: str) -> dict[str, str]:
+    return {
+        **RUN_A, "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(restart), **more,
+    }  # fmt: skip
+
+
+def test_workers_meet_again_whatever_restarts_their_agents_count(agent: Any) -> None:
+    """Seen with the c10d rendezvous: the agent whose own workers failed counts one, others not."""
+    ranks = [env(0, 2, agent.port), env(1, 2, agent.port)]
+    for restarts in ((0, 0), (0, 1), (1, 3)):
+        environ = {rank: under_agent(restart) for rank, restart in enumerate(restarts)}
+        assert meet(ranks, count, PATIENCE, environ) == [{"ranks": [0, 1]}] * 2
+
+
+def test_a_restarted_worker_waits_for_rank_0_to_start_again(
+    agent: Any, looks: Callable[[], None]
+) -> None:
+    ranks = [env(0, 2, agent.port), env(1, 2, agent.port)]
+    environ = {0: under_agent(), 1: under_agent()}
+    meet(ranks, count, PATIENCE, environ)
+    second = in_background(lambda: meet([ranks[1]], count, PATIENCE, {0: under_agent()})[0])
+    looks()
+    first = meet([ranks[0]], count, PATIENCE, {0: under_agent()})[0]
+    assert first == second() == {"ranks": [0, 1]}
+
+
+def test_a_rank_0_that_died_before_all_had_come_is_followed_to_its_next_round(agent: Any) -> None:
+    dead = Identity.from_environ(under_agent()).of_round(agent.add("clusterddp/rounds", 1))
+    dead.publish(agent)
+    second = in_background(
+        lambda: meet([env(1, 2, agent.port)], count, PATIENCE, {0: under_agent()})[0]
+    )
+    dead.within(agent).wait(["enters/1"])
+    first = meet([env(0, 2, agent.port)], count, PATIENCE, {0: under_agent()})[0]
+    assert first == second() == {"ranks": [0, 1]}
+
+
+def test_ranks_that_never_came_to_an_agents_store_are_listed(agent: Any) -> None:
+    ranks = [env(0, 4, agent.port), env(2, 4, agent.port)]
+    first, second = meet(ranks, count, 1.0, {0: under_agent(), 1: under_agent()})
+    assert "2 of 4 ranks did not come" in str(first) and "ranks 1, 3" in str(first)
+    assert isinstance(second, PeerError) and "ranks 1, 3" in str(second)
+
+
+def test_a_start_that_was_called_off_is_not_the_next_ones(
+    agent: Any, looks: Callable[[], None]
+) -> None:
+    environ = {0: under_agent(), 1: under_agent()}
+    meet([env(0, 2, agent.port)], count, 0.5, environ)
+    second = in_background(lambda: meet([env(1, 2, agent.port)], count, PATIENCE, environ)[0])
+    keys_of(under_agent(), agent, 1).wait(["enters/1"])
+    looks()
+    first = meet([env(0, 2, agent.port)], count, PATIENCE, environ)[0]
+    assert first == second() == {"ranks": [0, 1]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_run_that_reaches_an_agents_store_writes_nothing(agent: Any, rank: int) -> None:
+    environ = {0: under_agent(), 1: under_agent()}
+    meet([env(0, 2, agent.port), env(1, 2, agent.port)], count, PATIENCE, environ)
+
+    entries = keys_of(under_agent(), agent, 1)
+
+    def written() -> tuple[Any, ...]:
+        return agent.num_keys(), agent.get("clusterddp/rounds"), entries.get("enters/1")
+
+    before = written()
+    stranger = under_agent(SLURM_JOB_ID="18")
+    with pytest.raises(TrainingError, match="SLURM_JOB_ID=17, this one SLURM_JOB_ID=18"):
+        open_store(env(rank, 2, agent.port), stranger, 2.0)
+    assert written() == before
+
+
+def test_the_entry_of_a_worker_of_another_run_is_none(agent: Any) -> None:
+    first = in_background(lambda: meet([env(0, 2, agent.port)], count, 1.0, {0: under_agent()})[0])
+    agent.wait(["clusterddp/1/identity"])
+    forger = keys_of(under_agent(CLUSTERDDP_NONCE="77ab"), agent, 1)
+    forger.set("enters/1", '{"token": "00"}')
+    assert "1 of 2 ranks did not come" in str(first())
+
+
+def test_a_worker_whose_rank_0_never_starts_again_ends(
+    agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "GRACE_SECONDS", 0.5)
+    environ = {0: under_agent(), 1: under_agent()}
+    meet([env(0, 2, agent.port), env(1, 2, agent.port)], count, PATIENCE, environ)
+    with pytest.raises(PeerError, match=r"rank 1 waited for rank 0 .*did not come"):
+        open_store(env(1, 2, agent.port), under_agent(), 0.5)
