@@ -4,8 +4,6 @@ One rank in a process of its own, small batches, with everything that a training
 log lines, evaluation, checkpoints.
 """
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -39,6 +37,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    from clusterddp import log
     from clusterddp.data import mnist
     from clusterddp.data.in_memory import Images
     from clusterddp.data.synthetic import synthesise
@@ -53,8 +52,8 @@ def main() -> None:
     cpu = torch.device("cpu")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     seen: dict[int, float] = {}
-    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
-        synthesise(name, train_images=8_000, test_images=200, progress=lambda _: None)
+    with tempfile.TemporaryDirectory() as name, log.to(lambda _: None):
+        synthesise(name, train_images=8_000, test_images=200)
         train_set, test_set = (
             Images(*mnist.load("synthetic", name, train=train), cpu) for train in (True, False)
         )

@@ -118,7 +118,7 @@ def _images(folder: Path) -> str:
     """As many digits as the ranks see in a sample, rendered."""
     from clusterddp.data.synthetic import synthesise
 
-    synthesise(str(folder), train_images=20_000, test_images=64, progress=lambda _: None)
+    synthesise(str(folder), train_images=20_000, test_images=64)
     return str(folder / "synthetic")
 
 

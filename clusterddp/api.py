@@ -5,7 +5,6 @@ one of them is used.
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ def submit(
     """
     script = render(spec, template_folder)
     run, submission = submitting.submit(
-        spec, script, snapshot_limit_mb=snapshot_limit_mb, say=_say, check=check
+        spec, script, snapshot_limit_mb=snapshot_limit_mb, check=check
     )
     return SubmittedRun(submission.job_id, run.path)
 
@@ -161,7 +160,7 @@ def _train(
     path = os.path.abspath(run_dir or time.strftime("jobs/debug-%Y%m%d-%H%M%S"))
     make_sure(config, may_fetch=False)
     with workstation.recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):
-        code, failure = workstation.train(config, run, procs, start_method, _say)
+        code, failure = workstation.train(config, run, procs, start_method)
         record(code, failure)
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
@@ -181,7 +180,3 @@ def _how_it_failed(run: RunDir, failure: Failure | None) -> str:
     text = of_attempt(run.rank_log(failure.rank), attempt.number if attempt else 1)
     _, found, trace = text.rpartition(_TRACEBACK)
     return f"{failure.describe()}\n{found}{trace}".rstrip() if found else failure.describe()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)  # noqa: T201 -- as the command

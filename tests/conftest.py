@@ -15,6 +15,7 @@ import pytest
 # and absl's one would close the stream that pytest captures.
 import submitit  # noqa: F401
 
+from clusterddp import log
 from clusterddp.data.synthetic import synthesise
 from clusterddp.slurm.forms import RANK_VARIABLES
 from tests.data.made_sets import NOBODY
@@ -46,6 +47,14 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The lines that this process logs."""
+    lines: list[str] = []
+    with log.to(lines.append):
+        yield lines
+
+
 @pytest.fixture(scope="session")
 def mnist_dir() -> Path:
     """The data folder with the real MNIST that CLUSTERDDP_TEST_MNIST names; skips without it.
@@ -65,7 +74,7 @@ def mnist_dir() -> Path:
 def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder with 2,000 and 500 synthetic digits; not to be written to."""
     path = tmp_path_factory.mktemp("data")
-    synthesise(str(path), train_images=2_000, test_images=500, progress=print)
+    synthesise(str(path), train_images=2_000, test_images=500)
     return path
 
 
@@ -126,7 +135,7 @@ def port() -> int:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A data folder of our own with 30 and 10 synthetic digits."""
-    synthesise(str(tmp_path / "data"), train_images=30, test_images=10, progress=print)
+    synthesise(str(tmp_path / "data"), train_images=30, test_images=10)
     return tmp_path / "data"
 
 

@@ -63,7 +63,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     commands would render is larger, and the other tests' smaller.
     """
     folder = tmp_path_factory.mktemp("digits")
-    synthesise(str(folder), train_images=12_800, test_images=500, progress=print)
+    synthesise(str(folder), train_images=12_800, test_images=500)
     return f"--dataset synthetic --data-dir {folder}"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp import log
 from clusterddp.checkpoints import files
 from clusterddp.checkpoints.files import Best, UnusableError, checksum_of, step_of
 from clusterddp.errors import CheckpointError
@@ -42,7 +43,7 @@ class Found:
     """Why it does not count, if so."""
 
 
-def find(resume: str, warn: Callable[[str], None]) -> Path:
+def find(resume: str) -> Path:
     """The checkpoint that `--resume RUN|FOLDER|FILE` names; raises CheckpointError if none."""
     path = Path(resume).expanduser()
     if not path.is_dir():
@@ -51,9 +52,9 @@ def find(resume: str, warn: Callable[[str], None]) -> Path:
         return path
     run = RunDir(path.parent if path.name == "checkpoints" else path)
     if run.attempts.is_dir():
-        found = newest(run, warn)
+        found = newest(run)
     else:  # one attempt, or a folder of files copied from elsewhere
-        found = newest_in(run.checkpoints if run.checkpoints.is_dir() else path, warn)
+        found = newest_in(run.checkpoints if run.checkpoints.is_dir() else path)
     if found is None:
         raise CheckpointError(
             f"--resume {resume}: there is no whole checkpoint in it. "
@@ -62,13 +63,13 @@ def find(resume: str, warn: Callable[[str], None]) -> Path:
     return found
 
 
-def source(run: RunDir, warn: Callable[[str], None]) -> Path | None:
+def source(run: RunDir) -> Path | None:
     """The checkpoint that a run goes on from, or None while it has saved none; see `newest`.
 
     Raises CheckpointError where it has saved some and can go on from none of them: to begin at step
     0 again has to be asked for.
     """
-    found = newest(run, warn)
+    found = newest(run)
     if found:
         return found
     anew = f"To begin at step 0 again: clusterddp resubmit {run.shown} --from-scratch"
@@ -108,7 +109,7 @@ def _noted_steps(attempt: Attempt) -> Iterator[int]:
         yield first_number(record.get("step"), as_type=int) or 0
 
 
-def newest(run: RunDir, warn: Callable[[str], None], before: Attempt | None = None) -> Path | None:
+def newest(run: RunDir, before: Attempt | None = None) -> Path | None:
     """The latest whole checkpoint of a run, or of its attempts before one.
 
     One that is damaged is passed over with a warning. What an attempt wrote beyond the step from
@@ -116,14 +117,12 @@ def newest(run: RunDir, warn: Callable[[str], None], before: Attempt | None = No
 
     Raises CheckpointError when a folder cannot be read.
     """
-    return _first_whole(
-        lambda: (each.path for each in all_of(run, before) if not each.superseded), warn
-    )
+    return _first_whole(lambda: (each.path for each in all_of(run, before) if not each.superseded))
 
 
-def newest_in(folder: Path, warn: Callable[[str], None]) -> Path | None:
+def newest_in(folder: Path) -> Path | None:
     """The latest whole checkpoint in one folder; see `newest`."""
-    return _first_whole(lambda: iter(files.files(folder)), warn)
+    return _first_whole(lambda: iter(files.files(folder)))
 
 
 def listing(run: RunDir) -> list[Entry]:
@@ -215,9 +214,7 @@ def given_up_attempt(run: RunDir) -> int:
     return first_number(*(one.get("from_scratch") for one in resubmits[-1:]), as_type=int) or 0
 
 
-def _first_whole(
-    candidates: Callable[[], Iterator[Path]], warn: Callable[[str], None]
-) -> Path | None:
+def _first_whole(candidates: Callable[[], Iterator[Path]]) -> Path | None:
     """The first that can be read; looks anew when one goes away, as it does for a newer one."""
     warned = set()
     for _ in range(10):
@@ -230,7 +227,7 @@ def _first_whole(
                 if vanished:
                     break
                 if path not in warned:
-                    warn(f"passing over {path.name}: {error}")
+                    log.info(f"passing over {path.name}: {error}")
                 warned.add(path)
                 continue
             return path

@@ -4,9 +4,9 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
+from clusterddp import log
 from clusterddp.checkpoints import catalog, files
 from clusterddp.checkpoints.files import Best, UnusableError, checksum_of, step_of
 from clusterddp.errors import CheckpointError
@@ -23,7 +23,6 @@ def adopt(
     keep_last: int,
     *,
     best: Best | None = None,
-    warn: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
     """Make the checkpoints folder of a new attempt, whole or not at all.
 
@@ -40,7 +39,7 @@ def adopt(
     try:
         own = source is not None and _is_within(source, attempt.run.attempts)
         if source is not None and own:
-            _hand_on(attempt, source, keep_last, best, draft, warn)
+            _hand_on(attempt, source, keep_last, best, draft)
         sync_folder(draft)
         draft.replace(attempt.checkpoints)
         sync_folder(attempt.path)
@@ -60,7 +59,6 @@ def _hand_on(
     keep_last: int,
     best: Best | None,
     draft: Path,
-    warn: Callable[[str], None],
 ) -> None:
     """Link into `draft` what is still needed; only what can be read there afterwards stays."""
     last = step_of(source)
@@ -90,7 +88,7 @@ def _hand_on(
             files.read(fresh)
         except (FileNotFoundError, UnusableError) as error:
             if os.path.lexists(each.path):
-                warn(f"passing over {each.path.name}: {error}")
+                log.info(f"passing over {each.path.name}: {error}")
             files.remove(fresh)
             continue
         linked.add(step)

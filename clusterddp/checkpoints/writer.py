@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints import files as checkpoint_file
 from clusterddp.checkpoints.files import Best, checksum_of, files, name_of, step_of
@@ -51,13 +52,12 @@ class Saver:
     """Writes one checkpoint after the other into a folder, on a thread of its own."""
 
     @classmethod
-    def of_attempt(cls, attempt: Attempt, keep_last: int, say: Callable[[str], None]) -> "Saver":
+    def of_attempt(cls, attempt: Attempt, keep_last: int) -> "Saver":
         """That of an attempt's own folder, while no later one supersedes it."""
         earlier = [one for one in attempts(attempt.run) if one.number < attempt.number]
         return cls(
             attempt.checkpoints,
             keep_last=keep_last,
-            say=say,
             may_write=lambda: not attempt.is_superseded,
             older=[one.checkpoints for one in earlier],
         )
@@ -67,7 +67,6 @@ class Saver:
         folder: Path,
         *,
         keep_last: int,
-        say: Callable[[str], None],
         may_write: Callable[[], bool],
         older: Sequence[Path] = (),
     ) -> None:
@@ -79,11 +78,11 @@ class Saver:
         """
         assert keep_last >= 1
         self._folder, self._keep_last, self._older = folder, keep_last, list(older)
-        self._may_write, self._tell = may_write, say
+        self._may_write = may_write
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._done = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._whole: dict[str, tuple[int, ...]] = {}  # what was verified, as it was then
         self.costs = Costs()
         self.last_step: int | None = None
@@ -93,8 +92,8 @@ class Saver:
         try:  # where this attempt starts once more, after a kill
             checkpoint_file.remove_leftovers(folder)
         except OSError as error:
-            self._say(f"warning: left-overs in {folder} stay: {error.strerror}")
-        found = catalog.newest_in(folder, self._say)
+            log.warning(f"left-overs in {folder} stay: {error.strerror}")
+        found = catalog.newest_in(folder)
         if found:
             self._whole[found.name] = _signature(found)
             self.last_step = step_of(found)
@@ -153,8 +152,8 @@ class Saver:
         except OSError as error:
             self.costs.failed += 1
             self.trouble = f"the checkpoint {path} was not written: {error.strerror or error}"
-            self._say(
-                f"warning: {self.trouble}. "
+            log.warning(
+                f"{self.trouble}. "
                 f"Training goes on from memory and the next save tries again; {self._last()}."
             )
         except BaseException as error:
@@ -180,9 +179,9 @@ class Saver:
             # The checksum first: so the checkpoint is whole from the moment its name is there.
             write_atomically(checksum_of(path), f"{digest}  {path.name}\n".encode())
             if not self._may_write():
-                self._say_once(
+                self._warn_once(
                     "superseded",
-                    f"warning: the checkpoint {path} was not published: a later attempt of the run "
+                    f"the checkpoint {path} was not published: a later attempt of the run "
                     "has begun, and trains on.",
                 )
                 return False
@@ -205,9 +204,7 @@ class Saver:
                 checkpoint_file.write_best(self._folder, best)
                 needed = {best.step}
         except OSError as error:
-            self._say_once(
-                "best", f"warning: {self._folder / checkpoint_file.BEST}: {error.strerror}"
-            )
+            self._warn_once("best", f"{self._folder / checkpoint_file.BEST}: {error.strerror}")
         try:
             if not self._may_write():
                 return
@@ -219,7 +216,7 @@ class Saver:
                 self._remove(folder / checkpoint_file.BEST)
             self._older = []
         except (OSError, CheckpointError) as error:
-            self._say_once("tidy", f"warning: old checkpoints are kept: {error}")
+            self._warn_once("tidy", f"old checkpoints are kept: {error}")
 
     def _unneeded(self, needed: set[int]) -> list[Path]:
         """Those before the last whole ones, the best apart; damaged ones among these stay."""
@@ -246,23 +243,17 @@ class Saver:
         try:
             checkpoint_file.remove(path)
         except OSError as error:
-            self._say_once("remove", f"warning: the old checkpoint {path} stays: {error.strerror}")
+            self._warn_once("remove", f"the old checkpoint {path} stays: {error.strerror}")
 
     def _last(self) -> str:
         if self.last_step is None:
             return "there is no checkpoint here yet"
         return f"the last whole one is that of step {self.last_step}"
 
-    def _say_once(self, kind: str, line: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self._say(line)
-
-    def _say(self, line: str) -> None:
-        try:
-            self._tell(line)
-        except OSError:
-            pass  # the log may lie on the very disk that is full
+    def _warn_once(self, kind: str, line: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning(line)
 
 
 def _stored_sha256(path: Path) -> str:

@@ -4,12 +4,13 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from clusterddp import log
 from clusterddp.comparison.results import DONE, INTERRUPTED, Trial, results
 from clusterddp.comparison.rows import Row
 from clusterddp.comparison.table import figures
@@ -33,9 +34,7 @@ def shown_command(row: Row, spec: JobSpec) -> str:
     return shlex.join([*hidden, *_argv(row, spec)])
 
 
-def carry_out(
-    planned: Sequence[tuple[Row, JobSpec]], say: Callable[[str], None]
-) -> tuple[list[Trial], int]:
+def carry_out(planned: Sequence[tuple[Row, JobSpec]]) -> tuple[list[Trial], int]:
     """Train one after the other, for two at once would share the machine.
 
     Returns what became of each, and the signal that asked for an end, or 0. Such a signal is passed
@@ -49,9 +48,9 @@ def carry_out(
                 trials.append(Trial(row, why=INTERRUPTED))
                 continue
             which = f"[{number}/{len(planned)}] {row.label}"
-            say(f"{which} …")
+            log.info(f"{which} …")
             trials.append(_train(row, spec, passing))
-            say(f"{which}: {figures(results(trials[-1:])[0])}")
+            log.info(f"{which}: {figures(results(trials[-1:])[0])}")
     return trials, passing.number
 
 

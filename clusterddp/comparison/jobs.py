@@ -1,10 +1,10 @@
 """The runs of a comparison as Slurm jobs, each of which waits for the end of the one before."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from clusterddp import launchers
+from clusterddp import launchers, log
 from clusterddp.comparison.results import Trial, results
 from clusterddp.comparison.rows import Row
 from clusterddp.comparison.table import figures
@@ -29,7 +29,6 @@ def carry_out(
     planned: Sequence[tuple[Row, JobSpec]],
     template_folder: Path | None,
     snapshot_limit_mb: float,
-    say: Callable[[str], None],
 ) -> list[Trial]:
     """Submit all, wait for their ends; returns what became of each.
 
@@ -41,16 +40,16 @@ def carry_out(
     ended: set[str] = set()
     trials = []
     try:
-        submitted = _submit(planned, template_folder, snapshot_limit_mb, say)
+        submitted = _submit(planned, template_folder, snapshot_limit_mb)
         for number, (row, run) in enumerate(submitted, 1):
             which = f"[{number}/{len(planned)}] {row.label}"
             if isinstance(run, Trial):
                 trials.append(run)
             else:
-                say(f"{which} …")
+                log.info(f"{which} …")
                 trials.append(trial(row, run, wait_for_end(run)))
                 ended.add(run.name)
-            say(f"{which}: {figures(results(trials[-1:])[0])}")
+            log.info(f"{which}: {figures(results(trials[-1:])[0])}")
     except KeyboardInterrupt:
         left = [RunDir(Path(spec.run_dir)) for _, spec in planned if spec.run_name not in ended]
         raise Interrupted([run for run in left if run.path.is_dir()]) from None
@@ -61,7 +60,6 @@ def _submit(
     planned: Sequence[tuple[Row, JobSpec]],
     template_folder: Path | None,
     snapshot_limit_mb: float,
-    say: Callable[[str], None],
 ) -> list[tuple[Row, RunDir | Trial]]:
     submitted: list[tuple[Row, RunDir | Trial]] = []
     before = ""
@@ -70,7 +68,7 @@ def _submit(
         script = launchers.load(spec.launcher).prepare(spec, template_folder)
         try:
             run, submission = submit.submit(
-                spec, script, snapshot_limit_mb=snapshot_limit_mb, say=say, inputs_are_sure=True
+                spec, script, snapshot_limit_mb=snapshot_limit_mb, inputs_are_sure=True
             )
         except ClusterDDPError as error:
             if not before:

@@ -1,9 +1,10 @@
 """The runs of a comparison as they stand: found by its name, each read into a `Trial`."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from clusterddp import log
 from clusterddp.cli import run_argument
 from clusterddp.comparison.results import DONE, INTERRUPTED, Trial
 from clusterddp.comparison.rows import Row
@@ -21,10 +22,10 @@ def run_name(name: str, row: Row, turn: int, turns: int) -> str:
     return f"{name}-{row.name}{f'-r{turn}' if turns > 1 else ''}"
 
 
-def trials_of(root: Path, texts: Sequence[str], say: Callable[[str], None]) -> list[Trial]:
+def trials_of(root: Path, texts: Sequence[str]) -> list[Trial]:
     """What became of runs; each text is the name of a comparison, or a run as `find_run` finds it.
 
-    A run of a comparison whose request is damaged is left out, which `say` is told. Raises
+    A run of a comparison whose request is damaged is left out, which is logged. Raises
     RequestError where there is none, or one that trains nothing.
     """
     known = run_argument.all_runs(root)
@@ -42,7 +43,7 @@ def trials_of(root: Path, texts: Sequence[str], say: Callable[[str], None]) -> l
         if len(damaged) == len(meant):
             raise damaged[0]
         for why in damaged:
-            say(f"left out: {why}")
+            log.info(f"left out: {why}")
     statuses = run_argument.statuses([run for _, run in found.values()])
     return [
         trial(row, run, status) for (row, run), status in zip(found.values(), statuses, strict=True)

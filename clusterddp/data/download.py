@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import IO
 
+from clusterddp import log
 from clusterddp.data import idx
 from clusterddp.data.mnist import (
     PUBLISHED,
     DatasetInfo,
-    Progress,
     check,
     check_at,
     folder,
@@ -40,7 +40,7 @@ _LARGEST_FILE_BYTES = 1 << 30
 _UNREADABLE = (OSError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError)
 
 
-def fetch(data_dir: str, progress: Progress) -> DatasetInfo:
+def fetch(data_dir: str) -> DatasetInfo:
     """Download MNIST from torchvision's mirrors, verify it and put it into place.
 
     A whole set that is there already is left as it is. Raises DataError with the other ways when
@@ -48,10 +48,10 @@ def fetch(data_dir: str, progress: Progress) -> DatasetInfo:
     """
     root = folder("mnist", data_dir)
     if not missing_files(root):
-        progress(f"{root / idx.RAW} holds the set already; checking it")
+        log.info(f"{root / idx.RAW} holds the set already; checking it")
         return check("mnist", data_dir, checksums=True)
     with draft_beside(root) as draft:
-        progress(f"fetching MNIST into {root / idx.RAW}")
+        log.info(f"fetching MNIST into {root / idx.RAW}")
         _download(draft, data_dir)
         for archive in (draft / idx.RAW).glob("*.gz"):
             archive.unlink()
@@ -98,7 +98,7 @@ def _wants_bars() -> bool:
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
 
 
-def import_from(source: Path, data_dir: str, progress: Progress) -> DatasetInfo:
+def import_from(source: Path, data_dir: str) -> DatasetInfo:
     """Take the four IDX files out of a folder or tar archive, wherever in it they are.
 
     They may be gzipped, and named `train-images.idx3-ubyte` or `train-images-idx3-ubyte`.
@@ -111,7 +111,7 @@ def import_from(source: Path, data_dir: str, progress: Progress) -> DatasetInfo:
         try:
             with _offered(source) as offers:
                 for name, offer in _choose(offers).items():
-                    progress(f"reading {offer.path}")
+                    log.info(f"reading {offer.path}")
                     _copy(offer, raw / name)
             idx.inspect(raw)
             idx.check_labels(raw)
@@ -119,7 +119,7 @@ def import_from(source: Path, data_dir: str, progress: Progress) -> DatasetInfo:
             raise DataError(f"nothing was imported from {source}: {fault}") from None
         published = all(idx.digest(raw / name) == PUBLISHED[name] for name in idx.FILES)
         if not published:
-            progress("this is not MNIST as published; its own digests are recorded beside it")
+            log.info("this is not MNIST as published; its own digests are recorded beside it")
         idx.write_sums(raw, "MNIST as published" if published else "imported from elsewhere")
         put_into_place(draft, root)
     return check("mnist", data_dir, checksums=True)

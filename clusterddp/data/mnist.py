@@ -5,7 +5,6 @@ comes from is left to `data_source` (fetched, imported) and `synthetic` (rendere
 """
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from clusterddp.errors import DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Progress = Callable[[str], None]
 """Takes one line about what is being done."""
 
 PUBLISHED = {
@@ -109,7 +107,7 @@ def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
     return DatasetInfo(dataset, root, *counts, checksums_verified=checksums, published=published)
 
 
-def ensure(dataset: str, data_dir: str, *, progress: Progress, may_fetch: bool) -> DatasetInfo:
+def ensure(dataset: str, data_dir: str, *, may_fetch: bool) -> DatasetInfo:
     """Check the dataset, and get it first where it is absent and that can be done from here.
 
     A synthetic set is rendered; MNIST is fetched if `may_fetch`. A damaged set is never replaced.
@@ -121,11 +119,11 @@ def ensure(dataset: str, data_dir: str, *, progress: Progress, may_fetch: bool) 
         if dataset == "synthetic":
             from clusterddp.data.synthetic import synthesise
 
-            synthesise(data_dir, progress=progress)
+            synthesise(data_dir)
         elif may_fetch:
             from clusterddp.data.download import fetch
 
-            fetch(data_dir, progress)
+            fetch(data_dir)
     return check(dataset, data_dir, checksums=False)
 
 

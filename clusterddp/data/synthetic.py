@@ -8,8 +8,9 @@ easier to read than handwriting.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clusterddp import log
 from clusterddp.data import idx
-from clusterddp.data.mnist import DatasetInfo, Progress, check, folder, missing_files
+from clusterddp.data.mnist import DatasetInfo, check, folder, missing_files
 from clusterddp.data.staging import draft_beside, put_into_place
 from clusterddp.errors import DataError
 from clusterddp.slurm import forms
@@ -39,7 +40,6 @@ def synthesise(
     train_images: int = 60_000,
     test_images: int = 10_000,
     seed: int = 0,
-    progress: Progress,
 ) -> DatasetInfo:
     """Render a set into data_dir/synthetic, checked and moved into place whole.
 
@@ -55,7 +55,7 @@ def synthesise(
         return _as_asked(check("synthetic", data_dir, checksums=True), recipe)
     with draft_beside(root) as draft:
         raw = draft / idx.RAW
-        progress(f"rendering {train_images:,} and {test_images:,} digits into {root / idx.RAW}")
+        log.info(f"rendering {train_images:,} and {test_images:,} digits into {root / idx.RAW}")
         _write_split(raw / idx.TRAIN_IMAGES, raw / idx.TRAIN_LABELS, train_images, [seed, 0])
         _write_split(raw / idx.TEST_IMAGES, raw / idx.TEST_LABELS, test_images, [seed, 1])
         idx.write_sums(raw, recipe)

@@ -1,15 +1,14 @@
 """How a rank leaves the process group when something failed, and who is to blame for it."""
 
-from collections.abc import Callable
-
 import torch.distributed as dist
 
+from clusterddp import log
 from clusterddp.distributed.timeout import bounded
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.task_error import PEER_LOST
 
 
-def break_off(env: DistEnv, say: Callable[[str], None]) -> None:
+def break_off(env: DistEnv) -> None:
     """Leave the process group without waiting for ranks that may be gone.
 
     The process ends soon after and takes its sockets with it; a destructor that hangs must not
@@ -22,7 +21,7 @@ def break_off(env: DistEnv, say: Callable[[str], None]) -> None:
     try:
         bounded(lambda: (leave(), True), 1.0 if env.world_size == 1 else 5.0)
     except Exception as error:
-        say(f"leaving the process group: {error or 'it did not answer'}")
+        log.info(f"leaving the process group: {error or 'it did not answer'}")
 
 
 def blames_a_peer(error: BaseException) -> bool:

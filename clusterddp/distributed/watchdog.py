@@ -16,6 +16,7 @@ from types import TracebackType
 
 from torch.distributed.distributed_c10d import Store
 
+from clusterddp import log
 from clusterddp.distributed.hang_diagnosis import Verdict, judge
 from clusterddp.distributed.heartbeat import Posting, Signs
 from clusterddp.distributed.heartbeat_store import Board, default_beat
@@ -49,11 +50,11 @@ def periods(watchdog: float, group_timeout: float, world_size: int) -> tuple[flo
 class Watchdog:
     """Watches `progress` from a thread of its own, between start() and stop() or in a `with`.
 
-    Where it has not moved for `silent_seconds`, this rank's stacks go to stderr. One rank says
+    Where it has not moved for `silent_seconds`, this rank's stacks go to stderr. One rank logs
     for all which one is to blame: rank 0, or the lowest that still answers. `store` is used by
-    nobody else; None means that nothing is known of the other ranks. `say` takes a line, in the
-    watchdog's thread. `note` takes the verdict of the rank that says so, and None when the training
-    goes on. `host` is this rank's, as the others shall read it.
+    nobody else; None means that nothing is known of the other ranks. `note` takes the verdict of
+    the rank that logs it, and None when the training goes on. `host` is this rank's, as the others
+    shall read it.
     """
 
     def __init__(
@@ -63,14 +64,13 @@ class Watchdog:
         progress: Progress,
         *,
         silent_seconds: float,
-        say: Callable[[str], None],
         beat_seconds: float | None = None,
         host: str = "",
         note: Callable[[Verdict | None], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._note = note
-        self._env, self._progress, self._say_line, self._clock = env, progress, say, clock
+        self._env, self._progress, self._clock = env, progress, clock
         self._host = host or socket.gethostname()
         self._silent_seconds = silent_seconds
         self._beat = beat_seconds or default_beat(env.world_size)
@@ -164,7 +164,7 @@ class Watchdog:
             self._board.wanted, self._board.suspect = range(0), ""
         if told:
             self._note(None)
-            self._say(f"goes on after {still:.0f} s")
+            log.info(f"watchdog: goes on after {still:.0f} s")
 
     def _stall(self) -> None:
         if self._signs is None:
@@ -253,21 +253,15 @@ class Watchdog:
             f"rank 0 cannot be reached at {env.master_addr}:{env.master_port} ({failure}): it has "
             "ended, or the network is cut"
         )
-        self._say(self._suspect)
+        log.info(f"watchdog: {self._suspect}")
 
     def _tell(self, verdict: Verdict, aloud: bool = True) -> None:
         if verdict.kind != "alone":
             self._suspect = "" if verdict.kind == "level" else verdict.text
         if aloud and (verdict.kind, verdict.ranks) != self._told:
             self._told = verdict.kind, verdict.ranks
-            self._say(f"nothing moved for {self._still_seconds:.0f} s: {verdict.text}")
+            log.info(f"watchdog: nothing moved for {self._still_seconds:.0f} s: {verdict.text}")
             self._note(verdict)
-
-    def _say(self, text: str) -> None:
-        try:
-            self._say_line(f"watchdog: {text}")
-        except (OSError, ValueError):
-            pass  # the log is closed or full
 
 
 def _stacks(without: set[int | None]) -> str:

@@ -12,12 +12,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp import __version__
+from clusterddp import __version__, log
 from clusterddp.errors import ClusterDDPError
 from clusterddp.run.run_dir import RunDir, read_json, write_atomically
 
@@ -233,7 +232,7 @@ def begin(run: RunDir) -> Attempt:
     return made
 
 
-def await_silence(run: RunDir, job_id: str, patience: float, say: Callable[[str], None]) -> None:
+def await_silence(run: RunDir, job_id: str, patience: float) -> None:
     """Wait until no other job trains this run. Raises NotStarted after `patience` seconds.
 
     An earlier start of this very job is over, whatever its orphans still do: it is superseded.
@@ -253,7 +252,7 @@ def await_silence(run: RunDir, job_id: str, patience: float, say: Callable[[str]
                 f"write one run: cancel one of them, or give this one a --run-name of its own."
             )
         if not said:
-            say(f"clusterddp: {who}; waiting up to {patience:g} s for it to end")
+            log.info(f"{who}; waiting up to {patience:g} s for it to end")
             said = True
         time.sleep(0.5)  # a file's time is all that a lost node's process leaves to look at
 

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from clusterddp import log
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError
 from clusterddp.run import attempt as attempts
 from clusterddp.run import attempt_logs, next_start, restart_policy
@@ -147,7 +148,8 @@ def _make_attempt(run: RunDir, job_id: str, max_requeues: int, patience: float) 
                 f"not started again: {restart_policy.capped(max_requeues)}. "
                 f"Go on with: {run.resubmission}"
             )
-        attempts.await_silence(run, job_id, patience, lambda line: say(line, err=True))
+        with log.to(lambda line: say(f"clusterddp: {line}", err=True)):
+            attempts.await_silence(run, job_id, patience)
         attempt = attempts.begin(run)
         attempt.set_room_aside()
         attempt_logs.divide(attempt, job_id)

@@ -12,10 +12,11 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import submission_comment
 from clusterddp.run.local_process import is_alive
@@ -85,13 +86,13 @@ class Claim:
 
 
 @contextlib.contextmanager
-def claimed(run: RunDir, say: Callable[[str], None]) -> Iterator[Claim]:
+def claimed(run: RunDir) -> Iterator[Claim]:
     """Hold the claim on a run while the body looks at it and submits it.
 
     Raises RequestError where another process holds it, or where it cannot be written.
     """
     try:
-        claim = _take(run, say)
+        claim = _take(run)
     except OSError as error:
         raise RequestError(
             f"{run.path} cannot be written: {error.strerror}. Make room, or give it back its write "
@@ -109,7 +110,7 @@ def claimed(run: RunDir, say: Callable[[str], None]) -> Iterator[Claim]:
     _release(claim)
 
 
-def _take(run: RunDir, say: Callable[[str], None]) -> Claim:
+def _take(run: RunDir) -> Claim:
     while True:
         latest = _latest(run)
         if latest and latest._is_held():
@@ -131,8 +132,8 @@ def _take(run: RunDir, say: Callable[[str], None]) -> Claim:
             claim.path.unlink()
             continue
         if left:
-            say(
-                f"warning: a process that resubmitted {run.name} ended in the midst of it. A job "
+            log.warning(
+                f"a process that resubmitted {run.name} ended in the midst of it. A job "
                 f"of it may be queued: look with squeue --me -t all -o '%i %T %V %k' for the "
                 f"comment {submission_comment(run.name)}"
             )

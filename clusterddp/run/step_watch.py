@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from clusterddp import log
 from clusterddp.errors import SlurmError
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import read_outcome, read_outcomes
@@ -33,7 +34,6 @@ def watch(
     job: str,
     ranks: int,
     script: int,
-    say: Callable[[str], None],
     *,
     grace_seconds: float = GRACE_SECONDS,
     report_seconds: float = REPORT_SECONDS,
@@ -53,27 +53,29 @@ def watch(
     step_id = next((o.step_id for o in read_outcomes(attempt.outcomes) if o.step_id), "")
     # A job's id alone would cancel all of the job.
     step = f"{job}.{step_id}" if step_id else ""
-    say(f"{why}, but srun still waits: a task's exit message was lost. Ending step {step or '?'}")
+    log.info(
+        f"{why}, but srun still waits: a task's exit message was lost. Ending step {step or '?'}"
+    )
     with suppress(OSError):
         attempt.run.add_event(
             STEP_ENDED, job_id=job, attempt=attempt.number, step_id=step_id, why=why
         )
-    if step and _cancel(step, say):
+    if step and _cancel(step):
         deadline = clock() + cancel_seconds
         while _is_child(srun, script) and clock() < deadline:
             time.sleep(min(poll_seconds, 0.5))  # srun is no child of this process
     if _is_child(srun, script):
-        say("killing srun, which does not end with its step")
+        log.info("killing srun, which does not end with its step")
         with suppress(ProcessLookupError):
             os.kill(srun, signal.SIGKILL)  # not TERM, for which srun would end tasks first
 
 
-def _cancel(step: str, say: Callable[[str], None]) -> bool:
+def _cancel(step: str) -> bool:
     try:
         control.cancel(step)
     except SlurmError as error:
         # The hosts have told the controller that the step is over: srun alone does not know.
-        say(f"{error}")
+        log.info(f"{error}")
         return False
     return True
 

@@ -7,9 +7,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
+from clusterddp import log
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir, write_atomically
@@ -18,10 +18,8 @@ from clusterddp.run.run_dir import RunDir, write_atomically
 class TaskRecord:
     """rank-R.json: written when the task starts and again when it has ended."""
 
-    def __init__(
-        self, run: RunDir, env: DistEnv, attempt: int | None, say: Callable[[str], None]
-    ) -> None:
-        self._run, self._say = run, say
+    def __init__(self, run: RunDir, env: DistEnv, attempt: int | None) -> None:
+        self._run = run
         self._attempt = Attempt(run, attempt) if attempt else None
         self._folder = self._attempt.outcomes if self._attempt else run.outcomes
         self._rank = env.rank
@@ -61,7 +59,7 @@ class TaskRecord:
                 write_atomically(path, content.encode())
         except OSError as error:
             rank, host = self._rank, self._fields["host"]
-            self._say(
+            log.info(
                 f"rank {rank} on {host} cannot record its outcome in {self._folder}: "
                 f"{error.strerror}."
             )

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.run_dir import RunDir, write_atomically
 from clusterddp.submission import snapshot
-from clusterddp.submission.submit import Say, no_code, runs_code_of
+from clusterddp.submission.submit import no_code, runs_code_of
 
 _MOST_NAMES = 5
 
@@ -74,7 +75,7 @@ def describe(run: RunDir, compared: Comparison) -> str:
 
 
 @contextlib.contextmanager
-def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None, say: Say) -> Iterator[list[str]]:
+def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list[str]]:
     """Have the run use the current folder as it is now, while the body submits it.
 
     What a command has written in its copy goes along. The former copy stays until the run is
@@ -94,7 +95,7 @@ def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None, say: Say) -> Ite
     record = run.code_record.read_bytes() if recorded else None
     had_copy = run.code.is_dir()
     try:
-        taken = _take(spec, run, recorded, limit_mb, say)
+        taken = _take(spec, run, recorded, limit_mb)
         copied = _draft(run).is_dir()
         if copied:
             _swap(run)
@@ -107,7 +108,7 @@ def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None, say: Say) -> Ite
         raise
     changes = snapshot.difference(recorded, taken, new=True) if recorded and taken else []
     where = f"copied {tree} to {run.code}" if copied else f"{run.name} uses {tree}"
-    say(f"{where} as it is now: {_shown(changes) or 'no file differs'}")
+    log.info(f"{where} as it is now: {_shown(changes) or 'no file differs'}")
     try:
         yield changes
     except RequestError:
@@ -138,7 +139,6 @@ def _take(
     run: RunDir,
     recorded: snapshot.Snapshot | None,
     limit_mb: float | None,
-    say: Say,
 ) -> snapshot.Snapshot | None:
     """Copy the folder to the draft, or look at what is there where the run goes without a copy."""
     tree, left_out = Path.cwd(), no_code(spec, run)
@@ -149,23 +149,23 @@ def _take(
         except RequestError as error:
             if run.code.is_dir() or spec.snapshot:
                 raise
-            say(f"warning: your code is not copied: {error}")
+            log.warning(f"your code is not copied: {error}")
         else:
-            snapshot.say_large(taken, limit, say)
+            snapshot.warn_of_large(taken, limit)
             if recorded and run.code.is_dir():
-                taken = _carry_over(run, recorded, taken, say)
+                taken = _carry_over(run, recorded, taken)
             return taken
     return snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out)
 
 
 def _carry_over(
-    run: RunDir, recorded: snapshot.Snapshot, taken: snapshot.Snapshot, say: Say
+    run: RunDir, recorded: snapshot.Snapshot, taken: snapshot.Snapshot
 ) -> snapshot.Snapshot:
     """Take along what the command has written; that is no code, even where the folder has it."""
     both = snapshot.carry_over(run.code, recorded, Path.cwd(), _draft(run), taken)
     if not both:
         return taken
-    say(f"kept what {run.name} has written, although the folder has it too: {_shown(both)}")
+    log.info(f"kept what {run.name} has written, although the folder has it too: {_shown(both)}")
     digests = {name: digest for name, digest in taken.digests.items() if name not in both}
     return replace(taken, digests=digests, files=len(digests))
 

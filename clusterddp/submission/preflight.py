@@ -3,19 +3,15 @@
 import dataclasses
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+from clusterddp import log
 from clusterddp.errors import CheckpointError, DataError, RequestError
 from clusterddp.request import extras, global_batch, user_functions
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run.progress import checkpoint_step, is_finished, recorded_batch
 from clusterddp.run.run_dir import RunDir
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)  # noqa: T201 -- what is asked for may go to stdout
 
 
 def make_sure(
@@ -25,7 +21,6 @@ def make_sure(
     code: Path | None = None,
     elsewhere: bool = False,
     world_size: int | None = None,
-    say: Callable[[str], None] = _to_stderr,
 ) -> None:
     """The dataset is there and whole (made or fetched where it can be), the checkpoint not torn.
 
@@ -41,18 +36,18 @@ def make_sure(
     absent = extras.missing(config)
     if absent and not elsewhere:
         raise RequestError(absent)
-    find_own_functions(config, code=code, elsewhere=elsewhere, say=say)
+    find_own_functions(config, code=code, elsewhere=elsewhere)
     try:
         if config.resume:
-            _check_checkpoint(catalog.find(config.resume, say), config, world_size)
+            _check_checkpoint(catalog.find(config.resume), config, world_size)
         if user_functions.is_reference(config.dataset):
             return
         if may_fetch:
             _check_folder(config)
-        info = mnist.ensure(config.dataset, config.data_dir, progress=say, may_fetch=may_fetch)
+        info = mnist.ensure(config.dataset, config.data_dir, may_fetch=may_fetch)
     except (CheckpointError, DataError) as error:
         raise RequestError(str(error)) from None
-    say(f"dataset: {info.describe()}")
+    log.info(f"dataset: {info.describe()}")
 
 
 def _check_folder(config: TrainConfig) -> None:
@@ -76,7 +71,6 @@ def find_own_functions(
     *,
     code: Path | None = None,
     elsewhere: bool = False,
-    say: Callable[[str], None] = _to_stderr,
 ) -> None:
     """Find a person's own model and dataset without running them, as `make_sure` does.
 
@@ -85,10 +79,10 @@ def find_own_functions(
     for option, reference in config.own_functions:
         folder = code or Path.cwd()
         if elsewhere and user_functions.find(reference, folder) is None:
-            say(f"clusterddp: warning: {option} {reference} is not in {folder}: the tasks need it")
+            log.warning(f"{option} {reference} is not in {folder}: the tasks need it")
         else:
             found = user_functions.locate(option, reference, folder)
-            say(f"{option.strip('-')}: {reference} of {found}")
+            log.info(f"{option.strip('-')}: {reference} of {found}")
 
 
 def in_another_python(spec: JobSpec) -> bool:

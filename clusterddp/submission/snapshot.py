@@ -9,11 +9,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.submission import code_files
 from clusterddp.submission.code_files import Item, Plan, is_left_out, shown
@@ -91,13 +92,13 @@ def take(
         raise
 
 
-def say_large(taken: Snapshot, limit_mb: float, say: Callable[[str], None]) -> None:
-    """Say which files were linked for their size: what is edited there reaches a waiting run."""
+def warn_of_large(taken: Snapshot, limit_mb: float) -> None:
+    """Name the files linked for their size: what is edited there reaches a waiting run."""
     if not taken.large:
         return
     more = f" and {len(taken.large) - 3} more" if len(taken.large) > 3 else ""
-    say(
-        f"warning: too large to copy with your code, so linked: "
+    log.warning(
+        f"too large to copy with your code, so linked: "
         f"{', '.join(map(shown, taken.large[:3]))}{more}. The run reads them where they are. Raise "
         f"--snapshot-limit MB (now {limit_mb:g}) to have them copied; what .gitignore lists is "
         "linked without a word."

@@ -4,19 +4,15 @@ The command and the Python API both submit through here, so that neither can do 
 """
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from clusterddp import launchers
+from clusterddp import launchers, log
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.request import user_functions
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run.run_dir import RunDir, run_folders, write_atomically
 from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
-
-Say = Callable[[str], None]
-"""Takes a line for the person who submits."""
 
 
 def _check_new(spec: JobSpec) -> None:
@@ -26,7 +22,7 @@ def _check_new(spec: JobSpec) -> None:
         )
 
 
-def _say_outlook(script: str, say: Say) -> None:
+def _log_outlook(script: str) -> None:
     """Slurm's own forecast; what can never run, sbatch refuses by itself."""
     from clusterddp.slurm import requeue_exit
     from clusterddp.slurm.sbatch import outlook
@@ -42,36 +38,36 @@ def _say_outlook(script: str, say: Say) -> None:
                 ". Queued all the same, it waits for a node or a partition that is down, or for "
                 "ever: see sinfo."
             )
-    say(f"{'' if found else 'warning: '}{words}")
+    (log.info if found else log.warning)(words)
     with suppress(SlurmError):
         for setting in requeue_exit.settings():
-            say(
-                f"warning: slurm.conf has {setting}: Slurm requeues a job that ends with such a "
+            log.warning(
+                f"slurm.conf has {setting}: Slurm requeues a job that ends with such a "
                 "code, also where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. "
                 "A run that was stopped ends with 75, a failed one with its rank's "
                 "code or 1."
             )
 
 
-def check_own_code(spec: JobSpec, say: Say) -> None:
+def check_own_code(spec: JobSpec) -> None:
     """Refuse, or warn of, what a dry run can see of a person's own code; touches nothing.
 
     Raises RequestError where the model or the dataset is a function that is not there.
     """
-    _warn_of_launcher(spec, say)
+    _warn_of_launcher(spec)
     if spec.train:
         find_own_functions(spec.train, elsewhere=in_another_python(spec))
 
 
-def _warn_of_launcher(spec: JobSpec, say: Say) -> None:
+def _warn_of_launcher(spec: JobSpec) -> None:
     """Say so when the COMMAND is a shell script that may start ranks of its own in every task."""
     if spec.command and not spec.allow_launcher:
         from clusterddp.request import nested_launcher
 
         found = nested_launcher.in_script(spec.command, Path.cwd())
         if found:
-            say(
-                f"warning: {found.script}, line {found.line}, may start {found.name} in each of "
+            log.warning(
+                f"{found.script}, line {found.line}, may start {found.name} in each of "
                 f"the tasks, which are ranks already ({spec.layout}): each would train a copy by "
                 "itself. Start the program there without it; --allow-launcher says that it is "
                 "meant."
@@ -83,7 +79,6 @@ def submit(
     script: str,
     *,
     snapshot_limit_mb: float,
-    say: Say,
     check: bool = False,
     inputs_are_sure: bool = False,
 ) -> tuple[RunDir, launchers.Submission]:
@@ -95,7 +90,7 @@ def submit(
     SlurmError where the job may be queued; what interrupts it is told, and passed on.
     """
     _check_new(spec)
-    _warn_of_launcher(spec, say)
+    _warn_of_launcher(spec)
     if spec.train and not inputs_are_sure:
         make_sure(
             spec.train,
@@ -104,13 +99,13 @@ def submit(
             world_size=spec.world_size,
         )
     if check and spec.launcher != "local":
-        _say_outlook(script, say)
+        _log_outlook(script)
     with RunDir.create(spec, script) as run:
         try:
-            keep_code(spec, run, snapshot_limit_mb, say)
+            keep_code(spec, run, snapshot_limit_mb)
             submission = launchers.load(spec.launcher).submit(spec, script, run)
         except KeyboardInterrupt:
-            say(
+            log.info(
                 f"interrupted; the job may be queued. Look for it by its comment, "
                 f"{submission_comment(spec.run_name)}; its directory {run.path} is kept."
             )
@@ -123,7 +118,7 @@ def submit(
     return run, submission
 
 
-def keep_code(spec: JobSpec, run: RunDir, limit_mb: float, say: Say) -> None:
+def keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
     """Copy the tree of a person's code into the run, or note what it is like without a copy.
 
     Raises RequestError when it is too large or cannot be read.
@@ -140,9 +135,9 @@ def keep_code(spec: JobSpec, run: RunDir, limit_mb: float, say: Say) -> None:
         except RequestError as error:
             if spec.snapshot:  # it was asked for
                 raise
-            say(f"warning: your code is not copied: {error}")
+            log.warning(f"your code is not copied: {error}")
         else:
-            snapshot.say_large(taken, limit_mb, say)
+            snapshot.warn_of_large(taken, limit_mb)
     if taken is None:
         taken = snapshot.fingerprint(tree, leave_out=leave_out)
     if taken:

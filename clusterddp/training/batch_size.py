@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from clusterddp import log
 from clusterddp.data.in_memory import Images, training_order
 from clusterddp.data.loader import Loaded
 from clusterddp.distributed.agreement import Agreement
@@ -77,7 +78,6 @@ def find(
     rank: int,
     train_set: Images | Loaded,
     device: torch.device,
-    say: Callable[[str], None],
     request: StopRequest,
     mark: Callable[[int, int], None] = lambda *_: None,
 ) -> tuple[list[Row], str]:
@@ -88,7 +88,7 @@ def find(
     the watchdog's Progress has it, the size in place of a step. Raises TrainingError where not even
     the first size fits.
     """
-    say = say if rank == 0 else lambda _: None
+    report = log.info if rank == 0 else lambda _: None
     trial = Trial(config, agreed, rank, train_set, device)
 
     def tried(size: int) -> Tried:
@@ -99,16 +99,16 @@ def find(
     reason = ""
     most = len(train_set) // agreed.world_size // config.accumulate
     rows = []
-    say(f"{'batch per rank':>14}  {'images/s':>10}  {'memory per rank':>15}")
+    report(f"{'batch per rank':>14}  {'images/s':>10}  {'memory per rank':>15}")
     for row in search(sizes(config.batch_size, most), tried, to_the_end=device.type == "cuda"):
         reason = row.note.removeprefix(STOPPED) if row.note.startswith(STOPPED) else ""
-        say(
+        report(
             f"{row.batch_size:>14,}  {row.images_per_second:>10,.0f}  "
             f"{row.memory_bytes / 2**20:>11,.0f} MiB  {row.note}".rstrip()
         )
         rows.append(row)
     if not reason:
-        say(advice(config, rows))
+        report(advice(config, rows))
     return rows, reason
 
 

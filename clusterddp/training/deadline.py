@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
+
+from clusterddp import log
 
 _MARGIN_SECONDS = 5.0
 # Slurm looks at time limits about twice a minute, so its signal can come that much later.
@@ -27,15 +28,15 @@ class Deadline:
         """Whether to stop now, if stopping and saving takes so long."""
         return time.monotonic() > self._end - lead_seconds - _MARGIN_SECONDS
 
-    def check_lead(self, lead_seconds: float, warn: Callable[[str], None]) -> None:
+    def check_lead(self, lead_seconds: float) -> None:
         """Say once when the asked signal comes too late for what a step and a save have cost."""
         if self._checked or not self._signal_lead:
             return
         self._checked = True
         if self._signal_lead < lead_seconds + _MARGIN_SECONDS:
             enough = math.ceil(lead_seconds + _MARGIN_SECONDS + _SLURM_SECONDS)
-            warn(
-                f"warning: Slurm's signal comes {self._signal_lead} s ahead of the time limit, but "
+            log.warning(
+                f"Slurm's signal comes {self._signal_lead} s ahead of the time limit, but "
                 f"to finish a step and save takes {lead_seconds:.1f} s here, and Slurm can be "
                 f"{_SLURM_SECONDS:.0f} s late: ask for --signal B:USR1@{enough} or more. The ranks "
                 "stop by their own clock where they know the limit."

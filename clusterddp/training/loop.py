@@ -3,12 +3,12 @@
 import math
 import sys
 import time
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clusterddp import log
 from clusterddp.checkpoints.files import Best
 from clusterddp.checkpoints.writer import Saver
 from clusterddp.data import rng
@@ -82,16 +82,9 @@ class Training:
         self.journal = Journal(attempt, rank, self.position, self._planned_steps())
         if config.tensorboard and rank == 0:
             history = read_json_lines(attempt.metrics)
-            self.journal.board = Board(
-                attempt.path / "tensorboard", config, history, self.journal.say
-            )
-        self.profiler = Profiler(
-            attempt.path / "profile", rank, config.profile, device,
-            self.journal.say if rank == 0 else partial(print, flush=True),
-        )  # fmt: skip
-        self.saver = (
-            Saver.of_attempt(attempt, config.keep_last, self.journal.say) if rank == 0 else None
-        )
+            self.journal.board = Board(attempt.path / "tensorboard", config, history)
+        self.profiler = Profiler(attempt.path / "profile", rank, config.profile, device)
+        self.saver = Saver.of_attempt(attempt, config.keep_last) if rank == 0 else None
         self.ranks: list[dict[str, Any]] = []
         """What became of each, once all is done."""
         self.poll = Poll(device)
@@ -101,7 +94,8 @@ class Training:
         poor = sync_batchnorm.poor_statistics(self.model, config, agreed)
         if poor:
             self.warnings.append(poor)
-            self.journal.say(f"warning: {poor}")
+            if rank == 0:
+                log.warning(poor)
         self.result: evaluation.Result | None = None
         """Of the whole test set, when it was last evaluated."""
         self._saved = self.position.step if agreed.resume else -1
@@ -196,7 +190,7 @@ class Training:
             self._log()
             self._save()
         if self.saver and self.saver.costs.saves:
-            self.deadline.check_lead(self._lead_seconds(), self.journal.say)
+            self.deadline.check_lead(self._lead_seconds())
         return REASONS[code]
 
     def _lead_seconds(self) -> float:

@@ -1,12 +1,12 @@
 """What rank 0 tells: lines in its log or a bar on a terminal, metrics.jsonl."""
 
-import contextlib
 import json
 import math
 import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from clusterddp import log
 from clusterddp.checkpoints.state import Position
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import read_json_lines, write_atomically
@@ -38,11 +39,14 @@ class Figures:
 
 
 class Journal:
-    """The running account of a training. On every rank but 0 it says and writes nothing."""
+    """Rank 0's account of a training: log, bar, metrics.jsonl; on other ranks it does nothing."""
 
     def __init__(self, attempt: Attempt, rank: int, start: Position, total_steps: int) -> None:
         self._path = attempt.metrics if rank == 0 else None
         self._bar = _bar(start.step, total_steps) if rank == 0 and _on_terminal() else None
+        self._above_bar = ExitStack()
+        if self._bar is not None:
+            self._above_bar.enter_context(log.to(self._bar.write))
         self.board: Board | None = None
         self._failed = False
         self._start_step = start.step
@@ -53,10 +57,12 @@ class Journal:
 
         of_ranks: images/s of each rank by itself, as `Paces` has them.
         """
+        if self._path is None:
+            return
         if self._bar is not None and not self._bar.gives_way:
             self._bar.set_postfix(loss=f"{figures.loss:.4f}", refresh=False)
         else:
-            self.say(
+            log.info(
                 f"epoch {position.epoch_shown} step {position.step}: loss {figures.loss:.4f}, "
                 f"accuracy {figures.accuracy:.2%}, lr {figures.lr:.4g}, "
                 f"{figures.images_per_second:,.0f} images/s"
@@ -66,7 +72,9 @@ class Journal:
 
     def evaluation(self, position: Position, figures: Figures) -> None:
         """Loss and accuracy over the whole test set."""
-        self.say(
+        if self._path is None:
+            return
+        log.info(
             f"step {position.step}: test accuracy {figures.accuracy:.2%}, "
             f"test loss {figures.loss:.4f}"
         )
@@ -77,19 +85,10 @@ class Journal:
         if self._bar is not None:
             self._bar.update()
 
-    def say(self, line: str) -> None:
-        """A line of rank 0's log."""
-        if self._path is None:
-            return
-        with contextlib.suppress(OSError):  # the log may lie on a disk that is full
-            if self._bar is not None:
-                self._bar.write(line)
-            else:
-                print(line, flush=True)
-
     def close(self) -> None:
         if self.board:
             self.board.close()
+        self._above_bar.close()
         if self._bar is not None:
             self._bar.close()
 
@@ -115,8 +114,8 @@ class Journal:
                 file.write(("\n" if self._failed else "") + json.dumps(line) + "\n")
         except OSError as error:  # a full disk costs the line, never the training
             if not self._failed:
-                self.say(
-                    f"warning: cannot write {self._path}: {error.strerror}; training goes on, its "
+                log.warning(
+                    f"cannot write {self._path}: {error.strerror}; training goes on, its "
                     "metrics are in this log alone while that lasts"
                 )
             self._failed = True

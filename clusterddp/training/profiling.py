@@ -4,11 +4,12 @@ import gzip
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
+
+from clusterddp import log
 
 # The first steps settle caches and kernels, and a graph is captured in them; the profiler's own
 # start takes a moment too, in its warm-up. A few steps show what all of them do.
@@ -26,15 +27,13 @@ class Profiler:
         rank: int,
         wanted: str,
         device: torch.device,
-        say: Callable[[str], None],
     ) -> None:
         """folder: for the trace; made when there is one.
 
         wanted: the rank to record, or nothing.
-        say: writes a line of this rank's log.
         """
         self._path = folder / f"rank-{rank}.trace.json.gz"
-        self._device, self._say = device, say
+        self._device = device
         self._profile: profile | None = None
         if wanted and int(wanted) == rank:
             kinds = [ProfilerActivity.CPU]
@@ -60,7 +59,7 @@ class Profiler:
             done = self._profile.step_num
             self._end()
             if done < _FIRST:
-                self._tell(
+                log.info(
                     f"--profile: not enough steps: the training has ended after {done}, and steps "
                     f"{_FIRST} to {_LAST} are recorded"
                 )
@@ -76,7 +75,7 @@ class Profiler:
             act()
         except RuntimeError as error:
             self._profile = None
-            self._tell(f"warning: torch.profiler failed: {error}; training goes on without it")
+            log.warning(f"torch.profiler failed: {error}; training goes on without it")
 
     def _keep(self, recorded: profile) -> None:
         """Write the trace, and say what took the most time."""
@@ -87,15 +86,15 @@ class Profiler:
             self._write(recorded)
         except (OSError, RuntimeError) as error:
             why = getattr(error, "strerror", None) or error
-            self._tell(f"warning: cannot write {self._path}: {why}; training goes on without it")
+            log.warning(f"cannot write {self._path}: {why}; training goes on without it")
         else:
-            self._tell(
+            log.info(
                 f"profile of {count} {'step' if count == 1 else 'steps'}: {self._path} "
                 "(open it at https://ui.perfetto.dev or chrome://tracing)"
             )
         on_gpu = self._device.type == "cuda"
         operations = recorded.key_averages()
-        self._tell(
+        log.info(
             operations.table(
                 sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
                 row_limit=_ROWS,
@@ -103,8 +102,8 @@ class Profiler:
             ).strip()
         )
         if on_gpu and not any(one.self_device_time_total for one in operations):
-            self._tell(
-                "warning: no kernel was recorded: this host may keep GPU counters to its "
+            log.warning(
+                "no kernel was recorded: this host may keep GPU counters to its "
                 "administrators (NVreg_RestrictProfilingToAdminUsers)"
             )
 
@@ -123,7 +122,3 @@ class Profiler:
             with plain.open("rb") as source, gzip.open(packed, "wb") as target:
                 shutil.copyfileobj(source, target)
             packed.replace(self._path)
-
-    def _tell(self, line: str) -> None:
-        with suppress(OSError):  # the log may lie on a disk that is full
-            self._say(line)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from clusterddp import log
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
 
@@ -30,7 +31,6 @@ class Board:
         folder: Path,
         config: TrainConfig,
         history: Iterable[Mapping[str, Any]],
-        say: Callable[[str], None],
     ) -> None:
         """folder: of this attempt alone; what an earlier start of it has left there goes.
 
@@ -46,7 +46,7 @@ class Board:
             raise TrainingError(
                 f"--tensorboard: {error}. Install it there: pip install 'clusterddp[tensorboard]'."
             ) from None
-        self._folder, self._say = folder, say
+        self._folder = folder
         self._writer: SummaryWriter | None = None
         try:
             for old in folder.glob("events.out.tfevents.*"):
@@ -58,7 +58,7 @@ class Board:
         for line in history:
             self.add(line)
         if self._writer:
-            say(f"TensorBoard's files: tensorboard --logdir {shlex.quote(str(folder))}")
+            log.info(f"TensorBoard's files: tensorboard --logdir {shlex.quote(str(folder))}")
 
     def add(self, line: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl."""
@@ -87,11 +87,10 @@ class Board:
             with suppress(OSError):  # the same once more
                 # Not SummaryWriter's own close, which would leave before the thread has ended.
                 writer.file_writer.close()
-        with suppress(OSError):
-            self._say(
-                f"warning: cannot write TensorBoard's files to {self._folder}: {error.strerror}; "
-                "training goes on without them"
-            )
+        log.warning(
+            f"cannot write TensorBoard's files to {self._folder}: {error.strerror}; training goes "
+            "on without them"
+        )
 
 
 def _listed(config: TrainConfig) -> str:

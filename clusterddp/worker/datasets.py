@@ -2,13 +2,13 @@
 from a person's own function."""
 
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from clusterddp import log
 from clusterddp.data import mnist, shared_memory
 from clusterddp.data.in_memory import Images
 from clusterddp.data.loader import Loaded
@@ -27,7 +27,6 @@ def obtain(
     store: Store,
     reading: shared_memory.Reading | OwnSets | None,
     device: torch.device,
-    say: Callable[[str], None],
     *,
     data_sha256: str,
 ) -> Sets:
@@ -56,7 +55,7 @@ def obtain(
     if env.local_rank == 0:
         try:
             if env.rank:  # rank 0 has made sure of it already
-                mnist.ensure(config.dataset, config.data_dir, progress=say, may_fetch=False)
+                mnist.ensure(config.dataset, config.data_dir, may_fetch=False)
             held = reading.held() if reading else None
         except DataError as error:
             fault = error
@@ -73,7 +72,7 @@ def obtain(
         )
         return train_set, test_set, None
     if held is None:
-        held = reading.held() if reading else _take(config, env, store, key, say)
+        held = reading.held() if reading else _take(config, env, store, key)
     train, test = (Images(*held.tensors(train=each), device) for each in (True, False))
     return train, test, held
 
@@ -97,14 +96,12 @@ def _in_turn(sets: OwnSets, env: DistEnv, store: Store, key: str) -> None:
         sets.load()
 
 
-def _take(
-    config: TrainConfig, env: DistEnv, store: Store, key: str, say: Callable[[str], None]
-) -> shared_memory.Held:
+def _take(config: TrainConfig, env: DistEnv, store: Store, key: str) -> shared_memory.Held:
     offer = _offer_of_first(store, env, key)
     try:
         return shared_memory.take(offer)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        say(shared_memory.why_alone(error, env.rank))
+        log.info(shared_memory.why_alone(error, env.rank))
         return shared_memory.read(config.dataset, config.data_dir)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from clusterddp import log
 from clusterddp.distributed import clocks, messages, name_lookups, rendezvous
 from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.errors import ClusterDDPError, TrainingError
@@ -52,7 +53,6 @@ def join(
     env: DistEnv,
     store: Store,
     environ: MutableMapping[str, str],
-    say: Callable[[str], None],
     *,
     fingerprint: Callable[[], str] | None = None,
     asked: name_lookups.Lookups | None = None,
@@ -73,7 +73,7 @@ def join(
 
     def decide(hellos: list[dict[str, Any]]) -> dict[str, Any]:
         identity = _identity(environ)
-        agreed = start.decide(config, run_dir, attempt, hellos, identity, say, fingerprint)
+        agreed = start.decide(config, run_dir, attempt, hellos, identity, fingerprint)
         asked_for_time.update(clocks.speakers(hellos))
         speaking = sorted(asked_for_time)
         return {**agreed.to_dict(), "tell_time": speaking, "sent": time.time()}
@@ -94,7 +94,7 @@ def join(
     agreed = Agreement.from_dict(verdict)
     if asked_for_time:
         ahead = clocks.collect(store, env, asked_for_time, verdict["sent"])
-        _note_clocks(agreed, {hello.host: 0.0, **ahead}, say)
+        _note_clocks(agreed, {hello.host: 0.0, **ahead})
     device = torch.device(hello.device)
     _settle(agreed, device, environ, deterministic=config.deterministic)
     if config.profile:
@@ -104,15 +104,15 @@ def join(
         if interface:
             environ[name_lookups.GLOO_INTERFACE] = interface
     _start_group(config, agreed, env, store, device)
-    announce(config, agreed, hello, env, say)
+    announce(config, agreed, hello, env)
     return Joined(hello, agreed, device)
 
 
-def _note_clocks(agreed: Agreement, ahead: dict[str, float], say: Callable[[str], None]) -> None:
+def _note_clocks(agreed: Agreement, ahead: dict[str, float]) -> None:
     """Record them for who reads the ranks' outcomes; a full disk costs the record."""
     apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
     if apart:
-        say(f"warning: clocks differ from that of rank 0's host: {', '.join(apart)}")
+        log.warning(f"clocks differ from that of rank 0's host: {', '.join(apart)}")
     with suppress(OSError):
         note_clocks(Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt).outcomes, ahead)
 
@@ -237,10 +237,9 @@ def announce(
     agreed: Agreement,
     hello: Hello,
     env: DistEnv,
-    say: Callable[[str], None],
 ) -> None:
     """Say what this rank computes on; rank 0 also what was agreed on."""
-    say(
+    log.info(
         f"rank {env.rank} of {env.world_size} on {hello.host} (local rank {env.local_rank}): "
         f"{hello.device}, {agreed.threads} {'thread' if agreed.threads == 1 else 'threads'}, "
         f"{agreed.backend}"
@@ -249,19 +248,19 @@ def announce(
         return
     if env.world_size > 1:
         for line in agreed.where:
-            say(line)
+            log.info(line)
     for warning in agreed.warnings:
-        say(f"warning: {warning}")
+        log.warning(warning)
     peak = optimizer.peak_lr(config, agreed.reference_world_size)
-    say(
+    log.info(
         f"lr {config.lr:g} x {peak / config.lr:g} ({config.lr_scaling}) = {peak:g}, warm-up "
         f"{config.warmup_steps} steps; batch {agreed.batch_size} x {env.world_size} = "
         f"{agreed.global_batch_size}{_passes(config)}"
     )
     auto = " (auto)" if config.precision == "auto" else ""
     graph = ", the step as one CUDA graph" if agreed.cuda_graph else ""
-    say(f"precision {agreed.precision}{auto}{graph}")
-    say(f"attempt {agreed.attempt} of the run")
+    log.info(f"precision {agreed.precision}{auto}{graph}")
+    log.info(f"attempt {agreed.attempt} of the run")
     if agreed.resume:
-        say(f"resuming from {agreed.resume}")
-    say(f"run directory: {agreed.run_dir}")
+        log.info(f"resuming from {agreed.resume}")
+    log.info(f"run directory: {agreed.run_dir}")

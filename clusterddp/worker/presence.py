@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from clusterddp import log
 from clusterddp.errors import EXIT_FAILED
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
 from clusterddp.training.stop import StopRequest
@@ -78,7 +79,7 @@ class Presence:
         if not self._said:
             self._said = True
             with contextlib.suppress(OSError):  # the log may lie on the same disk
-                print(f"warning: attempt {self._attempt.number} {line}", flush=True)
+                log.warning(f"attempt {self._attempt.number} {line}")
 
     def _leave(self) -> None:
         """Whatever this attempt still did would be work done twice."""

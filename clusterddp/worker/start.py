@@ -32,7 +32,6 @@ def decide(
     number: int | None,
     hellos: Sequence[Mapping[str, Any]],
     identity: Mapping[str, Any],
-    say: Callable[[str], None],
     fingerprint: Callable[[], str] | None = None,
 ) -> Agreement:
     """What holds for all ranks of this attempt.
@@ -48,15 +47,15 @@ def decide(
     recorded = read_json(run.resolved)
     agreed = agreement.decide(config, [Hello(**hello) for hello in hellos], recorded)
     if not user_functions.is_reference(config.dataset):
-        mnist.ensure(config.dataset, config.data_dir, progress=say, may_fetch=False)
+        mnist.ensure(config.dataset, config.data_dir, may_fetch=False)
     sha256 = fingerprint() if fingerprint else mnist.fingerprint(config.dataset, config.data_dir)
     agreed = dataclasses.replace(agreed, run_dir=str(run.path), data_sha256=sha256)
     _check_data(config, recorded, agreed)
     try:
         run.make(run.attempts)
         _record_request(run, config, agreed)
-        attempt = _attempt(run, number, identity, config, say)
-        agreed = _go_on(config, agreed, attempt, recorded, identity, say)
+        attempt = _attempt(run, number, identity, config)
+        agreed = _go_on(config, agreed, attempt, recorded, identity)
         record = {
             **agreed.to_dict(),
             "lr": optimizer.peak_lr(config, agreed.reference_world_size),
@@ -95,10 +94,9 @@ def _attempt(
     number: int | None,
     identity: Mapping[str, Any],
     config: TrainConfig,
-    say: Callable[[str], None],
 ) -> Attempt:
     if number is None:
-        attempts.await_silence(run, str(identity["job_id"]), config.rendezvous_timeout, say)
+        attempts.await_silence(run, str(identity["job_id"]), config.rendezvous_timeout)
         return attempts.begin(run)
     attempt = Attempt(run, number)
     if not attempt.path.is_dir():
@@ -115,15 +113,14 @@ def _go_on(
     attempt: Attempt,
     recorded: Mapping[str, Any] | None,
     identity: Mapping[str, Any],
-    say: Callable[[str], None],
 ) -> Agreement:
     """Choose the checkpoint, check that it fits, and lay the attempt's folders out."""
     run = attempt.run
     # An agent starts the ranks of an attempt again, within the job, when one of them has failed.
     again = attempt.checkpoints.is_dir()
-    own = catalog.newest_in(attempt.checkpoints, say) if again else None
-    own = own or catalog.source(run, say)
-    source = own or (catalog.find(config.resume, say) if config.resume else None)
+    own = catalog.newest_in(attempt.checkpoints) if again else None
+    own = own or catalog.source(run)
+    source = own or (catalog.find(config.resume) if config.resume else None)
     best = None
     # A run that begins at step 0 again begins with the ranks that there are now.
     before_now = {} if catalog.given_up_attempt(run) else recorded or {}
@@ -151,7 +148,7 @@ def _go_on(
         raise TrainingError(problem)
     found = source
     if not again:
-        found = inherit.adopt(attempt, source, config.keep_last, best=best, warn=say)
+        found = inherit.adopt(attempt, source, config.keep_last, best=best)
     agreed = dataclasses.replace(agreed, resume=str(found.resolve()) if found else "")
     metrics.copy_history(run.metrics, attempt.metrics, step if own else 0)
     attempt.end.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from clusterddp import log
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -54,7 +55,7 @@ def supervise(
     or an agent started the task, as either would end the other ranks for it. `child` may exec.
     Call it before anything that starts threads is imported: it forks.
     """
-    record = TaskRecord(RunDir(run_dir), env, attempt, say=_say)
+    record = TaskRecord(RunDir(run_dir), env, attempt)
     if attempt is not None:
         attempt_logs.divide_own(attempt, os.environ)
     # Blocked from before the fork until both sides have their handlers, so that no signal ends
@@ -96,7 +97,7 @@ def redirect_output(run_dir: Path, env: DistEnv) -> None:
     run = RunDir(run_dir)
     try:
         run.make(run.logs)
-        log = os.open(run.rank_log(env.rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        descriptor = os.open(run.rank_log(env.rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     except OSError as error:
         raise TrainingError(
             f"rank {env.rank} on {os.uname().nodename} cannot write its log "
@@ -105,9 +106,9 @@ def redirect_output(run_dir: Path, env: DistEnv) -> None:
         ) from None
     sys.stdout.flush()
     sys.stderr.flush()
-    os.dup2(log, sys.stdout.fileno())
-    os.dup2(log, sys.stderr.fileno())
-    os.close(log)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.close(descriptor)
 
 
 def forwards_signals(environ: Mapping[str, str]) -> bool:
@@ -131,7 +132,7 @@ def _await_end(pid: int, env: DistEnv) -> int:
             else ("goes on after a stop")
         )
         host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        _say(f"process {pid}, rank {env.rank} on {host}, {seen}")
+        log.info(f"process {pid}, rank {env.rank} on {host}, {seen}")
 
 
 def _become_task(
@@ -246,8 +247,3 @@ def _in_foreground() -> bool:
         return False
     finally:
         os.close(terminal)
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # the log may lie on the disk that is full
-        print(f"clusterddp: {line}", file=sys.stderr)

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clusterddp import log
 from clusterddp.data import shared_memory, user_dataset
 from clusterddp.distributed import listener, name_lookups
 from clusterddp.errors import (
@@ -70,7 +71,8 @@ def run_task(
     began = time.time()
     give_back = stop.requested.listen()
     try:
-        return _run(config, run_dir, env, attempt, Deadline(signal_lead), began)
+        with log.to(log.to_stdout):
+            return _run(config, run_dir, env, attempt, Deadline(signal_lead), began)
     finally:
         give_back()
         stop.requested.forget()
@@ -118,25 +120,25 @@ def _run(
             bound=bound, answered=lambda: asked is None or asked.master_answered,
         )  # fmt: skip
         joined = join.join(
-            config, run_dir, attempt, env, store, os.environ, _say,
+            config, run_dir, attempt, env, store, os.environ,
             fingerprint=reading.fingerprint if reading else None, asked=asked,
         )  # fmt: skip
         if config.watchdog:
             silent, beat = periods(config.watchdog, config.process_group_timeout, env.world_size)
             dog = Watchdog(
                 heartbeat_store.connect(env, os.environ, 10.0), env, progress,
-                silent_seconds=silent, beat_seconds=beat, say=_say, host=joined.hello.host,
+                silent_seconds=silent, beat_seconds=beat, host=joined.hello.host,
                 note=partial(_note_hung, joined.attempt),
             )  # fmt: skip
             dog.start()
         reason = _train(config, joined, env, store, reading, progress, deadline, began)
         dist.barrier()
     except ClusterDDPError:
-        teardown.break_off(env, _say)
+        teardown.break_off(env)
         raise
     except BaseException as error:
         suspect = dog.latest_suspect() if dog else ""
-        teardown.break_off(env, _say)
+        teardown.break_off(env)
         if teardown.blames_a_peer(error):
             seen = f" ({suspect})" if suspect else ""
             raise PeerError(
@@ -202,7 +204,7 @@ def _train(
         if env.rank == 0:
             time_limit.keep_asking(deadline, os.environ)
         train_set, test_set, held = datasets.obtain(
-            config, env, store, reading, joined.device, _say, data_sha256=agreed.data_sha256
+            config, env, store, reading, joined.device, data_sha256=agreed.data_sha256
         )
         if config.find_batch_size:
             reason = _find_batch_size(config, joined, env, (train_set, test_set), progress)
@@ -239,7 +241,7 @@ def _train(
         if env.rank == 0:
             try:
                 if not reason:
-                    _say(report.write(config, agreed, env, training, began, os.environ))
+                    log.info(report.write(config, agreed, env, training, began, os.environ))
                 _note_end(attempt, reason, training.position.step, training.saver)
             except OSError as error:
                 raise TrainingError(
@@ -279,7 +281,7 @@ def _find_batch_size(
         fit.check(config, registry.build(config.model).to(joined.device), *sets)
     rows, reason = batch_size.find(
         config, joined.agreed, rank=env.rank, train_set=sets[0], device=joined.device,
-        say=_say, mark=progress.mark, request=stop.requested,
+        mark=progress.mark, request=stop.requested,
     )  # fmt: skip
     if env.rank == 0:
         run = joined.attempt.run
@@ -312,7 +314,7 @@ def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = 
     in any case, and the script looks at the disk itself.
     """
     if reason:
-        _say(f"stopped at step {step} ({reason}); start the run again to go on from there")
+        log.info(f"stopped at step {step} ({reason}); start the run again to go on from there")
     end = {
         "cause": "stopped" if reason else "done",
         "reason": reason,
@@ -326,9 +328,4 @@ def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = 
     except OSError as error:
         if not reason:
             raise
-        _say(f"warning: {attempt.end} cannot be written: {error.strerror}")
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # a log on a full disk costs its lines, never the training
-        print(line, flush=True)
+        log.warning(f"{attempt.end} cannot be written: {error.strerror}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from clusterddp import log
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -84,7 +85,7 @@ def recorded(
 
 
 def train(
-    config: TrainConfig, run: RunDir, procs: int, start_method: str, say: Callable[[str], None]
+    config: TrainConfig, run: RunDir, procs: int, start_method: str
 ) -> tuple[int, Failure | None]:
     """Train in so many processes, one of START_METHODS; rank 0 prints here, each has its log.
 
@@ -93,7 +94,7 @@ def train(
     """
     start_methods.get_ready(start_method)
     run.make(run.logs)
-    attempts.await_silence(run, "", config.rendezvous_timeout, say)
+    attempts.await_silence(run, "", config.rendezvous_timeout)
     attempt = attempts.begin(run)
     attempt_logs.divide(attempt, "")
     with TaskGroup() as group:
@@ -109,15 +110,15 @@ def train(
     if attempt.end.exists() and set(statuses) <= {0, EXIT_PAUSED, EXIT_INTERRUPTED}:
         return max(statuses), None
     if stopping.number:
-        say(f"clusterddp: ended before it had saved; the logs are in {run.logs}")
+        log.info(f"ended before it had saved; the logs are in {run.logs}")
         return 128 + stopping.number, None
     failure = first_failure(read_outcomes(attempt.outcomes))
     if failure is None:
         rank = group.first_failed or 0
-        say(f"clusterddp: rank {rank} failed first; see {run.rank_log(rank)}")
+        log.info(f"rank {rank} failed first; see {run.rank_log(rank)}")
         return EXIT_FAILED, None
-    say(f"clusterddp: {failure.describe()}")
-    say(f"clusterddp: the logs are in {run.logs}")
+    log.info(f"{failure.describe()}")
+    log.info(f"the logs are in {run.logs}")
     return EXIT_FAILED, failure
 
 
@@ -125,16 +126,16 @@ def _start_rank(
     group: TaskGroup, start_method: str, config: TrainConfig, attempt: Attempt, env: DistEnv
 ) -> None:
     run = attempt.run
-    log, tee = run.rank_log(env.rank), env.rank == 0
+    rank_log, tee = run.rank_log(env.rank), env.rank == 0
     environ = rank_environment(env)
     if start_method == "exec":
         argv = [
             sys.executable, "-m", "clusterddp", "train", *config.to_argv(), f"--run-dir={run.path}",
             f"--attempt={attempt.number}",
         ]  # fmt: skip
-        group.start(argv, environ, log, tee=tee)
+        group.start(argv, environ, rank_log, tee=tee)
     else:
-        group.call(start_method, _rank, (config, attempt, env), environ, log, tee=tee)
+        group.call(start_method, _rank, (config, attempt, env), environ, rank_log, tee=tee)
 
 
 def _rank(config: TrainConfig, attempt: Attempt, env: DistEnv) -> None:

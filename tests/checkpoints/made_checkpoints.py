@@ -9,8 +9,6 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from clusterddp.checkpoints.files import (
     FORMAT,
     Best,
@@ -94,10 +92,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another format": (lambda path: make(path.parent, step_of(path), 99), "format 99"),
 }
 """Name to what does the damage, and how the reason begins."""
-
-
-def silent(line: str) -> None:
-    pytest.fail(f"a warning: {line}")
 
 
 def steps_in(folder: Path) -> list[int]:

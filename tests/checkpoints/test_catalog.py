@@ -11,7 +11,7 @@ from clusterddp.checkpoints.inherit import adopt
 from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
-from tests.checkpoints.made_checkpoints import DAMAGE, attempt, make, silent
+from tests.checkpoints.made_checkpoints import DAMAGE, attempt, make
 from tests.hostile import CARRIED, REFUSED
 
 
@@ -22,41 +22,41 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir(path)
 
 
-def test_each_kind_of_damage_is_told_apart(run: RunDir) -> None:
+def test_each_kind_of_damage_is_told_apart(run: RunDir, logged: list[str]) -> None:
     made = attempt(run, 1, 100)
     for number, (harm, _) in enumerate(DAMAGE.values()):
         harm(make(made.checkpoints, 101 + number))
-    warnings: list[str] = []
-    assert newest(run, warnings.append) == made.checkpoints / name_of(100)
-    assert len(warnings) == len(DAMAGE)
+    assert newest(run) == made.checkpoints / name_of(100)
+    assert len(logged) == len(DAMAGE)
 
 
 def test_a_run_without_checkpoints_has_no_newest(run: RunDir) -> None:
-    assert newest(run, silent) is None
+    assert newest(run) is None
     run.attempts.mkdir()
-    assert newest(run, silent) is None
+    assert newest(run) is None
     Attempt(run, 1).path.mkdir()
-    assert newest(run, silent) is None
+    assert newest(run) is None
     assert listing(run) == []
 
 
-def test_the_latest_attempt_comes_first_and_earlier_ones_stand_in_for_it(run: RunDir) -> None:
+def test_the_latest_attempt_comes_first_and_earlier_ones_stand_in_for_it(
+    run: RunDir, logged: list[str]
+) -> None:
     attempt(run, 1, 100, 200)
     second = attempt(run, 2, 200, 250, start=200)
-    assert newest(run, silent) == second.checkpoints / name_of(250)
+    assert newest(run) == second.checkpoints / name_of(250)
     for path in (second.checkpoints / name_of(250), second.checkpoints / name_of(200)):
         path.write_bytes(b"")
-    warnings: list[str] = []
-    assert newest(run, warnings.append) == Attempt(run, 1).checkpoints / name_of(200)
-    assert len(warnings) == 2
+    assert newest(run) == Attempt(run, 1).checkpoints / name_of(200)
+    assert len(logged) == 2
 
 
 def test_what_an_orphan_wrote_after_its_successor_started_does_not_count(run: RunDir) -> None:
     first = attempt(run, 1, 100, 200)
     attempt(run, 2, start=100)  # has saved nothing itself yet
-    assert newest(run, silent) == first.checkpoints / name_of(100)
+    assert newest(run) == first.checkpoints / name_of(100)
     make(first.checkpoints, 300)
-    assert newest(run, silent) == first.checkpoints / name_of(100)
+    assert newest(run) == first.checkpoints / name_of(100)
     assert {entry.step: entry.problem for entry in listing(run)} == {
         300: "superseded: attempt 2 went on from step 100",
         200: "superseded: attempt 2 went on from step 100",
@@ -68,10 +68,10 @@ def test_the_earliest_start_of_all_later_attempts_counts(run: RunDir) -> None:
     first = attempt(run, 1, 100, 200, 300)
     attempt(run, 2, start=300)
     attempt(run, 3, start=100)
-    assert newest(run, silent) == first.checkpoints / name_of(100)
-    assert newest(run, silent, before=Attempt(run, 3)) == first.checkpoints / name_of(300)
+    assert newest(run) == first.checkpoints / name_of(100)
+    assert newest(run, before=Attempt(run, 3)) == first.checkpoints / name_of(300)
     attempt(run, 4, start=0)
-    assert newest(run, silent) is None
+    assert newest(run) is None
 
 
 def test_an_attempt_that_never_started_supersedes_nothing(run: RunDir) -> None:
@@ -79,7 +79,7 @@ def test_an_attempt_that_never_started_supersedes_nothing(run: RunDir) -> None:
     attempt(run, 2, start=None)
     Attempt(run, 3).path.mkdir()
     Attempt(run, 3).record.write_text('{"torn')
-    assert newest(run, silent, before=Attempt(run, 4)) == first.checkpoints / name_of(200)
+    assert newest(run, before=Attempt(run, 4)) == first.checkpoints / name_of(200)
 
 
 def test_looking_starts_anew_when_the_newest_is_replaced_meanwhile(
@@ -95,13 +95,13 @@ def test_looking_starts_anew_when_the_newest_is_replaced_meanwhile(
         return read(path)
 
     monkeypatch.setattr(files, "read", overtaken)
-    assert newest(run, silent) == folder / name_of(200)
+    assert newest(run) == folder / name_of(200)
 
 
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(run: RunDir) -> None:
     Attempt(run, 1).path.mkdir(parents=True)
     Attempt(run, 1).checkpoints.write_text("a file")
-    for look in (lambda: newest(run, silent), lambda: listing(run)):
+    for look in (lambda: newest(run), lambda: listing(run)):
         with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
             look()
 
@@ -124,50 +124,51 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(
     name, content = NOTES[note]
     (made.path / name).write_text(json.dumps(content))
     with pytest.raises(CheckpointError) as caught:
-        source(run, silent)
+        source(run)
     assert "the checkpoints of run are gone: it had saved step 120" in str(caught.value)
     assert f"clusterddp resubmit {run.shown} --from-scratch" in str(caught.value)
     shutil.rmtree(made.checkpoints)
     with pytest.raises(CheckpointError, match="are gone"):
-        source(run, silent)
+        source(run)
 
 
 def test_a_run_that_has_saved_nothing_yet_begins_at_step_0(run: RunDir) -> None:
-    assert source(run, silent) is None
+    assert source(run) is None
     made = attempt(run, 1)
     made.show_life(130)
-    assert source(run, silent) is None
+    assert source(run) is None
     # The checkpoint of another run, from which it was to start.
     record = {"step": 120, "resumed_from": "/jobs/other/attempts/0001/checkpoints/step-00000120.pt"}
     made.record.write_text(json.dumps(record))
-    assert source(run, silent) is None
+    assert source(run) is None
 
 
 def test_a_run_that_has_begun_anew_once_does_not_miss_what_was_before(run: RunDir) -> None:
     attempt(run, 1).show_life(130, saved=120)
     attempt(run, 2, start=0)
-    assert source(run, silent) is None
+    assert source(run) is None
 
 
-def test_damaged_checkpoints_alone_do_not_let_a_run_begin_anew(run: RunDir) -> None:
+def test_damaged_checkpoints_alone_do_not_let_a_run_begin_anew(
+    run: RunDir, logged: list[str]
+) -> None:
     DAMAGE["torn"][0](make(attempt(run, 1).checkpoints, 120))
-    warnings: list[str] = []
     with pytest.raises(CheckpointError, match=r"no checkpoint of run is whole.*--from-scratch"):
-        source(run, warnings.append)
-    assert len(warnings) == 1
+        source(run)
+    assert len(logged) == 1
 
 
 def test_what_a_person_gives_up_does_not_count_until_the_next_resubmit(run: RunDir) -> None:
     first = attempt(run, 1, 120)
     run.add_event("resubmit", from_scratch=1)
-    assert source(run, silent) is None
+    assert source(run) is None
     [entry] = listing(run)
     assert entry.problem.startswith("given up") and not entry.is_next
     run.add_event("resubmit")  # the one before was refused by sbatch, say
-    assert source(run, silent) == first.checkpoints / name_of(120)
+    assert source(run) == first.checkpoints / name_of(120)
     run.add_event("resubmit", from_scratch=1)
     second = attempt(run, 2, 40)
-    assert source(run, silent) == second.checkpoints / name_of(40)
+    assert source(run) == second.checkpoints / name_of(40)
 
 
 def test_a_link_that_a_person_names_is_followed_to_its_checkpoint(
@@ -175,7 +176,7 @@ def test_a_link_that_a_person_names_is_followed_to_its_checkpoint(
 ) -> None:
     path = attempt(run, 1, 5).checkpoints / name_of(5)
     (tmp_path / "latest.pt").symlink_to(path)
-    assert find(str(tmp_path / "latest.pt"), silent) == path
+    assert find(str(tmp_path / "latest.pt")) == path
 
 
 def test_resume_takes_a_run_its_links_an_attempt_a_folder_or_a_file(run: RunDir) -> None:
@@ -185,15 +186,13 @@ def test_resume_takes_a_run_its_links_an_attempt_a_folder_or_a_file(run: RunDir)
     run.checkpoints.symlink_to("current/checkpoints")
     path = second.checkpoints / name_of(5)
     for named in (run.path, run.checkpoints, second.path, second.checkpoints, path):
-        assert find(str(named), silent).samefile(path)
-    assert find(str(run.checkpoints / path.name), silent).samefile(path)
-    assert find(str(Attempt(run, 1).checkpoints), silent) == (
-        Attempt(run, 1).checkpoints / name_of(3)
-    )
+        assert find(str(named)).samefile(path)
+    assert find(str(run.checkpoints / path.name)).samefile(path)
+    assert find(str(Attempt(run, 1).checkpoints)) == (Attempt(run, 1).checkpoints / name_of(3))
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        find(str(run.path.parent), silent)
+        find(str(run.path.parent))
     with pytest.raises(CheckpointError, match="does not exist"):
-        find(str(run.path / "nothing.pt"), silent)
+        find(str(run.path / "nothing.pt"))
 
 
 def test_all_are_listed_once_with_the_best_and_the_next(run: RunDir) -> None:
@@ -214,7 +213,7 @@ def test_all_are_listed_once_with_the_best_and_the_next(run: RunDir) -> None:
     ]
     assert [entry.step for entry in entries if entry.is_best] == [200]
     [following] = [entry for entry in entries if entry.is_next]
-    assert following.path == newest(run, lambda _: None)
+    assert following.path == newest(run)
     assert following.bytes == following.path.stat().st_size
     assert following.modified == following.path.stat().st_mtime
 
@@ -227,9 +226,9 @@ def test_hostile_folder_names(tmp_path: Path, name: str) -> None:
     remove_leftovers(first.checkpoints)
     second = Attempt(run, 2)
     second.path.mkdir()
-    source = newest(run, silent)
+    source = newest(run)
     assert source == first.checkpoints / name_of(3)
     assert adopt(second, source, 2) == second.checkpoints / name_of(3)
     assert [entry.step for entry in listing(run)] == [3, 2, 1]
-    assert find(str(run.path), silent) == second.checkpoints / name_of(3)
+    assert find(str(run.path)) == second.checkpoints / name_of(3)
     assert [path.name for path in tmp_path.iterdir()] == [name]

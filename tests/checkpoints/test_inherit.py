@@ -11,7 +11,7 @@ from clusterddp.checkpoints.inherit import adopt
 from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
-from tests.checkpoints.made_checkpoints import DAMAGE, attempt, names_in, silent, steps_in
+from tests.checkpoints.made_checkpoints import DAMAGE, attempt, names_in, steps_in
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_a_new_attempt_gets_its_source_those_before_it_and_the_best(run: RunDir)
     first = attempt(run, 1, 100, 200, 300, 400, 500, best=200)
     third = attempt(run, 3, start=None)
     third.checkpoints.rmdir()
-    source = newest(run, silent)
+    source = newest(run)
     assert source
     got = adopt(third, source, 2)
     assert got == third.checkpoints / name_of(500)
@@ -41,17 +41,16 @@ def test_a_new_attempt_gets_its_source_those_before_it_and_the_best(run: RunDir)
     assert third.checkpoints.stat().st_mode & 0o777 == 0o700
 
 
-def test_nothing_beyond_the_source_is_handed_on(run: RunDir) -> None:
+def test_nothing_beyond_the_source_is_handed_on(run: RunDir, logged: list[str]) -> None:
     first = attempt(run, 1, 100, 200, 300, 400, best=400)
     (first.checkpoints / name_of(400)).write_bytes(b"")
     (first.checkpoints / name_of(200)).write_bytes(b"")
     second = Attempt(run, 2)
     second.path.mkdir()
-    warnings: list[str] = []
-    adopt(second, newest(run, warnings.append), 3, warn=warnings.append)
+    adopt(second, newest(run), 3)
     assert steps_in(second.checkpoints) == [300, 100]
     assert read_best(second.checkpoints) is None
-    assert [line.split(":")[0] for line in warnings] == [
+    assert [line.split(":")[0] for line in logged] == [
         "passing over step-00000400.pt", "passing over step-00000200.pt",
     ]  # fmt: skip
 
@@ -71,15 +70,16 @@ def test_the_best_can_be_named_by_what_the_source_holds(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_nothing_can_go_on_from_is_not_handed_on(run: RunDir, damage: str) -> None:
+def test_what_nothing_can_go_on_from_is_not_handed_on(
+    run: RunDir, damage: str, logged: list[str]
+) -> None:
     first = attempt(run, 1, 100, 200, 300)
     DAMAGE[damage][0](first.checkpoints / name_of(200))
     second = Attempt(run, 2)
     second.path.mkdir()
-    warnings: list[str] = []
-    adopt(second, first.checkpoints / name_of(300), 3, warn=warnings.append)
+    adopt(second, first.checkpoints / name_of(300), 3)
     assert steps_in(second.checkpoints) == [300, 100]
-    assert len(warnings) == 1 and warnings[0].startswith(f"passing over {name_of(200)}")
+    assert len(logged) == 1 and logged[0].startswith(f"passing over {name_of(200)}")
 
 
 def test_what_is_handed_on_comes_from_all_earlier_attempts(run: RunDir) -> None:
@@ -87,7 +87,7 @@ def test_what_is_handed_on_comes_from_all_earlier_attempts(run: RunDir) -> None:
     attempt(run, 2, 250, start=200)
     third = Attempt(run, 3)
     third.path.mkdir()
-    adopt(third, newest(run, silent), 5)
+    adopt(third, newest(run), 5)
     assert steps_in(third.checkpoints) == [250, 200, 100]
 
 

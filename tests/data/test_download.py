@@ -55,7 +55,7 @@ def mirror(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def test_fetch_puts_a_verified_set_into_place(tmp_path: Path, raw: Path, mirror: Path) -> None:
     place = tmp_path / "fetched"
-    info = fetch(str(place), print)
+    info = fetch(str(place))
     assert (info.train_images, info.checksums_verified, info.published) == (30, True, True)
     assert contents(place / idx.RAW) == contents(raw)
     assert [path.name for path in (place / "MNIST").iterdir()] == ["raw"]
@@ -65,14 +65,14 @@ def test_fetch_puts_a_verified_set_into_place(tmp_path: Path, raw: Path, mirror:
 
 
 def test_ensure_fetches_where_it_may(tmp_path: Path, mirror: Path) -> None:
-    info = ensure("mnist", str(tmp_path / "new"), progress=print, may_fetch=True)
+    info = ensure("mnist", str(tmp_path / "new"), may_fetch=True)
     assert info.test_images == 10
 
 
 def test_fetch_leaves_a_whole_set_as_it_is(tmp_path: Path, mirror: Path) -> None:
-    fetch(str(tmp_path / "new"), print)
+    fetch(str(tmp_path / "new"))
     shutil.rmtree(mirror)
-    assert fetch(str(tmp_path / "new"), print).published
+    assert fetch(str(tmp_path / "new")).published
 
 
 def test_fetch_completes_what_torchvision_left_half_done(
@@ -82,7 +82,7 @@ def test_fetch_completes_what_torchvision_left_half_done(
     half.mkdir(parents=True)
     shutil.copy(raw / idx.TRAIN_IMAGES, half)
     (half / "notes.txt").write_text("mine")
-    assert fetch(str(tmp_path / "half"), print).published
+    assert fetch(str(tmp_path / "half")).published
     assert (half / "notes.txt").read_text() == "mine"
 
 
@@ -91,14 +91,14 @@ def test_fetch_does_not_overwrite_another_file(tmp_path: Path, mirror: Path) -> 
     half.mkdir(parents=True)
     (half / idx.TEST_LABELS).write_bytes(b"mine")
     with pytest.raises(DataError, match="holds another dataset already"):
-        fetch(str(tmp_path / "half"), print)
+        fetch(str(tmp_path / "half"))
     assert [path.name for path in half.iterdir()] == [idx.TEST_LABELS]
 
 
 def test_a_failed_fetch_gives_the_reason_and_the_other_ways(tmp_path: Path, mirror: Path) -> None:
     (mirror / "t10k-labels-idx1-ubyte.gz").write_bytes(b"torn")  # after three whole files
     with pytest.raises(DataError, match="could not be fetched") as raised:
-        fetch(str(tmp_path / "new"), print)
+        fetch(str(tmp_path / "new"))
     for words in ("t10k-labels-idx1-ubyte.gz", "corrupted", "data import FILE", "synthetic"):
         assert words in str(raised.value)
     assert not (tmp_path / "new").exists()
@@ -112,7 +112,7 @@ def test_a_mirror_that_refuses_the_connection_is_named(
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(MNIST, "mirrors", ["http://127.0.0.1:9/"])
     with pytest.raises(DataError, match="Connection refused"):
-        fetch(str(tmp_path / "new"), print)
+        fetch(str(tmp_path / "new"))
 
 
 def test_a_mirror_that_sends_something_else_is_found_out(
@@ -120,14 +120,14 @@ def test_a_mirror_that_sends_something_else_is_found_out(
 ) -> None:
     monkeypatch.setattr(mnist, "PUBLISHED", PUBLISHED)
     with pytest.raises(DataError, match="what the mirrors sent is not MNIST"):
-        fetch(str(tmp_path / "new"), print)
+        fetch(str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 
 
 def test_fetch_without_torchvision_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(DataError, match="needs torchvision"):
-        fetch(str(tmp_path / "new"), print)
+        fetch(str(tmp_path / "new"))
 
 
 # --- import --------------------------------------------------------------------------------
@@ -187,35 +187,34 @@ SOURCES = [gzipped, as_plain, as_dotted, as_spread, as_tar, as_tgz_of_gz, as_hos
 
 @pytest.mark.parametrize("make", SOURCES)
 def test_import_takes_the_set_from(
-    make: Callable[[Path, Path], Path], raw: Path, tmp_path: Path
+    make: Callable[[Path, Path], Path], raw: Path, tmp_path: Path, logged: list[str]
 ) -> None:
     source = make(raw, tmp_path / "source")
     before = {path for path in tmp_path.parent.rglob("*") if tmp_path / "new" not in path.parents}
-    said: list[str] = []
-    info = import_from(source, str(tmp_path / "new"), said.append)
+    info = import_from(source, str(tmp_path / "new"))
     assert (info.train_images, info.checksums_verified, info.published) == (30, True, False)
     assert contents(tmp_path / "new" / idx.RAW) == contents(raw)
-    assert "not MNIST as published" in said[-1]
+    assert "not MNIST as published" in logged[-1]
     after = {path for path in tmp_path.parent.rglob("*") if tmp_path / "new" not in path.parents}
     assert after - before == {tmp_path / "new"}
 
 
 def test_import_of_the_real_mnist(mnist_dir: Path, tmp_path: Path) -> None:
-    info = import_from(mnist_dir, str(tmp_path), print)
+    info = import_from(mnist_dir, str(tmp_path))
     assert info.published
 
 
 def test_importing_the_same_set_again_changes_nothing(raw: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        info = import_from(raw, str(tmp_path / "new"), print)
+        info = import_from(raw, str(tmp_path / "new"))
         assert info.train_images == 30
 
 
 def test_import_does_not_overwrite_another_set(raw: Path, tmp_path: Path) -> None:
-    import_from(raw, str(tmp_path / "new"), print)
-    synthesise(str(tmp_path / "b"), train_images=30, test_images=10, seed=1, progress=print)
+    import_from(raw, str(tmp_path / "new"))
+    synthesise(str(tmp_path / "b"), train_images=30, test_images=10, seed=1)
     with pytest.raises(DataError, match="holds another dataset already"):
-        import_from(tmp_path / "b", str(tmp_path / "new"), print)
+        import_from(tmp_path / "b", str(tmp_path / "new"))
     assert contents(tmp_path / "new" / idx.RAW) == contents(raw)
 
 
@@ -284,7 +283,7 @@ def test_a_source_that_cannot_be_imported_is_explained(
 ) -> None:
     source = make(raw, tmp_path / "source")
     with pytest.raises(DataError, match=said) as raised:
-        import_from(source, str(tmp_path / "new"), print)
+        import_from(source, str(tmp_path / "new"))
     assert f"nothing was imported from {source}" in str(raised.value)
     assert not (tmp_path / "new").exists()
 
@@ -296,7 +295,7 @@ def test_an_archive_that_unpacks_without_end_is_stopped(
     source = gzipped(raw, tmp_path / "source")
     (source / f"{idx.TEST_LABELS}.gz").write_bytes(gzip.compress(bytes(5 << 20)))
     with pytest.raises(DataError, match="unpacks to over"):
-        import_from(source, str(tmp_path / "new"), print)
+        import_from(source, str(tmp_path / "new"))
 
 
 def test_a_source_without_permission_is_named(raw: Path, tmp_path: Path, nobody: None) -> None:
@@ -304,6 +303,6 @@ def test_a_source_without_permission_is_named(raw: Path, tmp_path: Path, nobody:
         raw.chmod(0)
     said = r"nothing was imported .*Permission denied"
     with tempfile.TemporaryDirectory() as place, pytest.raises(DataError, match=said):
-        import_from(raw, place, print)
+        import_from(raw, place)
     if os.geteuid() != NOBODY:
         raw.chmod(0o755)

@@ -170,7 +170,7 @@ def test_files_that_are_there_but_gzipped_are_pointed_out(
     with pytest.raises(DataError, match="not unpacked") as raised:
         check("mnist", str(tmp_path / "mine"), checksums=False)
     assert f"clusterddp data import {place} --data-dir" in str(raised.value)
-    info = import_from(place, str(tmp_path / "mine"), print)
+    info = import_from(place, str(tmp_path / "mine"))
     assert (info.train_images, info.test_images) == (30, 10)
 
 
@@ -204,41 +204,42 @@ def test_ensure_renders_a_synthetic_set_that_is_missing(
 ) -> None:
     monkeypatch.setitem(synthesise.__kwdefaults__, "train_images", 40)
     monkeypatch.setitem(synthesise.__kwdefaults__, "test_images", 20)
-    info = ensure("synthetic", str(tmp_path), progress=print, may_fetch=False)
+    info = ensure("synthetic", str(tmp_path), may_fetch=False)
     assert (info.train_images, info.test_images) == (40, 20)
 
 
-def test_ensure_takes_a_synthetic_set_of_any_size(small: Path) -> None:
-    said: list[str] = []
-    info = ensure("synthetic", str(small), progress=said.append, may_fetch=False)
-    assert (info.train_images, said) == (30, [])
+def test_ensure_takes_a_synthetic_set_of_any_size(small: Path, logged: list[str]) -> None:
+    info = ensure("synthetic", str(small), may_fetch=False)
+    assert (info.train_images, logged) == (30, [])
 
 
-def test_ensure_takes_the_digits_of_an_older_generator(small: Path, raw: Path) -> None:
+def test_ensure_takes_the_digits_of_an_older_generator(
+    small: Path, raw: Path, logged: list[str]
+) -> None:
     sums = raw / idx.SUMS
     sums.write_text(sums.read_text().replace(", generator 2", ""))
-    info = ensure("synthetic", str(small), progress=pytest.fail, may_fetch=False)
-    assert info.train_images == 30
+    info = ensure("synthetic", str(small), may_fetch=False)
+    assert (info.train_images, logged) == (30, [])
     with pytest.raises(DataError, match=r"seed 0\), asked for was: .*generator 2"):
-        synthesise(str(small), train_images=30, test_images=10, progress=print)
+        synthesise(str(small), train_images=30, test_images=10)
 
 
 def test_ensure_does_not_fetch_unless_it_may(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="mnist dataset is missing"):
-        ensure("mnist", str(tmp_path), progress=print, may_fetch=False)
+        ensure("mnist", str(tmp_path), may_fetch=False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ensure_does_not_replace_a_damaged_set(small: Path, raw: Path) -> None:
     (raw / idx.TRAIN_IMAGES).write_bytes(b"torn")
     with pytest.raises(DataError, match="truncated"):
-        ensure("synthetic", str(small), progress=print, may_fetch=True)
+        ensure("synthetic", str(small), may_fetch=True)
     assert (raw / idx.TRAIN_IMAGES).read_bytes() == b"torn"
 
 
 def ensure_small(data_dir: str) -> None:
     synthesise.__kwdefaults__.update(train_images=3_000, test_images=100)
-    ensure("synthetic", data_dir, progress=print, may_fetch=False)
+    ensure("synthetic", data_dir, may_fetch=False)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ print(json.dumps({"ranks": [json.loads(rank.communicate()[0]) for rank in starte
 # Meets as a task does, and counts what this process has asked when and how.
 RANK = """
 import json, os, sys, threading
-from clusterddp.dist_env import DistEnv
+from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.training import listener, lookups
 rank = int(sys.argv[1])
 env = DistEnv.from_environ({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "10.99.0.1",

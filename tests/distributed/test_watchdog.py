@@ -42,49 +42,45 @@ class Clock:
         return self.now
 
 
-def alone(clock: Clock, progress: Progress) -> tuple[Watchdog, list[str]]:
-    said: list[str] = []
-    dog = Watchdog(
-        None, DistEnv.from_environ({}), progress, silent_seconds=30, say=said.append, clock=clock
-    )
-    return dog, said
+def alone(clock: Clock, progress: Progress) -> Watchdog:
+    return Watchdog(None, DistEnv.from_environ({}), progress, silent_seconds=30, clock=clock)
 
 
 def test_a_single_rank_says_so_and_prints_its_stack_once_a_stall(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], logged: list[str]
 ) -> None:
     clock, progress = Clock(), Progress()
-    dog, said = alone(clock, progress)
+    dog = alone(clock, progress)
     progress.mark(58, DATA)
     for _ in range(35):
         clock.now += 1
         dog._tick()
-    assert said == [
+    assert logged == [
         "watchdog: nothing moved for 30 s: fetching the batch of step 58; this log has the stack"
     ]
     for _ in range(10):
         progress.mark(58, BACKWARD)
         clock.now += 1
         dog._tick()
-    assert said[1:] == ["watchdog: goes on after 35 s"]
+    assert logged[1:] == ["watchdog: goes on after 35 s"]
     assert dog.latest_suspect() == ""
     for _ in range(35):
         clock.now += 1
         dog._tick()
-    assert len(said) == 3 and "exchanging the gradients of step 58" in said[2]
+    assert len(logged) == 3 and "exchanging the gradients of step 58" in logged[2]
 
     printed = capfd.readouterr().err
     assert printed.count("has not moved for") == 2
     assert "in test_a_single_rank_says_so_and_prints_its_stack_once_a_stall" in printed
 
 
-def test_the_time_for_which_a_process_was_stopped_is_no_silence() -> None:
+def test_the_time_for_which_a_process_was_stopped_is_no_silence(logged: list[str]) -> None:
     clock, progress = Clock(), Progress()
-    dog, said = alone(clock, progress)
+    dog = alone(clock, progress)
     for _ in range(5):
         clock.now += 600
         dog._tick()
-    assert not said
+    assert not logged
 
 
 @pytest.mark.parametrize(
@@ -110,9 +106,7 @@ def test_a_log_that_is_closed_does_not_end_the_watchdog() -> None:
         raise BrokenPipeError
 
     clock = Clock()
-    dog = Watchdog(
-        None, DistEnv.from_environ({}), Progress(), silent_seconds=3, say=closed, clock=clock
-    )
+    dog = Watchdog(None, DistEnv.from_environ({}), Progress(), silent_seconds=3, clock=clock)
     for _ in range(9):
         clock.now += 1
         dog._tick()
@@ -230,7 +224,6 @@ def train(
         ours,
         progress,
         silent_seconds=SILENT_SECONDS,
-        say=tell,
         beat_seconds=BEAT_SECONDS,
         host=f"h{rank:02}",
         note=lambda verdict: tell(f"notes {verdict and verdict.ranks}"),
@@ -376,14 +369,14 @@ def test_rank_1_speaks_for_a_stopped_rank_0_until_the_store_is_gone(
 def test_a_process_ends_although_its_store_is_stopped(agent: StoreProcess, tmp_path: Path) -> None:
     program = f"""
 import os, time
-from clusterddp.dist_env import DistEnv
+from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.training.phases import Progress
 from clusterddp.training.posting_board import connect
 from clusterddp.training.watchdog import Watchdog
 env = DistEnv.from_environ({{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                             "MASTER_PORT": "{agent.port}"}})
 dog = Watchdog(connect(env, {{}}, {PATIENCE}), env, Progress(), silent_seconds=0.2,
-               say=lambda line: print(line, flush=True), beat_seconds=0.1)
+               beat_seconds=0.1)
 with dog:
     os.kill({agent.process.pid}, {int(signal.SIGSTOP)})
     deadline = time.monotonic() + {PATIENCE}
@@ -399,5 +392,5 @@ print("stopped")
         timeout=PATIENCE,
     )
     assert ended.returncode == 0, ended.stderr
-    assert "watchdog: nothing moved" in ended.stdout and "rank 0 on" in ended.stdout
+    assert "watchdog: nothing moved" in ended.stderr and "rank 0 on" in ended.stderr
     assert ended.stdout.endswith("stopped\n")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp import log
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded, await_silence, begin, publish
 from clusterddp.run.run_dir import RunDir
@@ -124,21 +125,20 @@ def at_work(run: RunDir, **record: Any) -> Attempt:
 def waits(run: RunDir, job_id: str = "7", patience: float = 0.0) -> str:
     """What is said when it gives up; empty when it did not need to wait."""
     try:
-        await_silence(run, job_id, patience, lambda _: None)
+        await_silence(run, job_id, patience)
     except NotStarted as error:
         return str(error)
     return ""
 
 
-def test_another_job_at_work_is_waited_for_and_named(run: RunDir) -> None:
+def test_another_job_at_work_is_waited_for_and_named(run: RunDir, logged: list[str]) -> None:
     at_work(run)
-    said: list[str] = []
     with pytest.raises(NotStarted) as caught:
-        await_silence(run, "7", 0.2, said.append)
+        await_silence(run, "7", 0.2)
     for words in ("attempt 1 of", "job 6 on elsewhere", "--run-name"):
         assert words in str(caught.value)
-    assert len(said) == 1
-    assert "waiting up to 0.2 s" in said[0]
+    assert len(logged) == 1
+    assert "waiting up to 0.2 s" in logged[0]
 
 
 def test_an_earlier_start_of_the_same_job_is_not_waited_for(run: RunDir) -> None:
@@ -178,7 +178,8 @@ def test_the_wait_ends_with_the_other_one(run: RunDir) -> None:
     def leave(_line: str) -> None:
         made.end.write_text("{}")
 
-    await_silence(run, "7", 60, leave)  # it says so before it waits
+    with log.to(leave):
+        await_silence(run, "7", 60)  # it says so before it waits
 
 
 def left_by_a_killed_rank(attempt: Attempt) -> None:

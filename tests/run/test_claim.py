@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.run.claim import EXPIRES_SECONDS, claimed
 from clusterddp.run.run_dir import RunDir
@@ -30,10 +31,10 @@ def files(run: RunDir) -> list[str]:
 
 def submit(run: RunDir) -> list[str]:
     """Go through a claim as a submission does; returns what was said."""
-    said: list[str] = []
-    with claimed(run, said.append) as claim:
+    lines: list[str] = []
+    with log.to(lines.append), claimed(run) as claim:
         claim.use()
-    return said
+    return lines
 
 
 def test_claims_follow_one_another_and_the_last_one_stays(run: RunDir) -> None:
@@ -43,7 +44,7 @@ def test_claims_follow_one_another_and_the_last_one_stays(run: RunDir) -> None:
 
 
 def test_a_held_claim_is_refused_with_its_holder(run: RunDir) -> None:
-    with claimed(run, print), pytest.raises(RequestError) as caught, claimed(run, print):
+    with claimed(run), pytest.raises(RequestError) as caught, claimed(run):
         pass
     said = str(caught.value)
     assert f"one is being resubmitted by process {os.getpid()} on {socket.gethostname()}" in said
@@ -52,12 +53,12 @@ def test_a_held_claim_is_refused_with_its_holder(run: RunDir) -> None:
 
 
 def test_a_refused_submission_leaves_no_claim(run: RunDir) -> None:
-    with pytest.raises(RequestError, match="sbatch refused"), claimed(run, print) as claim:
+    with pytest.raises(RequestError, match="sbatch refused"), claimed(run) as claim:
         claim.use()
         raise RequestError("sbatch refused it")
     assert files(run) == []
     submit(run)
-    with pytest.raises(KeyboardInterrupt), claimed(run, print) as claim:
+    with pytest.raises(KeyboardInterrupt), claimed(run) as claim:
         claim.use()
         raise KeyboardInterrupt  # a job may be queued
     assert files(run) == ["resubmit-0002.claim"]
@@ -80,9 +81,9 @@ def test_a_claim_that_a_full_disk_has_cut_holds_nobody_up(
 HOLD = """
 import sys
 from pathlib import Path
-from clusterddp.claim import claimed
-from clusterddp.run_dir import RunDir
-with claimed(RunDir(Path(sys.argv[1])), print):
+from clusterddp.run.claim import claimed
+from clusterddp.run.run_dir import RunDir
+with claimed(RunDir(Path(sys.argv[1]))):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -135,7 +136,7 @@ def test_what_cannot_be_looked_at_is_held_for_a_while(run: RunDir, content: str)
 
 
 def test_a_claim_that_was_taken_over_submits_nothing(run: RunDir) -> None:
-    with pytest.raises(RequestError, match="has submitted nothing"), claimed(run, print) as claim:
+    with pytest.raises(RequestError, match="has submitted nothing"), claimed(run) as claim:
         (run.path / "resubmit-0002.claim").write_text("")
         claim.use()
     assert files(run) == ["resubmit-0002.claim"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp import log
 from clusterddp.launchers import script as rendering
 from clusterddp.run import step_watch
 from clusterddp.run.attempt import Attempt
@@ -55,10 +56,18 @@ class Step:
     def watch(
         self, clock: Callable[[], float] = time.monotonic, cancel_seconds: float = 0.2
     ) -> None:
-        step_watch.watch(
-            self.attempt, "17", 2, os.getpid(), self.said.append, grace_seconds=0.2,
-            report_seconds=0.4, cancel_seconds=cancel_seconds, poll_seconds=0.02, clock=clock,
-        )  # fmt: skip
+        with log.to(self.said.append):
+            step_watch.watch(
+                self.attempt,
+                "17",
+                2,
+                os.getpid(),
+                grace_seconds=0.2,
+                report_seconds=0.4,
+                cancel_seconds=cancel_seconds,
+                poll_seconds=0.02,
+                clock=clock,
+            )
 
     @property
     def cancelled(self) -> list[str]:

@@ -39,7 +39,7 @@ def test_nothing_is_downloaded_into_a_folder_that_is_not_there(
 ) -> None:
     fetched: list[str] = []
 
-    def fetch(data_dir: str, _: object) -> None:
+    def fetch(data_dir: str) -> None:
         fetched.append(data_dir)
         raise DataError("no network")
 
@@ -128,11 +128,10 @@ def tree(workplace: Workplace) -> Path:
 
 
 def test_own_functions_are_found_and_no_dataset_is_looked_for(
-    tree: Path, capfd: pytest.CaptureFixture[str]
+    tree: Path, logged: list[str]
 ) -> None:
     make_sure(OWN, may_fetch=False)
-    said = capfd.readouterr().err
-    assert said.splitlines() == [
+    assert logged == [
         f"model: nets:build of {tree / 'nets.py'}",
         f"dataset: pkg.sets:make of {tree / 'pkg/sets.py'}",
     ]

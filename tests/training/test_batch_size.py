@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clusterddp import log
 from clusterddp.data.in_memory import Images
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
@@ -234,11 +235,16 @@ def find(rank: int, world_size: int) -> tuple[list[Row], list[str], list[tuple[i
     registry.MODELS["convnet"] = Limited
     said: list[str] = []
     marks: list[tuple[int, int]] = []
-    found, reason = batch_size.find(
-        TrainConfig(batch_size=32), agreed(world_size), rank=rank, train_set=digits(2000),
-        device=torch.device("cpu"), say=said.append, mark=lambda *mark: marks.append(mark),
-        request=StopRequest(),
-    )  # fmt: skip
+    with log.to(said.append):
+        found, reason = batch_size.find(
+            TrainConfig(batch_size=32),
+            agreed(world_size),
+            rank=rank,
+            train_set=digits(2000),
+            device=CPU,
+            mark=lambda *mark: marks.append(mark),
+            request=StopRequest(),
+        )
     assert reason == ""
     return found, said, marks, together(rank, world_size)
 
@@ -248,10 +254,15 @@ def find_until_asked(rank: int, world_size: int) -> tuple[list[Row], str, list[s
     request, said = StopRequest(), []
     if rank == 1:
         request.note("SIGTERM")
-    rows, reason = batch_size.find(
-        TrainConfig(batch_size=32), agreed(world_size), rank=rank, train_set=digits(2000),
-        device=CPU, say=said.append, request=request,
-    )  # fmt: skip
+    with log.to(said.append):
+        rows, reason = batch_size.find(
+            TrainConfig(batch_size=32),
+            agreed(world_size),
+            rank=rank,
+            train_set=digits(2000),
+            device=CPU,
+            request=request,
+        )
     return rows, reason, said
 
 

@@ -254,7 +254,7 @@ def test_a_signal_that_would_come_too_late_is_told_once_the_cost_is_known(
     tmp_path: Path,
     alone: None,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    logged: list[str],
 ) -> None:
     clock = Clock(monkeypatch)
     settings = config(synthetic_dir, save_every="3steps", max_steps=9)
@@ -269,7 +269,7 @@ def test_a_signal_that_would_come_too_late_is_told_once_the_cost_is_known(
 
     ours.saver.save = at_once  # type: ignore[method-assign]
     ours.run()
-    said = [line for line in capsys.readouterr().out.splitlines() if "Slurm's signal" in line]
+    said = [line for line in logged if "Slurm's signal" in line]
     # Two steps of 10 s, a second, and two saves of 20 s: 61 s, five to spare, 30 for Slurm.
     assert len(said) == 1
     assert "30 s ahead" in said[0] and "takes 61.0 s" in said[0] and "B:USR1@96" in said[0]
@@ -299,7 +299,7 @@ def test_the_end_is_evaluated_and_saved_whatever_the_intervals(
 
 
 def test_a_full_disk_under_the_metrics_is_said_once_and_ends_nothing(
-    synthetic_dir: Path, tmp_path: Path, alone: None, capsys: pytest.CaptureFixture[str]
+    synthetic_dir: Path, tmp_path: Path, alone: None, logged: list[str]
 ) -> None:
     settings = config(synthetic_dir, max_steps=5)
     agreed = agree(settings, tmp_path)
@@ -308,7 +308,7 @@ def test_a_full_disk_under_the_metrics_is_said_once_and_ends_nothing(
     metrics.symlink_to("/dev/full")
     ours = build(0, settings, agreed)
     assert ours.run() == ""
-    said = capsys.readouterr().out
+    said = "\n".join(logged)
     assert said.count(f"cannot write {metrics}: No space left on device") == 1
     assert "step 5: loss" in said
     assert names_in(tmp_path) == ["step-00000005.pt"]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from clusterddp import log
 from clusterddp.checkpoints.state import Position
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.run_dir import RunDir, read_json_lines
@@ -19,14 +20,12 @@ def run(tmp_path: Path) -> Attempt:
     return begin(RunDir(tmp_path))
 
 
-def test_a_line_in_the_log_and_one_in_the_file(
-    run: Attempt, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_in_the_log_and_one_in_the_file(run: Attempt, logged: list[str]) -> None:
     journal = Journal(run, 0, Position(), 10)
     journal.train(Position(step=3, seconds=1.5), FIGURES)
     journal.evaluation(Position(step=3, seconds=1.5), FIGURES)
     journal.close()
-    assert capsys.readouterr().out.splitlines() == [
+    assert logged == [
         "epoch 1 step 3: loss 0.5000, accuracy 75.00%, lr 0.01, 1,235 images/s",
         "step 3: test accuracy 75.00%, test loss 0.5000",
     ]
@@ -34,15 +33,13 @@ def test_a_line_in_the_log_and_one_in_the_file(
     assert kinds == [("train", 3, 1.5), ("eval", 3, 1.5)]
 
 
-def test_other_ranks_say_and_write_nothing(
-    run: Attempt, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_ranks_log_and_write_nothing(run: Attempt, logged: list[str]) -> None:
     journal = Journal(run, 1, Position(), 10)
     journal.step()
     journal.train(Position(step=3), FIGURES)
     journal.evaluation(Position(step=3), FIGURES)
     journal.close()
-    assert capsys.readouterr().out == ""
+    assert logged == []
     assert not run.metrics.exists()
 
 
@@ -68,14 +65,12 @@ def test_what_an_earlier_attempt_has_evaluated_has_one_line(run: Attempt) -> Non
     assert kinds == [("eval", 200), ("train", 200), ("eval", 300)]
 
 
-def test_after_a_full_disk_the_next_line_is_whole(
-    run: Attempt, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_after_a_full_disk_the_next_line_is_whole(run: Attempt, logged: list[str]) -> None:
     run.metrics.symlink_to("/dev/full")
     journal = Journal(run, 0, Position(), 400)
     journal.train(Position(step=1), FIGURES)
     journal.train(Position(step=2), FIGURES)
-    assert capsys.readouterr().out.count("No space left on device") == 1
+    assert sum("No space left on device" in line for line in logged) == 1
     run.metrics.unlink()
     run.metrics.write_text('{"kind": "train", "st')  # as much as went onto the disk
     journal.train(Position(step=3), FIGURES)
@@ -89,7 +84,8 @@ def test_a_log_on_a_full_disk_costs_its_lines_only(
     full = Path("/dev/full").open("w")  # noqa: SIM115 -- closing it fails, too
     monkeypatch.setattr(sys, "stdout", full)
     journal = Journal(run, 0, Position(), 400)
-    journal.train(Position(step=1), FIGURES)
+    with log.to(log.to_stdout):
+        journal.train(Position(step=1), FIGURES)
     monkeypatch.undo()
     with contextlib.suppress(OSError):
         full.close()

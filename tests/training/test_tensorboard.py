@@ -28,9 +28,8 @@ def evaluation(step: int) -> dict[str, Any]:
     return {**train(step, 0.25), "kind": "eval"}
 
 
-def board(folder: Path, history: Iterable[Mapping[str, Any]] = ()) -> tuple[Board, list[str]]:
-    said: list[str] = []
-    return Board(folder, CONFIG, history, said.append), said
+def board(folder: Path, history: Iterable[Mapping[str, Any]] = ()) -> Board:
+    return Board(folder, CONFIG, history)
 
 
 def read(folder: Path) -> Any:
@@ -46,8 +45,8 @@ def steps(folder: Path, tag: str) -> list[int]:
     return [point.step for point in read(folder).Scalars(tag)]
 
 
-def test_tensorboard_reads_the_lines_of_metrics(tmp_path: Path) -> None:
-    ours, said = board(tmp_path / "a b")
+def test_tensorboard_reads_the_lines_of_metrics(tmp_path: Path, logged: list[str]) -> None:
+    ours = board(tmp_path / "a b")
     ours.add(train(10, 0.5))
     ours.add(train(20, 0.25))
     ours.add(evaluation(20))
@@ -61,23 +60,23 @@ def test_tensorboard_reads_the_lines_of_metrics(tmp_path: Path) -> None:
         (point.step, point.value, point.wall_time) for point in read_back.Scalars("train/loss")
     ]
     assert points == [(10, 0.5, 1010.0), (20, 0.25, 1020.0)]
-    assert said == [f"TensorBoard's files: tensorboard --logdir '{tmp_path}/a b'"]
+    assert logged == [f"TensorBoard's files: tensorboard --logdir '{tmp_path}/a b'"]
 
 
 def test_the_configuration_is_shown_as_it_is(tmp_path: Path) -> None:
-    board(tmp_path)[0].close()
+    board(tmp_path).close()
     [text] = read(tmp_path).Tensors("configuration/text_summary")
     lines = text.tensor_proto.string_val[0].decode().splitlines()
     assert "    data_dir: /a|b `c`" in lines and "    model: convnet" in lines
 
 
 def test_an_attempt_has_the_whole_curve_without_the_steps_that_were_lost(tmp_path: Path) -> None:
-    first, _ = board(tmp_path)
+    first = board(tmp_path)
     for step in (10, 20, 30):
         first.add(train(step))
     first.close()
     # An agent starts the attempt again from step 20.
-    second, _ = board(tmp_path, [train(10), train(20), evaluation(20)])
+    second = board(tmp_path, [train(10), train(20), evaluation(20)])
     second.add(train(30))
     second.close()
     assert steps(tmp_path, "train/loss") == [10, 20, 30]
@@ -85,7 +84,7 @@ def test_an_attempt_has_the_whole_curve_without_the_steps_that_were_lost(tmp_pat
 
 
 def test_lines_of_other_versions_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
-    ours, _ = board(tmp_path, [{"kind": "train", "step": 1, "loss": 2.0}, {"kind": "other"}, {}])
+    ours = board(tmp_path, [{"kind": "train", "step": 1, "loss": 2.0}, {"kind": "other"}, {}])
     ours.close()
     assert read(tmp_path).Tags()["scalars"] == ["train/loss"]
 
@@ -98,29 +97,31 @@ def test_without_the_package_the_error_says_how_to_get_it(
         board(tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_costs_the_files_alone(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_costs_the_files_alone(
+    tmp_path: Path, logged: list[str]
+) -> None:
     (tmp_path / "file").write_text("")
-    ours, said = board(tmp_path / "file" / "tensorboard", [train(10)])
+    ours = board(tmp_path / "file" / "tensorboard", [train(10)])
     ours.add(train(20))
     ours.close()
-    [told] = said
+    [told] = logged
     assert "cannot write TensorBoard's files" in told and "Not a directory" in told
 
 
 # The writer's thread dies of the error, and its next caller gets it too.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_that_fills_up_costs_the_files_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    ours, said = board(tmp_path, [train(10)])
+    ours = board(tmp_path, [train(10)])
     monkeypatch.setattr(RecordWriter, "write", full)
     for step in range(20, 400, 10):
         ours.add(train(step))
     ours.close()
-    [_, told] = said
+    [_, told] = logged
     assert "No space left on device; training goes on without them" in told

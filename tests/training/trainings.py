@@ -58,12 +58,11 @@ def agree(
     world_size: int = 1,
     *,
     number: int | None = None,
-    say: Callable[[str], None] = lambda _: None,
 ) -> Agreement:
     """As rank 0 decides. All starts are of one job, so that none waits for another."""
     hellos = [hello(rank, world_size) for rank in range(world_size)]
     identity = {"job_id": "7", "restart": 0, "host": "h01", "pid": 1}
-    return start.decide(settings, run, number, hellos, identity, say)
+    return start.decide(settings, run, number, hellos, identity)
 
 
 def build(rank: int, settings: TrainConfig, agreed: Agreement, **more: Any) -> Training:

@@ -58,7 +58,7 @@ def test_an_attempt_that_a_later_one_follows_is_told(attempt: Attempt) -> None:
 
 
 def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     tries = []
 
@@ -74,7 +74,7 @@ def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
         wait_for(lambda: request.reason, "the request")
         begin(attempt.run)
         assert told.wait(30)
-    assert capsys.readouterr().out.count("No space left on device") == 1
+    assert sum("No space left on device" in line for line in logged) == 1
 
 
 def test_an_attempt_whose_folder_was_removed_ends(

@@ -17,9 +17,9 @@ from clusterddp.run.run_dir import RunDir
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from clusterddp.dist_env import DistEnv
+from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.errors import TrainingError
-from clusterddp.supervise import supervise
+from clusterddp.worker.supervise import supervise
 {child}
 code = supervise(Path(sys.argv[1]), DistEnv.from_environ({{}}), child)
 assert "torch" not in sys.modules
@@ -269,7 +269,7 @@ def test_a_stopped_task_is_named_by_its_parent_which_can_still_speak(task: Any) 
 
 NOTE = """
 from clusterddp import stop
-import clusterddp.supervise
+import clusterddp.worker.supervise
 supervise = lambda *a: clusterddp.worker.supervise.supervise(*a, listen=stop.requested.listen)
 def child():
     print(os.getpid(), flush=True)

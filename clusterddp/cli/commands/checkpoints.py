@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Entry
 from clusterddp.cli import run_argument
@@ -44,7 +45,8 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
 
 def _why_none(run: RunDir) -> str:
     try:
-        catalog.source(run, lambda _: None)
+        with log.to(lambda _: None):
+            catalog.source(run)
     except CheckpointError as error:
         return f"clusterddp: {error}"
     return f"{run.shown} has no checkpoints yet"

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from clusterddp import log
 from clusterddp.cli import request_options, run_argument, settings
 from clusterddp.cli.commands.submit import template_folder
 from clusterddp.cli.job_spec import job_spec
@@ -153,7 +154,7 @@ def command(
         picture.check(Path(plot))
     if of:
         _refuse_beside_of(ctx)
-        trials = trials_of(Path(options["output_root"]), of, _say)
+        trials = trials_of(Path(options["output_root"]), of)
         return _show(trials, ", ".join(of), as_json, plot)
     name = _checked_name(name)
     if where == "debug":
@@ -181,9 +182,9 @@ def command(
     number = 0
     try:
         if base:
-            trials = jobs.carry_out(planned, templates, options["snapshot_limit"], _say)
+            trials = jobs.carry_out(planned, templates, options["snapshot_limit"])
         else:
-            trials, number = here.carry_out(planned, _say)
+            trials, number = here.carry_out(planned)
     except jobs.Interrupted as interrupted:
         _say_how_to_go_on(name, options["output_root"], interrupted)
         return EXIT_INTERRUPTED
@@ -227,10 +228,6 @@ _LONGEST_NAME = 80
 """What its runs add to it fits into their names."""
 
 
-def _say(line: str) -> None:
-    click.echo(f"clusterddp: {line}", err=True)
-
-
 def _say_how_to_go_on(name: str, root: str, interrupted: jobs.Interrupted) -> None:
     usual = os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or run_argument.DEFAULT_ROOT
     more = [] if os.path.abspath(root) == os.path.abspath(usual) else [f"--output-root={root}"]
@@ -246,7 +243,7 @@ def _say_how_to_go_on(name: str, root: str, interrupted: jobs.Interrupted) -> No
 def _usual_picture(name: str, root: str) -> str | None:
     if picture.can_draw():
         return f"{root}/{name}.png"
-    _say(f"no picture is drawn without matplotlib: {picture.INSTALL}")
+    log.info(f"no picture is drawn without matplotlib: {picture.INSTALL}")
     return None
 
 
@@ -262,14 +259,14 @@ def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -
             click.echo(f"  {note}")
     if plot:
         if not any(line.baseline for line in lines):
-            _say(f"no picture is drawn to {plot}: no run has figures")
+            log.info(f"no picture is drawn to {plot}: no run has figures")
             return EXIT_FAILED
         try:
             picture.draw(lines, Path(plot), formatting.line(name), said[:2])
         except OSError as error:
-            _say(f"the picture cannot be written to {plot}: {error.strerror}")
+            log.info(f"the picture cannot be written to {plot}: {error.strerror}")
             return EXIT_FAILED
-        _say(f"the picture is in {plot}")
+        log.info(f"the picture is in {plot}")
     return EXIT_DONE
 
 

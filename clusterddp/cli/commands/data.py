@@ -61,7 +61,7 @@ def fetch_command(data_dir: str) -> None:
     """
     from clusterddp.data.download import fetch
 
-    _show(fetch(data_dir, _progress))
+    _show(fetch(data_dir))
 
 
 @command.command("check", cls=SettingsCommand)
@@ -100,7 +100,7 @@ def import_command(source: Path, data_dir: str) -> None:
     """
     from clusterddp.data.download import import_from
 
-    _show(import_from(source, data_dir, _progress))
+    _show(import_from(source, data_dir))
 
 
 @command.command("synthesise", cls=SettingsCommand)
@@ -140,13 +140,8 @@ def synthesise_command(data_dir: str, train_images: int, test_images: int, seed:
             train_images=train_images,
             test_images=test_images,
             seed=seed,
-            progress=_progress,
         )
     )
-
-
-def _progress(line: str) -> None:
-    click.echo(line, err=True)
 
 
 def _show(info: DatasetInfo) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from clusterddp import log
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
@@ -82,7 +83,7 @@ def command(
     make_sure(config, may_fetch=False)
     with workstation.recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):
         if procs > 1 or start_method:
-            code, failure = workstation.train(config, run, procs, start_method or "exec", _say)
+            code, failure = workstation.train(config, run, procs, start_method or "exec")
         else:
             from clusterddp.worker.task import run_task
 
@@ -90,7 +91,7 @@ def command(
         record(code, failure)
         made = attempts.latest(run)
         if code in (EXIT_PAUSED, EXIT_INTERRUPTED) and made and made.end.exists():
-            _say(f"clusterddp: go on with: {_again(config, run, procs, start_method)}")
+            log.info(f"go on with: {_again(config, run, procs, start_method)}")
         return code
 
 
@@ -104,7 +105,3 @@ def _again(config: TrainConfig, run: RunDir, procs: int, start_method: str | Non
     if start_method:
         ranks.append(f"--start-method={start_method}")
     return shlex.join(["clusterddp", "debug", *ranks, *more, f"--run-dir={path}"])
-
-
-def _say(line: str) -> None:
-    click.echo(line, err=True)

@@ -181,7 +181,7 @@ def command(
         _source(found, after, given)
         _print_dry_run(after, script, as_json)
         return EXIT_DONE
-    with claimed(found, _say) as claim, contextlib.ExitStack() as stack:
+    with claimed(found) as claim, contextlib.ExitStack() as stack:
         code_renewal.mend(found)
         before, after = _requests(ctx, found, given)
         check_state(found, before, after)
@@ -191,7 +191,7 @@ def command(
         _check_inputs(found, after, code, source)
         code_changes: list[str] = []
         if code == "new":
-            renewal = code_renewal.renewed(after, found, snapshot_limit, _say)
+            renewal = code_renewal.renewed(after, found, snapshot_limit)
             code_changes = stack.enter_context(renewal)
         submission = submit_again(
             claim, before, after, script, launcher, code_changes,
@@ -241,10 +241,6 @@ def _script(
     return launcher.prepare(after, template_dir), launcher
 
 
-def _say(line: str) -> None:
-    click.echo(f"clusterddp: {line}", err=True)
-
-
 def _go_to_its_folder(run: RunDir) -> None:
     """Submit from where the run was submitted first: a command's relative paths start there."""
     folders = [event.get("folder") for event in run.read_events()]
@@ -269,7 +265,7 @@ def _source(run: RunDir, spec: JobSpec, given: Mapping[str, Any]) -> Path | None
     from clusterddp.checkpoints import catalog
 
     try:
-        return catalog.source(run, _say)
+        return catalog.source(run)
     except CheckpointError as error:
         raise RequestError(str(error)) from None
 

@@ -95,7 +95,7 @@ def command(
         if spec.uses_own_code:
             from clusterddp.submission import submit
 
-            submit.check_own_code(spec, _say)
+            submit.check_own_code(spec)
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
         if as_json:
@@ -108,7 +108,7 @@ def command(
 
     try:
         run, submission = submit.submit(
-            spec, script, snapshot_limit_mb=options["snapshot_limit"], say=_say,
+            spec, script, snapshot_limit_mb=options["snapshot_limit"],
             check=options["check"],
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -151,10 +151,6 @@ def template_folder(options: dict[str, Any]) -> Path | None:
     if not folder.is_dir():
         raise RequestError(f"--template-dir: {options['template_dir']!r} is no folder.")
     return folder
-
-
-def _say(line: str) -> None:
-    click.echo(f"clusterddp: {line}", err=True)
 
 
 def _announce(spec: JobSpec, run: RunDir, submission: launchers.Submission) -> None:

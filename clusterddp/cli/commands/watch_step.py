@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from clusterddp import log
 from clusterddp.processes.parent_death import die_with_parent
 from clusterddp.run import job_log, step_watch
 from clusterddp.run.attempt import Attempt
@@ -22,11 +23,6 @@ from clusterddp.slurm.own_job import own_name
 def command(run_dir: Path, job_id: str, number: int, script: int, ranks: int, grace: float) -> None:
     """Watch the records of an attempt's tasks; ends together with the batch script."""
     die_with_parent(script)
-    step_watch.watch(
-        Attempt(RunDir(run_dir), number),
-        own_name(os.environ, job_id),
-        ranks,
-        script,
-        lambda line: job_log.say(f"clusterddp: {line}"),
-        grace_seconds=grace,
-    )
+    attempt = Attempt(RunDir(run_dir), number)
+    with log.to(lambda line: job_log.say(f"clusterddp: {line}")):
+        step_watch.watch(attempt, own_name(os.environ, job_id), ranks, script, grace_seconds=grace)

@@ -25,7 +25,7 @@ PATIENCE = 90
 # Fails on rank 1 at its second batch, before an exchange that rank 0 then waits in.
 FAILING_RANK = """
 import os, sys
-import clusterddp.supervise
+import clusterddp.worker.supervise
 fork = clusterddp.worker.supervise.supervise
 def supervise(run_dir, env, child, **more):
     def failing():

@@ -1,0 +1,66 @@
+"""The lines of a task's log and of a command's stderr, through the logger `clusterddp`."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import logging
+
+
+def info(line: str) -> None:
+    """Log a line."""
+    _logger().info("%s", line, stacklevel=2)
+
+
+def warning(line: str) -> None:
+    """Log a line that begins with `warning: `."""
+    _logger().warning("%s", line, stacklevel=2)
+
+
+@contextmanager
+def to(write: Callable[[str], object]) -> Iterator[None]:
+    """Hand each line to `write` while the context is open; by default lines go to stderr."""
+    global _write  # noqa: PLW0603 -- a process has one log
+    before, _write = _write, write
+    try:
+        yield
+    finally:
+        _write = before
+
+
+def to_stdout(line: str) -> None:
+    """Print a line of a task's own log, from which it can be read at once."""
+    print(line, flush=True)  # noqa: T201
+
+
+def _to_stderr(line: str) -> None:
+    print(f"clusterddp: {line}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+_write: Callable[[str], object] = _to_stderr
+
+
+@cache
+def _logger() -> "logging.Logger":
+    """Set the logger up, with its one handler."""
+    import logging  # 5 ms, which a dry run with nothing to log does without
+
+    class Lines(logging.Handler):
+        """Writes each record where `to` says; a full disk or a closed log costs the line alone."""
+
+        def format(self, record: logging.LogRecord) -> str:
+            severe = record.levelno >= logging.WARNING
+            return f"{'warning: ' if severe else ''}{record.getMessage()}"
+
+        def emit(self, record: logging.LogRecord) -> None:
+            with suppress(OSError, ValueError):
+                _write(self.format(record))
+
+    logger = logging.getLogger("clusterddp")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(Lines())
+    return logger
