@@ -18,8 +18,9 @@ from clusterddp import __version__
 from clusterddp.errors import CheckpointError
 from clusterddp.run.run_dir import read_file, read_json, write_atomically
 
-FORMAT = 2
-"""Version of what a checkpoint holds."""
+FORMAT = 3
+"""Version of what a checkpoint holds; 2, up to 0.1.1, packed the random states into bytes."""
+_READABLE = (2, FORMAT)
 BEST = "best.json"
 _NAME = re.compile(r"step-(\d{8,})\.pt", re.ASCII)
 # What torch.save writes is a zip archive: how it begins, and how its last 22 bytes do.
@@ -120,11 +121,11 @@ def read(path: Path) -> bytes:
             "Resume from an older checkpoint of the run.",
         )
     written = _format(data)
-    if written != FORMAT:
+    if written not in _READABLE:
         raise UnusableError(
             f"format {written}",
             f"the checkpoint {path} has format {written}, and this clusterddp {__version__} reads "
-            f"format {FORMAT}. Resume with the clusterddp that wrote it.",
+            f"formats {_READABLE[0]} to {FORMAT}. Resume with the clusterddp that wrote it.",
         )
     return data
 

@@ -24,6 +24,7 @@ from clusterddp import __version__
 from clusterddp.checkpoints import files
 from clusterddp.checkpoints.files import FORMAT, Best
 from clusterddp.data import mnist as data
+from clusterddp.data.rng import States
 from clusterddp.distributed.messages import PeerError
 from clusterddp.errors import CheckpointError
 from clusterddp.request.train_config import TrainConfig
@@ -72,8 +73,8 @@ class Restored:
 
     position: Position
     best: Best | None
-    random_states: Tensor | None
-    """As `random_states.gather` gave them; one row a rank of the world that saved."""
+    random_states: States | Tensor | None
+    """Of all ranks, from `rng.gather`; a tensor in older checkpoints."""
     scaler: dict[str, Any]
     """Of fp16's loss scale; empty at other precisions."""
     world_size: int
@@ -93,7 +94,7 @@ def collect(
     global_batch_size: int,
     data_sha256: str,
     best: Best | None,
-    random_states: Tensor | None,
+    random_states: States | None,
     scaler: dict[str, Any] | None = None,
     precision: str = "fp32",
 ) -> dict[str, Any]:
@@ -177,18 +178,11 @@ def load_together(path: Path, device: torch.device) -> dict[str, Any]:
 
 def _parsed(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        form = content["format"]
+        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
     except (
         RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError,
     ) as error:  # fmt: skip
         raise CheckpointError(f"{path} is no checkpoint of clusterddp: {error}") from None
-    if form != FORMAT:
-        raise CheckpointError(
-            f"the checkpoint {path} has format {form}, this clusterddp {__version__} reads format "
-            f"{FORMAT}. Resume with the version that wrote it: {content.get('versions')}."
-        )
-    return dict(content)
 
 
 def check_fits(

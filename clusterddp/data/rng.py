@@ -1,7 +1,6 @@
-"""The random generators of a rank: seeded, kept, their states as bytes, and taken up again."""
+"""Seeds, captures and restores the random generators of a rank: torch's, Python's and numpy's."""
 
 import random
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -12,13 +11,22 @@ from torch import Tensor
 
 from clusterddp.errors import CheckpointError
 
-# Random states in bytes: the layout's number and the lengths of torch's two; then Python's
-# `random` (its 625 integers, whether half of a Gaussian pair waits, and it), then numpy's
-# (624 integers, place, the same two; nothing but zeros where its generator is another).
-_LAYOUT = 1
-_HEADER = struct.Struct("<3I")
-_PYTHON = struct.Struct("<625IId")
-_NUMPY = struct.Struct("<624IIId")
+States = dict[str, Tensor]
+"""By generator: of one rank, or a row a rank."""
+
+# How clusterddp up to 0.1.1 packed the states of a rank, before the bytes of torch's two: their
+# lengths, Python's 625 integers and numpy's 625, each with whether half of a Gaussian pair waits.
+_PACKED = np.dtype(
+    [
+        ("layout", "<u4"),
+        ("torch", "<u4"),
+        ("cuda", "<u4"),
+        ("python", "<u4", 626),
+        ("python_gauss", "<f8"),
+        ("numpy", "<u4", 626),
+        ("numpy_gauss", "<f8"),
+    ]
+)
 
 
 def seed(number: int) -> None:
@@ -28,7 +36,7 @@ def seed(number: int) -> None:
 
 
 def seed_host(number: int) -> None:
-    """As `seed`, but for the devices' generators; of microseconds, and in any process."""
+    """Seed all but the devices' generators: takes microseconds, and works in any process."""
     torch.default_generator.manual_seed(number)
     random.seed(number)
     with suppress(TypeError):  # only the generator that numpy starts with can be seeded
@@ -38,7 +46,7 @@ def seed_host(number: int) -> None:
 @contextmanager
 def kept(device: torch.device) -> Iterator[None]:
     """Leave all random generators of this rank as they are, whatever is drawn meanwhile."""
-    # As they are: to make bytes of them takes twice as long, around every batch.
+    # Not by `capture`, which takes longer: this runs around every batch.
     cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -51,74 +59,85 @@ def kept(device: torch.device) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda, device)
 
 
-def capture(device: torch.device) -> Tensor:
-    """All random generators of this rank as bytes, of one length on all ranks of a kind.
+def capture(device: torch.device) -> States:
+    """Return the states of this rank's generators, each as long on all ranks of a kind.
 
-    torch's own, Python's `random` and numpy's global one; on a GPU that of the device too.
+    torch, cuda: bytes, the latter on a GPU alone. python, numpy: the Mersenne Twister's integers,
+    numpy's position, whether half of a Gaussian pair waits, and it, all as float64; numpy's is
+    left out where its generator is another.
     """
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
     _, integers, waiting = random.getstate()
-    data = bytearray(_HEADER.pack(_LAYOUT, len(cpu), len(cuda)))
-    data += _PYTHON.pack(*integers, waiting is not None, waiting or 0.0)
+    python = [*integers, waiting is not None, waiting or 0.0]
+    states = {"torch": torch.get_rng_state(), "python": torch.tensor(python, dtype=torch.float64)}
     kind = np.random.get_state(legacy=False)
     if isinstance(kind, dict) and kind["bit_generator"] == "MT19937":
         twister = kind["state"]
-        data += _NUMPY.pack(
-            *twister["key"].tolist(), twister["pos"], kind["has_gauss"], kind["gauss"]
-        )
-    else:
-        data += bytes(_NUMPY.size)
-    for state in (cpu, cuda):
-        data += state.to(torch.uint8).numpy().tobytes()
-    return torch.frombuffer(data, dtype=torch.uint8).clone()
+        numpy = [*twister["key"].tolist(), twister["pos"], kind["has_gauss"], kind["gauss"]]
+        states["numpy"] = torch.tensor(numpy, dtype=torch.float64)
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
-def restore(state: Tensor, device: torch.device) -> None:
-    """Give this rank's generators back what `capture` returned.
+def restore(states: States | Tensor | None, rank: int, world: int, device: torch.device) -> None:
+    """Give a rank's generators back what `gather` returned for as many ranks as `world`.
 
-    On another kind of device its own generator is left as it is. Raises CheckpointError when the
-    bytes are none of ours, or of a torch whose generator is another.
+    The states of other numbers of ranks, or none, leave them as they are, and so do those of
+    another kind of device its own. A tensor holds the rows of an older checkpoint. Raises
+    CheckpointError when they are damaged, or of a torch whose generator is another.
     """
-    data = state.detach().cpu().contiguous().numpy().tobytes()
+    if states is None or len(states if isinstance(states, Tensor) else states["torch"]) != world:
+        return
     try:
-        layout, cpu_bytes, cuda_bytes = _HEADER.unpack_from(data)
-        if layout != _LAYOUT:
-            raise ValueError(f"layout {layout}")
-        place = _HEADER.size
-        *integers, waits, waiting = _PYTHON.unpack_from(data, place)
-        place += _PYTHON.size
-        *key, position, has_gauss, gauss = _NUMPY.unpack_from(data, place)
-        place += _NUMPY.size
-        if len(data) != place + cpu_bytes + cuda_bytes:
-            raise ValueError(f"{len(data)} bytes")
-        torch.set_rng_state(_tensor(data[place : place + cpu_bytes]))
-        if cuda_bytes and device.type == "cuda":
-            torch.cuda.set_rng_state(_tensor(data[place + cpu_bytes :]), device)
-        random.setstate((3, tuple(integers), waiting if waits else None))
-        if any(key):
-            words = np.array(key, dtype=np.uint32)
-            np.random.set_state(("MT19937", words, position, has_gauss, gauss))
-    except (struct.error, ValueError, TypeError, RuntimeError) as error:
+        if isinstance(states, Tensor):
+            own = _unpacked(states[rank])
+        else:
+            # Clones: torch reads the state of its generator from the start of the storage.
+            own = {name: rows[rank].clone() for name, rows in states.items()}
+        *integers, waits, waiting = own["python"].tolist()
+        twister = tuple(map(int, integers))
+        torch.set_rng_state(own["torch"])
+        if device.type == "cuda" and "cuda" in own:
+            torch.cuda.set_rng_state(own["cuda"], device)
+        random.setstate((3, twister, waiting if waits else None))
+        if "numpy" in own:
+            *integers, position, has_gauss, gauss = own["numpy"].tolist()
+            key = np.array(integers, dtype=np.uint32)
+            np.random.set_state(("MT19937", key, int(position), int(has_gauss), gauss))
+    except (LookupError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
-            f"the random states of the checkpoint cannot be taken up again: {error}. "
+            f"the random states of the checkpoint cannot be restored: {error}. "
             "Resume with the versions that wrote it."
         ) from None
 
 
-def gather(device: torch.device) -> Tensor | None:
-    """The random states of all ranks on rank 0, shape (world size, bytes); None on the others.
+def gather(device: torch.device) -> States | None:
+    """Return the states of all ranks on rank 0, a row a rank; None on the others.
 
     Collective over the default process group: every rank calls it.
     """
-    own = capture(device)
-    if dist.get_backend() == "nccl":
-        own = own.to(device)
-    first = dist.get_rank() == 0
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())] if first else None
-    dist.gather(own, rows, dst=0)
-    return torch.stack(rows).cpu() if rows else None
+    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    gathered = {}
+    for name, state in capture(device).items():
+        own = state.to(on)
+        rows = None
+        if dist.get_rank() == 0:
+            rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.gather(own, rows, dst=0)
+        if rows:
+            gathered[name] = torch.stack(rows).cpu()
+    return gathered or None
 
 
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _unpacked(row: Tensor) -> States:
+    """Decode the bytes of one rank in an older checkpoint."""
+    data = row.numpy().tobytes()
+    packed = np.frombuffer(data, _PACKED, 1)[0]
+    if packed["layout"] != 1 or len(data) != _PACKED.itemsize + packed["torch"] + packed["cuda"]:
+        raise ValueError(f"layout {packed['layout']}, {len(data)} bytes")
+    middle = _PACKED.itemsize + int(packed["torch"])
+    states = {"torch": row[_PACKED.itemsize : middle].clone(), "cuda": row[middle:].clone()}
+    for name in ("python", "numpy"):
+        numbers = [*packed[name].tolist(), float(packed[f"{name}_gauss"])]
+        states[name] = torch.tensor(numbers, dtype=torch.float64)
+    return {name: state for name, state in states.items() if state.any()}

@@ -16,8 +16,9 @@ from torch.nn.functional import cross_entropy
 from clusterddp.checkpoints import state
 from clusterddp.checkpoints.files import Best
 from clusterddp.checkpoints.state import Position
-from clusterddp.data import rng as random_states
+from clusterddp.data import rng
 from clusterddp.data.in_memory import as_images
+from clusterddp.data.rng import States
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.distributed.phase import Phase
 from clusterddp.errors import TrainingError
@@ -51,7 +52,7 @@ class Learner:
         self.config, self.agreed, self.device = config, agreed, device
         if device.type == "cpu":
             memory.keep_freed()
-        random_states.seed(config.seed)  # the same weights on every rank
+        rng.seed(config.seed)  # the same weights on every rank
         self.model = registry.build(config.model).to(device)
         if config.sync_batchnorm:
             self.model = sync_batchnorm.convert(self.model, config.model)
@@ -59,7 +60,7 @@ class Learner:
         self.optimizer = optimizer.build(config, self.model, captured=agreed.cuda_graph)
         self.position = Position()
         self.best: Best | None = None
-        random_states.seed(config.seed + rank)  # from here on each rank draws its own numbers
+        rng.seed(config.seed + rank)  # from here on each rank draws its own numbers
         scaler = self._restore(rank, resume_content) if agreed.resume else {}
         self.tally = Tally(device)
         seen = not (agreed.cuda_graph or config.sync_batchnorm)
@@ -112,8 +113,8 @@ class Learner:
         self.optimizer.zero_grad()
         self.model.train()
 
-    def collect(self, random_states: Tensor | None) -> dict[str, Any]:
-        """The content of a checkpoint; random_states: of all ranks, as of now."""
+    def collect(self, states: States | None) -> dict[str, Any]:
+        """The content of a checkpoint; states: the random generators' of all ranks."""
         return state.collect(
             config=self.config,
             model=self.model,
@@ -123,7 +124,7 @@ class Learner:
             global_batch_size=self.agreed.global_batch_size,
             data_sha256=self.agreed.data_sha256,
             best=self.best,
-            random_states=random_states,
+            random_states=states,
             scaler=self.step.scaler.state_dict(),
             precision=self.agreed.precision,
         )
@@ -134,9 +135,8 @@ class Learner:
         with optimizer.settings_kept(self.optimizer):
             restored = state.restore(path, self.config, self.model, self.optimizer, content)
         self.position, self.best = restored.position, restored.best
-        states = restored.random_states
-        if states is not None and len(states) == self.agreed.world_size:
-            random_states.restore(states[rank], self.device)
+        world = self.agreed.world_size
+        rng.restore(restored.random_states, rank, world, self.device)
         return restored.scaler
 
 

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from clusterddp import log
 from clusterddp.checkpoints.files import Best
@@ -14,6 +13,7 @@ from clusterddp.checkpoints.writer import Saver
 from clusterddp.data import rng
 from clusterddp.data.in_memory import Images, training_order
 from clusterddp.data.loader import Loaded
+from clusterddp.data.rng import States
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.distributed.phase import Phase, Progress
 from clusterddp.errors import CheckpointError, TrainingError
@@ -99,7 +99,7 @@ class Training:
         self.result: evaluation.Result | None = None
         """Of the whole test set, when it was last evaluated."""
         self._saved = self.position.step if agreed.resume else -1
-        self._random_states: Tensor | None = None  # of all ranks, when that was
+        self._random_states: States | None = None  # of all ranks, when that was
         self._evaluated = -1  # the step at which it was last done
         self._saved_at = self._began = time.monotonic()
 

@@ -53,7 +53,7 @@ def collected(seed: int = 1, **fields: Any) -> dict[str, Any]:
             "global_batch_size": 128,
             "data_sha256": "d" * 64,
             "best": Best(0.97, 1100),
-            "random_states": torch.arange(20, dtype=torch.uint8).reshape(2, 10),
+            "random_states": {"torch": torch.arange(20, dtype=torch.uint8).reshape(2, 10)},
             **fields,
         }
     )
@@ -86,8 +86,8 @@ def test_all_that_was_collected_is_restored(tmp_path: Path) -> None:
     assert (got.world_size, got.global_batch_size) == (2, 128)
     assert got.config == dataclasses.asdict(CONFIG)
     assert got.data_sha256 == "d" * 64
-    assert got.random_states is not None
-    assert got.random_states.tolist() == torch.arange(20).reshape(2, 10).tolist()
+    assert isinstance(got.random_states, dict)
+    assert got.random_states["torch"].tolist() == torch.arange(20).reshape(2, 10).tolist()
     other, its = trained(1)
     assert state.weights_sha256(model) == state.weights_sha256(other)
     # The optimizer's state too, and in the same layout: the next step gives the same bits.
@@ -196,7 +196,7 @@ def test_code_in_a_file_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": 1}, "format 1.*reads format 2.*clusterddp"),
+        ({"format": 1}, "format 1.*reads formats 2 to 3.*clusterddp"),
         ({"config": {**dataclasses.asdict(CONFIG), "model": "resnet"}}, "--model resnet.*convnet"),
         ({"config": {**dataclasses.asdict(CONFIG), "dataset": "synthetic"}}, "synthetic.*mnist"),
         ({"config": {**dataclasses.asdict(CONFIG), "optimizer": "sgd"}}, "sgd.*adam"),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from clusterddp.data import mnist, rng
+from clusterddp.data import mnist
 from clusterddp.data.in_memory import Images, as_images
 from clusterddp.data.loader import Loaded
+from tests.training.trainings import generator_states
 
 CPU = torch.device("cpu")
 
@@ -89,9 +90,9 @@ def test_random_transforms_differ_from_epoch_to_epoch_for_the_very_batch() -> No
 
 
 def test_random_transforms_draw_nothing_from_the_ranks_own_generators() -> None:
-    before = rng.capture(CPU)
+    before = generator_states()
     drawn()
-    assert torch.equal(rng.capture(CPU), before)
+    assert torch.equal(generator_states(), before)
 
 
 def test_a_dataset_that_reads_batches_at_once_is_left_to_do_so() -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clusterddp.data import rng
 from clusterddp.data.in_memory import Images
 from clusterddp.data.loader import Loaded
 from clusterddp.data.user_dataset import OwnSets
@@ -26,7 +25,7 @@ from clusterddp.training import fit
 from clusterddp.worker import datasets, start
 from clusterddp.worker.task import run_task
 from tests.training.ranks import run_ranks
-from tests.training.trainings import hello
+from tests.training.trainings import generator_states, hello
 
 CPU = torch.device("cpu")
 MODULE = """
@@ -264,11 +263,11 @@ def test_trying_them_leaves_the_ranks_random_numbers_and_the_model_as_they_were(
     model.register_forward_hook(lambda *_: (random.random(), np.random.random(), None)[2])
     model.register_forward_hook(lambda *_: (torch.rand(()), None)[1])
     before, state = (
-        rng.capture(CPU),
+        generator_states(),
         {k: v.clone() for k, v in model.state_dict().items()},
     )
     fit.check(config(model="own:net"), model, *sets)
-    assert torch.equal(rng.capture(CPU), before) and model.training
+    assert torch.equal(generator_states(), before) and model.training
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
 
 

@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clusterddp.data import rng
 from clusterddp.data.in_memory import Images
 from clusterddp.data.loader import Loaded
 from clusterddp.training import evaluation
 from clusterddp.training.evaluation import Result
 from tests.training.ranks import run_ranks
+
+from .trainings import generator_states
 
 CPU = torch.device("cpu")
 # Label, and what the model below takes the image for.
@@ -77,12 +78,12 @@ def test_evaluating_takes_no_random_number_from_the_training(alone: None) -> Non
     [(images, labels)] = floats().batches(torch.arange(len(SEEN)), len(SEEN))
     turned = Loaded(Turned(zip(images, labels, strict=True)), CPU, 0)
     for model, test_set in ((Draws(), floats()), (Reads(), turned)):
-        before = rng.capture(CPU)
+        before = generator_states()
         found = evaluation.evaluate(
             model, test_set, rank=0, world_size=1, device=CPU, autocast=nullcontext
         )
         found.to_dict(test_set)
-        assert torch.equal(rng.capture(CPU), before)
+        assert torch.equal(generator_states(), before)
 
 
 def test_the_worst_images_come_first_with_what_they_were_taken_for(alone: None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.checkpoints import state
-from clusterddp.data import mnist
+from clusterddp.data import mnist, rng
 from clusterddp.data.in_memory import Images
 from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.models import registry
@@ -155,3 +155,8 @@ def after(ours: Training, at: int, act: Callable[[], object]) -> None:
 @functools.cache
 def _images(data_dir: str, train: bool) -> Images:
     return Images(*mnist.load("synthetic", data_dir, train=train), CPU)
+
+
+def generator_states() -> Tensor:
+    """The states of all generators, for comparison."""
+    return torch.cat([*rng.capture(CPU).values()])
