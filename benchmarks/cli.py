@@ -26,6 +26,7 @@ from benchmarks.pairs import Row, Sample, alternate, timed
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
 
 _PAIRS = 40
@@ -109,10 +110,11 @@ def _make_run(root: Path, number: int, *, done: bool) -> None:
         train=TrainConfig(),
     )
     with RunDir.create(spec, "#!/bin/bash\n") as run:
-        run.add_event("submitted", job_id=str(number + 1), launcher="sbatch")
-        run.add_event("started", job_id=str(number + 1))
+        job_id = str(number + 1)
+        events.add(run.events, events.Submitted, job_id=job_id, launcher="sbatch")
+        events.add(run.events, events.Started, job_id=job_id)
         if done:
-            run.add_event("ended", job_id=str(number + 1), exit_code=0)
+            events.add(run.events, events.Ended, job_id=job_id, exit_code=0)
 
 
 def _make_squeue(bin_folder: Path) -> None:

@@ -25,8 +25,9 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt_logs import of_attempt
-from clusterddp.run.outcome import Failure
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.events import Failure
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import RunStatus
 from clusterddp.submission import submit as submitting
 from clusterddp.submission.preflight import make_sure

@@ -12,6 +12,7 @@ from clusterddp import JobSpec, Resources, TrainConfig, launch, render, submit
 from clusterddp.cli.main import cli
 from clusterddp.errors import RequestError, TrainingError
 from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
 from tests.waiting import PATIENCE
 
 FLAGS = ["--run-name=one", "--nodes=2", "--gpus-per-node=4", "--dataset=synthetic", "--epochs=3"]
@@ -96,8 +97,8 @@ def test_submit_leaves_what_the_command_leaves(
     assert capsys.readouterr().err == said
     for name in ("spec.json", "script.sbatch"):
         assert (run.run_dir / name).read_bytes() == (by_command.path / name).read_bytes()
-    (submitted,) = RunDir(run.run_dir).read_events()
-    (earlier,) = by_command.read_events()
+    (submitted,) = read_events(RunDir(run.run_dir))
+    (earlier,) = read_events(by_command)
     assert {**submitted, "time": 0} == {**earlier, "time": 0}
     assert run.status().job_id == "7"
 
@@ -134,7 +135,7 @@ def test_a_configuration_is_trained_and_its_report_comes_back(folder: Path) -> N
     )
     report = launch(config, procs=2, start_method="forkserver", run_dir="jobs/two")
     assert (report["world_size"], report["steps"]) == (2, 1)
-    events = [event["event"] for event in RunDir(Path("jobs/two")).read_events()]
+    events = [event["event"] for event in read_events(RunDir(Path("jobs/two")))]
     assert events == ["submitted", "started", "ended"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.run.run_dir import read_json
+from clusterddp.run.files import read_json
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 README = (EXAMPLES / "README.md").read_text()

@@ -12,8 +12,10 @@ from clusterddp import log
 from clusterddp.checkpoints import files
 from clusterddp.checkpoints.files import Best, UnusableError, checksum_of, step_of
 from clusterddp.errors import CheckpointError
+from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.run_dir import RunDir, first_number, read_json
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir, first_number
 
 
 @dataclass(frozen=True)
@@ -210,8 +212,8 @@ def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
 
 def given_up_attempt(run: RunDir) -> int:
     """The attempt up to which a person has given the checkpoints of a run up; 0 for none."""
-    resubmits = [event for event in run.read_events() if event.get("event") == "resubmit"]
-    return first_number(*(one.get("from_scratch") for one in resubmits[-1:]), as_type=int) or 0
+    resubmits = [e for e in events.read(run.events) if isinstance(e, events.Resubmitted)]
+    return (resubmits[-1].from_scratch or 0) if resubmits else 0
 
 
 def _first_whole(candidates: Callable[[], Iterator[Path]]) -> Path | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from clusterddp import __version__
 from clusterddp.errors import CheckpointError
-from clusterddp.run.run_dir import read_file, read_json, write_atomically
+from clusterddp.run.files import read_file, read_json, write_atomically
 
 FORMAT = 3
 """Version of what a checkpoint holds; 2, up to 0.1.1, packed the random states into bytes."""

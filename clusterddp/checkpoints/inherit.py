@@ -11,7 +11,7 @@ from clusterddp.checkpoints import catalog, files
 from clusterddp.checkpoints.files import Best, UnusableError, checksum_of, step_of
 from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.run_dir import sync_folder
+from clusterddp.run.files import sync_folder
 
 # Of os.link, where the file system or its rules allow no further name for a file.
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.ENOTSUP, errno.EACCES)

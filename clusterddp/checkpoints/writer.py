@@ -21,7 +21,7 @@ from clusterddp.checkpoints.files import Best, checksum_of, files, name_of, step
 from clusterddp.checkpoints.state import to_bytes
 from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.run_dir import sync_folder, write_atomically
+from clusterddp.run.files import sync_folder, write_atomically
 
 _CHUNK_BYTES = 1 << 20
 

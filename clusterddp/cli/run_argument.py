@@ -12,6 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError
+from clusterddp.run import events
 from clusterddp.run.attempt import latest
 from clusterddp.run.run_dir import RunDir, find_runs
 from clusterddp.run.status import RunStatus, run_status
@@ -102,7 +103,7 @@ def find_run(root: Path, text: str | None) -> RunDir:
 
 def statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
     """How the runs are doing; Slurm is asked once for all of them, and only where it must be."""
-    submissions = [latest_submission(run.read_events()) for run in runs]
+    submissions = [latest_submission(events.read(run.events)) for run in runs]
     states = query(jobs_to_ask(submissions))
     return [run_status(run, states) for run in runs]
 
@@ -182,13 +183,13 @@ def _job_ids(run: RunDir) -> set[str]:
 
     Of an array's element they are its own, 12, its name, 11_1, and the array's, 11.
     """
-    events = run.read_events()
-    if not events:
+    told = events.read(run.events)
+    if not told:
         with contextlib.suppress(OSError):  # one run that cannot be looked into hides no other
-            events = [attempt.read_record() for attempt in [latest(run)] if attempt]
-    elements = [str(event["array_element"]) for event in events if event.get("array_element")]
+            told = [events.parse(one.read_record()) for one in [latest(run)] if one]
+    elements = [event.array_element for event in told if event.array_element]
     arrays = [name.partition("_")[0] for name in elements]
-    return {str(event["job_id"]) for event in events if event.get("job_id")} | {*elements, *arrays}
+    return {event.job_id for event in told if event.job_id} | {*elements, *arrays}
 
 
 def _hint(runs: Sequence[RunDir], text: str) -> str:

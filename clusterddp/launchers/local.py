@@ -32,6 +32,7 @@ from clusterddp.launchers.srun import (
 )
 from clusterddp.processes.parent_death import die_with_parent
 from clusterddp.request.spec import JobSpec
+from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.slurm.submission_env import submission_environment
@@ -60,10 +61,15 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
         preexec_fn=lambda: die_with_parent(own, signal.SIGTERM),  # noqa: PLW1509 -- no threads yet
     )
     job_id = str(controller.pid)
-    run.add_event(
-        "submitted", job_id=job_id, launcher="local", pid=controller.pid,
-        host=socket.gethostname(), folder=str(Path.cwd()),
-    )  # fmt: skip
+    events.add(
+        run.events,
+        events.Submitted,
+        job_id=job_id,
+        launcher="local",
+        pid=controller.pid,
+        host=socket.gethostname(),
+        folder=str(Path.cwd()),
+    )
     # Reaped as soon as it ends, so that nobody takes the dead process for a living one.
     reaper = threading.Thread(target=controller.wait, daemon=True)
     reaper.start()
@@ -233,9 +239,9 @@ class _Job:
                 self._signal(script, signal.SIGKILL)
         elif self._cancelled or left <= 0:
             self._kill_at = time.monotonic() + KILL_WAIT_SECONDS
-            event = "cancelled" if self._cancelled else "time_limit"
+            event = events.CancelAsked if self._cancelled else events.TimeLimitReached
             with suppress(OSError):  # a full disk costs the record
-                self._run.add_event(event, job_id=str(os.getpid()))
+                events.add(self._run.events, event, job_id=str(os.getpid()))
             self._signal(script, signal.SIGCONT, signal.SIGTERM)
         elif limit.signal and left <= limit.lead_seconds and not self._warned:
             self._warned = True

@@ -6,6 +6,7 @@ from pathlib import Path
 from clusterddp.launchers import Submission
 from clusterddp.launchers import script as rendering
 from clusterddp.request.spec import EXPEDITE, JobSpec, submission_comment
+from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
 
 
@@ -23,5 +24,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
         check_expedite(os.environ)
     comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
     job_id = sbatch(script, os.environ, comment=comment)
-    run.add_event("submitted", job_id=job_id, launcher="sbatch", folder=str(Path.cwd()))
+    events.add(
+        run.events, events.Submitted, job_id=job_id, launcher="sbatch", folder=str(Path.cwd())
+    )
     return Submission(job_id)

@@ -245,7 +245,7 @@ class CompiledTemplates(BytecodeCache):
     def dump_bytecode(self, bucket: Bucket) -> None:
         if not bucket.key or sys.dont_write_bytecode:
             return
-        from clusterddp.run.run_dir import write_atomically
+        from clusterddp.run.files import write_atomically
 
         path = Path(bucket.key)
         with contextlib.suppress(OSError):  # somebody else's installation: it works without

@@ -22,11 +22,12 @@ from clusterddp.errors import EXIT_PAUSED, RequestError
 from clusterddp.launchers import Submission
 from clusterddp.launchers import script as rendering
 from clusterddp.request.spec import EXPEDITE, JobSpec
-from clusterddp.run import restart_policy
+from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.files import read_json
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.restart_policy import Policy, Start
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.slurm.own_job import Ending, ending
 from clusterddp.slurm.release import check_expedite, explained
@@ -89,7 +90,9 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
             # Slurm has a copy of its own of the script; submitit leaves a link to it, or the file.
             for left in _folder(spec).glob(".submission_file_*.sh"):
                 left.unlink(missing_ok=True)
-    run.add_event("submitted", job_id=job.job_id, launcher="submitit", folder=str(Path.cwd()))
+    events.add(
+        run.events, events.Submitted, job_id=job.job_id, launcher="submitit", folder=str(Path.cwd())
+    )
     return Submission(job.job_id)
 
 
@@ -164,9 +167,10 @@ class Task:
             return False
         if (read_json(attempt.end) or {}).get("reason") == "stop":
             return False  # 'clusterddp stop' came first
-        asked = [e["event"] for e in run.read_events() if e.get("job_id") == job_id]
         restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        if "cancelled" in asked or ending(job_id, restart) is Ending.CANCELLED:
+        told = events.read(run.events)
+        cancelled = any(isinstance(e, events.CancelAsked) and e.job_id == job_id for e in told)
+        if cancelled or ending(job_id, restart) is Ending.CANCELLED:
             return False
         own = Start(attempt.number, restart_policy.SIGNAL, restart_policy.gained(attempt))
         starts = restart_policy.starts_since_submission(run)

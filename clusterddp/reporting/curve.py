@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from clusterddp.run import fields
-from clusterddp.run.run_dir import read_json_lines
+from clusterddp.run.files import read_json_lines
 
 
 @dataclass(frozen=True)

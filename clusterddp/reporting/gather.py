@@ -19,9 +19,10 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import fields
 from clusterddp.run.attempt import Attempt, latest
+from clusterddp.run.files import read_json
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.progress import latest_report
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import RunStatus
 
 _MOST_CONFUSIONS = 20

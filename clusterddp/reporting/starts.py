@@ -6,9 +6,10 @@ from typing import Any
 
 from clusterddp.run import fields
 from clusterddp.run.attempt import Attempt, attempts
+from clusterddp.run.files import read_json
 from clusterddp.run.history import Chapter, chapters
 from clusterddp.run.outcome import first_failure, read_outcomes
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.run_dir import RunDir
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from typing import Any
 
 from clusterddp import __version__, log
 from clusterddp.errors import ClusterDDPError
-from clusterddp.run.run_dir import RunDir, read_json, write_atomically
+from clusterddp.run import events
+from clusterddp.run.files import read_json, write_atomically
+from clusterddp.run.run_dir import RunDir
 
 FORMAT = 1
 ALIVE_SECONDS = 2.0
@@ -264,8 +266,8 @@ def _is_at_work(attempt: Attempt, job_id: str) -> bool:
     if record.get("host") == os.uname().nodename and not Path(f"/proc/{record['pid']}").exists():
         return False
     ended = any(
-        event.get("event") == "ended" and event.get("attempt") == attempt.number
-        for event in attempt.run.read_events()
+        isinstance(event, events.Ended) and event.attempt == attempt.number
+        for event in events.read(attempt.run.events)
     )
     return not ended and attempt.is_alive()
 

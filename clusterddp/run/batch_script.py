@@ -5,7 +5,6 @@ attempt where one is due, and returns the exit code with which the job is to end
 the first failure behind the ranks that it ended for it.
 """
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,14 @@ from typing import Any
 from clusterddp import log
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError
 from clusterddp.run import attempt as attempts
-from clusterddp.run import attempt_logs, next_start, restart_policy
+from clusterddp.run import attempt_logs, events, next_start, restart_policy
 from clusterddp.run.attempt import Attempt, NotStarted
 from clusterddp.run.attempt_logs import of_attempt
+from clusterddp.run.events import Failure
+from clusterddp.run.files import read_json
 from clusterddp.run.job_log import say
-from clusterddp.run.outcome import Failure
 from clusterddp.run.restart_policy import Policy, Start, decide, gained, starts_since_submission
-from clusterddp.run.run_dir import RunDir, read_json, run_folders
+from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.run.verdict import judge, stop_asked
 from clusterddp.slurm.own_job import is_rehearsal, own_name
 
@@ -39,20 +39,33 @@ def begin(
     restart: SLURM_RESTART_COUNT. patience: seconds to wait for an attempt that still trains.
     Raises RunIsDone, and ClusterDDPError where the attempt is refused; both are recorded.
     """
-    who = {"job_id": job_id, "restart": restart}
     name = own_name(os.environ, job_id)
-    element = {"array_element": name} if name != job_id else {}
+    job: dict[str, Any] = {"job_id": job_id, "restart": restart, "nodelist": nodelist}
+    if name != job_id:
+        job["array_element"] = name
     if restart and _is_done(run, job_id):
         words = f"{run.name} is done, so this start of job {job_id} has nothing left to do"
-        next_start.record(run, "not_started", **who, nodelist=nodelist, why=words)
+        next_start.record(
+            run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words
+        )
         raise RunIsDone(words)
     try:
         attempt = _make_attempt(run, job_id, max_requeues, patience)
     except Exception as error:
-        next_start.record(run, "started", **who, **element, nodelist=nodelist)
-        next_start.record(run, "ended", **who, **_failure(error))
+        next_start.record(run, events.Started, **job)
+        expected = isinstance(error, ClusterDDPError)
+        bug = f"'clusterddp begin' failed: {type(error).__name__}: "
+        next_start.record(
+            run,
+            events.Ended,
+            job_id=job_id,
+            restart=restart,
+            exit_code=error.exit_code if isinstance(error, ClusterDDPError) else EXIT_FAILED,
+            cause=error.cause if isinstance(error, _Withdrawn) else restart_policy.FAILED,
+            why=f"{'' if expected else bug}{error}",
+        )
         raise
-    next_start.record(run, "started", **who, **element, nodelist=nodelist, attempt=attempt.number)
+    next_start.record(run, events.Started, **job, attempt=attempt.number)
     try:
         _note_changed_code(run, attempt)
     except (ClusterDDPError, OSError) as error:  # a remark, which must not end the attempt
@@ -79,7 +92,7 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     decision = decide(policy, end.cause, starts, stop_asked=is_stop_asked, how=end.how)
     next_start.record(
         run,
-        "ended",
+        events.Ended,
         job_id=job_id,
         restart=restart,
         attempt=attempt.number,
@@ -88,7 +101,7 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
         how=end.how,
         step=end.step,
         saved=end.saved,
-        first_failure=dataclasses.asdict(end.failure) if end.failure else None,
+        first_failure=end.failure,
         trouble=end.trouble,
         why="" if decision.go_on or end.cause == restart_policy.DONE else decision.why,
     )
@@ -122,7 +135,7 @@ def _is_done(run: RunDir, job_id: str) -> bool:
     Slurm starts a job once more whose node's daemon was lost with its script's last word, and one
     that was preempted while it was ending (seen on 22.05 and 24.11).
     """
-    if restart_policy.done_by(run.read_events(), job_id):
+    if restart_policy.done_by(events.read(run.events), job_id):
         return True
     latest = attempts.latest(run)
     left = read_json(latest.end) or {} if latest else {}
@@ -131,8 +144,15 @@ def _is_done(run: RunDir, job_id: str) -> bool:
     if latest.read_record().get("job_id") != job_id:
         return False
     # Its ranks were done, and its script was lost before it could say so.
-    end = {"exit_code": 0, "cause": restart_policy.DONE, "step": left.get("step")}
-    next_start.record(run, "ended", job_id=job_id, attempt=latest.number, **end)
+    next_start.record(
+        run,
+        events.Ended,
+        job_id=job_id,
+        attempt=latest.number,
+        exit_code=0,
+        cause=restart_policy.DONE,
+        step=left.get("step"),
+    )
     return True
 
 
@@ -143,7 +163,7 @@ def _make_attempt(run: RunDir, job_id: str, max_requeues: int, patience: float) 
         _refuse_withdrawn(run, job_id)
         if own_name(os.environ, job_id) != job_id:
             _note_new_job(run, job_id)
-        if len(restart_policy.causes_of(run.read_events())) > max_requeues:
+        if len(restart_policy.causes_of(events.read(run.events))) > max_requeues:
             raise NotStarted(
                 f"not started again: {restart_policy.capped(max_requeues)}. "
                 f"Go on with: {run.resubmission}"
@@ -175,25 +195,16 @@ class _Withdrawn(NotStarted):
 
 
 def _refuse_withdrawn(run: RunDir, job_id: str) -> None:
-    cause = restart_policy.withdrawn(run.read_events(), job_id)
+    cause = restart_policy.withdrawn(events.read(run.events), job_id)
     if cause:
         raise _Withdrawn(cause)
 
 
 def _note_new_job(run: RunDir, job_id: str) -> None:
     """Record that a person has submitted an array's element once more; sbatch notes nothing."""
-    starts = [event.get("job_id") for event in run.read_events() if event.get("event") == "started"]
+    starts = [e.job_id for e in events.read(run.events) if isinstance(e, events.Started)]
     if starts and job_id not in starts:
-        next_start.record(run, "resubmit", job_id=job_id)
-
-
-def _failure(error: Exception) -> dict[str, Any]:
-    """Fields of the `ended` record of an attempt that has not begun."""
-    if not isinstance(error, ClusterDDPError):
-        why = f"'clusterddp begin' failed: {type(error).__name__}: {error}"
-        return {"exit_code": EXIT_FAILED, "cause": restart_policy.FAILED, "why": why}
-    cause = error.cause if isinstance(error, _Withdrawn) else restart_policy.FAILED
-    return {"exit_code": error.exit_code, "cause": cause, "why": str(error)}
+        next_start.record(run, events.Resubmitted, job_id=job_id)
 
 
 def _note_changed_code(run: RunDir, attempt: Attempt) -> None:
@@ -208,7 +219,7 @@ def _note_changed_code(run: RunDir, attempt: Attempt) -> None:
     )
     changed = snapshot.difference(before, after)[:_MOST_CHANGES] if after else []
     if changed:
-        next_start.record(run, "code_changed", attempt=attempt.number, changes=changed)
+        next_start.record(run, events.CodeChanged, attempt=attempt.number, changes=tuple(changed))
         say(
             f"clusterddp: the code has changed since the run was submitted: {', '.join(changed)}; "
             "this attempt uses it as it is now",

@@ -19,8 +19,9 @@ from pathlib import Path
 from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import submission_comment
+from clusterddp.run.files import read_json, write_atomically
 from clusterddp.run.local_process import is_alive
-from clusterddp.run.run_dir import RunDir, first_number, read_json, write_atomically
+from clusterddp.run.run_dir import RunDir, first_number
 
 EXPIRES_SECONDS = 900.0
 """A process on another machine, which cannot be looked at, has given up its claim after so long."""

@@ -14,6 +14,7 @@ import click
 
 from clusterddp.cli import run_argument
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PAUSED
+from clusterddp.run import events
 from clusterddp.run.attempt_logs import of_attempt
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import CREATED, DONE, FAILED, QUEUED, RUNNING, STOPPED, UNKNOWN
@@ -191,7 +192,7 @@ class _Watch:
         changed = size != self._events_size
         self._events_size = size
         if changed:
-            self._submission = latest_submission(self._run.read_events())
+            self._submission = latest_submission(events.read(self._run.events))
         asked = jobs_to_ask([self._submission])
         answered = bool(asked) and (now >= self._next_question or changed)
         if answered:

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,9 @@ class Chapter:
 def chapters(run: RunDir) -> list[Chapter]:
     """The attempts of a run in which ranks met, the latest last."""
     causes = {
-        event.get("attempt"): str(event.get("cause") or "")
-        for event in run.read_events()
-        if event.get("event") == "ended"
+        event.attempt: event.cause
+        for event in events.read(run.events)
+        if isinstance(event, events.Ended)
     }
     met = [(one, record) for one in attempts(run) if (record := one.read_record())]
     told = []

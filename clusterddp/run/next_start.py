@@ -4,11 +4,11 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
-from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
+from clusterddp.errors import ClusterDDPError, SlurmError
 from clusterddp.request.spec import EXPEDITE, submission_comment
-from clusterddp.run import restart_policy
+from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import Attempt, Superseded
 from clusterddp.run.job_log import say
 from clusterddp.run.run_dir import RunDir
@@ -23,6 +23,7 @@ from clusterddp.slurm.own_job import (
 from clusterddp.slurm.sbatch import sbatch
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 PATIENCE_SECONDS = 600.0
 """How long a controller may be away before the run gives up on it."""
@@ -40,9 +41,12 @@ def start(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) ->
             f"rehearsal has none. Go on with: {run.resubmission}"
         )
         return False
-    who = {"attempt": attempt.number, "why": why}
+
+    def requeued() -> None:
+        record(run, events.Requeued, job_id=job_id, attempt=attempt.number, why=why)
+
     if why == restart_policy.PREEMPTED and _slurm_requeues(own_name(os.environ, job_id)):
-        record(run, "requeued", job_id=job_id, **who)
+        requeued()
         say(f"clusterddp: {why}: Slurm puts job {job_id} back into the queue")
         _heed_withdrawal(run, job_id, job_id)
         return False  # and it has not ended well, should Slurm not do it
@@ -50,15 +54,15 @@ def start(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) ->
         patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart))
     except control.RequeueRefused as refused:
         say(f"clusterddp: requeue is refused here ({refused}); submitting the next job")
-        _in_place_of(run, attempt, job_id, who)
+        _in_place_of(run, attempt, job_id, why)
         return False
     except (Superseded, _Cancelled) as error:
         say(f"clusterddp: {error}")
         return False
     except SlurmError as error:
-        _give_up(run, job_id, who, error)
+        _give_up(attempt, job_id, why, error)
         return False
-    record(run, "requeued", job_id=job_id, **who)
+    requeued()
     say(f"clusterddp: {why}: job {job_id} is back in the queue")
     _heed_withdrawal(run, job_id, job_id)
     return True
@@ -108,7 +112,7 @@ def patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
         time.sleep(_PAUSE_SECONDS)  # a controller that comes back tells nobody
 
 
-def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, who: dict[str, Any]) -> None:
+def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
     try:
         spec = run.load_spec()
         if spec.launcher == "submitit":
@@ -121,22 +125,30 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, who: dict[str, Any]
         if successor == job_id:
             raise SlurmError("sbatch gave no answer, and Slurm shows no other job of this run")
     except (ClusterDDPError, OSError) as error:
-        _give_up(run, job_id, who, error)
+        _give_up(attempt, job_id, why, error)
         return
-    record(run, "submitted", job_id=successor, launcher="sbatch", in_place_of=job_id, **who)
+    record(
+        run,
+        events.Submitted,
+        job_id=successor,
+        launcher="sbatch",
+        in_place_of=job_id,
+        attempt=attempt.number,
+        why=why,
+    )
     say(f"clusterddp: job {successor} goes on in place of job {job_id}")
     _heed_withdrawal(run, job_id, successor)
 
 
 def _heed_withdrawal(run: RunDir, job_id: str, successor: str) -> None:
     """Who has asked the run to stop, or has cancelled it, meanwhile did not see what comes next."""
-    if restart_policy.withdrawn(run.read_events(), job_id):
+    if restart_policy.withdrawn(events.read(run.events), job_id):
         withdraw(run, successor)
 
 
 def withdraw(run: RunDir, job_id: str) -> None:
     """Take a job out of the queue; one that stays there all the same starts nothing (`begin`)."""
-    record(run, "cancelled", job_id=job_id)
+    record(run, events.CancelAsked, job_id=job_id)
     try:
         own = job_id == os.environ.get("SLURM_JOB_ID")
         control.cancel(own_name(os.environ, job_id) if own else job_id)
@@ -161,11 +173,18 @@ def let_job_end(run: RunDir, job_id: str, *, preempted: bool) -> None:
         say(f"clusterddp: {error}")
 
 
-def _give_up(run: RunDir, job_id: str, who: dict[str, Any], error: Exception) -> None:
-    words = str(error) if isinstance(error, RequestError | SlurmError) else f"{error}"
-    record(run, "requeue_failed", job_id=job_id, **who, error=words)
+def _give_up(attempt: Attempt, job_id: str, why: str, error: Exception) -> None:
+    run = attempt.run
+    record(
+        run,
+        events.RequeueFailed,
+        job_id=job_id,
+        attempt=attempt.number,
+        why=why,
+        error=str(error),
+    )
     say(
-        f"clusterddp: this node cannot start the run again: {words}\n"
+        f"clusterddp: this node cannot start the run again: {error}\n"
         f"clusterddp: go on with: {run.resubmission}"
     )
 
@@ -193,9 +212,12 @@ def go_to_submission_folder() -> None:
         os.chdir(os.environ.get("SLURM_SUBMIT_DIR") or ".")
 
 
-def record(run: RunDir, event: str, **fields: Any) -> None:
+def record(
+    run: RunDir, event: Callable[P, events.Event], *args: P.args, **fields: P.kwargs
+) -> None:
     """Add an event; a run directory that is gone or full costs the record, not the run."""
     try:
-        run.add_event(event, **fields)
+        events.add(run.events, event, *args, **fields)
     except OSError as error:
-        say(f"clusterddp: cannot record {event!r} in {run.events}: {error.strerror}.", err=True)
+        kind = event(*args, **fields).kind
+        say(f"clusterddp: cannot record {kind!r} in {run.events}: {error.strerror}.", err=True)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
-from clusterddp.run.run_dir import first_number, read_json, write_atomically
+from clusterddp.run.events import Failure
+from clusterddp.run.files import read_json, write_atomically
+from clusterddp.run.run_dir import first_number
 
 _HUNG = "hung.json"
 _CLOCKS = "clocks.json"
@@ -77,31 +79,14 @@ class Outcome:
         return f"exit code {self.exit_code}"
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The rank that failed first, and why."""
-
-    rank: int
-    host: str
-    reason: str
-    log: str
-    """Its log, relative to the run directory."""
-    exit_code: int | None = None
-
-    @classmethod
-    def of(cls, outcome: Outcome) -> "Failure":
-        """The failure that a rank's own record tells of."""
-        reason = outcome.reason
-        if outcome.hung:  # what ended it in the end says nothing of why
-            return cls(outcome.rank, outcome.host, reason, _log(outcome.rank), EXIT_FAILED)
-        if outcome.signal == "SIGTERM":
-            reason += " (cancelled, time limit or preempted)"
-        return cls(outcome.rank, outcome.host, reason, _log(outcome.rank), outcome.exit_code)
-
-    def describe(self) -> str:
-        """One line: `rank 3 on h02 failed first: RuntimeError: boom (logs/rank-3.log)`."""
-        host = f" on {self.host}" if self.host else ""
-        return f"rank {self.rank}{host} failed first: {self.reason} ({self.log})"
+def failure_of(outcome: Outcome) -> Failure:
+    """The failure that a rank's own record tells of."""
+    reason = outcome.reason
+    if outcome.hung:  # what ended it in the end says nothing of why
+        return Failure(outcome.rank, outcome.host, reason, _log(outcome.rank), EXIT_FAILED)
+    if outcome.signal == "SIGTERM":
+        reason += " (cancelled, time limit or preempted)"
+    return Failure(outcome.rank, outcome.host, reason, _log(outcome.rank), outcome.exit_code)
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
@@ -208,7 +193,7 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
         failed,
     ):
         if group:
-            return Failure.of(_earliest(group, said))
+            return failure_of(_earliest(group, said))
     return _from_srun(unrecorded[0]) if unrecorded else None
 
 

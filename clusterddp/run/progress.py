@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
 
 _TAIL_BYTES = 65536
 _CHECKPOINT = re.compile(r"step-(\d+)\.pt", re.ASCII)

@@ -3,11 +3,22 @@
 Pure: from the run's records and Slurm's word to a decision; `runs.next_start` carries it out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.events import (
+    CancelAsked,
+    CancelFailed,
+    Ended,
+    Event,
+    Resubmitted,
+    Started,
+    StopAsked,
+    StopFailed,
+    Submitted,
+)
 from clusterddp.run.run_dir import RunDir
 
 DONE = "done"
@@ -113,45 +124,45 @@ def capped(max_requeues: int) -> str:
 
 def starts_since_submission(run: RunDir) -> list[Start]:
     """The attempts since a person last submitted the run, the latest last."""
-    return starts_of(run, run.read_events())
+    return starts_of(run, events.read(run.events))
 
 
-def starts_of(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[Start]:
+def starts_of(run: RunDir, told: Sequence[Event]) -> list[Start]:
     """As `starts_since_submission`, from the run's events."""
     return [
         Start(number, cause, gained(Attempt(run, number)))
-        for number, cause in causes_of(events).items()
+        for number, cause in causes_of(told).items()
     ]
 
 
-def causes_of(events: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+def causes_of(told: Sequence[Event]) -> dict[int, str]:
     """Each attempt since a person last submitted the run, with how it ended (see `Start.cause`)."""
     causes: dict[int, str] = {}
     jobs: dict[int, str] = {}
-    for event in events:
-        number, job_id = event.get("attempt"), _job_id(event)
+    for event in told:
+        number, job_id = event.attempt, event.job_id
         if _is_a_persons(event):
             # A job can start before the submitting side has written its own line.
             causes = {n: cause for n, cause in causes.items() if job_id and jobs[n] == job_id}
-        elif event.get("event") == "started" and isinstance(number, int):
+        elif isinstance(event, Started) and number is not None:
             causes[number], jobs[number] = "", job_id
-        elif event.get("event") == "ended" and number in causes:
-            causes[number] = str(event.get("cause") or "")
+        elif isinstance(event, Ended) and number in causes:
+            causes[number] = event.cause
     return causes
 
 
-def done_by(events: Sequence[Mapping[str, Any]], job_id: str) -> bool:
+def done_by(told: Sequence[Event], job_id: str) -> bool:
     """Return whether a start of this job has finished the run since a person last submitted it."""
-    causes = causes_of(events)
+    causes = causes_of(told)
     return any(
-        event.get("event") == "ended"
-        and causes.get(event.get("attempt", 0)) == DONE
-        and _job_id(event) == job_id
-        for event in events
+        isinstance(event, Ended)
+        and causes.get(event.attempt or 0) == DONE
+        and event.job_id == job_id
+        for event in told
     )
 
 
-def withdrawn(events: Sequence[Mapping[str, Any]], job_id: str) -> str:
+def withdrawn(told: Sequence[Event], job_id: str) -> str:
     """CANCELLED or STOPPED where a person has asked that this job start nothing more, else empty.
 
     A stop that was asked for since the run last started counts for the jobs that the run knows
@@ -159,34 +170,30 @@ def withdrawn(events: Sequence[Mapping[str, Any]], job_id: str) -> str:
     since, or gives to sbatch by hand, is another matter.
     """
     found, known = "", False
-    for event in events:
-        kind, own = event.get("event"), _job_id(event) == job_id
+    for event in told:
+        own = event.job_id == job_id
         known = known or own
-        if _is_a_persons(event) or (kind == "started" and found == STOPPED):
+        if _is_a_persons(event) or (isinstance(event, Started) and found == STOPPED):
             found = ""
-        elif kind == "stop_asked":
+        elif isinstance(event, StopAsked):
             found = found or STOPPED
-        elif kind == "stop_failed" and found == STOPPED:
+        elif isinstance(event, StopFailed) and found == STOPPED:
             found = ""
-        elif kind == "cancelled" and own:
+        elif isinstance(event, CancelAsked) and own:
             found = CANCELLED
-        elif kind == "cancel_failed" and own and found == CANCELLED:
+        elif isinstance(event, CancelFailed) and own and found == CANCELLED:
             found = ""
     return found if known else ""
 
 
-def _is_a_persons(event: Mapping[str, Any]) -> bool:
-    """Whether it is a submission of a person, with which the counting of starts begins anew.
+def _is_a_persons(event: Event) -> bool:
+    """Return whether it is a submission of a person, with which the counting of starts begins anew.
 
     `resubmit` stands before the submission proper, which the job's start can overtake.
     """
-    return event.get("event") == "resubmit" or (
-        event.get("event") == "submitted" and not event.get("in_place_of")
+    return isinstance(event, Resubmitted) or (
+        isinstance(event, Submitted) and not event.in_place_of
     )
-
-
-def _job_id(event: Mapping[str, Any]) -> str:
-    return str(event.get("job_id") or "")
 
 
 def gained(attempt: Attempt) -> int | None:

@@ -1,4 +1,4 @@
-"""Every path of a run in one object, and how its records are written and read.
+"""Every path of a run in one object, and the runs of an output root.
 
 A run is one directory below the output root. What is in it:
 
@@ -28,14 +28,10 @@ A run is one directory below the output root. What is in it:
     resubmit-NNNN.claim  who resubmits the run, or did last
 """
 
-import errno
-import json
 import math
 import os
 import shlex
-import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +40,7 @@ from typing import Any
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
+from clusterddp.run.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -211,18 +208,6 @@ class RunDir:
         except RequestError as error:
             raise RequestError(f"{self.path}: {error}") from None
 
-    def add_event(self, event: str, **fields: Any) -> None:
-        """Append one record and sync it to the disk, on a line of its own. Raises OSError.
-
-        One write each, so that the lines of two writers do not mix.
-        """
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields}) + "\n"
-        _append_line(self.events, line.encode())
-
-    def read_events(self) -> list[dict[str, Any]]:
-        """All events in the order in which they were written."""
-        return list(read_json_lines(self.events))
-
 
 def find_runs(output_root: Path) -> list[RunDir]:
     """The runs below an output root that this user can read, the latest last."""
@@ -241,40 +226,6 @@ def run_folders(run: RunDir) -> list[Path]:
     return [run.path.parent, *(one.path for one in find_runs(run.path.parent))]
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; a torn line, as a killed writer leaves, is passed over."""
-    if not path.is_file():
-        return
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            yield value
-
-
-def read_file(path: Path) -> bytes:
-    """The bytes of a regular file. Raises OSError, for a FIFO too, which is not waited for."""
-
-    def at_once(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)
-
-    with open(path, "rb", opener=at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return file.read()
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None when it is absent or torn."""
-    try:
-        value = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def first_number(*values: object, as_type: type = float) -> Any:
     """Of values that a record holds, the first that is a number, as that type; else None."""
     for value in values:
@@ -283,52 +234,6 @@ def first_number(*values: object, as_type: type = float) -> Any:
         if as_type is float or math.isfinite(value):
             return as_type(value)
     return None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: a temporary beside it, fsync, rename, fsync of the folder.
-
-    Mode 0600. Raises OSError, and then leaves the file that was there as it was.
-    """
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def _append_line(path: Path, line: bytes) -> None:
-    """Append a line in one write, and sync it. Raises OSError.
-
-    It begins a new line where the last one is torn: a writer was killed, or found no more room.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        if os.write(descriptor, line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if not size:
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _undo(made: Path | None, parents: list[Path]) -> None:

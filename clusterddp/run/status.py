@@ -7,7 +7,6 @@ process of a local run (`local_process`) and what the training has left (`progre
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
 import time
 from collections.abc import Mapping
@@ -16,12 +15,14 @@ from typing import Any
 
 from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError
 from clusterddp.request.spec import submission_comment
-from clusterddp.run import restart_policy
+from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import Attempt, latest
+from clusterddp.run.events import Failure
+from clusterddp.run.files import read_json
 from clusterddp.run.local_process import process_alive
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.progress import latest_metrics, latest_report, newest_checkpoint
-from clusterddp.run.run_dir import RunDir, first_number, read_json
+from clusterddp.run.run_dir import RunDir, first_number
 from clusterddp.run.state import (
     CANCELLED,
     CREATED,
@@ -96,7 +97,7 @@ def run_status(
 ) -> RunStatus:
     """The status of a run; `slurm_states` is what `slurm.queries` answers for `jobs_to_ask`."""
     now = time.time() if now is None else now
-    submission = latest_submission(run.read_events())
+    submission = latest_submission(events.read(run.events))
     job = slurm_states.get(submission.job_id) if submission else None
     if job and is_another_runs(run, job):
         job = JobState(State.UNKNOWN)
@@ -110,7 +111,7 @@ def run_status(
         state, detail = _judge_by_hand(by_hand, report)
     latest = latest_metrics(run.metrics)
     checkpoint = newest_checkpoint(run)
-    failure = ""
+    failure = None
     # Of a cancelled run the ranks were told to end: whichever did so first is no culprit.
     if state == FAILED and submission:
         failure = submission.first_failure
@@ -136,7 +137,7 @@ def run_status(
         accuracy=first_number(report.get("accuracy"), latest.get("test_accuracy")),
         warnings=_texts(report.get("warnings")),
         exit_code=_exit_code(state, submission, job),
-        first_failure=failure,
+        first_failure=failure.describe() if failure else "",
         directory=str(run.path),
         next_command=_next_command(run, state, failure, submission, bool(checkpoint)),
     )
@@ -169,20 +170,19 @@ def _judge_by_hand(attempt: Attempt, report: Mapping[str, Any]) -> tuple[str, st
     return UNKNOWN, f"{how}, show no sign of life and recorded no end"
 
 
-def _failure_by_hand(attempt: Attempt) -> str:
+def _failure_by_hand(attempt: Attempt) -> Failure | None:
     """The rank that failed first since the ranks met; one that was interrupted has not.
 
     Without a script the tasks know no number of their start, and record their ends in the run.
     """
     began = first_number(attempt.read_record().get("began")) or 0.0
-    failure = first_failure(
+    return first_failure(
         [
             outcome
             for outcome in read_outcomes(attempt.run.outcomes)
             if (outcome.ended or 0.0) >= began and outcome.exit_code != EXIT_INTERRUPTED
         ]
     )
-    return failure.describe() if failure else ""
 
 
 def _of_attempt(attempt: Attempt, state: str, now: float) -> dict[str, Any]:
@@ -272,15 +272,18 @@ def _exit_code(state: str, submission: Submission | None, job: JobState | None) 
     return job.exit_code if job else None
 
 
-def _first_failure(run: RunDir) -> str:
+def _first_failure(run: RunDir) -> Failure | None:
     """As the ranks' own outcomes tell it, where the script came to no verdict."""
     attempt = latest(run)
-    failure = first_failure(read_outcomes(attempt.outcomes if attempt else run.outcomes))
-    return failure.describe() if failure else ""
+    return first_failure(read_outcomes(attempt.outcomes if attempt else run.outcomes))
 
 
 def _next_command(
-    run: RunDir, state: str, failure: str, submission: Submission | None, has_checkpoint: bool
+    run: RunDir,
+    state: str,
+    failure: Failure | None,
+    submission: Submission | None,
+    has_checkpoint: bool,
 ) -> str:
     if state == CREATED:
         if run.array_index:
@@ -300,9 +303,8 @@ def _next_command(
     judged = submission.cause and submission.why in ("", restart_policy.NO_RESTART)
     if state in (FAILED, UNKNOWN) and has_checkpoint and not judged:
         return again
-    rank = re.match(r"rank (\d+) ", failure)
-    if rank:
-        return f"clusterddp logs --rank {rank[1]} {run.shown}"
+    if failure:
+        return f"clusterddp logs --rank {failure.rank} {run.shown}"
     if state in (FAILED, UNKNOWN):
         return f"clusterddp logs --job {run.shown}"
     if (

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from clusterddp import log
 from clusterddp.errors import SlurmError
+from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import read_outcome, read_outcomes
 from clusterddp.slurm import control
 
-STEP_ENDED = "step_ended"
-"""The event that this writes: srun's exit code then says nothing of the tasks."""
 GRACE_SECONDS = 20.0
 """After the last task's recorded end, for srun to end by itself: it usually takes less than one."""
 REPORT_SECONDS = 120.0
@@ -57,8 +56,13 @@ def watch(
         f"{why}, but srun still waits: a task's exit message was lost. Ending step {step or '?'}"
     )
     with suppress(OSError):
-        attempt.run.add_event(
-            STEP_ENDED, job_id=job, attempt=attempt.number, step_id=step_id, why=why
+        events.add(
+            attempt.run.events,
+            events.StepEnded,
+            job_id=job,
+            attempt=attempt.number,
+            step_id=step_id,
+            why=why,
         )
     if step and _cancel(step):
         deadline = clock() + cancel_seconds
@@ -83,8 +87,8 @@ def _cancel(step: str) -> bool:
 def was_ended(attempt: Attempt) -> bool:
     """Return whether the attempt's step was ended in place of a message that was lost."""
     return any(
-        event.get("event") == STEP_ENDED and event.get("attempt") == attempt.number
-        for event in attempt.run.read_events()
+        isinstance(event, events.StepEnded) and event.attempt == attempt.number
+        for event in events.read(attempt.run.events)
     )
 
 

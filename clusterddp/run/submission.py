@@ -5,13 +5,23 @@ Whether what they tell is still so is judged elsewhere (`run_state`), with Slurm
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from clusterddp.run import restart_policy
-from clusterddp.run.outcome import Failure
-from clusterddp.run.run_dir import first_number
+from clusterddp.run.events import (
+    CancelAsked,
+    CancelFailed,
+    Ended,
+    Event,
+    Failure,
+    Requeued,
+    RequeueFailed,
+    Started,
+    StopAsked,
+    StopFailed,
+    Submitted,
+)
 
 # The same for a list of reasons; of a start that left no end, nobody knows more.
 _REASONS = {restart_policy.REQUEUED: "requeued by Slurm", "": "node lost or killed"}
@@ -37,8 +47,7 @@ class Submission:
     nodelist: str = ""
     ended: float | None = None
     exit_code: int | None = None
-    first_failure: str = ""
-    """`Failure.describe()` of the rank that failed first."""
+    first_failure: Failure | None = None
     cancelled: bool = False
     """Whether `clusterddp cancel` asked for its end."""
     attempt: int | None = None
@@ -72,45 +81,42 @@ class Submission:
         return self.launcher == "local"
 
 
-def latest_submission(events: Sequence[Mapping[str, Any]]) -> Submission | None:
+def latest_submission(told: Sequence[Event]) -> Submission | None:
     """The latest submission in a run's events, or None when nothing was submitted.
 
-    Of a run that went on in another job it is that job, with the time at which a person submitted
-    the first. A script that was given to sbatch by hand has `started` as its first record.
+    Of a run that was resumed in another job it is that job, with the time at which a person
+    submitted the first. A script that was given to sbatch by hand has `started` as its first event.
     """
     job_id = launcher = ""
     position = -1
     persons: float | None = None
-    for index, event in enumerate(events):
-        kind, seen = event.get("event"), str(event.get("job_id") or "")
-        if kind == "submitted" and seen:
-            job_id, launcher, position = seen, str(event.get("launcher") or "sbatch"), index
-            if not event.get("in_place_of"):
-                persons = first_number(event.get("time"))
-        elif kind == "started" and seen and seen != job_id and launcher != "local":
-            job_id, launcher, position, persons = seen, "sbatch", index, None
+    for index, event in enumerate(told):
+        own = ("", job_id)
+        if isinstance(event, Submitted) and event.job_id:
+            job_id, launcher, position = event.job_id, event.launcher or "sbatch", index
+            if not event.in_place_of:
+                persons = event.time
+        elif isinstance(event, Started) and launcher != "local" and event.job_id not in own:
+            job_id, launcher, position, persons = event.job_id, "sbatch", index, None
     if not job_id:
         return None
-    # A job can start before the submitting side has written its own line, so its id decides; the
-    # tasks of a local run may know it by another number, so there the order does.
-    own = [
-        event
-        for index, event in enumerate(events)
-        if str(event.get("job_id") or "") == job_id or (launcher == "local" and index > position)
-    ]
-    found: dict[str, Any] = {"job_id": job_id, "launcher": launcher}
-    for event in own:
-        _take(event, found)
+    submission = Submission(job_id, launcher)
+    for index, event in enumerate(told):
+        # A job can start before the submitting side has written its own line, so its id decides;
+        # the tasks of a local run may know it by another number, so there the order does.
+        if event.job_id == job_id or (launcher == "local" and index > position):
+            submission = _after(submission, event)
     if persons is not None:
-        found["submitted"] = persons
-    causes = restart_policy.causes_of(events)
-    if causes:
-        found["attempt"] = max(causes)
-        found["restarts"] = len(causes) - 1
-        found["reasons"] = tuple(reason(cause) for cause in list(causes.values())[:-1])
-    else:
-        found["restarts"] = found.get("restart", 0)
-    return Submission(**found)
+        submission = replace(submission, submitted=persons)
+    causes = restart_policy.causes_of(told)
+    if not causes:
+        return replace(submission, restarts=submission.restart)
+    return replace(
+        submission,
+        attempt=max(causes),
+        restarts=len(causes) - 1,
+        reasons=tuple(reason(cause) for cause in list(causes.values())[:-1]),
+    )
 
 
 def jobs_to_ask(submissions: Sequence[Submission | None]) -> list[str]:
@@ -131,69 +137,67 @@ def reason(cause: str) -> str:
     return _REASONS.get(cause, cause)
 
 
-# What an end says, which the next start makes void.
+# The fields that tell of an end, which the next start makes void.
 _OF_THE_END = (
-    "ended", "exit_code", "first_failure", "cause", "how", "why", "saved", "step", "trouble",
-    "goes_on", "goes_on_since", "requeue_error", "stop_asked",
-)  # fmt: skip
+    *("ended", "exit_code", "first_failure", "cause", "how", "why", "saved", "step", "trouble"),
+    *("goes_on", "goes_on_since", "requeue_error", "stop_asked"),
+)
+_NO_END = {name: getattr(Submission, name) for name in _OF_THE_END}
 
 
-def _take(event: Mapping[str, Any], found: dict[str, Any]) -> None:
-    """Add what one of its events says of a submission."""
-    restart = first_number(event.get("restart"), as_type=int) or 0
-    when = first_number(event.get("time"))
-    kind = event.get("event")
-    if kind == "submitted":
-        found["submitted"] = when
-        found["pid"] = first_number(event.get("pid"), as_type=int)
-        found["host"] = event.get("host")
-        if event.get("in_place_of") and "started" not in found:
-            found.update(goes_on=str(event.get("why") or "?"), goes_on_since=when)
-    elif kind == "started":
-        found.setdefault("first_started", when)
-        found.update(started=when, restart=restart, nodelist=str(event.get("nodelist") or ""))
-        found["attempt"] = first_number(event.get("attempt"), as_type=int)
-        found["array_element"] = str(event.get("array_element") or "")
-        for name in _OF_THE_END:
-            found.pop(name, None)
-    elif kind in ("stop_asked", "stop_failed"):
-        found["stop_asked"] = kind == "stop_asked"
-    elif kind in ("cancelled", "cancel_failed"):
-        found["cancelled"] = kind == "cancelled"
-    elif _is_late(event, restart, found):
-        return
-    elif kind == "ended":
-        found.update(ended=when or 0.0, restart=restart)
-        found["exit_code"] = first_number(event.get("exit_code"), as_type=int)
-        found["first_failure"] = _described(event.get("first_failure"))
-        found["cause"] = str(event.get("cause") or "")
-        found["how"] = str(event.get("how") or "")
-        found["why"] = str(event.get("why") or "")
-        found["trouble"] = str(event.get("trouble") or "")
-        found["saved"] = event.get("saved") is not False
-        found["step"] = first_number(event.get("step"), as_type=int)
-        if found["cause"] == restart_policy.REQUEUED:
-            found.update(goes_on=restart_policy.REQUEUED, goes_on_since=when)
-    elif kind == "requeued":
-        found.update(goes_on=str(event.get("why") or "?"), goes_on_since=when)
-    elif kind == "requeue_failed":
-        found["requeue_error"] = str(event.get("error") or "?")
+def _after(before: Submission, event: Event) -> Submission:
+    """What is known of a submission once this event of its is known too."""
+    if isinstance(event, Submitted):
+        after = replace(before, submitted=event.time, pid=event.pid, host=event.host)
+        if not event.in_place_of or before.started is not None:
+            return after
+        return replace(after, goes_on=event.why or "?", goes_on_since=event.time)
+    if isinstance(event, Started):
+        return replace(
+            before,
+            first_started=before.first_started or event.time,
+            started=event.time,
+            restart=event.restart,
+            nodelist=event.nodelist,
+            attempt=event.attempt,
+            array_element=event.array_element,
+            **_NO_END,
+        )
+    if isinstance(event, StopAsked | StopFailed):
+        return replace(before, stop_asked=isinstance(event, StopAsked))
+    if isinstance(event, CancelAsked | CancelFailed):
+        return replace(before, cancelled=isinstance(event, CancelAsked))
+    if _is_late(event, before):
+        return before
+    if isinstance(event, Ended):
+        after = replace(
+            before,
+            ended=event.time or 0.0,
+            restart=event.restart,
+            exit_code=event.exit_code,
+            first_failure=event.first_failure,
+            cause=event.cause,
+            how=event.how,
+            why=event.why,
+            trouble=event.trouble,
+            saved=event.saved,
+            step=event.step,
+        )
+        if event.cause != restart_policy.REQUEUED:
+            return after
+        return replace(after, goes_on=restart_policy.REQUEUED, goes_on_since=event.time)
+    if isinstance(event, Requeued):
+        return replace(before, goes_on=event.why or "?", goes_on_since=event.time)
+    if isinstance(event, RequeueFailed):
+        return replace(before, requeue_error=event.error or "?")
+    return before
 
 
-def _is_late(event: Mapping[str, Any], restart: int, found: Mapping[str, Any]) -> bool:
-    """Whether it is a word of an attempt before the latest one."""
-    number = event.get("attempt")
-    if isinstance(number, int) and isinstance(found.get("attempt"), int):
-        return bool(number != found["attempt"])
-    return event.get("event") == "ended" and restart < found.get("restart", 0)
-
-
-def _described(failure: object) -> str:
-    """The failure that `clusterddp finish` recorded, as a line; empty for another form."""
-    try:
-        return Failure(**failure).describe() if isinstance(failure, dict) else ""
-    except TypeError:
-        return ""  # a record of another version
+def _is_late(event: Event, submission: Submission) -> bool:
+    """Return whether it tells of an attempt before the latest one."""
+    if event.attempt is not None and submission.attempt is not None:
+        return event.attempt != submission.attempt
+    return isinstance(event, Ended) and event.restart < submission.restart
 
 
 def _settled(submission: Submission) -> bool:

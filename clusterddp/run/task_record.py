@@ -12,7 +12,8 @@ from typing import Any
 from clusterddp import log
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.run_dir import RunDir, write_atomically
+from clusterddp.run.files import write_atomically
+from clusterddp.run.run_dir import RunDir
 
 
 class TaskRecord:

@@ -9,12 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
-from clusterddp.run import restart_policy, step_watch
+from clusterddp.run import events, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.attempt_logs import of_attempt
-from clusterddp.run.outcome import Failure, first_failure, first_killed, read_outcomes
+from clusterddp.run.events import Failure
+from clusterddp.run.files import read_json
+from clusterddp.run.outcome import failure_of, first_failure, first_killed, read_outcomes
 from clusterddp.run.restart_policy import gained, starts_since_submission
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.own_job import Ending, ending, is_rehearsal, own_name
 
 _ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
@@ -80,7 +82,8 @@ def stop_asked(attempt: Attempt, job_id: str) -> bool:
     in_time = attempt.asked_to_stop() == "stop"
     return (
         in_time
-        or restart_policy.withdrawn(attempt.run.read_events(), job_id) == restart_policy.STOPPED
+        or restart_policy.withdrawn(events.read(attempt.run.events), job_id)
+        == restart_policy.STOPPED
     )
 
 
@@ -127,7 +130,7 @@ class _Evidence:
 
         srun does when it was told to end itself (TERM), and kills the tasks.
         """
-        return next((Failure.of(rank) for rank in self.outcomes if rank.ended is None), None)
+        return next((failure_of(rank) for rank in self.outcomes if rank.ended is None), None)
 
     @property
     def step(self) -> int | None:
@@ -161,11 +164,11 @@ class _Evidence:
     @cached_property
     def slurms_word(self) -> Ending:
         """Reason for which the job ends, as recorded by its people or asked of the controller."""
-        events = [e for e in self.run.read_events() if str(e.get("job_id", "")) == self.job_id]
-        kinds = [e["event"] for e in events if e.get("event") in ("cancelled", "cancel_failed")]
-        if kinds[-1:] == ["cancelled"]:
+        of_job = [event for event in events.read(self.run.events) if event.job_id == self.job_id]
+        asked = [e for e in of_job if isinstance(e, events.CancelAsked | events.CancelFailed)]
+        if asked and isinstance(asked[-1], events.CancelAsked):
             return Ending.CANCELLED  # `clusterddp cancel` asked for it
-        if any(e.get("event") == "time_limit" for e in events):
+        if any(isinstance(event, events.TimeLimitReached) for event in of_job):
             return Ending.TIME_LIMIT  # recorded by the controller of a rehearsal
         if is_rehearsal(os.environ):
             return Ending.NONE

@@ -14,7 +14,8 @@ from pathlib import Path
 from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
-from clusterddp.run.run_dir import RunDir, write_atomically
+from clusterddp.run.files import write_atomically
+from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import snapshot
 from clusterddp.submission.submit import no_code, runs_code_of
 

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,8 +12,10 @@ from clusterddp import launchers
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import attempt as attempts
+from clusterddp.run import events
 from clusterddp.run.claim import Claim
-from clusterddp.run.run_dir import RunDir, write_atomically
+from clusterddp.run.files import write_atomically
+from clusterddp.run.run_dir import RunDir
 from clusterddp.submission.changed_request import differences
 
 
@@ -42,8 +45,8 @@ def submit_again(
         # Before the submission: the job's first line may come before the record of its id.
         changes = [*differences(before, after), *(f"code: {line}" for line in code_changes)]
         latest = attempts.latest(run) if from_scratch else None
-        given_up = {"from_scratch": latest.number} if latest else {}
-        run.add_event("resubmit", changes=changes, **given_up)
+        given_up: dict[str, Any] = {"from_scratch": latest.number} if latest else {}
+        events.add(run.events, events.Resubmitted, changes=tuple(changes), **given_up)
         return launcher.submit(after, script, run)
     except RequestError:
         _put_back(kept)

@@ -7,6 +7,7 @@ import click
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import attempt as attempts
+from clusterddp.run import events
 from clusterddp.run.progress import newest_checkpoint
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN
@@ -41,7 +42,7 @@ def check_directory(run: RunDir, spec: JobSpec) -> None:
 
 def check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     """Refuse a run that is queued or running, may be, or has nothing left to do."""
-    submission = latest_submission(run.read_events())
+    submission = latest_submission(events.read(run.events))
     states = query(jobs_to_ask([submission]))
     status = run_status(run, states)
     job = states.get(status.job_id, JobState(State.UNKNOWN))

@@ -11,7 +11,8 @@ from clusterddp import launchers, log
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.request import user_functions
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run.run_dir import RunDir, run_folders, write_atomically
+from clusterddp.run.files import write_atomically
+from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
 
 

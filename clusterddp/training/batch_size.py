@@ -21,7 +21,7 @@ from clusterddp.distributed.agreement import Agreement
 from clusterddp.distributed.phase import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.run_dir import write_atomically
+from clusterddp.run.files import write_atomically
 from clusterddp.training import memory
 from clusterddp.training.free_memory import free_bytes
 from clusterddp.training.learner import Learner

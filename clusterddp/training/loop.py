@@ -20,7 +20,7 @@ from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.request.interval import Interval
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.run_dir import read_json_lines
+from clusterddp.run.files import read_json_lines
 from clusterddp.training import evaluation, sync_batchnorm, throughput
 from clusterddp.training.deadline import Deadline
 from clusterddp.training.learner import Learner

@@ -18,7 +18,7 @@ from torch import Tensor
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.run_dir import read_json_lines, write_atomically
+from clusterddp.run.files import read_json_lines, write_atomically
 from clusterddp.training.tensorboard import Board
 from clusterddp.training.throughput import Paces
 

@@ -16,8 +16,9 @@ from clusterddp.checkpoints.state import weights_sha256
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.files import write_atomically
 from clusterddp.run.history import chapters
-from clusterddp.run.run_dir import RunDir, write_atomically
+from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import Training
 
 

@@ -21,7 +21,8 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.run_dir import RunDir, read_json, write_atomically
+from clusterddp.run.files import read_json, write_atomically
+from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.training import metrics, optimizer
 

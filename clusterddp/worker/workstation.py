@@ -1,6 +1,5 @@
 """A training on this workstation without Slurm: its ranks, its records, requests to stop it."""
 
-import dataclasses
 import os
 import random
 import signal
@@ -30,9 +29,10 @@ from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run import attempt_logs
+from clusterddp.run import attempt_logs, events
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.outcome import Failure, first_failure, read_outcomes
+from clusterddp.run.events import Failure
+from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
 
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -63,16 +63,16 @@ def recorded(
     job_id = str(os.getpid())
 
     def record(code: int, failure: Failure | None = None) -> None:
-        first = dataclasses.asdict(failure) if failure else None
-        run.add_event("ended", job_id=job_id, exit_code=code, first_failure=first)
+        events.add(run.events, events.Ended, job_id=job_id, exit_code=code, first_failure=failure)
 
     goes_on = may_exist and Path(path).is_dir()
     known = nullcontext(RunDir(Path(path))) if goes_on else RunDir.create(spec, None)
     with known as run:
-        run.add_event(
-            "submitted", job_id=job_id, launcher="local", pid=os.getpid(), host=os.uname().nodename
+        host, pid = os.uname().nodename, os.getpid()
+        events.add(
+            run.events, events.Submitted, job_id=job_id, launcher="local", pid=pid, host=host
         )
-        run.add_event("started", job_id=job_id, nodelist="localhost")
+        events.add(run.events, events.Started, job_id=job_id, nodelist="localhost")
         try:
             yield run, record
         except KeyboardInterrupt:

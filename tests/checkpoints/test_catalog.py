@@ -12,6 +12,7 @@ from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.checkpoints.made_checkpoints import DAMAGE, attempt, make
+from tests.event_lines import add_event
 from tests.hostile import CARRIED, REFUSED
 
 
@@ -160,13 +161,13 @@ def test_damaged_checkpoints_alone_do_not_let_a_run_begin_anew(
 
 def test_what_a_person_gives_up_does_not_count_until_the_next_resubmit(run: RunDir) -> None:
     first = attempt(run, 1, 120)
-    run.add_event("resubmit", from_scratch=1)
+    add_event(run, "resubmit", from_scratch=1)
     assert source(run) is None
     [entry] = listing(run)
     assert entry.problem.startswith("given up") and not entry.is_next
-    run.add_event("resubmit")  # the one before was refused by sbatch, say
+    add_event(run, "resubmit")  # the one before was refused by sbatch, say
     assert source(run) == first.checkpoints / name_of(120)
-    run.add_event("resubmit", from_scratch=1)
+    add_event(run, "resubmit", from_scratch=1)
     second = attempt(run, 2, 40)
     assert source(run) == second.checkpoints / name_of(40)
 

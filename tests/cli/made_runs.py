@@ -15,7 +15,7 @@ from clusterddp.cli.main import main
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.outcome import Failure
+from clusterddp.run.events import Failure
 from clusterddp.run.run_dir import RunDir
 
 

@@ -14,7 +14,9 @@ import pytest
 from clusterddp.launchers import srun
 from clusterddp.launchers.local import Limit, job_environment
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
 from tests.waiting import processes_in, wait_for
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
@@ -277,7 +279,7 @@ def test_the_signal_ahead_of_the_limit_reaches_a_command(
     assert [run.rank_log(rank).read_text() for rank in (0, 1)] == ["up\ngot SIGUSR1\n"] * 2
     assert "a cluster would put the job back into the queue now" in run.job_log.read_text()
     assert "Go on with: clusterddp resubmit a" in run.job_log.read_text()
-    assert run.read_events()[-1]["cause"] == "signal"
+    assert read_events(run)[-1]["cause"] == "signal"
 
 
 def test_the_time_limit_ends_a_rehearsal(tmp_path: Path, clock: Callable[..., None]) -> None:
@@ -287,9 +289,9 @@ def test_the_time_limit_ends_a_rehearsal(tmp_path: Path, clock: Callable[..., No
     assert done.returncode == 75, done.stderr
     run = RunDir(tmp_path / "jobs/a")
     assert [run.rank_log(rank).read_text() for rank in (0, 1)] == ["up\ngot SIGTERM\n"] * 2
-    events = [event["event"] for event in run.read_events()]
+    events = [event["event"] for event in read_events(run)]
     assert events == ["submitted", "started", "time_limit", "ended"]
-    assert run.read_events()[-1]["cause"] == "time limit"
+    assert read_events(run)[-1]["cause"] == "time limit"
 
 
 def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
@@ -377,7 +379,7 @@ def test_an_agent_of_an_own_template_starts_a_failed_command_again(tmp_path: Pat
     divider, *lines = run.rank_log(1).read_text().splitlines()
     assert divider.startswith("--- attempt 1, ") and "start 2 in it" in divider
     assert lines == ["1 ends"]
-    assert [event["event"] for event in run.read_events()] == ["submitted", "started", "ended"]
+    assert [event["event"] for event in read_events(run)] == ["submitted", "started", "ended"]
 
 
 def test_more_hosts_than_loopback_has_are_refused(tmp_path: Path) -> None:

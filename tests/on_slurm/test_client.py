@@ -12,6 +12,7 @@ from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
+from tests.event_lines import add_event, read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.waiting import wait_for
 
@@ -220,7 +221,7 @@ def make_run(
         *lines,
     )
     job_id = cluster.sbatch(body, *(["--hold"] if hold else []))
-    run.add_event("submitted", job_id=job_id, launcher="sbatch")
+    add_event(run, "submitted", job_id=job_id, launcher="sbatch")
     return run
 
 
@@ -237,7 +238,7 @@ def states(cluster: SlurmCluster, root: Path) -> dict[str, str]:
 
 
 def job_of(run: RunDir) -> str:
-    return str(run.read_events()[-1]["job_id"])
+    return str(read_events(run)[-1]["job_id"])
 
 
 def test_runs_live_and_end_as_jobs_and_cancel_say(cluster: SlurmCluster, tmp_path: Path) -> None:

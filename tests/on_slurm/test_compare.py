@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_submit import CLUSTERDDP
 
@@ -37,7 +39,7 @@ def test_one_two_and_four_ranks_are_compared_job_after_job(
     ends: dict[str, float] = {}
     for name, hosts in (("a-single", 1), ("a-ddp-2", 1), ("a-ddp-4", 2)):
         run = RunDir(tmp_path / "jobs" / name)
-        events = {event["event"]: event["time"] for event in run.read_events()}
+        events = {event["event"]: event["time"] for event in read_events(run)}
         assert all(events["started"] >= end for end in ends.values()), "two at once"
         ends[name] = events["ended"]
         assert len((read_json(run.report) or {})["hosts"]) == hosts

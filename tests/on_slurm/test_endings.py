@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
 from tests.on_slurm.cluster import FINAL_STATES, PASSING_STATES, SlurmCluster
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 from tests.waiting import wait_for
@@ -218,7 +219,7 @@ def test_a_run_ends_as_the_page_says(
         assert row.exit_code in (one.slurm("ExitCode"), "Slurm's"), one.slurm("ExitCode") + log
         starts = {"afterok": row.afterok == "starts", "afternotok": row.afternotok == "starts"}
         assert one.started == starts, log
-    ends = [e for e in one.run.read_events() if e["event"] == "ended" and e["job_id"] == one.job_id]
+    ends = [e for e in read_events(one.run) if e["event"] == "ended" and e["job_id"] == one.job_id]
     if row.cause == "-":
         assert not ends
         return

@@ -9,7 +9,9 @@ from subprocess import PIPE
 import pytest
 
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 from tests.waiting import wait_for
@@ -198,8 +200,8 @@ def test_a_killed_rank_starts_again_inside_the_job(
     job_id = json.loads(sent.stdout)["job_id"]
     assert cluster.wait_job(job_id) == "COMPLETED", run.job_log.read_text()
     assert weights(run.path) == whole
-    assert [e["event"] for e in run.read_events()] == ["submitted", "started", "ended"]
-    assert run.read_events()[-1]["cause"] == "done"
+    assert [e["event"] for e in read_events(run)] == ["submitted", "started", "ended"]
+    assert read_events(run)[-1]["cause"] == "done"
     record = Attempt(run, 1).read_record()
     assert (record["step"], record["resumed_from"]) == (0, None)
     agents = [path.read_text() for path in run.logs.glob("node-*.log")]
@@ -250,13 +252,13 @@ def test_a_command_that_saved_is_started_again_unless_a_rank_failed(
     wait_for(lambda: all(log.exists() and "ready" in log.read_text() for log in ready), "ready")
     cluster.run(["scancel", "--batch", "--signal=USR1", job_id], check=True)
     ended = cluster.wait_job(job_id)
-    events = [event["event"] for event in run.read_events()]
-    first = next(event for event in run.read_events() if event["event"] == "ended")
+    events = [event["event"] for event in read_events(run)]
+    first = next(event for event in read_events(run) if event["event"] == "ended")
     if goes_on:
         assert ended == "COMPLETED", run.job_log.read_text()
         assert events == ["submitted", "started", "ended", "requeued", "started", "ended"]
         assert first["cause"] == "signal"
-        assert run.read_events()[-1]["cause"] == "done"
+        assert read_events(run)[-1]["cause"] == "done"
         assert "going on from what was saved" in ready[0].read_text()
     else:
         assert ended == "FAILED"

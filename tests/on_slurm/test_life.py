@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 from tests.on_slurm.versions import SKIPPED_FOR_VERSION
@@ -97,7 +99,7 @@ def test_where_requeue_is_refused_the_next_job_goes_on_and_is_followed(
     data = ["--data-dir", str(synthetic_dir)]
     submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "next")
     run = RunDir(tmp_path / "jobs/next")
-    [job_id] = [e["job_id"] for e in run.read_events() if e["event"] == "submitted"]
+    [job_id] = [e["job_id"] for e in read_events(run) if e["event"] == "submitted"]
     follower = cluster.popen(
         [*CLUSTERDDP, "logs", "-f", "next"], cwd=tmp_path, stdout=-3, stderr=-1
     )
@@ -139,7 +141,7 @@ def test_an_expedited_requeue_is_slurms_own_or_refused_with_the_version(
         cluster.kill_host(host[0])  # another is idle: it goes on there
         assert cluster.wait_job(job) == "COMPLETED"
         assert weights(run.path) == uninterrupted
-        assert [e["event"] for e in run.read_events()].count("requeued") == 0
+        assert [e["event"] for e in read_events(run)].count("requeued") == 0
         status = told(cluster, tmp_path, "life")
         assert (status["state"], status["attempt"]) == ("done", 2)
 
@@ -177,7 +179,7 @@ def test_stop_reaches_a_run_that_waits_to_be_requeued(
     train_to(run.path, 50)
     job_id = told(cluster, tmp_path, "waits")["job_id"]
     cluster.run(["scancel", "--batch", "--signal=USR1", job_id], check=True)
-    wait_for(lambda: run.read_events()[-1]["event"] == "requeued", "the requeue")
+    wait_for(lambda: read_events(run)[-1]["event"] == "requeued", "the requeue")
     status = told(cluster, tmp_path, "waits")
     assert (status["state"], status["goes_on_after"]) == ("queued", "signal"), status
     stopped = typed(cluster, tmp_path, "stop", "waits")
@@ -185,7 +187,7 @@ def test_stop_reaches_a_run_that_waits_to_be_requeued(
     assert cluster.wait_job(job_id) == "CANCELLED"
     status = told(cluster, tmp_path, "waits")
     assert (status["state"], status["next_command"]) == ("cancelled", "clusterddp resubmit waits")
-    assert [e["event"] for e in run.read_events()].count("started") == 1
+    assert [e["event"] for e in read_events(run)].count("started") == 1
 
 
 def test_a_command_gets_the_signal_and_is_not_started_again(
@@ -226,7 +228,7 @@ def test_mended_code_is_taken_and_of_three_resubmissions_one_is_queued(
     said = [process.communicate(timeout=200) for process in several]
     assert sorted(process.returncode for process in several) == [0, 2, 2], said
     run = RunDir(tmp_path / "jobs/mended")
-    jobs = [event["job_id"] for event in run.read_events() if event["event"] == "submitted"]
+    jobs = [event["job_id"] for event in read_events(run) if event["event"] == "submitted"]
     assert len(jobs) == 2
     assert len(cluster.run(["squeue", "-h", "-t", "all", "-n", "mended"]).stdout.splitlines()) == 2
     *former, divider, last = run.rank_log(1).read_text().splitlines()

@@ -10,7 +10,9 @@ import pytest
 
 from clusterddp.errors import EXIT_PAUSED
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_submit import submit
 from tests.waiting import wait_for
@@ -33,7 +35,7 @@ def train(cluster: SlurmCluster, folder: Path, data: Path, name: str, *options: 
 
 
 def job_of(run: RunDir) -> str:
-    return str(run.read_events()[0]["job_id"])
+    return str(read_events(run)[0]["job_id"])
 
 
 def wait_done(cluster: SlurmCluster, run: RunDir) -> None:
@@ -99,7 +101,7 @@ def stops_and_goes_on(
     assert [(one or {}).get("exit_code") for one in paused] == [EXIT_PAUSED] * 2
     assert second.read_record()["step"] == left["step"]
     assert not Attempt(run, 3).path.exists()
-    told = [event["event"] for event in run.read_events()]
+    told = [event["event"] for event in read_events(run)]
     back = ["requeued"] if requeued else []
     assert told == ["submitted", "started", "ended", *back, "started", "ended"], told
     assert weights(run) == whole
@@ -156,6 +158,6 @@ def test_submitit_starts_no_job_again_that_a_person_cancelled(
     cluster.run(["scancel", "--signal=USR1", job_of(run)], check=True)
     cluster.run(["scancel", job_of(run)], check=True)
     assert cluster.wait_job(job_of(run)) == "CANCELLED"
-    wait_for(lambda: "ended" in [event["event"] for event in run.read_events()], "the last word")
-    assert run.read_events()[-1]["cause"] == "cancelled", logs(run)
+    wait_for(lambda: "ended" in [event["event"] for event in read_events(run)], "the last word")
+    assert read_events(run)[-1]["cause"] == "cancelled", logs(run)
     assert read_json(Attempt(run, 1).end), "the ranks have saved all the same"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.ranks.dist_env import master_port
-from clusterddp.run.run_dir import read_json_lines
+from clusterddp.run.files import read_json_lines
 from tests.hostile import CARRIED
 from tests.on_slurm.cluster import SlurmCluster
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
 from tests.on_slurm.test_submit import CLUSTERDDP
@@ -46,7 +48,7 @@ def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_we
             data = ["--data-dir", str(home / "data")]
             typed(cluster, home, *CLUSTERDDP, "submit", *TRAINING, *data, "--run-name", name)
             run = RunDir(home / "jobs" / name)
-            job = str(next(e["job_id"] for e in run.read_events() if e["event"] == "submitted"))
+            job = str(next(e["job_id"] for e in read_events(run) if e["event"] == "submitted"))
             if name == "requeued":
                 wait_for(lambda run=run: list(run.checkpoints.glob("step-*.pt")), "a checkpoint")
                 typed(cluster, home, "scontrol", "requeue", job)
@@ -54,7 +56,7 @@ def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_we
             report = read_json(run.report)
             assert report is not None
             weights[name] = report["weights_sha256"]
-        starts = [event["event"] for event in run.read_events()].count("started")
+        starts = [event["event"] for event in read_events(run)].count("started")
         assert starts == 2
         assert weights["main"] == weights["requeued"]
         shown = cluster.run(["scontrol", "show", "job", job], check=True).stdout

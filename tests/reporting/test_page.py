@@ -20,6 +20,7 @@ from clusterddp.reporting import plots
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_reports import achieve, attempt, measure
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
+from tests.event_lines import add_event
 
 __all__ = ["workplace"]
 
@@ -135,7 +136,7 @@ def test_pictures_take_the_readers_colours(workplace: Workplace) -> None:
 
 def test_what_strangers_wrote_is_text(workplace: Workplace) -> None:
     run = workplace.run("one", submitted("1"), started("1"))
-    run.add_event("ended", job_id="1", exit_code=1, first_failure={**FAILURE, "reason": HOSTILE})
+    add_event(run, "ended", job_id="1", exit_code=1, first_failure={**FAILURE, "reason": HOSTILE})
     ranks = [
         {"rank": rank, "host": HOSTILE, "images_per_second": rate}
         for rank, rate in ((0, 1000.0), (1, 100.0))

@@ -16,6 +16,7 @@ from clusterddp import log
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded, await_silence, begin, publish
 from clusterddp.run.run_dir import RunDir
+from tests.event_lines import add_event
 
 
 @pytest.fixture
@@ -162,13 +163,13 @@ def test_an_attempt_that_is_over_is_not_waited_for(run: RunDir, how: str) -> Non
     elif how == "its own word":
         made.end.write_text(json.dumps({"cause": "stopped"}))
     elif how == "the script's word":
-        run.add_event("ended", attempt=1)
+        add_event(run, "ended", attempt=1)
     assert waits(run) == ""
 
 
 def test_the_end_of_another_attempt_is_no_end_of_this_one(run: RunDir) -> None:
     at_work(run)
-    run.add_event("ended", attempt=2)
+    add_event(run, "ended", attempt=2)
     assert waits(run) != ""
 
 

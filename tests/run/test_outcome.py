@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from clusterddp.run.events import Failure
 from clusterddp.run.outcome import (
-    Failure,
     Outcome,
+    failure_of,
     first_failure,
     first_killed,
     note_clocks,
@@ -289,7 +290,7 @@ def test_a_record_that_holds_something_else_is_passed_over(
     (tmp_path / "rank-1.json").write_text(json.dumps({**vars(exited(1, 10.0, 1)), **wrong}))
     found = read_outcomes(tmp_path)
     assert [o.rank for o in found] == [0]
-    assert first_failure(found) == Failure.of(exited(0, 20.0, 1))
+    assert first_failure(found) == failure_of(exited(0, 20.0, 1))
 
 
 def test_the_clocks_of_hosts_are_read_with_the_ranks_ends(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.events import parse
 from clusterddp.run.restart_policy import (
     CANCELLED,
     DONE,
@@ -30,6 +31,7 @@ from clusterddp.run.restart_policy import (
     withdrawn,
 )
 from clusterddp.run.run_dir import RunDir
+from tests.event_lines import add_event
 
 Event = dict[str, Any]
 USUAL = Policy(requeue=True, max_requeues=20, restart_on_failure=0)
@@ -148,7 +150,7 @@ CAUSES: list[tuple[list[Event], dict[int, str]]] = [
 def test_starts_are_counted_since_a_person_submitted(
     events: list[Event], causes: dict[int, str]
 ) -> None:
-    assert causes_of(events) == causes
+    assert causes_of([parse(e) for e in events]) == causes
 
 
 WITHDRAWN: list[tuple[list[Event], str, str]] = [
@@ -178,7 +180,7 @@ WITHDRAWN: list[tuple[list[Event], str, str]] = [
 def test_a_request_of_a_person_holds_until_the_next_start(
     events: list[Event], job_id: str, found: str
 ) -> None:
-    assert withdrawn(events, job_id) == found
+    assert withdrawn([parse(e) for e in events], job_id) == found
 
 
 @pytest.fixture
@@ -225,6 +227,6 @@ def test_what_lies_beside_the_checkpoints_counts_for_nothing(run: RunDir) -> Non
 
 def test_starts_have_their_causes_and_their_steps(run: RunDir) -> None:
     for event in (started(1), ended(1, SIGNAL), started(2)):
-        run.add_event(**event)
+        add_event(run, **event)
     attempt(run, 1, 20, start=0)
     assert starts_since_submission(run) == [Start(1, SIGNAL, 20), Start(2, "", 0)]

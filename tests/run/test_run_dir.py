@@ -12,7 +12,9 @@ import pytest
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.launchers import script as rendering
 from clusterddp.request.spec import JobSpec
-from clusterddp.run.run_dir import RunDir, find_runs, read_json, read_json_lines, write_atomically
+from clusterddp.run.files import read_json, read_json_lines, write_atomically
+from clusterddp.run.run_dir import RunDir, find_runs
+from tests.event_lines import add_event, read_events
 from tests.request.test_spec import spec
 
 
@@ -89,12 +91,12 @@ def test_what_is_nested_too_deeply_is_passed_over(tmp_path: Path) -> None:
 
 def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    run.add_event("started", job_id="1")
+    add_event(run, "started", job_id="1")
     with run.events.open("ab") as file:
         file.write(b'{"event": "ended", "exi')  # a writer was killed
-    run.add_event("requeued", job_id="1")
-    run.add_event("started", job_id="1")
-    assert [event["event"] for event in run.read_events()] == ["started", "requeued", "started"]
+    add_event(run, "requeued", job_id="1")
+    add_event(run, "started", job_id="1")
+    assert [event["event"] for event in read_events(run)] == ["started", "requeued", "started"]
 
 
 def test_the_script_too_begins_a_new_line_after_a_torn_one(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_the_script_too_begins_a_new_line_after_a_torn_one(tmp_path: Path) -> No
     run.events.write_text('{"event": "submitted"}\n{"event": "ended", "exi')
     define = f"run_dir={shlex.quote(str(tmp_path))} attempt=1 SLURM_JOB_ID=7\n{record}"
     subprocess.run(["bash", "-ec", f"{define}record started; record ended"], check=True)
-    assert [event["event"] for event in run.read_events()] == ["submitted", "started", "ended"]
+    assert [event["event"] for event in read_events(run)] == ["submitted", "started", "ended"]
     run.events.unlink()  # the first line of all needs no other before it
     subprocess.run(["bash", "-ec", f"{define}record started"], check=True)
     assert run.events.read_text().startswith("{")
@@ -114,9 +116,11 @@ def test_events_of_many_writers_at_once_stay_whole(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.events.write_bytes(b'{"torn": ')
     write = (
-        "import sys; from pathlib import Path; from clusterddp.run.run_dir import RunDir\n"
-        "run = RunDir(Path(sys.argv[1]))\n"
-        "for number in range(20): run.add_event('x' * number, writer=sys.argv[2], number=number)"
+        "import sys; from pathlib import Path; from clusterddp.run.files import *\n"
+        "path = Path(sys.argv[1], 'events.jsonl')\n"
+        "for number in range(20):\n"
+        "    line = {'event': 'x' * number, 'writer': sys.argv[2], 'number': number}\n"
+        "    append_json_line(path, line)"
     )
     writers = [
         subprocess.Popen([sys.executable, "-c", write, str(tmp_path), str(writer)])
@@ -124,7 +128,7 @@ def test_events_of_many_writers_at_once_stay_whole(tmp_path: Path) -> None:
     ]
     assert [writer.wait() for writer in writers] == [0] * 4
     for writer in range(4):
-        events = [event for event in run.read_events() if event["writer"] == str(writer)]
+        events = [event for event in read_events(run) if event["writer"] == str(writer)]
         assert [event["number"] for event in events] == list(range(20))
 
 
@@ -141,7 +145,7 @@ def test_an_event_is_synced_to_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", fsync)
     run = RunDir(tmp_path)
     for event in ("ended", "requeued"):
-        run.add_event(event)
+        add_event(run, event)
     assert synced[0].count(b"\n") == 1 and b"requeued" in synced[-1]
 
 
@@ -149,17 +153,17 @@ def test_an_event_that_a_full_disk_has_cut_is_an_error_and_costs_no_other(
     small_disk: Callable[[str], list[str]],
 ) -> None:
     write = (
-        "import os, sys; from pathlib import Path; from clusterddp.run.run_dir import RunDir\n"
-        "run = RunDir(Path())\n"
-        "run.add_event('begun')  # what is left of its page, whatever a page's size\n"
+        "import os, sys; from pathlib import Path; from clusterddp.run.files import *\n"
+        "path = Path('events.jsonl')\n"
+        "append_json_line(path, {'event': 'begun'})  # on a page, whatever its size\n"
         "try: Path('filler').write_bytes(bytes(1 << 20))\n"
         "except OSError: pass\n"
         "try:\n"
-        "    for number in range(10_000): run.add_event('x', number=number)\n"
+        "    for number in range(9_999): append_json_line(path, {'event': 'x', 'number': number})\n"
         "except OSError as error: print(error.strerror)\n"
         "Path('filler').unlink()\n"
-        "run.add_event('ended')\n"
-        "events = run.read_events()\n"
+        "append_json_line(path, {'event': 'ended'})\n"
+        "events = list(read_json_lines(path))\n"
         "print(events[-1]['event'], len(events) == number + 2)\n"
     )
     done = subprocess.run(

@@ -3,6 +3,7 @@
 import pytest
 
 from clusterddp.run import restart_policy
+from clusterddp.run.events import parse
 from clusterddp.run.state import judge
 from clusterddp.run.submission import jobs_to_ask, latest_submission
 from clusterddp.slurm.states import JobState, State
@@ -198,14 +199,16 @@ def test_state_from_events_and_slurm(
     state: str,
     detail: str,
 ) -> None:
-    seen, why = judge(latest_submission(events), report, job, alive, now=200.0)
+    seen, why = judge(latest_submission([parse(e) for e in events]), report, job, alive, now=200.0)
     assert (seen, detail in why) == (state, True), why
 
 
 def test_slurm_is_asked_only_where_it_has_something_to_say() -> None:
-    settled = latest_submission([submitted("1"), started("1"), ended(0, "1")])
-    failed = latest_submission([submitted("2"), started("2"), ended(1, "2")])
-    given_up = latest_submission([submitted("3"), cancelled("3"), ended(143, "3")])
-    going_on = latest_submission([submitted("4"), started("4")])
-    here = latest_submission([local()])
+    settled = latest_submission([parse(e) for e in [submitted("1"), started("1"), ended(0, "1")]])
+    failed = latest_submission([parse(e) for e in [submitted("2"), started("2"), ended(1, "2")]])
+    given_up = latest_submission(
+        [parse(e) for e in [submitted("3"), cancelled("3"), ended(143, "3")]]
+    )
+    going_on = latest_submission([parse(e) for e in [submitted("4"), started("4")]])
+    here = latest_submission([parse(e) for e in [local()]])
     assert jobs_to_ask([settled, failed, given_up, going_on, here, None]) == ["2", "4"]

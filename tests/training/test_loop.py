@@ -11,7 +11,8 @@ from clusterddp.checkpoints import files, state, writer
 from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.run_dir import RunDir, read_json_lines
+from clusterddp.run.files import read_json_lines
+from clusterddp.run.run_dir import RunDir
 from clusterddp.training import loop
 from clusterddp.training.deadline import Deadline
 from clusterddp.training.evaluation import Result

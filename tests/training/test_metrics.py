@@ -9,7 +9,8 @@ import torch
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
 from clusterddp.run.attempt import Attempt, begin
-from clusterddp.run.run_dir import RunDir, read_json_lines
+from clusterddp.run.files import read_json_lines
+from clusterddp.run.run_dir import RunDir
 from clusterddp.training.metrics import Figures, Journal, Tally, copy_history
 
 FIGURES = Figures(loss=0.5, accuracy=0.75, lr=0.01, images_per_second=1234.56)

@@ -17,9 +17,11 @@ from clusterddp.request import train_config
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded, begin
-from clusterddp.run.run_dir import RunDir, read_json, read_json_lines
+from clusterddp.run.files import read_json, read_json_lines
+from clusterddp.run.run_dir import RunDir
 from clusterddp.worker import start
 from tests.checkpoints.made_checkpoints import DAMAGE
+from tests.event_lines import add_event
 from tests.training import trainings
 from tests.training.trainings import agree, config, hello, train_alone
 
@@ -78,7 +80,7 @@ def test_a_run_without_its_checkpoints_begins_at_step_0_only_where_that_was_aske
     shutil.rmtree(first.checkpoints)
     with pytest.raises(CheckpointError, match="are gone: it had saved step 4"):
         agree(settings, tmp_path)
-    run.add_event("resubmit", from_scratch=1)
+    add_event(run, "resubmit", from_scratch=1)
     agreed = agree(settings, tmp_path, 4)  # of other ranks than before
     assert (agreed.resume, agreed.reference_world_size) == ("", 4)
     assert RunDir(tmp_path).metrics.read_text() == ""
@@ -246,7 +248,7 @@ def test_a_start_that_is_over_is_not_waited_for(
     if how == "left":
         first.end.write_text("{}")
     if how == "ended":
-        run.add_event("ended", attempt=1)
+        add_event(run, "ended", attempt=1)
     if how == "silent":
         os.utime(first.alive, (1e9, 1e9))
     assert decide(settings, tmp_path, "17" if how == "own job" else "18").attempt == 2

@@ -26,7 +26,8 @@ from clusterddp.errors import (
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.run_dir import RunDir, read_json
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import own_job
 from clusterddp.training import device
 from clusterddp.training.metrics import Journal

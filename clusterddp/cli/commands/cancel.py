@@ -12,6 +12,7 @@ import click
 from clusterddp.cli import run_argument
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError, SlurmError
+from clusterddp.run import events
 from clusterddp.run.local_process import process_alive
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import CREATED, ENDED, FORGOTTEN, RUNNING, UNKNOWN
@@ -59,7 +60,7 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
     SlurmError with scancel's words, or RequestError for a run of another machine; the record is
     then taken back.
     """
-    submission = latest_submission(run.read_events())
+    submission = latest_submission(events.read(run.events))
     if submission is None and status.state == RUNNING:
         message = (
             f"{run.name}: its ranks were started by hand: end them where they were started, or use "
@@ -78,7 +79,7 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
     if submission.is_local:
         _check_local(run, submission)
     try:
-        run.add_event("cancelled", job_id=submission.job_id)
+        events.add(run.events, events.CancelAsked, job_id=submission.job_id)
     except OSError as error:
         click.echo(
             f"clusterddp: warning: {run.path} cannot be written ({error.strerror}): 'status' can "
@@ -89,7 +90,7 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
         _end(submission, status)
     except (SlurmError, OSError) as error:
         with contextlib.suppress(OSError):
-            run.add_event("cancel_failed", job_id=submission.job_id)
+            events.add(run.events, events.CancelFailed, job_id=submission.job_id)
         if isinstance(error, OSError):
             raise RequestError(
                 f"{run.name}: process {submission.pid} cannot be signalled: {error.strerror}."

@@ -14,7 +14,7 @@ from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.run import formatting
-from clusterddp.run.run_dir import write_atomically
+from clusterddp.run.files import write_atomically
 
 _WIDTH = len("straggler") + 2
 _MOST_STARTS = 8

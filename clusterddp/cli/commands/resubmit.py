@@ -25,6 +25,7 @@ from clusterddp.errors import (
 )
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run import events
 from clusterddp.run.claim import claimed
 from clusterddp.run.progress import checkpoint_step
 from clusterddp.run.run_dir import RunDir
@@ -243,7 +244,8 @@ def _script(
 
 def _go_to_its_folder(run: RunDir) -> None:
     """Submit from where the run was submitted first: a command's relative paths start there."""
-    folders = [event.get("folder") for event in run.read_events()]
+    told = events.read(run.events)
+    folders = [event.folder for event in told if isinstance(event, events.Submitted)]
     folder = next((str(one) for one in folders if one), "")
     if folder and folder != str(Path.cwd()):
         try:

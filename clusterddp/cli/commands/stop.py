@@ -16,6 +16,7 @@ from clusterddp.errors import (
     ClusterDDPError,
     RequestError,
 )
+from clusterddp.run import events
 from clusterddp.run.attempt import latest
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import CREATED, ENDED, FAILED, QUEUED, RUNNING, UNKNOWN
@@ -76,7 +77,7 @@ def stop(run: RunDir, status: RunStatus) -> Stop:
     Raises SlurmError with scancel's words, or RequestError when its directory cannot be written
     or it has not started yet; the record is then taken back.
     """
-    submission = latest_submission(run.read_events())
+    submission = latest_submission(events.read(run.events))
     attempt = latest(run) if submission is None and status.state == RUNNING else None
     if attempt:  # of ranks that a person started
         try:
@@ -102,11 +103,11 @@ def stop(run: RunDir, status: RunStatus) -> Stop:
         message = f"{run.name} {where}: cancelled it"
         return Stop(run.name, submission.job_id, False, result.cancelled, message, again)
     try:
-        run.add_event("stop_asked", job_id=submission.job_id, attempt=status.attempt)
+        events.add(run.events, events.StopAsked, job_id=submission.job_id, attempt=status.attempt)
         try:
             asked = _ask(run, submission, status)
         except (ClusterDDPError, OSError):
-            run.add_event("stop_failed", job_id=submission.job_id)
+            events.add(run.events, events.StopFailed, job_id=submission.job_id)
             raise
     except OSError as error:
         raise RequestError(

@@ -14,6 +14,7 @@ from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
+from tests.event_lines import add_event, read_events
 from tests.request.test_spec import spec
 
 __all__ = ["workplace"]
@@ -43,7 +44,7 @@ def test_the_number_is_all_that_it_prints(workplace: Workplace) -> None:
     for number in (1, 2):
         got = starts(workplace, run, restart=number - 1)
         assert (got.code, got.out, got.err) == (0, f"{number}\n", "")
-        event = run.read_events()[-1]
+        event = read_events(run)[-1]
         assert (event["event"], event["attempt"], event["restart"]) == (
             "started",
             number,
@@ -58,7 +59,7 @@ def test_an_element_of_an_array_records_the_name_that_squeue_shows(workplace: Wo
     workplace.monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "11")
     workplace.monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     assert starts(workplace, run, job_id="12").code == 0
-    event = run.read_events()[-1]
+    event = read_events(run)[-1]
     assert (event["job_id"], event["array_element"]) == ("12", "11_1")
 
 
@@ -66,7 +67,7 @@ def test_at_the_cap_it_does_not_start(workplace: Workplace) -> None:
     run = workplace.run("one", submitted("7"))
     assert [starts(workplace, run, cap=1).code for _ in range(3)] == [0, 0, 1]
     assert len(attempts.attempts(run)) == 2
-    event = run.read_events()[-1]
+    event = read_events(run)[-1]
     assert (event["event"], event["cause"], event["exit_code"]) == ("ended", "failed", 1)
     assert "it has been started 2 times (--max-requeues 1)" in event["why"]
     assert starts(workplace, run, cap=1).out == ""
@@ -76,9 +77,9 @@ def test_a_persons_submission_starts_the_counting_anew(workplace: Workplace) -> 
     run = workplace.run("one", submitted("7"))
     assert starts(workplace, run, cap=0).code == 0
     assert starts(workplace, run, cap=0).code == 1
-    run.add_event("resubmit")  # its job can start before the line with the job's id is there
+    add_event(run, "resubmit")  # its job can start before the line with the job's id is there
     assert starts(workplace, run, job_id="8", cap=0).out == "2\n"
-    run.add_event("submitted", job_id="8", launcher="sbatch")
+    add_event(run, "submitted", job_id="8", launcher="sbatch")
     assert starts(workplace, run, job_id="8", cap=0).code == 1
 
 
@@ -99,7 +100,7 @@ def test_a_run_that_is_done_is_not_begun_again(workplace: Workplace, recorded: b
     run = workplace.run("one", submitted("7"))
     assert starts(workplace, run).code == 0
     if recorded:
-        run.add_event(**noted("ended", attempt=1, cause="done", exit_code=0))
+        add_event(run, **noted("ended", attempt=1, cause="done", exit_code=0))
     else:  # the script was killed before it could judge
         Attempt(run, 1).record.write_text(json.dumps({"job_id": "7"}))
         Attempt(run, 1).end.write_text(json.dumps({"cause": "done", "step": 60}))
@@ -107,12 +108,12 @@ def test_a_run_that_is_done_is_not_begun_again(workplace: Workplace, recorded: b
     assert (got.code, got.out) == (0, "done\n")
     assert "one is done" in got.err
     assert len(attempts.attempts(run)) == 1
-    assert run.read_events()[-1]["event"] == "not_started"
+    assert read_events(run)[-1]["event"] == "not_started"
     status = json.loads(workplace.invoke("status", "one", "--json").out)
     assert (status["state"], status["attempt"], status["exit_code"]) == ("done", 1, 0)
     # A script of before would go on after exit code 0.
     assert (starts(workplace, run, restart=2).code, len(attempts.attempts(run))) == (1, 1)
-    run.add_event("resubmit")
+    add_event(run, "resubmit")
     assert starts(workplace, run, job_id="8").out == "2\n"
 
 
@@ -123,16 +124,16 @@ def test_what_a_person_took_back_while_it_waited_does_not_start(
     run = workplace.run("one", submitted("7"))
     assert starts(workplace, run).code == 0
     for one in (noted("ended", attempt=1, cause="signal"), noted(event), noted("requeued")):
-        run.add_event(**one)
+        add_event(run, **one)
     got = starts(workplace, run, restart=1)
     assert (got.code, got.out) == (75, "")  # as of a run that was stopped while it trained
     command = "stop" if event == "stop_asked" else "cancel"
     assert f"'clusterddp {command}' asked for it" in got.err
     assert len(attempts.attempts(run)) == 1
-    ended = run.read_events()[-1]
+    ended = read_events(run)[-1]
     assert ended["exit_code"] == 75
     assert ended["cause"] == ("stopped" if event == "stop_asked" else "cancelled")
-    run.add_event("resubmit")
+    add_event(run, "resubmit")
     assert starts(workplace, run, job_id="8").out == "2\n"
 
 
@@ -144,7 +145,7 @@ def test_a_stop_that_comes_in_between_is_seen_or_finds_the_attempt(
     make = attempts.begin
 
     def asked_just_before(run: RunDir) -> Attempt:
-        run.add_event("stop_asked", job_id="7")
+        add_event(run, "stop_asked", job_id="7")
         assert attempts.latest(run) is None  # so there is no attempt yet to leave a mark in
         return make(run)
 
@@ -168,7 +169,7 @@ def test_another_job_at_work_is_not_joined(workplace: Workplace) -> None:
     got = starts(workplace, run, job_id="8")
     assert (got.code, got.out) == (1, "")
     assert "is still trained by job 7 on elsewhere" in got.err
-    assert run.read_events()[-1]["cause"] == "failed"
+    assert read_events(run)[-1]["cause"] == "failed"
     assert starts(workplace, run, job_id="7", restart=1).out == "2\n"  # the same job, requeued
 
 
@@ -213,7 +214,7 @@ def assert_failed_at_once(workplace: Workplace, run: RunDir, why: str) -> None:
     for event in requeued:
         lines.insert(1, json.dumps({"time": time.time(), "restart": 0, **event}))
     run.events.write_text("".join(f"{line}\n" for line in lines))
-    ended = run.read_events()[-1]
+    ended = read_events(run)[-1]
     assert (ended["event"], ended["cause"]) == ("ended", "failed")
     # Slurm may not have seen the end of the script yet.
     workplace.command("squeue", "echo '7|COMPLETING|None|'")
@@ -233,7 +234,7 @@ def test_on_a_full_disk_the_reason_goes_to_the_folder_of_the_submission(
         'echo "exit $?"'
     )
     with RunDir.create(spec(run_dir=str(tmp_path / "one")), "") as run:
-        run.add_event("submitted", job_id="7")
+        add_event(run, "submitted", job_id="7")
     done = subprocess.run(
         [*small_disk("size=1m"), "sh", "-c", script, "sh", str(tmp_path), sys.executable],
         capture_output=True, text=True, check=False,

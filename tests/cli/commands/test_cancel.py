@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run import events
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
+from tests.event_lines import read_events
 
 __all__ = ["workplace"]
 
@@ -22,7 +23,7 @@ def test_a_slurm_job_is_given_to_scancel(workplace: Workplace) -> None:
     got = workplace.invoke("cancel", "one")
     assert (got.code, got.out) == (0, "one: asked Slurm (job 12) to end it\n"), got.err
     assert workplace.calls[-1] == "scancel 12"
-    assert run.read_events()[-1]["event"] == "cancelled"
+    assert read_events(run)[-1]["event"] == "cancelled"
 
 
 def test_a_run_that_has_ended_is_left_as_it_is(workplace: Workplace) -> None:
@@ -30,7 +31,7 @@ def test_a_run_that_has_ended_is_left_as_it_is(workplace: Workplace) -> None:
     got = workplace.invoke("cancel", "one")
     assert (got.code, got.out) == (0, "one has already ended: done\n")
     assert workplace.calls == []
-    assert run.read_events()[-1]["event"] == "ended"
+    assert read_events(run)[-1]["event"] == "ended"
 
 
 def test_several_runs_are_cancelled_and_a_repeated_one_once(workplace: Workplace) -> None:
@@ -78,7 +79,7 @@ def test_scancels_words_reach_the_person_and_the_record_is_taken_back(workplace:
     got = workplace.invoke("cancel", "one")
     assert got.code == 1
     assert "Access/permission denied" in got.err
-    assert [event["event"] for event in run.read_events()[-2:]] == ["cancelled", "cancel_failed"]
+    assert [event["event"] for event in read_events(run)[-2:]] == ["cancelled", "cancel_failed"]
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -92,7 +93,7 @@ def test_a_full_disk_keeps_no_run_from_being_ended(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(RunDir, "add_event", full)
+    monkeypatch.setattr(events, "add", full)
     got = workplace.invoke("cancel", "one")
     assert got.code == code
     assert workplace.calls[-1] == "scancel 12"
@@ -113,7 +114,7 @@ def test_what_waits_to_go_on_is_cancelled(workplace: Workplace, successor: str) 
     got = workplace.invoke("cancel", "one")
     assert got.out == f"one: asked Slurm (job {successor}) to end it\n"
     assert workplace.calls[-1] == f"scancel {successor}"
-    assert run.read_events()[-1] | {"time": 0} == {
+    assert read_events(run)[-1] | {"time": 0} == {
         "event": "cancelled",
         "time": 0,
         "job_id": successor,
@@ -136,7 +137,7 @@ def test_a_local_run_gets_sigterm(workplace: Workplace) -> None:
         got = workplace.invoke("cancel", "here")
         assert (got.code, got.out) == (0, f"here: asked process {process.pid} to end it\n"), got.err
         assert process.wait(timeout=90) == -signal.SIGTERM
-        assert run.read_events()[-1]["event"] == "cancelled"
+        assert read_events(run)[-1]["event"] == "cancelled"
         assert "already ended: cancelled" in workplace.invoke("cancel", "here").out
     finally:
         process.kill()
@@ -149,7 +150,7 @@ def test_a_run_of_another_machine_is_not_touched(workplace: Workplace, launcher:
     got = workplace.invoke("cancel", "there")
     assert got.code == 2
     assert "runs on elsewhere" in got.err
-    assert len(run.read_events()) == 1
+    assert len(read_events(run)) == 1
 
 
 def test_no_run_named_is_a_wrong_request(workplace: Workplace) -> None:

@@ -22,6 +22,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import run_status
 from clusterddp.worker.workstation import free_port
 from tests.cli.made_runs import Workplace, workplace
+from tests.event_lines import read_events
 from tests.waiting import dying_with_us, has_gone, wait_for
 
 __all__ = ["workplace"]
@@ -120,7 +121,7 @@ def end_of(run: Path) -> dict[str, Any]:
 
 
 def events_of(run: Path, event: str) -> list[dict[str, Any]]:
-    return [each for each in RunDir(run).read_events() if each["event"] == event]
+    return [each for each in read_events(RunDir(run)) if each["event"] == event]
 
 
 def test_one_process_is_this_very_process_with_its_input(debug: Any) -> None:

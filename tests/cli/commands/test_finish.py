@@ -19,6 +19,7 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
 from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
+from tests.event_lines import add_event, read_events
 from tests.run.test_attempt import left_by_a_killed_rank
 
 __all__ = ["workplace"]
@@ -48,7 +49,7 @@ def run(workplace: Workplace) -> RunDir:
 
 def begun(run: RunDir, number: int = 1, restart: int = 0) -> RunDir:
     Attempt(run, number).outcomes.mkdir(parents=True)
-    run.add_event("started", job_id="17", restart=restart, attempt=number)
+    add_event(run, "started", job_id="17", restart=restart, attempt=number)
     return run
 
 
@@ -129,11 +130,11 @@ def finish(
 
 
 def last(run: RunDir, event: str) -> dict[str, Any]:
-    return [one for one in run.read_events() if one["event"] == event][-1]
+    return [one for one in read_events(run) if one["event"] == event][-1]
 
 
 def kinds(run: RunDir) -> list[str]:
-    return [one["event"] for one in run.read_events()]
+    return [one["event"] for one in read_events(run)]
 
 
 # -- how it ended ------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def test_a_signal_on_a_full_disk_names_the_disk_and_the_run_goes_on(
     got = finish(workplace, run, 0, REQUEUES)
     assert "their last checkpoint is of step 40" in got.out
     assert TROUBLE in got.out
-    assert [event["event"] for event in run.read_events()][-2:] == ["ended", "requeued"]
+    assert [event["event"] for event in read_events(run)][-2:] == ["ended", "requeued"]
     workplace.command("squeue", "echo '17|PENDING|BeginTime'")
     status = json.loads(workplace.invoke("status", "mnist", "--json").out)
     assert status["state"] == "queued"
@@ -394,7 +395,7 @@ def test_a_run_that_was_interrupted_goes_back_into_the_queue(
     assert (got.code, got.err) == (0, "")
     assert "scontrol requeue 17" in workplace.calls
     assert kinds(run)[-2:] == ["ended", "requeued"]
-    ended, requeued = run.read_events()[-2:]
+    ended, requeued = read_events(run)[-2:]
     assert (ended["why"], requeued["attempt"]) == ("", 1)
     assert requeued["why"] == ended["cause"]
     assert "job 17 is back in the queue" in got.out
@@ -439,7 +440,7 @@ def test_slurm_does_not_requeue_a_preempted_job_whose_run_is_to_end(
     slurm_preempts(workplace, version)
     leave(run, **PAUSED)
     if why == "stop":
-        run.add_event("stop_asked", job_id="17", attempt=1)
+        add_event(run, "stop_asked", job_id="17", attempt=1)
     options = {"cap": [REQUEUES, "--max-requeues=0"], "stop": [REQUEUES]}.get(why, [])
     assert finish(workplace, run, 0, *options).code == 75
     assert last(run, "ended")["cause"] == "preempted"
@@ -473,7 +474,7 @@ def test_what_slurm_or_a_person_has_decided_is_left(
 
 def test_cancel_wins_whatever_slurm_shows(workplace: Workplace, run: RunDir) -> None:
     slurm_says(workplace)
-    run.add_event("cancelled", job_id="17")
+    add_event(run, "cancelled", job_id="17")
     leave(run, **PAUSED)
     assert finish(workplace, run, 75, REQUEUES).code == 75
     assert last(run, "ended")["cause"] == "cancelled"
@@ -600,7 +601,7 @@ def test_an_element_of_an_array_is_told_its_own_command(
     if what == "stopped":
         Attempt(element, 1).ask_to_stop("stop")
     elif what == "cancelled":
-        element.add_event("cancelled", job_id="17")
+        add_event(element, "cancelled", job_id="17")
     leave(element, **(PAUSED if what != "stopped" else {"cause": "stopped", "reason": "stop"}))
     out = finish(workplace, element, 75, REQUEUES).out
     assert f"go on with: {command}\n" in out
@@ -619,7 +620,7 @@ def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
     else:
         record(run, 1, 1, error={"type": "ValueError", "message": "boom", "peer_lost": False})
     if how == "the event":
-        run.add_event("stop_asked", job_id="17", attempt=1)
+        add_event(run, "stop_asked", job_id="17", attempt=1)
     else:
         Attempt(run, 1).ask_to_stop("stop")
     finish(workplace, run, 75, REQUEUES, "--restart-on-failure=5")
@@ -630,8 +631,8 @@ def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
 
 def test_a_stop_of_an_earlier_attempt_is_over(workplace: Workplace, run: RunDir) -> None:
     slurm_says(workplace)
-    run.add_event("stop_asked", job_id="17", attempt=1)
-    run.add_event("resubmit")
+    add_event(run, "stop_asked", job_id="17", attempt=1)
+    add_event(run, "resubmit")
     begun(run, 2)
     leave(run, 2, **PAUSED)
     assert finish(workplace, run, 75, REQUEUES, number=2).code == 0
@@ -641,7 +642,7 @@ def test_a_stop_of_an_earlier_attempt_is_over(workplace: Workplace, run: RunDir)
 def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workplace) -> None:
     run = command_run(workplace)
     slurm_says(workplace)
-    run.add_event("stop_asked", job_id="17", attempt=1)
+    add_event(run, "stop_asked", job_id="17", attempt=1)
     record(run, 0, 138, signal="SIGUSR1")  # it does not know the signal
     finish(workplace, run, 138, REQUEUES)
     assert last(run, "ended")["why"] == "'clusterddp stop' asked for it"
@@ -651,7 +652,7 @@ def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workp
 def test_a_command_that_exits_with_75_for_a_stop_is_stopped(workplace: Workplace) -> None:
     run = command_run(workplace)
     slurm_says(workplace)
-    run.add_event("stop_asked", job_id="17", attempt=1)
+    add_event(run, "stop_asked", job_id="17", attempt=1)
     record(run, 0, 75)
     got = finish(workplace, run, 0, REQUEUES)
     assert (got.code, last(run, "ended")["cause"]) == (75, "stopped")
@@ -734,7 +735,7 @@ def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(
 ) -> None:
     slurm_says(workplace, "JobState=PENDING")
     workplace.command("scancel", "exit 0")
-    run.add_event("stop_asked", job_id="17", attempt=1)
+    add_event(run, "stop_asked", job_id="17", attempt=1)
     leave(run, **PAUSED)
     finish(workplace, run, 75, REQUEUES)
     assert "scancel 17" in workplace.calls

@@ -15,6 +15,7 @@ from clusterddp.run import follow as following
 from clusterddp.run.follow import LogTail, follow
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
+from tests.event_lines import add_event, read_events
 
 __all__ = ["workplace"]
 
@@ -89,7 +90,7 @@ def test_a_missing_log_says_how_the_run_is_and_what_there_is(workplace: Workplac
 
 def test_of_a_run_that_has_ended_no_log_is_awaited(workplace: Workplace) -> None:
     run = workplace.run("one", submitted("1"))
-    run.add_event("cancelled", job_id="1")
+    add_event(run, "cancelled", job_id="1")
     workplace.command("squeue", "echo '1|CANCELLED|None'")
     for argv in (["one"], ["one", "--job"], ["one", "--rank", "0"]):
         got = workplace.invoke("logs", *argv)
@@ -421,7 +422,7 @@ def test_logs_f_follows_files_that_do_not_exist_yet(workplace: Workplace) -> Non
         write_logs(run, rank_0="zero\n")
         follower.wait_for("rank-0 | zero\n")
         assert b"half" not in follower.seen  # a line is shown whole
-        run.add_event("ended", job_id="7", restart=0, exit_code=0)
+        add_event(run, "ended", job_id="7", restart=0, exit_code=0)
         follower.wait_for("rank-1 | half\n")
         follower.wait_for("one: done")
         assert follower.process.wait(timeout=90) == 0
@@ -440,4 +441,4 @@ def test_ctrl_c_ends_the_following_and_not_the_run(workplace: Workplace) -> None
         assert follower.process.wait(timeout=90) == 130
     finally:
         follower.end()
-    assert [event["event"] for event in run.read_events()] == ["submitted"]
+    assert [event["event"] for event in read_events(run)] == ["submitted"]

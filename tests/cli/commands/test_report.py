@@ -10,6 +10,7 @@ from clusterddp.run.run_dir import RunDir
 from tests.cli.made_reports import achieve, attempt, measure
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 from tests.cli.test_imports import HEAVY, folder, watched
+from tests.event_lines import add_event
 
 __all__ = ["folder", "workplace"]
 
@@ -123,9 +124,9 @@ def test_a_straggler_shows_while_the_run_trains(workplace: Workplace) -> None:
 def test_starts_are_told_with_why_each_ended(workplace: Workplace) -> None:
     run = workplace.run("one", submitted("12"))
     for number, cause in ((1, "time limit"), (2, ""), (3, "")):
-        run.add_event("started", job_id="12", restart=number - 1, attempt=number, nodelist="h01")
+        add_event(run, "started", job_id="12", restart=number - 1, attempt=number, nodelist="h01")
         if cause:
-            run.add_event("ended", job_id="12", attempt=number, exit_code=75, cause=cause)
+            add_event(run, "ended", job_id="12", attempt=number, exit_code=75, cause=cause)
     attempt(run, 1, step=0, last=40, cause="stopped", reason="signal")
     attempt(run, 2, step=40, last=70)
     attempt(run, 3, step=60, last=80)

@@ -23,6 +23,7 @@ from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.submission import code_renewal, snapshot
 from tests.checkpoints import made_checkpoints
 from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
+from tests.event_lines import add_event, read_events
 from tests.hostile import CARRIED
 from tests.waiting import PATIENCE, dying_with_us, wait_for
 
@@ -68,7 +69,7 @@ def sent(workplace: Workplace) -> str:
 
 
 def kinds(run: RunDir) -> list[str]:
-    return [event["event"] for event in run.read_events()]
+    return [event["event"] for event in read_events(run)]
 
 
 def refused(workplace: Workplace, run: RunDir, *argv: str) -> str:
@@ -133,7 +134,7 @@ def test_a_run_that_lost_its_checkpoints_begins_anew_only_where_that_is_asked_fo
     assert workplace.invoke("resubmit", "one", "--dry-run").code == 2
     got = accepted(workplace, "one", "--from-scratch")
     assert "it starts from the beginning" in got.out
-    [resubmit] = [event for event in run.read_events() if event["event"] == "resubmit"]
+    [resubmit] = [event for event in read_events(run) if event["event"] == "resubmit"]
     assert resubmit["from_scratch"] == 1
 
 
@@ -146,10 +147,10 @@ def test_a_command_has_no_scratch_to_begin_from(workplace: Workplace) -> None:
 
 def test_the_starts_are_counted_anew(workplace: Workplace) -> None:
     run = stopped(workplace)
-    assert list(causes_of(run.read_events())) == [1]
+    assert list(causes_of(read_events(run))) == [1]
     accepted(workplace, "one")
     assert kinds(run)[-2:] == ["resubmit", "submitted"]
-    assert causes_of(run.read_events()) == {}
+    assert causes_of(read_events(run)) == {}
     assert "queued" in status(workplace, "echo '13|PENDING|None'")
 
 
@@ -229,7 +230,7 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
     assert (run.path / "script-1.sbatch").read_text() == old[0]
     assert (run.path / "spec-1.json").read_text() == old[1]
     assert run.spec.stat().st_mtime == old[2]  # the order of the runs stays
-    changed = next(e for e in run.read_events() if e["event"] == "resubmit")["changes"]
+    changed = next(e for e in read_events(run) if e["event"] == "resubmit")["changes"]
     assert "time 60, now 20" in changed
 
 
@@ -430,7 +431,7 @@ def test_the_folder_is_taken_as_it_is_now(workplace: Workplace) -> None:
     assert code_of(run) == {"train.py": "print(2)\n", "new.py": "", "state": "step 7"}
     assert f"copied {Path.cwd()} to {run.code} as it is now: " in got.err
     assert ": changed train.py, new new.py\n" in got.err
-    assert run.read_events()[-2]["changes"] == ["code: changed train.py", "code: new new.py"]
+    assert read_events(run)[-2]["changes"] == ["code: changed train.py", "code: new new.py"]
     assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
     workplace.command("squeue", "echo '13|CANCELLED|None'")
     assert "copy" not in accepted(workplace, "one", *root, "--dry-run").err
@@ -663,7 +664,7 @@ DONE = {**ended("12", 0), "attempt": 1, "cause": "done", "why": ""}
 
 def test_a_run_that_is_done_has_nothing_left(workplace: Workplace) -> None:
     run = stopped(workplace)
-    run.add_event(**{**DONE, "time": time.time()})
+    add_event(run, **{**DONE, "time": time.time()})
     assert "nothing left to train" in refused(workplace, run)
     assert "nothing left to train" in refused(workplace, run, "--time", "5", "--allow-changed")
     assert "--epochs 2, now 5" in refused(workplace, run, "--epochs", "5")
@@ -673,7 +674,7 @@ def test_a_run_that_is_done_has_nothing_left(workplace: Workplace) -> None:
 
 def test_more_steps_are_something_left(workplace: Workplace) -> None:
     run = stopped(workplace, train=TrainConfig(max_steps=40))
-    run.add_event(**{**DONE, "time": time.time()})
+    add_event(run, **{**DONE, "time": time.time()})
     run.report.write_text(json.dumps({"steps": 40, "epochs": 1, "attempt": 1}))
     said = refused(workplace, run, "--epochs", "9", "--allow-changed")
     assert "Give it more, such as a larger --max-steps N, or" in said
@@ -682,7 +683,7 @@ def test_more_steps_are_something_left(workplace: Workplace) -> None:
 
 def test_steps_and_epochs_that_a_done_run_has_are_nothing_more(workplace: Workplace) -> None:
     run = stopped(workplace)
-    run.add_event(**{**DONE, "time": time.time()})
+    add_event(run, **{**DONE, "time": time.time()})
     run.report.write_text(json.dumps({"steps": 40, "epochs": 2, "attempt": 1}))
     for more in (["--max-steps", "80"], ["--epochs", "1"], ["--lr", "0.5"]):
         assert "nothing left to train" in refused(workplace, run, *more, "--allow-changed")
@@ -693,7 +694,7 @@ def test_steps_and_epochs_that_a_done_run_has_are_nothing_more(workplace: Workpl
 def test_a_command_that_is_done_is_done(workplace: Workplace) -> None:
     run = copied(workplace)
     Path("train.py").write_text("print(2)\n")
-    run.add_event(**{**DONE, "time": time.time()})
+    add_event(run, **{**DONE, "time": time.time()})
     got = workplace.invoke("resubmit", "one", "--output-root", str(workplace.root))
     assert "its command has ended with exit code 0" in got.err
     assert "copy of the code" not in got.err
@@ -702,7 +703,7 @@ def test_a_command_that_is_done_is_done(workplace: Workplace) -> None:
 def test_a_failed_and_a_cancelled_run_go_on(workplace: Workplace) -> None:
     run = stopped(workplace)
     for cause in ("failed", "cancelled"):
-        run.add_event(**{**STOPPED, "cause": cause, "exit_code": 1, "time": time.time()})
+        add_event(run, **{**STOPPED, "cause": cause, "exit_code": 1, "time": time.time()})
         accepted(workplace, "one", "--dry-run")
     accepted(workplace, "one")
 

@@ -12,6 +12,7 @@ import pytest
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
+from tests.event_lines import add_event
 
 __all__ = ["workplace"]
 
@@ -48,10 +49,10 @@ def test_a_failed_run_is_told_with_exit_code_0(workplace: Workplace) -> None:
 def attempts(run: RunDir, *ends: dict[str, Any]) -> None:
     """Starts of job 12, each but the last with how it ended; empty for one that left no end."""
     for number, end in enumerate(ends, 1):
-        run.add_event("started", job_id="12", restart=number - 1, attempt=number, nodelist="h01")
+        add_event(run, "started", job_id="12", restart=number - 1, attempt=number, nodelist="h01")
         if end:
             fields = {"exit_code": 75, "why": "", "step": 40 * number, **end}
-            run.add_event("ended", job_id="12", restart=number - 1, attempt=number, **fields)
+            add_event(run, "ended", job_id="12", restart=number - 1, attempt=number, **fields)
 
 
 def test_requeues_are_told_with_their_reasons(workplace: Workplace) -> None:

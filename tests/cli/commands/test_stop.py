@@ -17,6 +17,7 @@ from clusterddp.run import follow as following
 from clusterddp.run.attempt import Attempt, begin, latest, publish
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
+from tests.event_lines import add_event, read_events
 
 __all__ = ["workplace"]
 
@@ -43,7 +44,7 @@ def of_a_command(run: RunDir) -> RunDir:
 
 
 def kinds(run: RunDir) -> list[str]:
-    return [event["event"] for event in run.read_events()]
+    return [event["event"] for event in read_events(run)]
 
 
 def test_the_attempt_at_work_gets_a_mark_and_no_signal(workplace: Workplace) -> None:
@@ -64,7 +65,7 @@ def test_the_attempt_at_work_gets_a_mark_and_no_signal(workplace: Workplace) -> 
 def test_the_latest_attempt_is_asked(workplace: Workplace) -> None:
     run = training(workplace)
     Attempt(run, 1).end.write_text("{}")
-    run.add_event("started", job_id="12", attempt=2, restart=1)
+    add_event(run, "started", job_id="12", attempt=2, restart=1)
     Attempt(run, 2).path.mkdir()
     workplace.command("squeue", RUNS)
     workplace.invoke("stop", "one")
@@ -165,8 +166,8 @@ def test_waiting_for_one_that_is_cancelled_in_the_queue_tells_its_end(workplace:
 
 def test_so_is_one_that_waits_to_be_requeued(workplace: Workplace) -> None:
     run = training(workplace)
-    run.add_event("ended", job_id="12", attempt=1, exit_code=75, cause="time limit", why="")
-    run.add_event("requeued", job_id="12", attempt=1, why="time limit")
+    add_event(run, "ended", job_id="12", attempt=1, exit_code=75, cause="time limit", why="")
+    add_event(run, "requeued", job_id="12", attempt=1, why="time limit")
     workplace.command("squeue", "echo '12|COMPLETING|None'")
     workplace.command("scancel", "exit 0")
     got = workplace.invoke("stop", "one", "--json")
@@ -177,8 +178,8 @@ def test_so_is_one_that_waits_to_be_requeued(workplace: Workplace) -> None:
 
 def test_and_the_job_that_takes_its_place(workplace: Workplace) -> None:
     run = training(workplace)
-    run.add_event("ended", job_id="12", attempt=1, exit_code=75, cause="signal", why="")
-    run.add_event("submitted", job_id="13", in_place_of="12", attempt=1, why="signal")
+    add_event(run, "ended", job_id="12", attempt=1, exit_code=75, cause="signal", why="")
+    add_event(run, "submitted", job_id="13", in_place_of="12", attempt=1, why="signal")
     workplace.command("squeue", "echo '13|PENDING|Priority'")
     workplace.command("scancel", "exit 0")
     workplace.invoke("stop", "one")
@@ -311,7 +312,7 @@ def test_wait_returns_when_the_run_has_left(
 
 def _leave(run: RunDir, line: dict[str, Any], workplace: Workplace) -> None:
     if kinds(run)[-1] == "stop_asked":
-        run.add_event(**line)
+        add_event(run, **line)
         workplace.command("squeue", "echo '12|FAILED|None'")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import clusterddp
 from clusterddp.data.synthetic import synthesise
-from clusterddp.run.run_dir import read_json
+from clusterddp.run.files import read_json
 from tests.on_slurm.campaign.fault import Fault
 from tests.on_slurm.campaign.run import (
     CONFIGURATIONS,

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterddp.run.run_dir import read_json
+from clusterddp.run.files import read_json
 from tests.on_slurm.campaign.fault import ENDS, fault
 from tests.on_slurm.campaign.run import Differs, Run, Trial
 

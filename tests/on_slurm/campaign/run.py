@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.run_dir import RunDir, read_json, read_json_lines
+from clusterddp.run.files import read_json, read_json_lines
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
 from tests.on_slurm.cluster import FINAL_STATES, ClusterError, SlurmCluster
 
 Answer = TypeVar("Answer")
@@ -178,7 +180,7 @@ class Run:
 
     @property
     def job_id(self) -> str:
-        ids = [str(e["job_id"]) for e in self.dir.read_events() if e.get("job_id")]
+        ids = [str(e["job_id"]) for e in read_events(self.dir) if e.get("job_id")]
         if not ids:
             raise Differs(f"{self.name} has no job")
         return ids[-1]
@@ -206,7 +208,7 @@ class Run:
         return "\n".join(path.read_text(errors="replace") for path in paths)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.dir.read_events() if event.get("event") == kind]
+        return [event for event in read_events(self.dir) if event.get("event") == kind]
 
     @property
     def causes(self) -> list[str]:
@@ -412,7 +414,7 @@ class Run:
 
     def wall_seconds(self) -> float:
         """From the submission to the last word."""
-        times = [float(event["time"]) for event in self.dir.read_events()]
+        times = [float(event["time"]) for event in read_events(self.dir)]
         return max(times) - min(times)
 
     def count_loss(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from clusterddp.run.run_dir import read_json
+from clusterddp.run.files import read_json
 from tests.on_slurm.campaign.fault import ENDS, fault
 from tests.on_slurm.campaign.run import Run, Trial, slurm
 

@@ -1,0 +1,203 @@
+"""The events of a run, one line of `events.jsonl` each: their types, one reader, one writer.
+
+docs/records.md says what each field means, and since which version. What an event does not say has
+the field's default. Times are seconds since the epoch.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, ParamSpec
+
+from clusterddp.run import files
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What all events have in common; alone, an event that this version does not know."""
+
+    kind: ClassVar[str] = ""
+    time: float | None = None
+    job_id: str = ""
+    attempt: int | None = None
+    array_element: str = ""
+    """Name by which Slurm's commands take the job, 89_0, where it is an array's element."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The rank that failed first, and why."""
+
+    rank: int
+    host: str
+    reason: str
+    log: str
+    """Its log, relative to the run directory."""
+    exit_code: int | None = None
+
+    def describe(self) -> str:
+        """One line: `rank 3 on h02 failed first: RuntimeError: boom (logs/rank-3.log)`."""
+        host = f" on {self.host}" if self.host else ""
+        return f"rank {self.rank}{host} failed first: {self.reason} ({self.log})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted(Event):
+    """A job was submitted, by a person or by the job in whose place it goes on."""
+
+    kind: ClassVar[str] = "submitted"
+    launcher: str = ""
+    folder: str = ""
+    """Folder in which the person typed the command."""
+    pid: int | None = None
+    """Of a local run: the process that controls it, on `host`."""
+    host: str | None = None
+    in_place_of: str = ""
+    """Job that it replaces; empty where a person submitted it."""
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resubmitted(Event):
+    """A person submits the run once more; stands before the job's `Submitted`."""
+
+    kind: ClassVar[str] = "resubmit"
+    changes: tuple[str, ...] = ()
+    """Settings and files of code that differ from the former submission."""
+    from_scratch: int | None = None
+    """Attempt up to which the checkpoints are given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Event):
+    """A job has begun an attempt; without a number where the attempt could not be made."""
+
+    kind: ClassVar[str] = "started"
+    restart: int = 0
+    """SLURM_RESTART_COUNT."""
+    nodelist: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedInVain(Event):
+    """Slurm has started a job once more whose run is done."""
+
+    kind: ClassVar[str] = "not_started"
+    restart: int = 0
+    nodelist: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Event):
+    """An attempt has ended; `cause` is empty where no batch script judged it."""
+
+    kind: ClassVar[str] = "ended"
+    restart: int = 0
+    exit_code: int | None = None
+    cause: str = ""
+    """How it ended: a word of `requeue`."""
+    how: str = ""
+    """What took place, where the word of the cause would say another thing."""
+    step: int | None = None
+    """Step at which the ranks left."""
+    saved: bool = True
+    """True where it has left something to resume from."""
+    first_failure: Failure | None = None
+    trouble: str = ""
+    """Why a checkpoint or a record could not be written."""
+    why: str = ""
+    """Why no other attempt follows by itself; empty where one does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requeued(Event):
+    """The job was put back into the queue."""
+
+    kind: ClassVar[str] = "requeued"
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequeueFailed(Event):
+    """The job could not be put back into the queue."""
+
+    kind: ClassVar[str] = "requeue_failed"
+    why: str = ""
+    error: str = ""
+
+
+class CancelAsked(Event):
+    """A person has cancelled the job."""
+
+    kind: ClassVar[str] = "cancelled"
+
+
+class CancelFailed(Event):
+    """The cancellation before it did not reach the job."""
+
+    kind: ClassVar[str] = "cancel_failed"
+
+
+class StopAsked(Event):
+    """A person has asked the run to save and leave."""
+
+    kind: ClassVar[str] = "stop_asked"
+
+
+class StopFailed(Event):
+    """The request before it did not reach the run."""
+
+    kind: ClassVar[str] = "stop_failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEnded(Event):
+    """The step watch ended srun's step, whose exit code then says nothing of the tasks."""
+
+    kind: ClassVar[str] = "step_ended"
+    step_id: str = ""
+    why: str = ""
+
+
+class TimeLimitReached(Event):
+    """A rehearsal has reached its time limit."""
+
+    kind: ClassVar[str] = "time_limit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeChanged(Event):
+    """An attempt uses code that differs from what was submitted, as no copy was made of it."""
+
+    kind: ClassVar[str] = "code_changed"
+    changes: tuple[str, ...] = ()
+
+
+_KINDS = {each.kind: each for each in Event.__subclasses__()}
+
+
+def read(path: Path) -> list[Event]:
+    """Read all events in the order in which they were written; none where there is no file.
+
+    Raises OSError.
+    """
+    return [parse(content) for content in files.read_json_lines(path)]
+
+
+def parse(content: Mapping[str, object]) -> Event:
+    """Build one event from its line."""
+    return files.load(_KINDS.get(str(content.get("event")), Event), content) or Event()
+
+
+def add(path: Path, event: Callable[P, Event], *args: P.args, **fields: P.kwargs) -> None:
+    """Append an event with the current time, and sync it to the disk. Raises OSError.
+
+    event: its class, whose fields follow; those that are given are written, and no other.
+    """
+    kind = event(*args, **fields).kind
+    now = round(time.time(), 3)
+    files.append_json_line(path, {"event": kind, "time": now, **fields})

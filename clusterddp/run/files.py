@@ -1,0 +1,216 @@
+"""Reads and writes the files of a run: whole or not at all, and typed, whoever has written them."""
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import stat
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+T = TypeVar("T")
+
+Loss = Annotated[float, "may be NaN or infinite"]
+"""A number of which a record may say that it is none: the training has diverged."""
+
+_WRONG = object()
+_made: dict[type, dict[str, Callable[[object], object]]] = {}
+
+
+def read(kind: type[T], path: Path) -> T | None:
+    """Read the record in a JSON file; None where it is absent, torn or no such record."""
+    return load(kind, read_json(path))
+
+
+def load(kind: type[T], content: object) -> T | None:
+    """Build a record, a dataclass, from parsed JSON.
+
+    A field that is missing, or is not of its type, gets its default, and names that the class does
+    not have are passed over: another version may have written them. Returns None where the content
+    is no object, or where a field without a default cannot be read.
+    """
+    if not isinstance(content, dict):
+        return None
+    values = {
+        name: value
+        for name, convert in _converters(kind).items()
+        if name in content and (value := convert(content[name])) is not _WRONG
+    }
+    try:
+        return kind(**values)
+    except TypeError:
+        return None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read the object in a JSON file; None where it is absent or torn."""
+    try:
+        value = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file, but not a line that a killed writer has torn."""
+    if not path.is_file():
+        return
+    yield from parse_json_lines(path.read_bytes())
+
+
+def parse_json_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a part of a JSON-lines file; the lines at its ends may be torn."""
+    for line in content.decode(errors="replace").splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def read_file(path: Path) -> bytes:
+    """Read a regular file. Raises OSError, for a FIFO too, without waiting for a writer."""
+
+    def at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: a temporary beside it, fsync, rename, fsync of the folder.
+
+    Mode 0600. Raises OSError, and then leaves the file that was there as it was.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def append_json_line(path: Path, content: Mapping[str, object]) -> None:
+    """Append an object to a JSON-lines file in one write, and sync it. Raises OSError.
+
+    Two writers do not mix their lines, and a line that was torn, by a kill or a full disk, is ended
+    first.
+    """
+    line = f"{json.dumps(content, default=dataclasses.asdict)}\n".encode()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if not size:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _converters(kind: Any) -> dict[str, Callable[[object], object]]:
+    """Make, once a class, the functions that take the JSON values of its fields."""
+    if kind not in _made:
+        _made[kind] = {field.name: _converter(field.type) for field in dataclasses.fields(kind)}
+    return _made[kind]
+
+
+def _converter(annotation: Any) -> Callable[[object], object]:
+    """Make the function that takes a JSON value as this type, or returns _WRONG."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        [inner] = [_converter(each) for each in arguments if each is not type(None)]
+        return lambda value: None if value is None else inner(value)
+    if origin is tuple:
+        item, may_be_none = _converter(arguments[0]), type(None) in get_args(arguments[0])
+        return lambda value: _items(value, item, may_be_none)
+    if origin is Mapping:
+        inner = _converter(arguments[1])
+        return lambda value: _entries(value, inner)
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return lambda value: _WRONG if (made := load(annotation, value)) is None else made
+    return _PLAIN[annotation]
+
+
+def _items(value: object, convert: Callable[[object], object], may_be_none: bool) -> object:
+    """Convert the items of a list; what cannot be is None where that keeps its place, else left."""
+    if not isinstance(value, list):
+        return _WRONG
+    items = (convert(item) for item in value)
+    if may_be_none:
+        return tuple(None if item is _WRONG else item for item in items)
+    return tuple(item for item in items if item is not _WRONG)
+
+
+def _entries(value: object, convert: Callable[[object], object]) -> object:
+    if not isinstance(value, dict):
+        return _WRONG
+    entries = ((name, convert(item)) for name, item in value.items())
+    return {name: item for name, item in entries if item is not _WRONG}
+
+
+def _loss(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return _WRONG
+    try:
+        return float(value)
+    except OverflowError:  # JSON's integers have no bound
+        return _WRONG
+
+
+def _finite(value: object) -> object:
+    number = _loss(value)
+    return number if isinstance(number, float) and math.isfinite(number) else _WRONG
+
+
+def _whole(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    number = _finite(value)
+    return int(number) if isinstance(number, float) else _WRONG
+
+
+def _text(value: object) -> object:
+    """Take a text, or a number, as another version may have written a job's id."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value if isinstance(value, str) else _WRONG
+
+
+def _truth(value: object) -> object:
+    return value if isinstance(value, bool) else _WRONG
+
+
+_PLAIN: dict[object, Callable[[object], object]] = {
+    float: _finite,
+    Loss: _loss,
+    int: _whole,
+    str: _text,
+    bool: _truth,
+    object: lambda value: value,
+}

@@ -1,0 +1,17 @@
+"""The lines of events.jsonl as any version may write and read them."""
+
+import time
+from typing import Any
+
+from clusterddp.run.files import append_json_line, read_json_lines
+from clusterddp.run.run_dir import RunDir
+
+
+def add_event(run: RunDir, event: str, **fields: Any) -> None:
+    """Append one line."""
+    append_json_line(run.events, {"event": event, "time": round(time.time(), 3), **fields})
+
+
+def read_events(run: RunDir) -> list[dict[str, Any]]:
+    """All lines, in the order in which they were written."""
+    return list(read_json_lines(run.events))
