@@ -24,6 +24,11 @@ class RequestError(ClusterDDPError):
 
     exit_code = EXIT_WRONG_REQUEST
 
+    def __init__(self, message: str = "", *, option: str = "") -> None:
+        """Keep the message, and the option that it concerns as it is typed, `--nodes`."""
+        super().__init__(message)
+        self.option = option
+
 
 class DistEnvError(ClusterDDPError):
     """The environment of this process contradicts itself, so no rank can be derived from it."""

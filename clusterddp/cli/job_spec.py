@@ -1,5 +1,6 @@
 """From the values of submit's options to a `JobSpec`: the only place where flags become types."""
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,41 +8,27 @@ from typing import Any
 
 import click
 
-from clusterddp.cli import sbatch_variables, settings
+from clusterddp.cli import settings
 from clusterddp.cli.commands.templates import SHIPPED, full_name
-from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from
+from clusterddp.cli.options import config_from
 from clusterddp.errors import RequestError
+from clusterddp.request.options import COUNT, NEEDED_DIRECTIVES, PASSED_ON, REPLACED
 from clusterddp.request.resources import Resources
 from clusterddp.request.site import Site
-from clusterddp.request.spec import JobSpec
-from clusterddp.request.train_config import TrainConfig
+from clusterddp.request.spec import DIRECTIVES, JobSpec
+from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
-# Directives that an option stands for, and those that would take the logs away from the run.
-_OPTION_OF = {
-    "ntasks": "--tasks-per-node",
-    "ntasks-per-node": "--tasks-per-node",
-    "gpus": "--gpus-per-node",
-    "gpus-per-task": "--gpus-per-node with --gpu-request gpus-per-task",
-    "no-requeue": "--no-requeue",
-    **{
-        name: f"--{name}"
-        for name in (
-            "nodes", "gpus-per-node", "cpus-per-task", "mem", "time", "partition", "account",
-            "qos", "constraint", "reservation", "nodelist", "exclude", "dependency", "exclusive",
-            "mail-type", "mail-user", "job-name", "export", "requeue", "signal",
-        )
-    },
-}  # fmt: skip
-_REFUSED = {
-    **dict.fromkeys(("output", "error", "open-mode", "input"), "the run keeps its logs itself"),
-    **dict.fromkeys(("array", "wrap", "wait", "parsable", "test-only", "het-group"), (
-        "one submission is one run"
-    )),
-}  # fmt: skip
-_NEEDED = ("ntasks", "nodes", "output")
-# Other names of sbatch(1): no shortened form of the above, and what --omit-directive can name.
-_KNOWN_DIRECTIVES = {*sbatch_variables.DIRECTIVES.values(), "chdir", "comment", "gres", "nice"}
+# Directives of sbatch(1) that --sbatch and --omit-directive can name, and no shortened form.
+_KNOWN_DIRECTIVES = {
+    *DIRECTIVES,
+    *REPLACED,
+    *PASSED_ON.values(),
+    "chdir",
+    "comment",
+    "gres",
+    "nice",
+}
 
 
 def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobSpec:
@@ -55,63 +42,58 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
         if value == "" and settings.source(ctx, name) == "flag":
             flag = f"--{name.replace('_', '-')}"
             raise RequestError(f"{flag} is empty; give a value, or leave it out.")
-    gpu_type, gpu_count = forms.gpus("--gpus-per-node", options["gpus_per_node"])
-    if options["tasks_per_node"] is not None:
-        forms.positive("--tasks-per-node", options["tasks_per_node"])
-    resources = Resources(
-        nodes=options["nodes"],
-        gpus_per_node=gpu_count,
-        gpu_type=gpu_type,
-        gpu_request=options["gpu_request"],
-        # What drives all GPUs of its node by itself is a single task.
-        tasks_per_node=options["tasks_per_node"] or (1 if train and train.strategy != "ddp" else 0),
-        cpus_per_task=options["cpus_per_task"],
-        exclusive=options["exclusive"],
-        **{
-            name: options[name] or ""
-            for name in (
-                "mem", "time", "partition", "account", "qos", "constraint", "reservation",
-                "nodelist", "exclude", "dependency", "mail_type", "mail_user",
-            )
-        },
-    )  # fmt: skip
+    given = {name: value for name, value in options.items() if value is not None}
+    resources = _resources(given, train)
     environment, passed = _environment(ctx.obj, options["env"])
     template = options["template"]
     if Path(template).name.startswith("_"):
-        raise RequestError(f"--template {template}: it is part of another one, not for itself.")
+        raise RequestError(
+            f"--template {template}: it is part of another one, not for itself.",
+            option="--template",
+        )
+    values = {
+        **fields_given(JobSpec, given),
+        "python": _python(options["python"]),
+        "template": _template(ctx, template, options["template_dir"]),
+        "sbatch": _directives(options["sbatch"], resources),
+        "omit_directives": _omitted(options["omit_directive"]),
+        "srun_args": tuple(
+            w for line in options["srun_args"] for w in forms.words("--srun-args", line)
+        ),
+        "modules": options["module"],
+        "launch_prefix": forms.words("--launch-prefix", options["launch_prefix"] or ""),
+        "signal": "" if options["signal"] == "none" else options["signal"],
+    }
     spec = JobSpec(
         run_name=run_name,
         run_dir=f"{os.path.abspath(options['output_root'])}/{run_name}",
         resources=resources,
-        python=_python(options["python"]),
         train=train,
         command=task_command,
-        allow_launcher=options["allow_launcher"],
-        job_name=options["job_name"] or "",
-        launcher=options["launcher"],
-        template=_template(ctx, template, options["template_dir"]),
-        sbatch=_directives(options["sbatch"], resources),
-        omit_directives=_omitted(options["omit_directive"]),
-        srun_args=tuple(
-            w for line in options["srun_args"] for w in forms.words("--srun-args", line)
-        ),
         environment=environment,
         pass_environment=passed,
-        export=options["export"],
-        setup=options["setup"],
-        teardown=options["teardown"],
-        modules=options["module"],
-        network_interface=options["network_interface"] or "",
-        launch_prefix=forms.words("--launch-prefix", options["launch_prefix"] or ""),
-        requeue=options["requeue"],
-        snapshot=options["snapshot"],
-        max_requeues=options["max_requeues"],
-        restart_on_failure=options["restart_on_failure"],
-        restart_in_job=options["restart_in_job"],
-        signal="" if options["signal"] == "none" else options["signal"],
+        **values,
     )
     spec.refuse_launcher()
     return spec
+
+
+def fields_given(record: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the given values that are fields of a request's dataclass."""
+    names = {field.name for field in dataclasses.fields(record)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _resources(given: Mapping[str, Any], train: TrainConfig | None) -> Resources:
+    fields = fields_given(Resources, given)
+    fields["gpu_type"], fields["gpus_per_node"] = forms.gpus(
+        "--gpus-per-node", given["gpus_per_node"]
+    )
+    if "tasks_per_node" in given:
+        COUNT.check("--tasks-per-node", given["tasks_per_node"])
+    elif train and train.strategy != "ddp":
+        fields["tasks_per_node"] = 1  # a single task drives all GPUs of its node
+    return Resources(**fields)
 
 
 def _template(ctx: click.Context, value: str, folder: str | None) -> str:
@@ -123,7 +105,8 @@ def _template(ctx: click.Context, value: str, folder: str | None) -> str:
     if named and value in SHIPPED and not is_own and Path(value).is_file():
         raise RequestError(
             f"--template {value}: there is a file of that name here, and a shipped template. Use "
-            f"./{value} for the file, or {value.removesuffix('.sbatch.j2')} for the shipped one."
+            f"./{value} for the file, or {value.removesuffix('.sbatch.j2')} for the shipped one.",
+            option="--template",
         )
     return full_name(value, Path(folder) if folder else None)
 
@@ -134,7 +117,7 @@ def _python(value: str) -> str:
 
 
 def _train_config(ctx: click.Context, options: dict[str, Any]) -> TrainConfig:
-    config = {name: options[name] for name in TRAIN_OPTION_NAMES}
+    config = dict(options)
     config["data_dir"] = os.path.abspath(config["data_dir"]) if config["data_dir"] else ""
     if config["resume"]:
         config["resume"] = _resume_path(config["resume"], options["output_root"])
@@ -148,17 +131,17 @@ def _resume_path(value: str, output_root: str) -> str:
             return os.path.abspath(path)
     raise RequestError(
         f"--resume: {value!r} is neither a checkpoint, nor a run's directory, nor the name of a "
-        f"run below {output_root}."
+        f"run below {output_root}.",
+        option="--resume",
     )
 
 
 def _refuse_training_options(ctx: click.Context) -> None:
-    given = [n for n in TRAIN_OPTION_NAMES if settings.source(ctx, n) == "flag"]
+    given = [row.flag for row in TRAINING if settings.source(ctx, row.parameter) == "flag"]
     if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise click.UsageError(
-            f"{names} belong{'' if given[1:] else 's'} to the MNIST training, but a COMMAND is "
-            "given; put the command's own options behind '--'.",
+            f"{', '.join(given)} belong{'' if given[1:] else 's'} to the MNIST training, but a "
+            "COMMAND is given; put the command's own options behind '--'.",
             ctx,
         )
 
@@ -171,7 +154,9 @@ def _environment(
     for item in items:
         name, equals, value = item.partition("=")
         if not equals and forms.VARIABLE.fullmatch(name) and name not in os.environ:
-            raise RequestError(f"--env {name}: is not set here; set it, or use --env {name}=VALUE.")
+            raise RequestError(
+                f"--env {name}: is not set here; set it, or use --env {name}=VALUE.", option="--env"
+            )
         values.pop(name, None)
         values[name] = value if equals else None
     environment = tuple((n, v) for n, v in values.items() if v is not None)
@@ -184,53 +169,55 @@ def _environment(
             if name in os.environ and name not in arriving:
                 raise RequestError(
                     f"--env {name}: a surrounding job's {name} is kept out of submissions, so it "
-                    f"cannot be passed by name. Use --env {name}=VALUE."
+                    f"cannot be passed by name. Use --env {name}=VALUE.",
+                    option="--env",
                 )
     return environment, passed
 
 
 def _directives(items: tuple[str, ...], resources: Resources) -> tuple[tuple[str, str | None], ...]:
     """--sbatch over the submitter's SBATCH_*, of which those that an option contradicts are out."""
-    found = sbatch_variables.directives(os.environ)
+    directives = settings.sbatch_directives(os.environ)
     for name, contradicted in (
         ("mem-per-cpu", resources.mem),
         ("mem-per-gpu", resources.mem),
         ("cpus-per-gpu", resources.cpus_per_task),
     ):
         if contradicted:
-            found.pop(name, None)
+            directives.pop(name, None)
     for item in items:
         key, equals, value = item.partition("=")
         name = key.removeprefix("--")
-        forms.matching("--sbatch", name, forms.DIRECTIVE_NAME, "signal=USR1@90 or requeue")
-        option, reason = _meant(name, _OPTION_OF), _meant(name, _REFUSED)
+        forms.DIRECTIVE.check("--sbatch", name)
+        instead = _instead(name)
         if name == "gres" and "gpu" in value:
-            option = "--gpus-per-node with --gpu-request gres"
-        if option:
-            raise RequestError(f"--sbatch {item}: there is an option for it, {option}.")
-        if reason:
-            raise RequestError(f"--sbatch {item}: refused, for {reason}.")
-        found[name] = forms.text(f"--sbatch {name}", value) if equals else None
-    return tuple(found.items())
+            instead = "--gpus-per-node with --gpu-request gres"
+        if instead:
+            raise RequestError(f"--sbatch {item}: refused; use {instead}.", option="--sbatch")
+        directives[name] = forms.text(f"--sbatch {name}", value) if equals else None
+    return tuple(directives.items())
 
 
-def _meant(name: str, table: Mapping[str, str]) -> str | None:
-    """The entry of a directive, also of a shortened name, which sbatch takes as well."""
-    if name in table or name in _KNOWN_DIRECTIVES:
-        return table.get(name)
-    return next((entry for full, entry in table.items() if full.startswith(name)), None)
+def _instead(name: str) -> str:
+    """Return what is typed in place of a directive, also of a shortened one, which sbatch takes."""
+    if name not in _KNOWN_DIRECTIVES:
+        name = next((full for full in (*DIRECTIVES, *REPLACED) if full.startswith(name)), name)
+    return DIRECTIVES[name].flag if name in DIRECTIVES else REPLACED.get(name, "")
 
 
 def _omitted(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
-        forms.matching("--omit-directive", name, forms.DIRECTIVE_NAME, "mem")
-        if name in _NEEDED:
-            raise RequestError(f"--omit-directive {name}: the run cannot do without it.")
-        known = {*_OPTION_OF, *_KNOWN_DIRECTIVES}
-        if name not in known:
+        forms.DIRECTIVE.check("--omit-directive", name)
+        problem = "the run cannot do without it" if name in NEEDED_DIRECTIVES else ""
+        if name not in _KNOWN_DIRECTIVES:
             import difflib
 
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise RequestError(f"--omit-directive {name}: there is no such directive.{hint}")
+            near = difflib.get_close_matches(name, _KNOWN_DIRECTIVES, n=1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            problem = f"there is no such directive{hint}"
+        if problem:
+            raise RequestError(
+                f"--omit-directive {name}: {problem}{'' if problem[-1] == '?' else '.'}",
+                option="--omit-directive",
+            )
     return names

@@ -1,7 +1,9 @@
 """Where the value of an option comes from: flag, CLUSTERDDP_*, SBATCH_*, site.cfg, default.
 
 Click resolves the order by itself once its `default_map` holds SBATCH_* over site.cfg; this
-module fills that map and lets every message and `clusterddp site` say the source by name.
+module fills that map and lets every message and `clusterddp site` name the source. sbatch would let
+SBATCH_* override the script's own directives, so they are read here, rendered, and kept out of the
+submission (`slurm.environment`).
 """
 
 import contextlib
@@ -14,22 +16,23 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from clusterddp.cli import sbatch_variables
 from clusterddp.errors import RequestError
 from clusterddp.request import site
+from clusterddp.request.options import BARE_DIRECTIVES, PASSED_ON
+from clusterddp.request.spec import EXPEDITE, OPTIONS, REQUEST
 
 
 class SettingsCommand(click.Command):
     """A command whose options can be set in site.cfg and by the submitter's SBATCH_* too.
 
-    `groups` names the sections of --help with the parameters that stand in each.
+    `groups` names further sections of --help, with the parameters that stand in each.
     """
 
     def __init__(
         self, *args: Any, groups: Mapping[str, Sequence[str]] | None = None, **kwargs: Any
-    ):
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.groups = groups or {}
+        self._groups = groups or {}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # completion: a broken site.cfg must not print anything
@@ -51,19 +54,15 @@ class SettingsCommand(click.Command):
         given = self._peek(ctx, list(args))
         path = site.find(given.get("site"), os.environ, Path.cwd())
         cluster = given.get("cluster") or os.environ.get("CLUSTERDDP_CLUSTER")
-        ctx.obj = loaded = site.read(path, cluster, setting_names() if path else ())
-        own = {parameter.name for parameter in self.params}
+        ctx.obj = loaded = site.read(path, cluster, OPTIONS)
+        names = {parameter.name for parameter in self.params}
+        asks_slurm = "partition" in names
+        settings = {**loaded.settings, **(sbatch_settings(os.environ) if asks_slurm else {})}
         ctx.default_map = {
-            name: value
-            for key, value in {**loaded.settings, **self._sbatch_settings()}.items()
-            if (name := key.replace("-", "_")) in own
-            for value in [_split(self, name, value)]
+            row.parameter: _lines(value) if row.type is tuple else value
+            for key, value in settings.items()
+            if (row := OPTIONS[key]).parameter in names
         }
-
-    def _sbatch_settings(self) -> dict[str, str]:
-        """Only a command that asks Slurm for something has a use for them."""
-        asks = any(parameter.name == "partition" for parameter in self.params)
-        return sbatch_variables.settings(os.environ) if asks else {}
 
     def _peek(self, ctx: click.Context, args: list[str]) -> dict[str, Any]:
         """--site and --cluster, read ahead of the others, whose defaults they decide."""
@@ -76,24 +75,16 @@ class SettingsCommand(click.Command):
         return {k: v for k, v in values.items() if k in ("site", "cluster") and isinstance(v, str)}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        left = {parameter.name: parameter for parameter in self.get_params(ctx)}
-        for title, names in [*self.groups.items(), ("Options", list(left))]:
-            rows = [
-                row
-                for name in names
-                if (parameter := left.pop(name, None)) and (row := parameter.get_help_record(ctx))
-            ]
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
-
-
-def setting_names() -> set[str]:
-    """The keys that site.cfg can hold: the options of `submit` that describe a run."""
-    from clusterddp.cli.commands import submit
-
-    never = {"site", "cluster", "dry-run", "wait", "as-json", "run-name", "help", "command"}
-    return {(p.name or "").replace("_", "-") for p in submit.command.params} - never
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in self._groups}
+        for parameter in self.get_params(ctx):
+            key = (parameter.name or "").replace("_", "-")
+            given = (title for title, names in self._groups.items() if parameter.name in names)
+            title = next(given, OPTIONS[key].group if key in OPTIONS else "Options")
+            if record := parameter.get_help_record(ctx):
+                sections.setdefault(title, []).append(record)
+        for title, rows in sorted(sections.items(), key=lambda section: section[0] == "Options"):
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 @contextlib.contextmanager
@@ -102,24 +93,25 @@ def naming_sources(ctx: click.Context) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        found = re.match(r"--([a-z-]+)", str(error))
-        name = found[1].replace("-", "_") if found else ""
+        name = error.option.removeprefix("--").replace("-", "_")
         where = source(ctx, name) if name in ctx.params else "flag"
         if where in ("flag", "default"):
             raise
-        raise RequestError(f"{error} (from {where})") from None
+        raise RequestError(f"{error} (from {where})", option=error.option) from None
 
 
 def source(ctx: click.Context, name: str) -> str:
     """Where a parameter's value came from, in words."""
-    found = ctx.get_parameter_source(name)
+    origin = ctx.get_parameter_source(name)
     key = name.replace("_", "-")
-    if found is ParameterSource.COMMANDLINE:
+    if origin is ParameterSource.COMMANDLINE:
         return "flag"
-    if found is ParameterSource.ENVIRONMENT:
+    if origin is ParameterSource.ENVIRONMENT:
         return f"CLUSTERDDP_{name.upper()}"
-    if found is ParameterSource.DEFAULT_MAP or (found is None and name in (ctx.default_map or {})):
-        variable = sbatch_variables.variable_of(key, os.environ)
+    if origin is ParameterSource.DEFAULT_MAP or (
+        origin is None and name in (ctx.default_map or {})
+    ):
+        variable = _variable_of(key, os.environ)
         if variable:
             return variable
         assert isinstance(ctx.obj, site.Site)
@@ -127,8 +119,71 @@ def source(ctx: click.Context, name: str) -> str:
     return "default"
 
 
-def _split(command: click.Command, name: str, value: str) -> Any:
-    """An option that can be repeated takes one item a line."""
-    if any(p.name == name and getattr(p, "multiple", False) for p in command.params):
-        return [line for line in value.split("\n") if line.strip()]
-    return value
+_GPU_GRES = re.compile(r"(?:gres[:/])?gpu(?::(?P<type>[^:,=]+))??(?:[:=](?P<count>\d+))?")
+_NO_REQUEUE = "SBATCH_NO_REQUEUE"
+
+
+def sbatch_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that SBATCH_* variables give to options, by the option's name.
+
+    Raises RequestError for an SBATCH_EXCLUSIVE that shares a node.
+    """
+    settings = {row.name: environ[row.variable] for row in REQUEST if row.variable in environ}
+    if "exclusive" in settings:
+        if settings["exclusive"] not in ("", "exclusive"):
+            raise RequestError(
+                f"SBATCH_EXCLUSIVE={settings['exclusive']}: only whole nodes can be asked for here;"
+                " unset it, or use --exclusive."
+            )
+        settings["exclusive"] = "yes"  # sbatch takes the variable's being there as a yes
+    # sbatch takes these two by their being there as well (a newer one heeds the word expedite);
+    # the second of them wins.
+    if "requeue" in settings:
+        expedited = settings["requeue"].lower() == EXPEDITE
+        settings["requeue"] = EXPEDITE if expedited else "yes"
+    if _NO_REQUEUE in environ:
+        settings["requeue"] = "no"
+    gpus = _GPU_GRES.fullmatch(environ.get("SBATCH_GRES", ""))
+    if gpus:
+        kind = f"{gpus['type']}:" if gpus["type"] else ""
+        settings.setdefault("gpus-per-node", f"{kind}{gpus['count'] or 1}")
+        settings["gpu-request"] = "gres"
+    return settings
+
+
+def sbatch_directives(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the directives that SBATCH_* variables give, beside those of options."""
+    directives = {
+        directive: None if directive in BARE_DIRECTIVES else environ[name]
+        for name, directive in PASSED_ON.items()
+        if name in environ
+    }
+    gres = directives.get("gres")
+    if gres and _GPU_GRES.fullmatch(gres):
+        del directives["gres"]
+    elif gres and "gpu" in gres:
+        raise RequestError(
+            f"SBATCH_GRES={gres}: unset it, and ask for the GPUs with --gpus-per-node and for the "
+            "rest with --sbatch gres=…"
+        )
+    return directives
+
+
+def unused_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the SBATCH_* variables that have no part in a submission."""
+    known = {_NO_REQUEUE, *PASSED_ON, *(row.variable for row in REQUEST)}
+    return sorted(name for name in environ if name.startswith("SBATCH_") and name not in known)
+
+
+def _variable_of(key: str, environ: Mapping[str, str]) -> str | None:
+    """Return the SBATCH_* variable that a setting comes from; None when none is set."""
+    if OPTIONS[key].variable in environ:
+        return OPTIONS[key].variable
+    if key == "requeue" and _NO_REQUEUE in environ:
+        return _NO_REQUEUE
+    return "SBATCH_GRES" if key in sbatch_settings(environ) else None
+
+
+def _lines(value: str) -> list[str]:
+    """Return the items of an option that can be repeated, one a line."""
+    return [line for line in value.split("\n") if line.strip()]

@@ -13,7 +13,7 @@ from clusterddp.data import idx
 from clusterddp.data.mnist import DatasetInfo, check, folder, missing_files
 from clusterddp.data.staging import draft_beside, put_into_place
 from clusterddp.errors import DataError
-from clusterddp.slurm import forms
+from clusterddp.request.options import COUNT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,8 +46,8 @@ def synthesise(
     The same set that is there already is verified and left as it is. Raises DataError when the
     one there is another or damaged, or when the folder cannot be written.
     """
-    forms.positive("--train-images", train_images)
-    forms.positive("--test-images", test_images)
+    COUNT.check("--train-images", train_images)
+    COUNT.check("--test-images", test_images)
     root = folder("synthetic", data_dir)
     asked = f"{train_images} and {test_images}, seed {seed}, generator {GENERATOR}"
     recipe = f"clusterddp synthetic digits, {asked}"

@@ -32,7 +32,7 @@ from jinja2.bccache import Bucket
 
 from clusterddp import __version__
 from clusterddp.errors import RequestError
-from clusterddp.request.spec import JobSpec, submission_comment
+from clusterddp.request.spec import REQUEST, JobSpec, submission_comment
 from clusterddp.slurm import forms
 
 SUBMITIT_SETUP = "_submitit.sbatch.j2"
@@ -96,12 +96,10 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
         wanted["cpus-per-task"] = str(resources.cpus_per_task * ranks_per_task)
     if resources.gpus_per_node:
         wanted.update([_gpu_directive(spec, tasks_per_node)])
-    for name in (
-        "mem", "time", "partition", "account", "qos", "constraint", "reservation", "nodelist",
-        "exclude", "dependency", "mail_type", "mail_user",
-    ):  # fmt: skip
-        if value := getattr(resources, name):
-            wanted[name.replace("_", "-")] = value
+    for row in REQUEST:
+        value = getattr(resources, row.parameter, None)
+        if row.directive and isinstance(value, str) and value:
+            wanted[row.directive] = value
     if resources.exclusive:
         wanted["exclusive"] = None
     if spec.requeue is not None:  # an explicit one overrides the site's own default

@@ -7,18 +7,34 @@ and forms. It goes to and from JSON.
 import dataclasses
 import json
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RequestError
+from clusterddp.request.options import (
+    ASKED,
+    CODE,
+    GROUPS,
+    INTERRUPTED,
+    KEPT,
+    START,
+    WHOLE,
+    Choice,
+    Option,
+    check_fields,
+    option,
+    options_of,
+)
 from clusterddp.request.resources import Resources
-from clusterddp.request.train_config import TrainConfig
+from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
+from clusterddp.slurm.forms import DIRECTIVE, LINE, MODULE, NETWORK_INTERFACE, SIGNAL
 
 SPEC_FORMAT = 1
 EXPEDITE = "expedite"
-"""The word of sbatch's --requeue that puts a job back at the top of the queue (Slurm 25.11)."""
+"""Word of sbatch's --requeue that puts a job back at the top of the queue (Slurm 25.11)."""
 MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
@@ -43,95 +59,155 @@ class JobSpec:
     run_dir: str
     """Absolute path of the run's directory."""
     resources: Resources
-    python: str
-    """The interpreter that the tasks use; it must have clusterddp installed."""
+    python: str = option(
+        sys.executable,
+        "Interpreter of the tasks; it needs clusterddp installed.",
+        LINE,
+        "FILE",
+        shown="this one",
+    )
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
-    allow_launcher: bool = False
-    """True where the command may be a launcher, which starts ranks of its own in every task."""
-    job_name: str = ""
-    """Slurm's job name; the run name when empty."""
-    launcher: str = "sbatch"
-    template: str = DEFAULT_TEMPLATE
-    sbatch: tuple[tuple[str, str | None], ...] = ()
-    """Further directives as (name, value); a None value is a bare flag."""
-    omit_directives: tuple[str, ...] = ()
-    srun_args: tuple[str, ...] = ()
+    allow_launcher: bool = option(
+        False,
+        "Take a COMMAND that is a launcher itself (torchrun, accelerate launch, mpirun, srun "
+        "…): every task starts it.",
+    )
+    job_name: str = option(
+        "",
+        "Slurm's job name.",
+        LINE,
+        "--job-name -J SBATCH_JOB_NAME NAME",
+        shown="the run's name",
+        group=KEPT,
+    )
+    launcher: str = option(
+        "sbatch",
+        "Launcher that starts the tasks; local rehearses the run on this workstation.",
+        Choice(LAUNCHERS),
+    )
+    template: str = option(
+        DEFAULT_TEMPLATE, "Script template; see 'clusterddp templates list'.", names="NAME|FILE"
+    )
+    sbatch: tuple[tuple[str, str | None], ...] = option(
+        (), "Any other directive; repeatable.", names="KEY=VALUE", group=ASKED
+    )
+    omit_directives: tuple[str, ...] = option(
+        (),
+        "Leave a directive out that the site rejects, such as mem; repeatable.",
+        DIRECTIVE,
+        "KEY",
+        name="omit-directive",
+        group=ASKED,
+    )
+    srun_args: tuple[str, ...] = option(
+        (), "Further arguments for srun, quoted as in a shell; repeatable.", LINE, "WORDS"
+    )
     environment: tuple[tuple[str, str], ...] = ()
     """Variables written into the script."""
     pass_environment: tuple[str, ...] = ()
     """Variables carried by name from the submitting shell."""
-    export: str = "ALL"
-    """Which of the submitter's variables reach the job: ALL, or NONE but those passed by name."""
-    setup: tuple[str, ...] = ()
-    teardown: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    network_interface: str = ""
-    launch_prefix: tuple[str, ...] = ()
-    requeue: bool | str | None = None
-    """Requeue after the time limit, preemption or a lost node; `expedite` for yes
-    and, after a hardware failure, ahead of all other jobs. None resolves to yes for a training, and
-    leaves a command to the site's own default."""
-    max_requeues: int = 20
-    """Starts after the first, whoever causes them."""
-    restart_on_failure: int = 0
-    """How many of these may follow a crash of the training."""
-    restart_in_job: int = 0
-    """How often an agent starts its ranks again after one has failed, without the queue."""
-    snapshot: bool | None = None
-    """Whether the tree from which it is submitted is copied into the run, for every start to use;
-    None copies it if it is not too large. Only where the tasks run a person's own code."""
-    signal: str | None = None
-    """Slurm's signal ahead of the time limit, `B:USR1@120`; empty for none, None for the default:
-    one that leaves a training time to save, none for a command."""
+    export: str = option(
+        "ALL",
+        "Your shell's other variables: all reach the job, or none.",
+        Choice(("ALL", "NONE")),
+        "--export SBATCH_EXPORT",
+    )
+    setup: tuple[str, ...] = option(
+        (), "Shell line to run before the tasks, on the first node; repeatable.", LINE, "LINE"
+    )
+    teardown: tuple[str, ...] = option(
+        (), "Shell line to run after them, however they end; repeatable.", LINE, "LINE"
+    )
+    modules: tuple[str, ...] = option(
+        (), "Environment module to load; repeatable.", MODULE, "NAME", name="module"
+    )
+    network_interface: str = option(
+        "", "Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.", NETWORK_INTERFACE, "NAME"
+    )
+    launch_prefix: tuple[str, ...] = option(
+        (), "Words put before each task: 'apptainer exec --nv IMG'.", LINE, "WORDS", type=str
+    )
+    requeue: bool | str | None = option(
+        None,
+        "Resume after the time limit, preemption or a lost node. expedite (Slurm 25.11 and "
+        "later): after a hardware failure, ahead of all other jobs.",
+        names="--requeue SBATCH_REQUEUE",
+        shown="on for the training, the site's for a COMMAND",
+        group=INTERRUPTED,
+    )
+    max_requeues: int = option(
+        20, "Most attempts after the first, whatever the cause.", WHOLE, group=INTERRUPTED
+    )
+    restart_on_failure: int = option(
+        0, "Most attempts that may follow a crash.", WHOLE, group=INTERRUPTED
+    )
+    restart_in_job: int = option(
+        0,
+        "Most restarts of a failed rank inside the job, with all others, before the job ends; "
+        "with --template torchrun.sbatch.j2.",
+        WHOLE,
+        group=INTERRUPTED,
+    )
+    snapshot: bool | None = option(
+        None,
+        "Copy this folder's files, except those that git ignores, into the run: every attempt "
+        "uses the copy, whatever is edited meanwhile.",
+        negatable=True,
+        shown="on for code of your own, if it is not too large",
+        group=CODE,
+    )
+    signal: str | None = option(
+        None,
+        "Slurm's signal ahead of the time limit, on which the ranks save and leave, or none. B: "
+        "is to the batch script, which asks the ranks to stop.",
+        SIGNAL,
+        "--signal SBATCH_SIGNAL SIGNAL@SECONDS",
+        shown="B:USR1@120, or less for a short --time",
+        group=INTERRUPTED,
+    )
 
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
         if self.requeue not in (None, True, False, EXPEDITE):
-            raise RequestError(f"--requeue: {self.requeue!r} is neither yes, no nor {EXPEDITE}.")
+            raise RequestError(
+                f"--requeue: {self.requeue!r} is neither yes, no nor {EXPEDITE}.",
+                option="--requeue",
+            )
         if bool(self.command) == bool(self.train):
             raise RequestError(
                 "a run either trains (train) or runs a command (command): give one of them."
             )
+        check_fields(self)
         if self.requeue is False and self.restart_on_failure:
             raise RequestError(
                 f"--no-requeue against --restart-on-failure {self.restart_on_failure}: the first "
-                "forbids what the second asks for. Leave one of them out."
+                "forbids what the second asks for. Leave one of them out.",
+                option="--restart-on-failure",
             )
         if self.requeue is None and (self.train or self.restart_on_failure):
             object.__setattr__(self, "requeue", True)
         if self.signal is None:
             object.__setattr__(self, "signal", self._default_signal() if self.train else "")
         if self.signal:
-            forms.signal("--signal", self.signal)
             limit = forms.limit_seconds(self.resources.time)
             if limit is not None and self.signal_lead >= limit:
                 raise RequestError(
                     f"--signal {self.signal} against --time {self.resources.time}: it would come "
-                    f"at once, for the limit is {limit} s. Use a lead that is shorter."
+                    f"at once, for the limit is {limit} s. Use a lead that is shorter.",
+                    option="--signal",
                 )
-        for option, count in (
-            ("--max-requeues", self.max_requeues),
-            ("--restart-on-failure", self.restart_on_failure),
-            ("--restart-in-job", self.restart_in_job),
-        ):
-            if count < 0:
-                raise RequestError(f"{option}: {count} is negative.")
-        if self.launcher not in LAUNCHERS:
-            raise RequestError(
-                f"--launcher: {self.launcher!r} is not one of {', '.join(LAUNCHERS)}."
-            )
-        if self.export not in ("ALL", "NONE"):
-            raise RequestError(f"--export: {self.export!r} is neither ALL nor NONE.")
         if not Path(self.run_dir).is_absolute() or "%" in forms.text("--output-root", self.run_dir):
             raise RequestError(
                 f"--output-root: the run directory {self.run_dir!r} must be an absolute path "
-                "without '%' (Slurm replaces it in log paths)."
+                "without '%' (Slurm replaces it in log paths).",
+                option="--output-root",
             )
         if self.run_dir != self.run_dir.strip() or "\\" in self.run_dir:
             raise RequestError(
                 f"--output-root: {self.run_dir!r} has a backslash or outer blanks, which Slurm "
-                "takes out of log paths. Choose another folder."
+                "takes out of log paths. Choose another folder.",
+                option="--output-root",
             )
         self._check_lines()
         self._check_environment()
@@ -146,17 +222,20 @@ class JobSpec:
                 asked = f"--tasks-per-node {self.resources.tasks_per_node}"
             raise RequestError(
                 f"--strategy {train.strategy} trains in one process on one node, against {asked}. "
-                "Use --strategy ddp, or a single task."
+                "Use --strategy ddp, or a single task.",
+                option="--strategy",
             )
         if train.strategy == "single" and self.resources.gpus_per_node > 1:
             raise RequestError(
                 f"--strategy single uses one GPU, against --gpus-per-node "
                 f"{self.resources.gpus_per_node}: the others would lie idle. Ask for one, or use "
-                "--strategy ddp."
+                "--strategy ddp.",
+                option="--strategy",
             )
         if train.profile and int(train.profile) >= self.world_size:
             raise RequestError(
-                f"--profile {train.profile}: there is no such rank; {self.layout}, from 0."
+                f"--profile {train.profile}: there is no such rank; {self.layout}, from 0.",
+                option="--profile",
             )
 
     def _default_signal(self) -> str:
@@ -167,43 +246,34 @@ class JobSpec:
 
     def _check_lines(self) -> None:
         if not self.python:
-            raise RequestError("--python is empty; name the interpreter that the tasks use.")
-        for option, values in (
-            ("--python", (self.python,)),
-            ("--job-name", (self.job_name,)),
-            ("--setup", self.setup),
-            ("--teardown", self.teardown),
-            ("--srun-args", self.srun_args),
-            ("--launch-prefix", self.launch_prefix),
-            ("COMMAND", self.command),
-        ):
-            for value in values:
-                forms.text(option, value)
+            raise RequestError(
+                "--python is empty; name the interpreter that the tasks use.", option="--python"
+            )
+        for word in self.command:
+            forms.text("COMMAND", word)
         if self.command and not self.command[0]:
             raise RequestError("COMMAND is empty; give a program to run after '--'.")
-        for name in self.modules:
-            forms.matching("--module", name, forms.MODULE, "cuda/12.4")
-        if self.network_interface:
-            forms.matching(
-                "--network-interface", self.network_interface, forms.NETWORK_INTERFACE, "ib0"
-            )
 
     def _check_environment(self) -> None:
         for name in (*(name for name, _ in self.environment), *self.pass_environment):
             if not forms.VARIABLE.fullmatch(forms.text("--env", name)):
                 raise RequestError(
                     f"--env: {name!r} is no name of a variable; valid is NAME=VALUE, or NAME "
-                    "to pass the variable that is set where you submit."
+                    "to pass the variable that is set where you submit.",
+                    option="--env",
                 )
             if name in _BASH_OWNS:
                 raise RequestError(
-                    f"--env: {name} is set by bash itself, so a value would not reach the tasks."
+                    f"--env: {name} is set by bash itself, so a value would not reach the tasks.",
+                    option="--env",
                 )
             preset = name in ("MASTER_ADDR", "MASTER_PORT")
             if (name in forms.RANK_VARIABLES and not preset) or name.startswith(
                 ("SLURM_", "TORCHELASTIC_")
             ):
-                raise RequestError(f"--env: {name} is derived for each task; it cannot be preset.")
+                raise RequestError(
+                    f"--env: {name} is derived for each task; it cannot be preset.", option="--env"
+                )
         for name, value in self.environment:
             forms.text(f"--env {name}", value)
 
@@ -291,3 +361,51 @@ class JobSpec:
 def submission_comment(run_name: str) -> str:
     """The job comment by which a submission whose answer was lost can be found again."""
     return f"clusterddp:{run_name}"
+
+
+REQUEST = tuple(
+    sorted(
+        (
+            *options_of(Resources, ASKED),
+            *options_of(JobSpec, START),
+            Option(
+                "Ask Slurm before the submission when it would start (sbatch --test-only), and "
+                "warn when it finds no nodes for it.",
+                name="check",
+                type=bool,
+                default=False,
+                negatable=True,
+            ),
+            Option("Folder of your own templates.", names="DIR", name="template-dir", group=START),
+            Option(
+                "NAME=VALUE is written into the script (not for secrets); NAME passes the variable "
+                "that is set where you submit; repeatable.",
+                names="NAME[=VALUE]",
+                name="env",
+                type=tuple,
+                group=START,
+            ),
+            Option(
+                "Most megabytes that such a copy may have.",
+                names="MB",
+                name="snapshot-limit",
+                type=float,
+                default=50.0,
+                group=CODE,
+            ),
+            Option(
+                "Folder in which runs are kept.",
+                names="DIR",
+                name="output-root",
+                default="jobs",
+                group=KEPT,
+            ),
+        ),
+        key=lambda option: GROUPS.index(option.group),
+    )
+)
+"""Options of what is asked for, in the order of --help."""
+OPTIONS = {option.name: option for option in (*REQUEST, *TRAINING)}
+"""Every option by its name, which is also its key in site.cfg."""
+DIRECTIVES = {option.directive: option for option in REQUEST if option.directive}
+"""Options that stand for a directive of sbatch, by its name."""

@@ -11,6 +11,7 @@ import click
 from clusterddp import launchers
 from clusterddp.errors import RequestError
 from clusterddp.request import global_batch
+from clusterddp.request.options import COUNT
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig, changes
@@ -192,7 +193,7 @@ def _resources(before: Resources, given: Mapping[str, Any]) -> Resources:
         if usual and "tasks_per_node" not in fields:
             fields["tasks_per_node"] = 0  # one a GPU, as before
     if "tasks_per_node" in given:
-        forms.positive("--tasks-per-node", given["tasks_per_node"])
+        COUNT.check("--tasks-per-node", given["tasks_per_node"])
     return dataclasses.replace(before, **fields)
 
 

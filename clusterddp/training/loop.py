@@ -76,8 +76,8 @@ class Training:
         self.position, self.tally = self.learner.position, self.learner.tally
         self.paces = throughput.Paces()
         self.schedule = Schedule(config, agreed.reference_world_size, len(train_set))
-        self.saving = Interval.parse("--save-every", config.save_every, minutes=True)
-        self.evaluating = Interval.parse("--eval-every", config.eval_every)
+        self.saving = Interval.parse(config.save_every)
+        self.evaluating = Interval.parse(config.eval_every)
         self.last_step = config.max_steps or sys.maxsize
         self.journal = Journal(attempt, rank, self.position, self._planned_steps())
         if config.tensorboard and rank == 0:

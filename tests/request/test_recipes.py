@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from clusterddp.cli.commands import submit
-from clusterddp.cli.train_options import config_from, train_options
+from clusterddp.cli.options import config_from, options
 from clusterddp.errors import RequestError
 from clusterddp.request.recipes import RECIPES
-from clusterddp.request.train_config import TrainConfig, changes
+from clusterddp.request.train_config import TRAINING, TrainConfig, changes
 
 
 def resolved(argv: list[str], *, settings: bool = True, **default_map: Any) -> TrainConfig:
@@ -22,7 +22,7 @@ def resolved(argv: list[str], *, settings: bool = True, **default_map: Any) -> T
     def run(**params: Any) -> TrainConfig:
         return config_from(params, click.get_current_context())
 
-    command = click.command()(train_options(run, settings=settings))
+    command = click.command()(options(TRAINING, settings=settings)(run))
     config = command.main(argv, standalone_mode=False, default_map=default_map)
     assert isinstance(config, TrainConfig)
     return config
@@ -84,7 +84,7 @@ def test_tasks_get_the_values_and_never_the_name() -> None:
 def test_help_says_what_each_recipe_is() -> None:
     def run(**_: Any) -> None: ...
 
-    command = click.command()(train_options(run, settings=True))
+    command = click.command()(options(TRAINING)(run))
     text = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
     for name, recipe in RECIPES.items():
         assert f"{name}, {recipe.summary}" in text

@@ -97,19 +97,26 @@ def test_a_training_that_makes_no_sense_is_refused(fields: dict[str, Any], word:
 
 
 def test_intervals_are_epochs_unless_steps_are_named() -> None:
-    assert Interval.parse("x", "2") == Interval(2, "epoch")
-    assert Interval.parse("x", "1epoch") == Interval(1, "epoch")
-    assert Interval.parse("x", "500steps") == Interval(500, "step")
-    assert Interval.parse("x", "10minutes", minutes=True) == Interval(10, "minute")
-    assert Interval.parse("x", "1minute", minutes=True).seconds == 60.0
+    assert Interval.parse("2") == Interval(2, "epoch")
+    assert Interval.parse("1epoch") == Interval(1, "epoch")
+    assert Interval.parse("500steps") == Interval(500, "step")
+    assert Interval.parse("10minutes") == Interval(10, "minute")
+    assert Interval.parse("1minute").seconds == 60.0
 
 
 @pytest.mark.parametrize(
-    ("value", "minutes"), [("10minutes", False), ("0minutes", True), ("10s", True), ("5m", True)]
+    ("field", "value"),
+    [
+        ("eval_every", "10minutes"),
+        ("save_every", "0minutes"),
+        ("save_every", "10s"),
+        ("save_every", "5m"),
+        ("save_every", ""),
+    ],
 )
-def test_no_other_interval_is_taken(value: str, minutes: bool) -> None:
-    with pytest.raises(RequestError, match=r"--x: .* is no interval; valid ones are 1epoch"):
-        Interval.parse("--x", value, minutes=minutes)
+def test_no_other_interval_is_taken(field: str, value: str) -> None:
+    with pytest.raises(RequestError, match=r"--\w+-every: .* is no interval; valid: 1epoch"):
+        TrainConfig(**{field: value})  # type: ignore[arg-type]
 
 
 def test_intervals_are_due_after_each_of_their_unit_and_minutes_by_the_clock_alone() -> None:

@@ -20,7 +20,7 @@ NOT_DEPENDENCIES = ["", "afterok", "afterok:", "1234", "afterok:x", "afterok:1,,
 
 @pytest.mark.parametrize("value", TIMES)
 def test_slurms_time_forms_are_taken_as_typed(value: str) -> None:
-    assert forms.time_limit("--time", value) == value
+    forms.TIME_LIMIT.check("--time", value)
 
 
 @pytest.mark.parametrize(
@@ -34,29 +34,29 @@ def test_zero_is_no_limit(value: str, seconds: int | None) -> None:
 @pytest.mark.parametrize("value", NOT_TIMES)
 def test_other_times_are_refused_with_valid_examples(value: str) -> None:
     with pytest.raises(RequestError, match=r"--time.*1-02:30:00"):
-        forms.time_limit("--time", value)
+        forms.TIME_LIMIT.check("--time", value)
 
 
 @pytest.mark.parametrize("value", MEMORIES)
 def test_slurms_memory_forms_are_taken_as_typed(value: str) -> None:
-    assert forms.memory("--mem", value) == value
+    forms.MEMORY.check("--mem", value)
 
 
 @pytest.mark.parametrize("value", NOT_MEMORIES)
 def test_other_memory_forms_are_refused_with_valid_examples(value: str) -> None:
     with pytest.raises(RequestError, match=r"--mem.*64G"):
-        forms.memory("--mem", value)
+        forms.MEMORY.check("--mem", value)
 
 
 @pytest.mark.parametrize("value", DEPENDENCIES)
 def test_dependencies_are_taken_as_typed(value: str) -> None:
-    assert forms.dependency("--dependency", value) == value
+    forms.DEPENDENCY.check("--dependency", value)
 
 
 @pytest.mark.parametrize("value", NOT_DEPENDENCIES)
 def test_other_dependencies_are_refused(value: str) -> None:
     with pytest.raises(RequestError, match="afterok:1234"):
-        forms.dependency("--dependency", value)
+        forms.DEPENDENCY.check("--dependency", value)
 
 
 @pytest.mark.parametrize(

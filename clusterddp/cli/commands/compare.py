@@ -1,7 +1,6 @@
 """`clusterddp compare`: one device against several of them, as a table and a picture."""
 
 import dataclasses
-import functools
 import os
 import shlex
 import socket
@@ -13,10 +12,10 @@ from typing import Any
 import click
 
 from clusterddp import log
-from clusterddp.cli import request_options, run_argument, settings
+from clusterddp.cli import run_argument, settings
 from clusterddp.cli.commands.submit import template_folder
 from clusterddp.cli.job_spec import job_spec
-from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
+from clusterddp.cli.options import config_from, options
 from clusterddp.comparison import here, jobs, processors
 from clusterddp.comparison import plan as comparison_plan
 from clusterddp.comparison import plot as picture
@@ -25,6 +24,7 @@ from clusterddp.comparison.rows import plan
 from clusterddp.comparison.table import notes, table
 from clusterddp.comparison.trials import trials_of
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestError
+from clusterddp.request.spec import OPTIONS, REQUEST
 from clusterddp.request.train_config import STRATEGIES
 from clusterddp.run import formatting
 from clusterddp.slurm import forms
@@ -40,10 +40,6 @@ _ALSO_HERE = ("output_root",)
 
 class CompareCommand(settings.SettingsCommand):
     """Takes the options of `submit` and of the training, but those that are fixed here."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.params = [one for one in self.params if one.name not in _FIXED]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
@@ -79,8 +75,6 @@ def _world_sizes(ctx: click.Context, _param: click.Parameter, value: str | None)
         "What is compared": [
             "strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of",
         ],
-        **request_options.groups(),
-        "What each run trains": list(TRAIN_OPTION_NAMES),
     },
     epilog="Exit codes: 0 done, 1 a run failed, 2 a wrong request, 130 interrupted.",
 )  # fmt: skip
@@ -122,8 +116,7 @@ def _world_sizes(ctx: click.Context, _param: click.Parameter, value: str | None)
     "--of", metavar="NAME|RUN", multiple=True,
     help="Run nothing: print the table of a comparison, or of runs; repeatable.",
 )  # fmt: skip
-@request_options.request_options
-@functools.partial(train_options, settings=True)
+@options(row for row in OPTIONS.values() if row.parameter not in _FIXED)
 @click.option("--site", metavar="FILE", help="The site.cfg to use.")
 @click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started; touch nothing.")
@@ -135,7 +128,7 @@ def _world_sizes(ctx: click.Context, _param: click.Parameter, value: str | None)
 @click.pass_context
 def command(
     ctx: click.Context, /, of: tuple[str, ...], name: str | None, where: str, repeat: int,
-    dry_run: bool, plot: str | None, as_json: bool, **options: Any,
+    dry_run: bool, plot: str | None, as_json: bool, **values: Any,
 ) -> int:  # fmt: skip
     """Train the same on one device, with DataParallel and with DistributedDataParallel.
 
@@ -154,7 +147,7 @@ def command(
         picture.check(Path(plot))
     if of:
         _refuse_beside_of(ctx)
-        trials = trials_of(Path(options["output_root"]), of)
+        trials = trials_of(Path(values["output_root"]), of)
         return _show(trials, ", ".join(of), as_json, plot)
     name = _checked_name(name)
     if where == "debug":
@@ -163,16 +156,16 @@ def command(
         place = comparison_plan.workstation(config)
     else:
         with settings.naming_sources(ctx):
-            base = job_spec(ctx, name, options)
+            base = job_spec(ctx, name, values)
         config = base.train or config_from(ctx.params, ctx)
         place = comparison_plan.cluster(base, config)
     rows = plan(
-        config, options["strategies"],
-        options["world_sizes"] or comparison_plan.powers_of_two(place), place,
-        fixed_global_batch=options["fixed_global_batch"],
+        config, values["strategies"],
+        values["world_sizes"] or comparison_plan.powers_of_two(place), place,
+        fixed_global_batch=values["fixed_global_batch"],
     )  # fmt: skip
-    planned = comparison_plan.requests(rows, name, options["output_root"], repeat, base)
-    templates = template_folder(options) if base else None
+    planned = comparison_plan.requests(rows, name, values["output_root"], repeat, base)
+    templates = template_folder(values) if base else None
     elsewhere = base is not None and in_another_python(base)
     if dry_run:
         find_own_functions(config, elsewhere=elsewhere)
@@ -182,16 +175,16 @@ def command(
     number = 0
     try:
         if base:
-            trials = jobs.carry_out(planned, templates, options["snapshot_limit"])
+            trials = jobs.carry_out(planned, templates, values["snapshot_limit"])
         else:
             trials, number = here.carry_out(planned)
     except jobs.Interrupted as interrupted:
-        _say_how_to_go_on(name, options["output_root"], interrupted)
+        _say_how_to_go_on(name, values["output_root"], interrupted)
         return EXIT_INTERRUPTED
     failed = any(trial.state != DONE for trial in trials)
     trials += [Trial(row, why=row.missing) for row in rows if row.missing]
     if plot is None:
-        plot = _usual_picture(name, options["output_root"])
+        plot = _usual_picture(name, values["output_root"])
     code = _show(trials, name, as_json, plot)
     return 128 + number if number else EXIT_FAILED if failed else code
 
@@ -204,7 +197,7 @@ def _refuse_beside_of(ctx: click.Context) -> None:
 
 
 def _refuse_requests(ctx: click.Context) -> None:
-    names = [name for names in request_options.groups().values() for name in names]
+    names = [row.parameter for row in REQUEST]
     given = [n for n in names if n not in _ALSO_HERE and settings.source(ctx, n) == "flag"]
     if given:
         raise click.UsageError(f"{_flags(given)} is asked of Slurm: add --launcher sbatch.", ctx)

@@ -1,6 +1,5 @@
 """`clusterddp debug`: the training entrypoint on this workstation, in one process or several."""
 
-import functools
 import os
 import shlex
 import time
@@ -9,20 +8,20 @@ from typing import Any
 import click
 
 from clusterddp import log
+from clusterddp.cli.options import config_from, options
 from clusterddp.cli.settings import SettingsCommand
-from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.from_flags import MOST_PROCS, START_METHODS
-from clusterddp.request.train_config import TrainConfig
+from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.submission.preflight import make_sure
 
 
-@click.command(cls=SettingsCommand, groups={"What it trains": list(TRAIN_OPTION_NAMES)})
-@functools.partial(train_options, settings=True)
+@click.command(cls=SettingsCommand)
+@options(TRAINING)
 @click.option(
     "--procs",
     type=click.IntRange(1, MOST_PROCS),
@@ -62,7 +61,7 @@ def command(
     run_name: str | None,
     output_root: str,
     run_dir: str | None,
-    **options: Any,
+    **values: Any,
 ) -> int:
     """Train here and now, without Slurm.
 
@@ -72,7 +71,7 @@ def command(
     """
     from clusterddp.worker import workstation  # after --help, which needs no multiprocessing
 
-    config = config_from(options, click.get_current_context())
+    config = config_from(values, click.get_current_context())
     if run_dir is not None and run_name is not None:
         raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
     if run_dir == "":

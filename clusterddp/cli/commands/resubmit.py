@@ -2,29 +2,27 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from clusterddp import launchers
 from clusterddp.cli import run_argument
-from clusterddp.cli.request_options import REQUEST
-from clusterddp.cli.request_options import names as names_of
+from clusterddp.cli.options import options, recipe_settings
 from clusterddp.cli.settings import SettingsCommand
-from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, recipe_settings, train_options
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     CheckpointError,
     RequestError,
 )
-from clusterddp.request.spec import JobSpec
-from clusterddp.request.train_config import TrainConfig
+from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
+from clusterddp.request.spec import REQUEST, JobSpec
+from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import events
 from clusterddp.run.claim import claimed
 from clusterddp.run.progress import checkpoint_step
@@ -42,35 +40,17 @@ from clusterddp.submission.preflight import find_own_functions, in_another_pytho
 from clusterddp.submission.renewed_records import submit_again
 from clusterddp.submission.resubmittable import check_directory, check_state
 
-F = TypeVar("F", bound=Any)
-
-_ASKED = "What Slurm is asked for"
-_INTERRUPTED = "When it is interrupted"
-_TRAINED = "What the tasks train"
-_KEPT = "Where it is kept"
-# What a run keeps for good: it belongs to the script's own lines, which are edited there.
-_FIXED = {"sbatch", "omit-directive", "output-root"}
-_TRAIN_NAMES = tuple(name for name in TRAIN_OPTION_NAMES if name != "resume")
-"""A run goes on from its own checkpoints, which come before those of another run."""
-
-
-def _request_names() -> dict[str, list[str]]:
-    """The options of `submit` that are taken here too, by the sections of --help."""
-    return {
-        title: [name for name in REQUEST[title] if name not in _FIXED]
-        for title in (_ASKED, _INTERRUPTED, _KEPT)
-    }
+# What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
+# from its own checkpoints, which come before those of another run.
+_FIXED = {"sbatch", "omit-directive", "output-root", "resume"}
+_TRAINED = [row for row in TRAINING if row.name not in _FIXED]
+_ASKED = [
+    row for row in REQUEST if row.group in (ASKED, INTERRUPTED, KEPT) and row.name not in _FIXED
+]
 
 
 class ResubmitCommand(SettingsCommand):
     """Takes its options from the command line alone: whatever is not typed stays as recorded."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for parameter in self.params:
-            if parameter.name in _TRAIN_NAMES and isinstance(parameter, click.Option):
-                parameter.default, parameter.show_default = None, False
-        self.params = [one for one in self.params if one.name != "resume"]
 
     def _load_defaults(self, ctx: click.Context, args: list[str]) -> None:
         super()._load_defaults(ctx, args)
@@ -78,33 +58,14 @@ class ResubmitCommand(SettingsCommand):
         ctx.default_map = kept
 
 
-def _request_options(function: F) -> F:
-    for title, names in reversed(_request_names().items()):
-        for name in reversed(names):
-            settings = {k: v for k, v in REQUEST[title][name].items() if k != "flag"}
-            settings |= {"default": None, "show_default": False}
-            add = click.option(*names_of(name, REQUEST[title][name]), **settings)
-            function = add(function)
-    return function
-
-
 @click.command(
     name="resubmit",
     cls=ResubmitCommand,
-    groups={
-        **{
-            title: [name.replace("-", "_") for name in names]
-            for title, names in _request_names().items()
-            if title != _KEPT
-        },
-        _TRAINED: list(_TRAIN_NAMES),
-    },
     epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
     "75 it was stopped and can go on, 130 interrupted.",
 )
 @click.argument("run", type=run_argument.RUN)
-@_request_options
-@functools.partial(train_options, settings=False)
+@options([*_ASKED, *_TRAINED], settings=False, defaults=False)
 @click.option(
     "--template-dir",
     metavar="DIR",
@@ -146,7 +107,7 @@ def command(
     wait: bool,
     output_root: Path,
     as_json: bool,
-    **options: Any,
+    **values: Any,
 ) -> int:
     """Submit RUN once more: it goes on from its last checkpoint, in its own directory.
 
@@ -168,7 +129,7 @@ def command(
     template_dir = template_dir and template_dir.absolute()  # ahead of going to the run's folder
     given = {
         name: value
-        for name, value in options.items()
+        for name, value in values.items()
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     }
     if dry_run:
@@ -214,9 +175,10 @@ def _requests(ctx: click.Context, run: RunDir, given: Mapping[str, Any]) -> tupl
             "begins where it likes.",
             ctx,
         )
-    trained = {name: value for name, value in given.items() if name in _TRAIN_NAMES}
+    rows = [row for row in _TRAINED if row.parameter in given]
+    trained = {row.parameter: given[row.parameter] for row in rows}
     if trained and before.train is None:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in trained)
+        flags = ", ".join(row.flag for row in rows)
         raise click.UsageError(
             f"{flags} belongs to the MNIST training, but {run.name} runs a command.", ctx
         )

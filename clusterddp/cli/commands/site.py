@@ -12,6 +12,7 @@ from clusterddp.cli.commands.templates import SHIPPED
 from clusterddp.cli.job_spec import job_spec
 from clusterddp.errors import RequestError
 from clusterddp.request.site import Site
+from clusterddp.request.spec import OPTIONS
 
 
 @click.command()
@@ -32,7 +33,7 @@ def command(site: str | None, cluster: str | None, as_json: bool) -> None:
     except click.UsageError as error:
         raise RequestError(error.format_message()) from None
     assert isinstance(ctx.obj, Site)
-    names = sorted(settings.setting_names())
+    names = sorted(OPTIONS)
     rows = {name: _row(ctx, name.replace("-", "_")) for name in names}
     if as_json:
         environment = dict(ctx.obj.environment)
@@ -53,7 +54,8 @@ def _check(ctx: click.Context) -> None:
         if spec.template in SHIPPED or (folder and (folder / spec.template).is_file()):
             return
         raise RequestError(
-            f"--template: {spec.template!r} is not found; shipped are {', '.join(SHIPPED)}."
+            f"--template: {spec.template!r} is not found; shipped are {', '.join(SHIPPED)}.",
+            option="--template",
         )
 
 

@@ -1,6 +1,5 @@
 """`clusterddp submit`: render, check, make the run's directory, submit."""
 
-import functools
 import os
 import time
 from pathlib import Path
@@ -9,16 +8,17 @@ from typing import Any
 import click
 
 from clusterddp import launchers
-from clusterddp.cli import request_options, sbatch_variables, settings, startup
+from clusterddp.cli import settings, startup
 from clusterddp.cli.commands.templates import SHIPPED
 from clusterddp.cli.job_spec import job_spec
-from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, train_options
+from clusterddp.cli.options import options
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     RequestError,
 )
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS
+from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.run.run_dir import RunDir
 
 
@@ -33,10 +33,10 @@ class SubmitCommand(settings.SettingsCommand):
         try:
             return super().parse_args(ctx, args[:cut])
         except click.NoSuchOption as error:
-            ours = request_options.IN_PLACE_OF.get(error.option_name)
-            if ours is None:
+            name = SHORT_FORMS.get(error.option_name, error.option_name.removeprefix("--"))
+            if name not in REPLACED_FLAGS:
                 raise
-            message = f"{error.option_name} is sbatch's; here it is {ours}."
+            message = f"{error.option_name} is sbatch's; here it is {REPLACED_FLAGS[name]}."
             raise click.UsageError(message, ctx) from None
         except click.UsageError as error:
             if type(error) is click.UsageError and "unexpected extra argument" in error.message:
@@ -50,16 +50,11 @@ class SubmitCommand(settings.SettingsCommand):
 @click.command(
     cls=SubmitCommand,
     options_metavar="[OPTIONS] [-- COMMAND…]",
-    groups={
-        **request_options.groups(),
-        "What the tasks train (without a COMMAND)": list(TRAIN_OPTION_NAMES),
-    },
     epilog="Precedence: flag, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this shell, "
     "site.cfg, --recipe, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
     "75 it was stopped and can go on, 130 interrupted.",
 )
-@request_options.request_options
-@functools.partial(train_options, settings=True)
+@options(OPTIONS.values())
 @click.option("--run-name", metavar="NAME", help="Name of the run; made up when absent.")
 @click.option("--site", metavar="FILE", help="The site.cfg to use.")
 @click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
@@ -76,21 +71,21 @@ def command(
     dry_run: bool,
     wait: bool,
     as_json: bool,
-    **options: Any,
+    **values: Any,
 ) -> int:
     """Render an sbatch script, check it, and submit it as a run.
 
     Trains MNIST on every task, or runs COMMAND there with RANK, WORLD_SIZE, MASTER_ADDR … set.
     """
-    for name in sbatch_variables.left_out(os.environ):
+    for name in settings.unused_variables(os.environ):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
     if run_name == "":
         raise RequestError("--run-name is empty; leave it out to have one made up.")
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
     with settings.naming_sources(ctx):
-        spec = job_spec(ctx, run_name or _made_up_name(), options)
-    script = launchers.load(spec.launcher).prepare(spec, template_folder(options))
+        spec = job_spec(ctx, run_name or _made_up_name(), values)
+    script = launchers.load(spec.launcher).prepare(spec, template_folder(values))
     if dry_run:
         if spec.uses_own_code:
             from clusterddp.submission import submit
@@ -108,8 +103,8 @@ def command(
 
     try:
         run, submission = submit.submit(
-            spec, script, snapshot_limit_mb=options["snapshot_limit"],
-            check=options["check"],
+            spec, script, snapshot_limit_mb=values["snapshot_limit"],
+            check=values["check"],
         )  # fmt: skip
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -142,14 +137,16 @@ def template_folder(options: dict[str, Any]) -> Path | None:
     """The folder of a person's own templates; it must be there when it was named."""
     path = Path(options["template"])
     if "/" in options["template"] and not path.is_file():
-        raise RequestError(f"--template: {options['template']!r} is no file.")
+        raise RequestError(f"--template: {options['template']!r} is no file.", option="--template")
     if "/" in options["template"] or (path.is_file() and path.name not in SHIPPED):
         return path.parent
     if options["template_dir"] is None:
         return None
     folder = Path(options["template_dir"])
     if not folder.is_dir():
-        raise RequestError(f"--template-dir: {options['template_dir']!r} is no folder.")
+        raise RequestError(
+            f"--template-dir: {options['template_dir']!r} is no folder.", option="--template-dir"
+        )
     return folder
 
 

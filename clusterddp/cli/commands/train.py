@@ -1,6 +1,5 @@
 """`clusterddp train`: what every task of a run executes; also by hand and under torchrun."""
 
-import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,15 @@ from typing import Any
 import click
 
 from clusterddp.cli import startup
-from clusterddp.cli.train_options import config_from, train_options
+from clusterddp.cli.options import config_from, options
 from clusterddp.ranks import from_flags
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.request.train_config import TRAINING
 from clusterddp.training import stop
 
 
 @click.command()
-@functools.partial(train_options, settings=False)
+@options(TRAINING, settings=False)
 @click.option(
     "--run-dir",
     metavar="DIR",
@@ -58,7 +58,7 @@ def command(
     own_log: bool,
     attempt: int | None,
     signal_lead: int,
-    **options: Any,
+    **values: Any,
 ) -> int:
     """Train as one rank, which this process learns from its environment, or from --rank.
 
@@ -70,7 +70,7 @@ def command(
 
     A run directory that holds checkpoints is gone on with, from its newest.
     """
-    config = config_from(options, click.get_current_context())
+    config = config_from(values, click.get_current_context())
     env = from_flags.from_flags(
         rank, world_size, master_addr, master_port, local_rank, local_world_size
     )

@@ -10,8 +10,8 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
+from clusterddp.cli.commands import submit
 from clusterddp.cli.main import cli
-from clusterddp.cli.partition import PARTITION
 from tests.cli.made_runs import Workplace, workplace
 
 __all__ = ["workplace"]
@@ -82,8 +82,8 @@ def test_run_names_of_another_output_root_are_offered(workplace: Workplace) -> N
 
 
 def offered(incomplete: str) -> list[str]:
-    option = click.Option(["--partition"], type=PARTITION)
-    context = click.Context(click.Command("submit", params=[option]))
+    option = next(one for one in submit.command.params if one.name == "partition")
+    context = click.Context(submit.command)
     return [item.value for item in option.shell_complete(context, incomplete)]
 
 

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from clusterddp.cli.main import cli
-from clusterddp.cli.settings import setting_names
 from clusterddp.errors import RequestError
+from clusterddp.request.spec import OPTIONS
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def test_every_setting_is_shown_with_its_source(
     assert shown["site"] == str(path)
     assert shown["environment"] == {"A": "1"}
     settings = shown["settings"]
-    assert set(settings) == setting_names()
+    assert set(settings) == set(OPTIONS)
     assert settings["time"] == {"value": "60", "source": f"{path} [defaults]"}
     assert settings["partition"] == {"value": "b", "source": f"{path} [cluster:big]"}
     assert settings["setup"] == {"value": ["echo 1", "echo 2"], "source": f"{path} [defaults]"}

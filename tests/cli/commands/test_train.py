@@ -14,8 +14,8 @@ import click
 import pytest
 
 from clusterddp.checkpoints.files import step_of
-from clusterddp.cli.train_options import TRAIN_OPTION_NAMES, config_from, train_options
-from clusterddp.request.train_config import TrainConfig
+from clusterddp.cli.options import config_from, options
+from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker.workstation import free_port
@@ -320,7 +320,7 @@ def options_command(settings: bool) -> click.Command:
     def run(**params: Any) -> TrainConfig:
         return config_from({**params, "nodes": 2}, click.get_current_context())
 
-    return click.command()(train_options(run, settings=settings))
+    return click.command()(options(TRAINING, settings=settings)(run))
 
 
 def test_options_become_the_configuration_and_its_argv_the_options() -> None:
@@ -330,7 +330,9 @@ def test_options_become_the_configuration_and_its_argv_the_options() -> None:
     command = options_command(settings=False)
     assert command.main(given.to_argv(), standalone_mode=False) == given
     assert command.main([], standalone_mode=False) == TrainConfig()
-    assert set(TRAIN_OPTION_NAMES) == {field.name for field in dataclasses.fields(TrainConfig)}
+    assert {row.parameter for row in TRAINING} == {
+        field.name for field in dataclasses.fields(TrainConfig)
+    }
 
 
 def test_only_commands_that_a_person_types_read_settings(monkeypatch: pytest.MonkeyPatch) -> None:
