@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from clusterddp.cli import settings
-from clusterddp.cli.commands.templates import SHIPPED, full_name
 from clusterddp.cli.options import config_from
 from clusterddp.errors import RequestError
+from clusterddp.launchers import SHIPPED, full_name
 from clusterddp.request.options import COUNT, NEEDED_DIRECTIVES, PASSED_ON, REPLACED
 from clusterddp.request.resources import Resources
 from clusterddp.request.site import Site
@@ -94,6 +94,23 @@ def _resources(given: Mapping[str, Any], train: TrainConfig | None) -> Resources
     elif train and train.strategy != "ddp":
         fields["tasks_per_node"] = 1  # a single task drives all GPUs of its node
     return Resources(**fields)
+
+
+def template_folder(options: Mapping[str, Any]) -> Path | None:
+    """The folder of a person's own templates; it must be there when it was named."""
+    path = Path(options["template"])
+    if "/" in options["template"] and not path.is_file():
+        raise RequestError(f"--template: {options['template']!r} is no file.", option="--template")
+    if "/" in options["template"] or (path.is_file() and path.name not in SHIPPED):
+        return path.parent
+    if options["template_dir"] is None:
+        return None
+    folder = Path(options["template_dir"])
+    if not folder.is_dir():
+        raise RequestError(
+            f"--template-dir: {options['template_dir']!r} is no folder.", option="--template-dir"
+        )
+    return folder
 
 
 def _template(ctx: click.Context, value: str, folder: str | None) -> str:

@@ -148,7 +148,7 @@ def _partitions(_ctx: click.Context, incomplete: str) -> list[str]:
 
 def _templates(ctx: click.Context, _incomplete: str) -> Iterable[str]:
     """Return the shipped templates and those of --template-dir."""
-    from clusterddp.cli.commands.templates import SHIPPED
+    from clusterddp.launchers import SHIPPED
 
     folder = ctx.params.get("template_dir")
     own = sorted(path.name for path in Path(folder).glob("*.j2")) if folder else []

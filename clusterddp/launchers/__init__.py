@@ -9,6 +9,12 @@ from typing import Protocol, cast
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.run_dir import RunDir
 
+SHIPPED = {
+    "ddp.sbatch.j2": "one srun task per rank (the default)",
+    "torchrun.sbatch.j2": "one torchrun agent per node, which starts that node's ranks",
+}
+"""Templates for people that the package ships, each with a line about it."""
+
 # launcher -> module; a new launcher is one file, one line here and its name in spec.LAUNCHERS.
 MODULES = {
     "sbatch": "clusterddp.launchers.sbatch",
@@ -39,3 +45,17 @@ class Launcher(Protocol):
 def load(name: str) -> Launcher:
     """The launcher of that name; its module must be one of `MODULES`."""
     return cast(Launcher, importlib.import_module(MODULES[name]))
+
+
+def full_name(template: str, folder: Path | None = None) -> str:
+    """The file name of a template: `torchrun` is `torchrun.sbatch.j2`.
+
+    A template of the person's own folder comes before a shipped one; any other name stays as it is.
+    """
+    own = (template + ending for ending in _ENDINGS if folder and template)
+    if name := next((name for name in own if folder and (folder / name).is_file()), None):
+        return name
+    return next((name for name in SHIPPED if name.split(".")[0] == template), template)
+
+
+_ENDINGS = ("", ".sbatch.j2", ".j2")

@@ -13,8 +13,7 @@ import click
 
 from clusterddp import log
 from clusterddp.cli import run_argument, settings
-from clusterddp.cli.commands.submit import template_folder
-from clusterddp.cli.job_spec import job_spec
+from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import config_from, options
 from clusterddp.comparison import here, jobs, processors
 from clusterddp.comparison import plan as comparison_plan

@@ -8,9 +8,9 @@ import click
 
 from clusterddp.cli import settings
 from clusterddp.cli.commands import submit
-from clusterddp.cli.commands.templates import SHIPPED
-from clusterddp.cli.job_spec import job_spec
+from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.errors import RequestError
+from clusterddp.launchers import SHIPPED
 from clusterddp.request.site import Site
 from clusterddp.request.spec import OPTIONS
 
@@ -50,7 +50,7 @@ def _check(ctx: click.Context) -> None:
     """Refuse what a submission with these settings would refuse, naming where it came from."""
     with settings.naming_sources(ctx):
         spec = job_spec(ctx, "site", ctx.params)
-        folder = submit.template_folder(ctx.params)
+        folder = template_folder(ctx.params)
         if spec.template in SHIPPED or (folder and (folder / spec.template).is_file()):
             return
         raise RequestError(

@@ -2,15 +2,13 @@
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import click
 
 from clusterddp import launchers
 from clusterddp.cli import settings, startup
-from clusterddp.cli.commands.templates import SHIPPED
-from clusterddp.cli.job_spec import job_spec
+from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import options
 from clusterddp.errors import (
     EXIT_DONE,
@@ -131,23 +129,6 @@ def command(
 
 def _made_up_name() -> str:
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-
-
-def template_folder(options: dict[str, Any]) -> Path | None:
-    """The folder of a person's own templates; it must be there when it was named."""
-    path = Path(options["template"])
-    if "/" in options["template"] and not path.is_file():
-        raise RequestError(f"--template: {options['template']!r} is no file.", option="--template")
-    if "/" in options["template"] or (path.is_file() and path.name not in SHIPPED):
-        return path.parent
-    if options["template_dir"] is None:
-        return None
-    folder = Path(options["template_dir"])
-    if not folder.is_dir():
-        raise RequestError(
-            f"--template-dir: {options['template_dir']!r} is no folder.", option="--template-dir"
-        )
-    return folder
 
 
 def _announce(spec: JobSpec, run: RunDir, submission: launchers.Submission) -> None:

@@ -6,25 +6,7 @@ from pathlib import Path
 import click
 
 from clusterddp.errors import RequestError
-
-SHIPPED = {
-    "ddp.sbatch.j2": "one srun task per rank (the default)",
-    "torchrun.sbatch.j2": "one torchrun agent per node, which starts that node's ranks",
-}
-
-
-_ENDINGS = ("", ".sbatch.j2", ".j2")
-
-
-def full_name(template: str, folder: Path | None = None) -> str:
-    """The file name of a template: `torchrun` is `torchrun.sbatch.j2`.
-
-    A template of the person's own folder comes before a shipped one; any other name stays as it is.
-    """
-    own = (template + ending for ending in _ENDINGS if folder and template)
-    if name := next((name for name in own if folder and (folder / name).is_file()), None):
-        return name
-    return next((name for name in SHIPPED if name.split(".")[0] == template), template)
+from clusterddp.launchers import SHIPPED, full_name
 
 
 class ShippedName(click.Choice):  # type: ignore[type-arg] # its type is no parameter before click 8.2

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from clusterddp.cli.commands.templates import SHIPPED
 from clusterddp.cli.main import cli
 from clusterddp.errors import RequestError
+from clusterddp.launchers import SHIPPED
 from clusterddp.launchers.script import shipped_folder
 
 
