@@ -17,8 +17,8 @@ from clusterddp.worker import datasets
 
 TAKES = """
 import json, sys
-from clusterddp.training import node_data
-held = node_data.take(json.loads(sys.argv[1]))
+from clusterddp.data import shared_memory
+held = shared_memory.take(json.loads(sys.argv[1]))
 pixels, labels = held.tensors(train=True)
 print(int(pixels.sum()), int(labels.sum()), tuple(pixels.shape))
 """

@@ -44,13 +44,13 @@ print(json.dumps({"ranks": [json.loads(rank.communicate()[0]) for rank in starte
 RANK = """
 import json, os, sys, threading
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.training import listener, lookups
+from clusterddp.distributed import listener, name_lookups
 rank = int(sys.argv[1])
 env = DistEnv.from_environ({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "10.99.0.1",
                             "MASTER_PORT": "23999"})
 bound = listener.bind(env, {})
-asked = lookups.Lookups(env)
-from clusterddp.training import rendezvous
+asked = name_lookups.Lookups(env)
+from clusterddp.distributed import rendezvous
 import torch.distributed as dist
 before = asked.master_answered
 store = rendezvous.open_store(env, {}, 100.0, bound=bound, answered=lambda: asked.master_answered)

@@ -370,9 +370,9 @@ def test_a_process_ends_although_its_store_is_stopped(agent: StoreProcess, tmp_p
     program = f"""
 import os, time
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.training.phases import Progress
-from clusterddp.training.posting_board import connect
-from clusterddp.training.watchdog import Watchdog
+from clusterddp.distributed.phase import Progress
+from clusterddp.distributed.heartbeat_store import connect
+from clusterddp.distributed.watchdog import Watchdog
 env = DistEnv.from_environ({{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                             "MASTER_PORT": "{agent.port}"}})
 dog = Watchdog(connect(env, {{}}, {PATIENCE}), env, Progress(), silent_seconds=0.2,

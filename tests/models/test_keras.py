@@ -228,9 +228,9 @@ def test_two_ranks_end_with_one_set_of_weights_and_statistics(
 HOSTILE = """
 import os, sys, torch
 from pathlib import Path
-from clusterddp.training import models
+from clusterddp.models import registry
 before = dict(os.environ)
-model = models.build("keras-convnet").eval()
+model = registry.build("keras-convnet").eval()
 changed = {name for name in {*os.environ, *before} if os.environ.get(name) != before.get(name)}
 assert not {name for name in changed if not name.startswith("TORCH")}, changed  # torch's own
 import keras

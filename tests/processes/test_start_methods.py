@@ -115,7 +115,7 @@ def test_what_a_function_leaves_running_is_killed(method: str, tmp_path: Path) -
 def test_tasks_die_with_the_process_that_started_them(method: str, tmp_path: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path\n"
-        "from clusterddp.launchers import start_methods\n"
+        "from clusterddp.processes import start_methods\n"
         "from clusterddp.processes.group import TaskGroup\n"
         "from tests.launchers import called\n"
         f"start_methods.get_ready('{method}')\n"

@@ -605,7 +605,8 @@ def test_a_full_disk_is_said_and_nothing_is_left(
 ) -> None:
     write(tree, {"big.bin": "x" * 100_000, "link": ""})
     program = (
-        "import sys; from pathlib import Path; from clusterddp import errors, snapshot\n"
+        "import sys; from pathlib import Path; from clusterddp import errors\n"
+        "from clusterddp.submission import snapshot\n"
         "disk = Path.cwd()\n"
         "try: snapshot.take(Path(sys.argv[1]), disk / 'code')\n"
         "except errors.RequestError as error: print(error, list(disk.iterdir()))\n"

@@ -268,7 +268,7 @@ def test_a_stopped_task_is_named_by_its_parent_which_can_still_speak(task: Any) 
 
 
 NOTE = """
-from clusterddp import stop
+from clusterddp.training import stop
 import clusterddp.worker.supervise
 supervise = lambda *a: clusterddp.worker.supervise.supervise(*a, listen=stop.requested.listen)
 def child():

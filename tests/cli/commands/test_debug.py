@@ -31,7 +31,7 @@ PATIENCE = 90
 # A model whose construction stops as a breakpoint does: it asks the person who typed the command.
 ASKING_MODEL = """
 import os, sys
-import clusterddp.training.models as models
+import clusterddp.models.registry as models
 convnet = models.MODELS["convnet"]
 def asking():
     print("in process", os.getpid(), "asked for", input(), flush=True)
@@ -44,20 +44,20 @@ main()
 # A training that fails while the thread which writes its checkpoint is inside torch, for ever.
 FAILS_WHILE_IT_SAVES = """
 import io, threading, torch
-from clusterddp import worker
-from clusterddp.training import saver
+from clusterddp.checkpoints import writer
+from clusterddp.worker import task
 begun = threading.Event()
 def without_end(content):
     while True:
         begun.set()
         torch.save(content, io.BytesIO())
-class Failing(saver.Saver):
+class Failing(writer.Saver):
     def save(self, *arguments):
         super().save(*arguments)
         begun.wait()
         raise ValueError("the batch is odd")
-saver.to_bytes, saver.Saver = without_end, Failing
-worker._SAVE_SECONDS = 0.1
+writer.to_bytes, writer.Saver = without_end, Failing
+task._SAVE_SECONDS = 0.1
 from clusterddp.__main__ import main
 main()
 """
@@ -312,7 +312,7 @@ def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
 # A training whose steps after the thirtieth never end: it cannot save.
 HANGING = """
 import signal, sys
-from clusterddp.training.images import Images
+from clusterddp.data.in_memory import Images
 batches, seen = Images.batches, []
 def hang(self, *order):
     for batch in batches(self, *order):

@@ -29,7 +29,7 @@ import clusterddp.worker.supervise
 fork = clusterddp.worker.supervise.supervise
 def supervise(run_dir, env, child, **more):
     def failing():
-        from clusterddp.training.images import Images
+        from clusterddp.data.in_memory import Images
         batches, seen = Images.batches, []
         def failing_batches(self, *order):
             for batch in batches(self, *order):
