@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from clusterddp import launchers
-from clusterddp.cli import run_argument
-from clusterddp.errors import (
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    EXIT_PAUSED,
-    RequestError,
-    TrainingError,
-)
+from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, RequestError, TrainingError
 from clusterddp.ranks.from_flags import MOST_PROCS, START_METHODS
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
@@ -27,6 +20,7 @@ from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt_logs import of_attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.files import read_json
+from clusterddp.run.lookup import statuses
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import RunStatus
 from clusterddp.submission import submit as submitting
@@ -59,7 +53,7 @@ class SubmittedRun:
 
     def status(self) -> RunStatus:
         """How it is doing, as `clusterddp status` shows it."""
-        return run_argument.statuses([RunDir(self.run_dir)])[0]
+        return statuses([RunDir(self.run_dir)])[0]
 
     def wait(self) -> RunStatus:
         """How it ended, once it has; a run that is requeued has not."""

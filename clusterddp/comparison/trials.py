@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clusterddp import log
-from clusterddp.cli import run_argument
 from clusterddp.comparison.results import DONE, INTERRUPTED, Trial
 from clusterddp.comparison.rows import Row
 from clusterddp.errors import EXIT_INTERRUPTED, RequestError
+from clusterddp.run.lookup import all_runs, find_run, statuses
 from clusterddp.run.progress import latest_report
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import FAILED
@@ -28,12 +28,12 @@ def trials_of(root: Path, texts: Sequence[str]) -> list[Trial]:
     A run of a comparison whose request is damaged is left out, which is logged. Raises
     RequestError where there is none, or one that trains nothing.
     """
-    known = run_argument.all_runs(root)
+    known = all_runs(root)
     found: dict[Path, tuple[Row, RunDir]] = {}
     for text in texts:
         of_it = re.compile(re.escape(text) + r"-(single|d?dp-\d+)(-r\d+)?")
         own = [run for run in known if of_it.fullmatch(run.name)]
-        meant = own or [run_argument.find_run(root, text)]
+        meant = own or [find_run(root, text)]
         damaged: list[RequestError] = []
         for run in meant:
             try:
@@ -44,9 +44,9 @@ def trials_of(root: Path, texts: Sequence[str]) -> list[Trial]:
             raise damaged[0]
         for why in damaged:
             log.info(f"left out: {why}")
-    statuses = run_argument.statuses([run for _, run in found.values()])
+    current = statuses([run for _, run in found.values()])
     return [
-        trial(row, run, status) for (row, run), status in zip(found.values(), statuses, strict=True)
+        trial(row, run, status) for (row, run), status in zip(found.values(), current, strict=True)
     ]
 
 

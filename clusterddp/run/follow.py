@@ -1,38 +1,31 @@
-"""Following a run to its end: its logs on stdout as they grow, its changes of state on stderr.
-
-Used by `logs -f` and `submit --wait`.
-"""
+"""Reads a run's logs as they grow, and watches the run until it has ended."""
 
 import os
-import sys
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import click
-
-from clusterddp.cli import run_argument
-from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PAUSED
-from clusterddp.run import events
-from clusterddp.run.attempt_logs import of_attempt
+from clusterddp import log
+from clusterddp.errors import RequestError
+from clusterddp.run import events, formatting
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.state import CREATED, DONE, FAILED, QUEUED, RUNNING, STOPPED, UNKNOWN
+from clusterddp.run.state import CREATED, DONE, FAILED, QUEUED, RUNNING, UNKNOWN
 from clusterddp.run.status import RunStatus, run_status
 from clusterddp.run.submission import Submission, jobs_to_ask, latest_submission
 from clusterddp.slurm.queries import query
 from clusterddp.slurm.states import JobState, State
 
 FILES_SECONDS = 0.3
-"""Between two looks at the run's files."""
+"""Pause between two looks at the run's files."""
 SLURM_SECONDS = (1.0, 10.0)
-"""Between two questions to Slurm: at first and after a change, and at most."""
+"""Pause between two questions to Slurm: at first and after a change, and at most."""
 SETTLE_SECONDS = 30.0
-"""How long a failed run's Slurm job may take to leave, before its own record is the last word."""
+"""Time that a failed run's Slurm job may take to leave before the run's own record is final."""
 FORGOTTEN_ANSWERS = 3
-"""That many answers in a row that Slurm knows no such job end the following."""
+"""Answers in a row that Slurm knows no such job, after which the run is over."""
 
-_LAST_LINES = 20
 _BLOCK = 65536
 
 
@@ -40,12 +33,12 @@ class LogTail:
     """A log file read piece by piece as it grows; it need not exist yet."""
 
     def __init__(self, path: Path, lines: int | None = None) -> None:
-        """`lines`: how many of the lines that are there already are read; None reads them all."""
+        """Take the last `lines` of the existing lines; all of them for None."""
         self.path = path
         self._position = 0 if lines is None else _start_of_last(path, lines)
 
     def read(self) -> bytes:
-        """What was added since the last time."""
+        """Return the bytes that were added since the last call."""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._position:
@@ -68,7 +61,7 @@ class LogPrinter:
         self.printed = False
 
     def print_new(self, *, last: bool = False) -> None:
-        """Write what is new; `last` also writes lines that have no end yet."""
+        """Write the new bytes; `last` also writes lines that have no end yet."""
         for index, tail in enumerate(self._tails):
             content = self._unfinished[index] + tail.read()
             self._unfinished[index] = b""
@@ -89,68 +82,11 @@ class LogPrinter:
         return b"".join(label + line + b"\n" for line in whole)
 
 
-def follow(
-    run: RunDir,
-    paths: Sequence[Path] = (),
-    lines: int | None = None,
-    *,
-    goes_on: bool = True,
-    to_stderr: bool = False,
-) -> int:
-    """Print the run's logs as they grow until it ends; says on stderr what state it is in.
+def wait_for_end(run: RunDir, printer: LogPrinter | None = None) -> RunStatus:
+    """Wait until the run has ended, over requeues and the jobs that take another one's place.
 
-    paths: the logs to print, rank 0's when none are given; they need not exist yet.
-    lines: how many lines of what is there already; all when None.
-    to_stderr: print the logs there too, where stdout is for a script to read.
-    goes_on: whether the run outlives a Ctrl-C here, which is then said.
-
-    It goes on over requeues and the jobs that take another one's place. Returns the exit code for
-    the command: 0 done, 1 failed, cancelled or lost, 75 stopped, 130 interrupted.
+    Changes of its state are logged; printer: prints its logs as they grow.
     """
-    printer = LogPrinter(
-        paths or [run.rank_log(0)], lines, (sys.stderr if to_stderr else sys.stdout).buffer
-    )
-    try:
-        status = _follow(run, printer)
-    except KeyboardInterrupt:
-        if goes_on:
-            click.echo(
-                f"\nclusterddp: {run.name} goes on; 'clusterddp logs -f {run.shown}' follows it "
-                f"again, 'clusterddp cancel {run.shown}' ends it",
-                err=True,
-            )
-        return EXIT_INTERRUPTED
-    if status.state == FAILED and not status.first_failure.startswith("rank 0 "):
-        _show_job_log(run, status)  # it ends with the last words of the rank that failed
-    say(run, how_it_ended(status))
-    return {DONE: EXIT_DONE, STOPPED: EXIT_PAUSED}.get(status.state, EXIT_FAILED)
-
-
-def how_it_ended(status: RunStatus) -> str:
-    """One line on the outcome, with what to type next when it was no success."""
-    why = status.first_failure or status.detail
-    if status.state == DONE:
-        parts = [why] if why else []
-        if status.accuracy is not None:
-            parts.append(f"accuracy {status.accuracy:.4f}")
-        if status.elapsed_seconds is not None:
-            parts.append(f"took {run_argument.duration(status.elapsed_seconds)}")
-        return f"done{': ' if parts else ''}{', '.join(parts)}"
-    again = f"\n  {status.next_command}" if status.next_command else ""
-    return f"{status.state}{': ' if why else ''}{why}{again}"
-
-
-def say(run: RunDir, text: str) -> None:
-    """A line about the run, kept apart from its logs."""
-    click.echo(f"clusterddp: {run.name}: {text}", err=True)
-
-
-def wait_for_end(run: RunDir) -> RunStatus:
-    """Wait until the run has ended, saying on stderr what state it is in; returns the last one."""
-    return _follow(run, None)
-
-
-def _follow(run: RunDir, printer: LogPrinter | None) -> RunStatus:
     watch = _Watch(run)
     while True:
         if printer:
@@ -158,13 +94,59 @@ def _follow(run: RunDir, printer: LogPrinter | None) -> RunStatus:
         status = watch.look()
         if watch.is_over:
             if printer:
-                printer.print_new(last=True)  # what was written between the two looks
+                printer.print_new(last=True)  # written between the two looks
             return status
         time.sleep(FILES_SECONDS)
 
 
+def how_it_ended(status: RunStatus) -> str:
+    """Describe the outcome in a line, with the command to type next after a failure."""
+    why = status.first_failure or status.detail
+    if status.state == DONE:
+        parts = [why] if why else []
+        if status.accuracy is not None:
+            parts.append(f"accuracy {status.accuracy:.4f}")
+        if status.elapsed_seconds is not None:
+            parts.append(f"took {formatting.duration(status.elapsed_seconds)}")
+        return f"done{': ' if parts else ''}{', '.join(parts)}"
+    again = f"\n  {status.next_command}" if status.next_command else ""
+    return f"{status.state}{': ' if why else ''}{why}{again}"
+
+
+def default_log(run: RunDir, status: RunStatus) -> Path:
+    """Return the log that tells most: the job's after a failure, otherwise rank 0's."""
+    if status.state == FAILED and run.job_log.is_file():
+        return run.job_log
+    if not run.rank_log(0).is_file() and status.has_ended and run.job_log.is_file():
+        return run.job_log  # it ended before any rank started
+    return run.rank_log(0)
+
+
+def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
+    """Raise RequestError for a log that is not there, with the reason."""
+    missing = next((path for path in paths if not path.is_file()), None)
+    if missing is None:
+        return
+    there = sorted(path.name for path in run.logs.glob("*.log")) if run.logs.is_dir() else []
+    ranks = [name for name in there if re.fullmatch(r"rank-\d+\.log", name)]
+    others = [name for name in there if name not in ranks]
+    state = f"{status.state}{f' ({status.detail})' if status.detail else ''}"
+    if status.has_ended and status.started_time is None and not there:
+        raise RequestError(f"{run.name} has no logs: it never started; it is {state}.")
+    have = ", ".join([*others, *ranks[:4], *(["…"] if len(ranks) > 4 else [])]) or "no log"
+    if status.has_ended:
+        raise RequestError(
+            f"{run.name} has no {missing.name}: it is {state} and has {have}. See 'clusterddp "
+            f"status {run.shown}'."
+        )
+    raise RequestError(
+        f"{run.name} has no {missing.name} (yet): it is {state} and has {have}. Follow it with "
+        f"'clusterddp logs -f {run.shown}', or see 'clusterddp status {run.shown}'."
+    )
+
+
 class _Watch:
-    """Looks at a run again and again, asking Slurm rarely; knows when the run is over."""
+    """Polls a run's files often and Slurm rarely, until the run is over."""
 
     def __init__(self, run: RunDir) -> None:
         self.is_over = False
@@ -172,7 +154,7 @@ class _Watch:
         self._states: dict[str, JobState] = {}
         self._pause = SLURM_SECONDS[0]
         self._next_question = 0.0
-        self._said = ("", "")
+        self._logged = ("", "")
         self._same_answers = 0
         self._last_answer = ""
         self._problem = ""
@@ -183,7 +165,7 @@ class _Watch:
         self._ended_at = 0.0
 
     def look(self) -> RunStatus:
-        """The state now; whether it is the last is in `is_over`."""
+        """Return the state now; `is_over` is True once it is final."""
         try:
             size = self._run.events.stat().st_size
         except OSError:
@@ -197,24 +179,24 @@ class _Watch:
         answered = bool(asked) and (now >= self._next_question or changed)
         if answered:
             self._states = query(asked)
-            self._say_problem(self._states[asked[0]].problem)
+            self._log_problem(self._states[asked[0]].problem)
         local = self._submission is None or self._submission.is_local
         if changed or answered or local or self._status is None:
             self._status = run_status(self._run, self._states)
-            self._say_requeues(self._status)
-            self._say_state(self._status)
+            self._log_requeues(self._status)
+            self._log_state(self._status)
             self._judge(self._status, bool(asked), answered)
         if answered:
             self._next_question = time.monotonic() + self._pause
             self._pause = min(self._pause * 1.5, SLURM_SECONDS[1])
         return self._status
 
-    def _judge(self, status: RunStatus, slurm_has_a_say: bool, answered: bool) -> None:
-        """An end that the run itself settled is final; another must be seen twice.
+    def _judge(self, status: RunStatus, slurm_is_asked: bool, answered: bool) -> None:
+        """Take an end that the run itself recorded as final; another must be seen twice.
 
         A requeued job shows NODE_FAIL or PREEMPTED, or its own failure, before it is pending.
         """
-        if status.has_ended and not slurm_has_a_say:
+        if status.has_ended and not slurm_is_asked:
             self.is_over = True
             return
         if not answered:
@@ -236,14 +218,17 @@ class _Watch:
         self._last_answer = answer
         self.is_over = self._same_answers >= (FORGOTTEN_ANSWERS if forgotten else 2)
 
-    def _say_state(self, status: RunStatus) -> None:
+    def _log(self, text: str) -> None:
+        log.info(f"{self._run.name}: {text}")
+
+    def _log_state(self, status: RunStatus) -> None:
         # Slurm can say RUNNING before the script has written on which hosts.
-        seen = (status.state, f"{status.detail} {status.job_id} {status.attempt} {status.hosts}")
-        if seen == self._said or status.state not in (CREATED, QUEUED, RUNNING):
+        shown = (status.state, f"{status.detail} {status.job_id} {status.attempt} {status.hosts}")
+        if shown == self._logged or status.state not in (CREATED, QUEUED, RUNNING):
             return
-        if status.state != self._said[0]:
+        if status.state != self._logged[0]:
             self._pause = SLURM_SECONDS[0]
-        self._said = seen
+        self._logged = shown
         job = f" as job {status.job_id}" if status.job_id else ""
         where = f" on {' '.join(status.hosts[:8])}" if status.hosts else ""
         if len(status.hosts) > 8:
@@ -251,32 +236,23 @@ class _Watch:
         text = status.state + (job if status.state == QUEUED else where)
         if status.state == RUNNING and status.restarts:
             text += f", attempt {status.attempt or status.restarts + 1}"
-        say(self._run, f"{text}: {status.detail}" if status.detail else text)
+        self._log(f"{text}: {status.detail}" if status.detail else text)
 
-    def _say_requeues(self, status: RunStatus) -> None:
+    def _log_requeues(self, status: RunStatus) -> None:
         reasons = [*status.restart_reasons, *filter(None, [status.goes_on_after])]
         known = len(reasons) if self._requeues is None else self._requeues
         for reason in reasons[known:]:
-            say(self._run, f"requeued: {reason}")
+            self._log(f"requeued: {reason}")
         self._requeues = len(reasons)
 
-    def _say_problem(self, problem: str) -> None:
+    def _log_problem(self, problem: str) -> None:
         if problem and problem != self._problem:
-            say(self._run, f"Slurm could not be asked: {problem}; still following the run's files")
+            self._log(f"Slurm could not be asked: {problem}; still following the run's files")
         self._problem = problem
 
 
-def _show_job_log(run: RunDir, status: RunStatus) -> None:
-    """The end of the job log, which says why nothing came out of the ranks."""
-    latest = sys.maxsize if status.attempt is None else status.attempt
-    lines = of_attempt(run.job_log, latest).rstrip().splitlines()
-    if lines:
-        shown = "\n".join(lines[-_LAST_LINES:])
-        click.echo(f"--- last lines of {run.job_log}:\n{shown}", err=True)
-
-
 def _start_of_last(path: Path, lines: int) -> int:
-    """Where the last `lines` lines of a file begin, read from its end."""
+    """Find the offset at which the last `lines` lines of a file begin, reading from its end."""
     size = _BLOCK
     try:
         with path.open("rb") as file:

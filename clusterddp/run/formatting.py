@@ -24,6 +24,20 @@ def seconds(value: float | None) -> str:
     return f"{whole // 3600:,}:{whole % 3600 // 60:02d}:{whole % 60:02d} h"
 
 
+def duration(seconds: float | None) -> str:
+    """`45s`, `12m05s`, `3h07m`, `2d04h`; `-` when unknown."""
+    if seconds is None:
+        return "-"
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
 def rate(value: float | None) -> str:
     """Images per second: `8,422`."""
     return "-" if value is None else f"{value:,.0f}"

@@ -9,19 +9,21 @@ import click
 from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Entry
-from clusterddp.cli import run_argument
-from clusterddp.cli.commands.jobs import table
+from clusterddp.cli import output
+from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import CheckpointError
+from clusterddp.run import formatting
+from clusterddp.run.lookup import find_run
 from clusterddp.run.run_dir import RunDir
 
 _HEADER = ("STEP", "AGE", "SIZE", "", "STATE")
 
 
 @click.command(name="checkpoints", cls=SettingsCommand)
-@click.argument("run", type=run_argument.RUN, required=False, metavar="[RUN]")
-@run_argument.output_root_option
-@run_argument.JSON_OPTION
+@click.argument("run", type=RUN, required=False, metavar="[RUN]")
+@output_root_option
+@JSON_OPTION
 def command(run: str | None, output_root: Path, as_json: bool) -> None:
     """List the checkpoints of RUN and verify each: a run's name, job id or directory.
 
@@ -32,15 +34,15 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     Exit codes: 0 listed, also where some are damaged; 1 a folder cannot be read; 2 there is no such
     run.
     """
-    found_run = run_argument.find_run(output_root, run)
+    found_run = find_run(output_root, run)
     entries = catalog.listing(found_run)[::-1]
     if as_json:
         fields = [dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in entries]
-        click.echo(run_argument.as_json(fields))
+        click.echo(output.as_json(fields))
     elif not entries:
         click.echo(_why_none(found_run), err=True)
     else:
-        click.echo(table([_HEADER, *(_row(entry, time.time()) for entry in entries)]))
+        click.echo(output.table([_HEADER, *(_row(entry, time.time()) for entry in entries)]))
 
 
 def _why_none(run: RunDir) -> str:
@@ -56,7 +58,7 @@ def _row(entry: Entry, now: float) -> tuple[str, ...]:
     marks = [word for word, holds in (("best", entry.is_best), ("next", entry.is_next)) if holds]
     return (
         str(entry.step),
-        run_argument.duration(now - entry.modified),
+        formatting.duration(now - entry.modified),
         _size(entry.bytes),
         ",".join(marks),
         entry.problem or "verified",

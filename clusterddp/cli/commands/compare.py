@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from clusterddp import log
-from clusterddp.cli import run_argument, settings
+from clusterddp.cli import output, settings
 from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import config_from, options
 from clusterddp.comparison import here, jobs, processors
@@ -26,6 +26,7 @@ from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestE
 from clusterddp.request.spec import OPTIONS, REQUEST
 from clusterddp.request.train_config import STRATEGIES
 from clusterddp.run import formatting
+from clusterddp.run.lookup import DEFAULT_ROOT
 from clusterddp.slurm import forms
 from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
 
@@ -221,7 +222,7 @@ _LONGEST_NAME = 80
 
 
 def _say_how_to_go_on(name: str, root: str, interrupted: jobs.Interrupted) -> None:
-    usual = os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or run_argument.DEFAULT_ROOT
+    usual = os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or DEFAULT_ROOT
     more = [] if os.path.abspath(root) == os.path.abspath(usual) else [f"--output-root={root}"]
     again = shlex.join(["clusterddp", "compare", f"--of={name}", *more])
     left = " ".join(run.shown for run in interrupted.runs)
@@ -244,7 +245,7 @@ def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -
     lines = results(trials)
     said = notes(trials, lines, _hardware(trials))
     if as_json:
-        click.echo(run_argument.as_json([dataclasses.asdict(line) for line in lines]))
+        click.echo(output.as_json([dataclasses.asdict(line) for line in lines]))
     else:
         click.echo(table(lines))
         for note in said:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli import run_argument
+from clusterddp.cli import output
+from clusterddp.cli.run_argument import JSON_OPTION, output_root_option
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.run import formatting
+from clusterddp.run.lookup import all_runs, statuses
 from clusterddp.run.state import STATES
 from clusterddp.run.status import RunStatus
 
@@ -25,8 +27,8 @@ _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "WHY")
     multiple=True,
     help="The runs in this state alone; repeatable.",
 )
-@run_argument.output_root_option
-@run_argument.JSON_OPTION
+@output_root_option
+@JSON_OPTION
 def command(last: int | None, state: tuple[str, ...], output_root: Path, as_json: bool) -> None:
     """List the runs, the latest last.
 
@@ -36,17 +38,17 @@ def command(last: int | None, state: tuple[str, ...], output_root: Path, as_json
 
     Exit codes: 0 listed, 2 a wrong request.
     """
-    there = run_argument.all_runs(output_root)
-    found = run_argument.statuses(there[-last:] if last and not state else there)
+    there = all_runs(output_root)
+    found = statuses(there[-last:] if last and not state else there)
     if state:
         found = [status for status in found if status.state in state][-(last or 0) :]
     if as_json:
-        click.echo(run_argument.as_json([dataclasses.asdict(status) for status in found]))
+        click.echo(output.as_json([dataclasses.asdict(status) for status in found]))
     elif not found:
         among = f"{' or '.join(state)} " if there else ""
         click.echo(f"no {among}runs below {output_root}", err=True)
     else:
-        text = table([_HEADER, *(_row(status, time.time()) for status in found)])
+        text = output.table([_HEADER, *(_row(status, time.time()) for status in found)])
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         click.echo("\n".join(_cut(line, width) for line in text.splitlines()))
 
@@ -54,15 +56,6 @@ def command(last: int | None, state: tuple[str, ...], output_root: Path, as_json
 def _cut(line: str, width: int | None) -> str:
     """A line as wide as the terminal at most; as it is where there is none, for other programs."""
     return line if width is None or len(line) <= width else f"{line[: width - 1]}…"
-
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Columns aligned to the left, two blanks apart, without trailing blanks."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 def _row(status: RunStatus, now: float) -> tuple[str, ...]:
@@ -74,7 +67,7 @@ def _row(status: RunStatus, now: float) -> tuple[str, ...]:
         status.state,
         status.array_element or status.job_id or "-",
         asked,
-        run_argument.duration(now - since if since else None),
+        formatting.duration(now - since if since else None),
         "-" if status.step is None else str(status.step),
         "-" if status.accuracy is None else f"{status.accuracy:.4f}",
         formatting.line(why.partition("\n")[0]),

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli import run_argument, startup
-from clusterddp.cli.commands.jobs import table
+from clusterddp.cli import output, startup
+from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.run import formatting
 from clusterddp.run.files import write_atomically
+from clusterddp.run.lookup import find_each, find_run, statuses
 
 _WIDTH = len("straggler") + 2
 _MOST_STARTS = 8
@@ -27,9 +28,9 @@ _HEADER = (
 
 
 @click.command(name="report", cls=SettingsCommand)
-@click.argument("run_names", type=run_argument.RUN, nargs=-1, metavar="[RUN]…")
-@run_argument.output_root_option
-@run_argument.JSON_OPTION
+@click.argument("run_names", type=RUN, nargs=-1, metavar="[RUN]…")
+@output_root_option
+@JSON_OPTION
 @click.option(
     "--html",
     metavar="FILE",
@@ -50,23 +51,19 @@ def command(run_names: tuple[str, ...], output_root: Path, as_json: bool, html: 
         raise RequestError("--html and --json ask for two forms; give one of them.")
     if html is not None:
         _check_page(html)
-    found = run_argument.find_each(output_root, run_names) or [
-        run_argument.find_run(output_root, None)
-    ]
-    gathered = [
-        gather(run, status) for run, status in zip(found, run_argument.statuses(found), strict=True)
-    ]
+    found = find_each(output_root, run_names) or [find_run(output_root, None)]
+    gathered = [gather(run, status) for run, status in zip(found, statuses(found), strict=True)]
     if html is not None:
         from clusterddp.reporting.page import page
 
         startup.go_on()  # matplotlib is no small thing
         _write(html, page(gathered))
     elif as_json:
-        click.echo(run_argument.as_json([dataclasses.asdict(one.report) for one in gathered]))
+        click.echo(output.as_json([dataclasses.asdict(one.report) for one in gathered]))
     elif len(gathered) == 1:
         click.echo(describe(gathered[0].report))
     else:
-        click.echo(table([_HEADER, *(_row(one.report) for one in gathered)]))
+        click.echo(output.table([_HEADER, *(_row(one.report) for one in gathered)]))
 
 
 def describe(report: RunReport) -> str:

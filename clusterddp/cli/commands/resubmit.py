@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from clusterddp import launchers
-from clusterddp.cli import run_argument
 from clusterddp.cli.options import options, recipe_settings
+from clusterddp.cli.run_argument import RUN, output_root_option
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import (
     EXIT_DONE,
@@ -25,6 +25,7 @@ from clusterddp.request.spec import REQUEST, JobSpec
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import events
 from clusterddp.run.claim import claimed
+from clusterddp.run.lookup import find_run
 from clusterddp.run.progress import checkpoint_step
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import code_renewal
@@ -64,7 +65,7 @@ class ResubmitCommand(SettingsCommand):
     epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
     "75 it was stopped and can go on, 130 interrupted.",
 )
-@click.argument("run", type=run_argument.RUN)
+@click.argument("run", type=RUN)
 @options([*_ASKED, *_TRAINED], settings=False, defaults=False)
 @click.option(
     "--template-dir",
@@ -93,7 +94,7 @@ class ResubmitCommand(SettingsCommand):
 )
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
 @click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
-@run_argument.output_root_option
+@output_root_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.pass_context
 def command(
@@ -125,7 +126,7 @@ def command(
     """
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
-    found = RunDir(run_argument.find_run(output_root, run).path.absolute())
+    found = RunDir(find_run(output_root, run).path.absolute())
     template_dir = template_dir and template_dir.absolute()  # ahead of going to the run's folder
     given = {
         name: value
@@ -286,7 +287,7 @@ def _follow_up(
         click.echo(json.dumps(fields))
     if not following:
         return EXIT_DONE
-    from clusterddp.run.follow import follow
+    from clusterddp.cli.output import follow
 
     code = follow(run, lines=0, goes_on=not submission.stop, to_stderr=as_json)
     if submission.stop:

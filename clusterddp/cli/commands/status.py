@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli import run_argument
+from clusterddp.cli import output
+from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.run import formatting
+from clusterddp.run.lookup import find_run, statuses
 from clusterddp.run.state import STOPPED
 from clusterddp.run.status import RunStatus
 
@@ -17,9 +19,9 @@ _MOST_REASONS = 5
 
 
 @click.command(name="status", cls=SettingsCommand)
-@click.argument("run", type=run_argument.RUN, required=False, metavar="[RUN]")
-@run_argument.output_root_option
-@run_argument.JSON_OPTION
+@click.argument("run", type=RUN, required=False, metavar="[RUN]")
+@output_root_option
+@JSON_OPTION
 def command(run: str | None, output_root: Path, as_json: bool) -> None:
     """Show how RUN is doing: a run's name, job id or directory; the latest run without one.
 
@@ -29,9 +31,9 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
 
     Exit codes: 0 whenever it could tell, however the run ended; 2 there is no such run.
     """
-    [status] = run_argument.statuses([run_argument.find_run(output_root, run)])
+    [status] = statuses([find_run(output_root, run)])
     if as_json:
-        click.echo(run_argument.as_json(dataclasses.asdict(status)))
+        click.echo(output.as_json(dataclasses.asdict(status)))
     else:
         click.echo(describe(status))
 
@@ -62,7 +64,7 @@ def describe(status: RunStatus) -> str:
         if when:
             shown = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
             if label == "started" and status.elapsed_seconds is not None:
-                shown += f", took {run_argument.duration(status.elapsed_seconds)}"
+                shown += f", took {formatting.duration(status.elapsed_seconds)}"
                 if not status.has_ended:
                     shown = shown.replace(", took", ", running for")
             lines.append((label, shown))
@@ -79,7 +81,7 @@ def describe(status: RunStatus) -> str:
     if progress:
         lines.append(("progress", ", ".join(progress)))
     if status.checkpoint_step is not None:
-        age = run_argument.duration(time.time() - (status.checkpoint_time or 0.0))
+        age = formatting.duration(time.time() - (status.checkpoint_time or 0.0))
         lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
     lines += [("warning", text) for text in status.warnings]
     lines.append(("files", status.directory))

@@ -113,7 +113,7 @@ def command(
         _print_json(spec, job_id=submission.job_id)
     if not following:
         return EXIT_DONE
-    from clusterddp.run.follow import follow
+    from clusterddp.cli.output import follow
 
     code = follow(run, goes_on=not submission.stop, to_stderr=as_json)
     if submission.stop:

@@ -252,7 +252,7 @@ def test_each_job_waits_for_the_one_before_and_a_refused_one_is_a_row_that_faile
 ) -> None:
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/bin:/bin")
     workplace.command("sbatch", SBATCH_3)
-    monkeypatch.setattr(compare.compare_jobs, "wait_for_end", interrupt)
+    monkeypatch.setattr(compare.jobs, "wait_for_end", interrupt)
     made_sure: list[Any] = []
     for module in (compare, submit):
         monkeypatch.setattr(module, "make_sure", lambda *args, **_: made_sure.append(args))

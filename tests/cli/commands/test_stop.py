@@ -85,7 +85,7 @@ def test_the_record_comes_before_the_look_for_the_attempt(
         seen.append(kinds(one)[-1])
         return latest(one)
 
-    monkeypatch.setattr("clusterddp.cli.commands.stop.latest", look)
+    monkeypatch.setattr("clusterddp.run.stop.latest", look)
     workplace.invoke("stop", "one")
     assert seen == ["stop_asked"]
     assert Attempt(run, 1).asked_to_stop() == "stop"

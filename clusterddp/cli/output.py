@@ -1,0 +1,89 @@
+"""Forms in which the commands print: tables, JSON, and a run followed to its end."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from clusterddp import log
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PAUSED
+from clusterddp.run.run_dir import RunDir
+from clusterddp.run.state import DONE, FAILED, STOPPED
+from clusterddp.run.status import RunStatus
+
+_LAST_LINES = 20
+
+
+def as_json(value: object) -> str:
+    """Format as indented JSON; a loss that is not a number becomes null, for JSON knows no NaN."""
+    return json.dumps(_finite(value), indent=2)
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Align columns to the left, two blanks apart, without trailing blanks."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def follow(
+    run: RunDir,
+    paths: Sequence[Path] = (),
+    lines: int | None = None,
+    *,
+    goes_on: bool = True,
+    to_stderr: bool = False,
+) -> int:
+    """Print the run's logs as they grow until it ends, and its changes of state on stderr.
+
+    paths: the logs to print, rank 0's when none are given; they need not exist yet.
+    lines: how many of the existing lines are printed first; all when None.
+    to_stderr: print the logs there too, where stdout is for a script to read.
+    goes_on: True where the run outlives a Ctrl-C here, which is then printed.
+
+    It continues over requeues and the jobs that take another one's place. Returns the exit code for
+    the command: 0 done, 1 failed, cancelled or lost, 75 stopped, 130 interrupted.
+    """
+    from clusterddp.run.attempt_logs import of_attempt
+    from clusterddp.run.follow import LogPrinter, how_it_ended, wait_for_end
+
+    stream = (sys.stderr if to_stderr else sys.stdout).buffer
+    printer = LogPrinter(paths or [run.rank_log(0)], lines, stream)
+    try:
+        status = wait_for_end(run, printer)
+    except KeyboardInterrupt:
+        if goes_on:
+            click.echo(
+                f"\nclusterddp: {run.name} goes on; 'clusterddp logs -f {run.shown}' follows it "
+                f"again, 'clusterddp cancel {run.shown}' ends it",
+                err=True,
+            )
+        return EXIT_INTERRUPTED
+    if status.state == FAILED and not status.first_failure.startswith("rank 0 "):
+        # The job log ends with the last words of the rank that failed.
+        latest = sys.maxsize if status.attempt is None else status.attempt
+        last = of_attempt(run.job_log, latest).rstrip().splitlines()[-_LAST_LINES:]
+        if last:
+            click.echo("\n".join([f"--- last lines of {run.job_log}:", *last]), err=True)
+    log.info(f"{run.name}: {how_it_ended(status)}")
+    return exit_code(status)
+
+
+def exit_code(status: RunStatus) -> int:
+    """Return the exit code of a command that has waited for a run's end."""
+    return {DONE: EXIT_DONE, STOPPED: EXIT_PAUSED}.get(status.state, EXIT_FAILED)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,174 @@
+"""Stops runs, which save and leave and can be resumed, and cancels them, which ends them now."""
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+
+from clusterddp import log
+from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
+from clusterddp.run import events
+from clusterddp.run.attempt import latest
+from clusterddp.run.local_process import process_alive
+from clusterddp.run.run_dir import RunDir
+from clusterddp.run.state import CREATED, ENDED, FORGOTTEN, QUEUED, RUNNING, UNKNOWN
+from clusterddp.run.status import RunStatus
+from clusterddp.run.submission import Submission, latest_submission
+from clusterddp.slurm import control
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Result of `stop` for one run."""
+
+    name: str
+    job_id: str
+    asked: bool
+    """True where the run was asked now to save and leave."""
+    cancelled: bool
+    """True where it was taken out of the queue instead, as nothing trained."""
+    message: str
+    next_command: str = ""
+
+
+@dataclass(frozen=True)
+class Cancellation:
+    """Result of `cancel` for one run."""
+
+    name: str
+    job_id: str
+    cancelled: bool
+    """True where its end was asked for now."""
+    message: str
+
+
+def stop(run: RunDir, status: RunStatus) -> Stop:
+    """Ask a run to save and leave; the record comes first, so that no other attempt follows.
+
+    A run that waits in the queue is cancelled. Raises SlurmError with scancel's words, or
+    RequestError when its directory cannot be written or it has not started yet; the record is then
+    taken back.
+    """
+    submission = latest_submission(events.read(run.events))
+    attempt = latest(run) if submission is None and status.state == RUNNING else None
+    if attempt:  # its ranks were started by hand
+        try:
+            attempt.ask_to_stop("stop")
+        except OSError as error:
+            raise RequestError(
+                f"{run.name}: {attempt.path} cannot be written: {error.strerror}."
+            ) from None
+        message = f"{run.name}: asked attempt {attempt.number} to save and leave"
+        return Stop(run.name, status.job_id, True, False, message)
+    if submission is None or status.state == CREATED:
+        message = f"{run.name} was never submitted: there is nothing to stop"
+        return Stop(run.name, "", False, False, message)
+    again = run.resubmission
+    if status.state in ENDED:
+        message = f"{run.name} has already ended: {status.state}"
+        return Stop(run.name, submission.job_id, False, False, message)
+    if status.state == QUEUED:
+        result = cancel(run, status)
+        where = "waits in the queue, where nothing trains"
+        if submission.is_local:
+            where = "is still starting, and has nothing to save"
+        message = f"{run.name} {where}: cancelled it"
+        return Stop(run.name, submission.job_id, False, result.cancelled, message, again)
+    try:
+        events.add(run.events, events.StopAsked, job_id=submission.job_id, attempt=status.attempt)
+        try:
+            asked = _ask(run, submission, status)
+        except (ClusterDDPError, OSError):
+            events.add(run.events, events.StopFailed, job_id=submission.job_id)
+            raise
+    except OSError as error:
+        raise RequestError(
+            f"{run.name}: its directory {run.path} cannot be written: {error.strerror}. Use "
+            f"'clusterddp cancel {run.shown}', or make room there."
+        ) from None
+    doubt = f" ({status.detail})" if status.state == UNKNOWN else ""
+    return Stop(run.name, submission.job_id, True, False, f"{run.name}: {asked}{doubt}", again)
+
+
+def cancel(run: RunDir, status: RunStatus) -> Cancellation:
+    """Ask for the end of a run, and record that first, so that its end is not taken for a failure.
+
+    A disk on which nothing can be recorded keeps no run from being ended; a warning is logged.
+    Raises SlurmError with scancel's words, or RequestError for a run of another machine; the record
+    is then taken back.
+    """
+    submission = latest_submission(events.read(run.events))
+    if submission is None and status.state == RUNNING:
+        message = (
+            f"{run.name}: its ranks were started by hand: end them where they were started, or use "
+            f"'clusterddp stop {run.shown}'"
+        )
+        return Cancellation(run.name, status.job_id, False, message)
+    if submission is None or status.state == CREATED:
+        message = f"{run.name} was never submitted: there is nothing to cancel"
+        return Cancellation(run.name, "", False, message)
+    if status.state in ENDED:
+        message = f"{run.name} has already ended: {status.state}"
+        return Cancellation(run.name, submission.job_id, False, message)
+    if status.state == UNKNOWN and status.detail.startswith(FORGOTTEN):
+        message = f"{run.name}: Slurm no longer knows job {submission.job_id}: nothing to cancel"
+        return Cancellation(run.name, submission.job_id, False, message)
+    if submission.is_local and process_alive(submission) is None:
+        where = submission.host or "another machine"
+        raise RequestError(
+            f"{run.name} runs on {where}, not here; cancel it there with "
+            f"'clusterddp cancel {run.shown}'."
+        )
+    try:
+        events.add(run.events, events.CancelAsked, job_id=submission.job_id)
+    except OSError as error:
+        log.warning(
+            f"{run.path} cannot be written ({error.strerror}): 'status' can take the end "
+            "of this run for a failure"
+        )
+    job = status.array_element or submission.job_id
+    try:
+        if not submission.is_local:
+            control.cancel(job)
+        elif submission.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(submission.pid, signal.SIGTERM)
+    except (SlurmError, OSError) as error:
+        with contextlib.suppress(OSError):
+            events.add(run.events, events.CancelFailed, job_id=submission.job_id)
+        if isinstance(error, OSError):
+            raise RequestError(
+                f"{run.name}: process {submission.pid} cannot be signalled: {error.strerror}."
+            ) from None
+        raise
+    who = f"process {submission.pid}" if submission.is_local else f"Slurm (job {job})"
+    return Cancellation(run.name, submission.job_id, True, f"{run.name}: asked {who} to end it")
+
+
+def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
+    """Reach the attempt that is at work; returns a clause on the way that was taken.
+
+    The attempt is looked for after the record was written: one that begins now sees the record,
+    one that has begun gets the mark.
+    """
+    attempt = latest(run)
+    at_work = attempt is not None and not attempt.end.exists()
+    if attempt and at_work:
+        attempt.ask_to_stop("stop")
+    command = run.load_spec().command
+    if command and not submission.is_local:
+        job = status.array_element or submission.job_id
+        control.signal_script(job)
+        return (
+            f"sent SIGUSR1 to its command through the script of job {job}; it is not started again"
+        )
+    if command:
+        return "its command cannot be asked to save; it is not started again when it has ended"
+    if attempt and at_work:
+        return f"asked attempt {attempt.number} to save and leave"
+    if run.script.exists():  # a batch script sees the record; `debug` has none
+        return "no attempt trains right now, and none starts any more"
+    raise RequestError(
+        f"{run.name} is still starting, and has nothing to save yet. Ask again in a few seconds, "
+        f"or use 'clusterddp cancel {run.shown}'."
+    )
