@@ -18,8 +18,10 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
-STEPS = 3000
-# Steps long enough that a request comes in the middle, and a checkpoint before it.
+STEPS = 400
+# A first job is slow enough that a request comes in the middle, and a checkpoint before it.
+HOOKS = Path(__file__).parent / "campaign/hooks"
+PACED = {"PYTHONPATH": str(HOOKS), "CAMPAIGN_HOLDS": "/nowhere", "CAMPAIGN_PACE": "0.03"}
 TRAINING = [
     "--nodes", "1", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
     "--batch-size", "32", "--warmup-steps", "2", "--epochs", "100", "--max-steps", str(STEPS),
@@ -65,7 +67,7 @@ def test_a_stopped_run_stays_stopped_until_it_is_resubmitted(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, uninterrupted: str
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
-    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "life")
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "life", env=PACED)
     run = tmp_path / "jobs/life"
     train_to(run, 50)
     twice = typed(cluster, tmp_path, "resubmit", "life")
@@ -97,7 +99,7 @@ def test_where_requeue_is_refused_the_next_job_goes_on_and_is_followed(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, uninterrupted: str
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
-    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "next")
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "next", env=PACED)
     run = RunDir(tmp_path / "jobs/next")
     [job_id] = [e["job_id"] for e in read_events(run) if e["event"] == "submitted"]
     follower = cluster.popen(
@@ -125,7 +127,7 @@ def test_an_expedited_requeue_is_slurms_own_or_refused_with_the_version(
     conf = {"SlurmctldParameters": "enable_expedited_requeue", "SlurmdTimeout": "5"}
     with SlurmCluster(hosts=2, conf=conf) as cluster:
         done = submit(cluster, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir),
-                      "--run-name", "life", "--requeue=expedite")  # fmt: skip
+                      "--run-name", "life", "--requeue=expedite", env=PACED)  # fmt: skip
         if cluster.release < (25, 11):
             assert done.returncode == 2
             release = "{}.{:02}".format(*cluster.release)
@@ -159,7 +161,7 @@ def test_a_stopped_run_is_not_held_by_an_expedited_requeue(
         pytest.skip("this Slurm is older than 25.11: refused, as the test above shows")
     with cluster:
         submit(cluster, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir),
-               "--run-name", "life", "--requeue=expedite")  # fmt: skip
+               "--run-name", "life", "--requeue=expedite", env=PACED)  # fmt: skip
         train_to(tmp_path / "jobs/life", 50)
         stopped = typed(cluster, tmp_path, "stop", "life", "--wait")
         assert stopped.returncode == 0, stopped.stdout + stopped.stderr
@@ -174,7 +176,7 @@ def test_stop_reaches_a_run_that_waits_to_be_requeued(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
-    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "waits")
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "waits", env=PACED)
     run = RunDir(tmp_path / "jobs/waits")
     train_to(run.path, 50)
     job_id = told(cluster, tmp_path, "waits")["job_id"]

@@ -4,6 +4,8 @@ Each run here is stopped by one signal, sent twice, requeued once, and ends with
 run in one piece.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,17 +21,23 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
-STEPS = 2000  # several seconds, for two signals one after the other to come in the midst
+STEPS, HELD_AT = 120, 20
+HOOKS = Path(__file__).parent / "campaign/hooks"
 TRAINING = ["--dataset", "synthetic", "--threads", "1", "--batch-size", "32", "--epochs", "100",
             "--max-steps", str(STEPS), "--warmup-steps", "2", "--log-every", "10"]  # fmt: skip
 TWO = ["--nodes", "2"]
 
 
 def train(cluster: SlurmCluster, folder: Path, data: Path, name: str, *options: str) -> RunDir:
-    """Submit a training of two ranks, one a host."""
+    """Submit a training of two ranks, one a host; `trains` lets it go on."""
+    holds = folder / "holds"
+    holds.mkdir()
+    (holds / f"want-step-{HELD_AT}").touch()
+    hooks = {"PYTHONPATH": str(HOOKS), "CAMPAIGN_HOLDS": str(holds), "CAMPAIGN_PACE": "0.02"}
     done = submit(
-        cluster, folder, *TWO, *TRAINING, "--data-dir", str(data), "--run-name", name, *options
-    )
+        cluster, folder, *TWO, *TRAINING, "--data-dir", str(data), "--run-name", name, *options,
+        env=hooks,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return RunDir(folder / "jobs" / name)
 
@@ -52,10 +60,14 @@ def weights(run: RunDir) -> str:
     return str(report["weights_sha256"])
 
 
-def trains(run: RunDir) -> None:
-    """Wait until the run's first attempt is in its training."""
-    log = run.rank_log(0)
-    wait_for(lambda: log.exists() and "step 20:" in log.read_text(), f"training: {run.path}")
+@contextmanager
+def training(run: RunDir) -> Iterator[None]:
+    """Both ranks are in the middle of the first attempt's training, and go on afterwards."""
+    holds = run.path.parents[1] / "holds"
+    held = f"held-step-{HELD_AT}.*"
+    wait_for(lambda: len(list(holds.glob(held))) == 2, f"training: {run.path}")
+    yield
+    (holds / f"want-step-{HELD_AT}").unlink()
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +75,8 @@ def uninterrupted(
     cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path
 ) -> str:
     run = train(cluster, tmp_path_factory.mktemp("whole"), synthetic_dir, "whole")
+    with training(run):
+        pass
     wait_done(cluster, run)
     return weights(run)
 
@@ -87,16 +101,15 @@ def stops_and_goes_on(
 
     requeued: whether it is our own script that puts the job back.
     """
-    trains(run)
-    for _ in range(2):
-        answer = cluster.run(["scancel", *scancel, job_of(run)])
-        assert answer.returncode == 0, answer.stderr
+    with training(run):
+        for _ in range(2):
+            cluster.run(["scancel", *scancel, job_of(run)], check=True)
     wait_done(cluster, run)
     first, second = Attempt(run, 1), Attempt(run, 2)
     left = read_json(first.end)
     assert left is not None
     assert left["cause"] == "stopped", logs(run)
-    assert 20 <= left["step"] < STEPS
+    assert HELD_AT <= left["step"] < STEPS
     paused = [read_json(first.outcomes / f"rank-{rank}.json") for rank in range(2)]
     assert [(one or {}).get("exit_code") for one in paused] == [EXIT_PAUSED] * 2
     assert second.read_record()["step"] == left["step"]
@@ -154,9 +167,9 @@ def test_submitit_starts_no_job_again_that_a_person_cancelled(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
     run = train(cluster, tmp_path, synthetic_dir, "a", "--launcher", "submitit", "--time", "10")
-    trains(run)
-    cluster.run(["scancel", "--signal=USR1", job_of(run)], check=True)
-    cluster.run(["scancel", job_of(run)], check=True)
+    with training(run):
+        cluster.run(["scancel", "--signal=USR1", job_of(run)], check=True)
+        cluster.run(["scancel", job_of(run)], check=True)
     assert cluster.wait_job(job_of(run)) == "CANCELLED"
     wait_for(lambda: "ended" in [event["event"] for event in read_events(run)], "the last word")
     assert read_events(run)[-1]["cause"] == "cancelled", logs(run)
