@@ -90,16 +90,35 @@ def test_calling_a_start_off_does_not_look_for_ever_for_those_that_never_came() 
     assert 0 < len(looks) < 10**7
 
 
-def test_ranks_that_never_came_are_listed(port: int) -> None:
-    first, second = meet([env(0, 4, port), env(2, 4, port)], count, timeout=1.0)
+@pytest.fixture
+def come_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has rank 0 wait for others only once that key is there."""
+
+    def wanted(key: str) -> None:
+        await_ranks = messages.await_ranks
+
+        def later(store: Any, *arguments: Any) -> None:
+            store.wait([key])
+            await_ranks(store, *arguments)
+
+        monkeypatch.setattr(messages, "await_ranks", later)
+
+    return wanted
+
+
+def test_ranks_that_never_came_are_listed(port: int, come_first: Callable[[str], None]) -> None:
+    come_first("hello/2")
+    second = in_background(lambda: meet([env(2, 4, port)], count)[0])
+    [first] = meet([env(0, 4, port)], count, timeout=0.2)
     assert "2 of 4 ranks did not come" in str(first)
     assert "ranks 1, 3" in str(first)
-    assert "ranks 1, 3" in str(second)
+    assert "ranks 1, 3" in str(second())
 
 
 def test_two_processes_of_one_rank_are_refused(port: int) -> None:
-    results = meet([env(0, 3, port), env(1, 3, port), env(1, 3, port)], count, timeout=1.0)
-    assert any("two processes say that they are rank 1 of 3" in str(result) for result in results)
+    results = meet([env(rank, 3, port) for rank in (0, 1, 1, 2)], count)
+    [refused] = [result for result in results if result != {"ranks": [0, 1, 2]}]
+    assert "two processes say that they are rank 1 of 3" in str(refused)
 
 
 def test_ranks_of_different_world_sizes_are_named(port: int) -> None:
@@ -118,19 +137,22 @@ def test_rank_0_may_take_its_time_to_decide_where_it_was_given_that(
     port: int, patient: bool
 ) -> None:
     """As it does where a person's own function has to fetch its data."""
-    others_left = threading.Event()
+    other_left = threading.Event()
 
     def decide(hellos: list[dict[str, Any]]) -> dict[str, Any]:
-        others_left.wait(3.0)
+        other_left.wait(1.0 if patient else PATIENCE)
         return count(hellos)
 
-    ranks = [env(rank, 2, port) for rank in range(2)]
-    first, second = meet(ranks, decide, 1.0, decision_seconds=PATIENCE if patient else 0.5)
-    assert first == {"ranks": [0, 1]}
+    first = in_background(lambda: meet([env(0, 2, port)], decide)[0])
+    client(port)
+    seconds = PATIENCE if patient else 0.2
+    second = meet([env(1, 2, port)], decide, 0.5, decision_seconds=seconds)[0]
+    other_left.set()
+    assert first() == {"ranks": [0, 1]}
     if patient:
-        assert second == first
+        assert second == first()
     else:
-        assert "was not told to start within 1.5 s" in str(second)
+        assert "was not told to start within 0.7 s" in str(second)
 
 
 @pytest.fixture
@@ -202,11 +224,16 @@ def test_a_rank_0_that_died_before_all_had_come_is_followed_to_its_next_round(ag
     assert first == second() == {"ranks": [0, 1]}
 
 
-def test_ranks_that_never_came_to_an_agents_store_are_listed(agent: Any) -> None:
-    ranks = [env(0, 4, agent.port), env(2, 4, agent.port)]
-    first, second = meet(ranks, count, 1.0, {0: under_agent(), 1: under_agent()})
+def test_ranks_that_never_came_to_an_agents_store_are_listed(
+    agent: Any, come_first: Callable[[str], None]
+) -> None:
+    come_first("enters/2")
+    second = in_background(
+        lambda: meet([env(2, 4, agent.port)], count, environ={0: under_agent()})[0]
+    )
+    [first] = meet([env(0, 4, agent.port)], count, 0.2, {0: under_agent()})
     assert "2 of 4 ranks did not come" in str(first) and "ranks 1, 3" in str(first)
-    assert isinstance(second, PeerError) and "ranks 1, 3" in str(second)
+    assert isinstance(second(), PeerError) and "ranks 1, 3" in str(second())
 
 
 def test_a_start_that_was_called_off_is_not_the_next_ones(
