@@ -35,7 +35,7 @@ def main(rank=None, world_size=None):
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    from clusterddp.models.registry import ConvNet
+    from clusterddp.models.nets import ConvNet
     model = torch.nn.parallel.DistributedDataParallel(ConvNet())
     optimizer = torch.optim.Adam(model.parameters())
     for step in range({STEPS}):
@@ -83,7 +83,7 @@ LIGHTNING = f"""{_COMMON}
 import warnings
 warnings.simplefilter("ignore")
 import lightning
-from clusterddp.models.registry import ConvNet
+from clusterddp.models.nets import ConvNet
 
 class Module(lightning.LightningModule):
     def __init__(self):
@@ -115,7 +115,7 @@ if __name__ == "__main__":
 
 ACCELERATE = f"""{_COMMON}
 from accelerate import Accelerator
-from clusterddp.models.registry import ConvNet
+from clusterddp.models.nets import ConvNet
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

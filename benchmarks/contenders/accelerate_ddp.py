@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.contenders.serving import mnist, request, serve
 from benchmarks.contenders.timing import timed
-from clusterddp.models.registry import ConvNet
+from clusterddp.models.nets import ConvNet
 
 
 def main() -> None:

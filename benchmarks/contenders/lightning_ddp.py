@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from benchmarks.contenders.serving import mnist, request, serve
-from clusterddp.models.registry import ConvNet
+from clusterddp.models.nets import ConvNet
 
 
 class Digits(L.LightningModule):  # type: ignore[misc] # it comes without types here

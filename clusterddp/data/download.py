@@ -22,15 +22,17 @@ from typing import IO
 from clusterddp import log
 from clusterddp.data import idx
 from clusterddp.data.mnist import (
+    DRAFT_PREFIX,
     PUBLISHED,
     DatasetInfo,
     check,
     check_at,
+    draft_beside,
     folder,
     missing_files,
+    put_into_place,
     ways,
 )
-from clusterddp.data.staging import DRAFT_PREFIX, draft_beside, put_into_place
 from clusterddp.errors import DataError
 
 # A mirror that does not answer: torchvision itself would wait for the kernel's two minutes a try.

@@ -4,7 +4,12 @@ Checking is plain Python: it runs on a login node in milliseconds, without torch
 comes from is left to `data_source` (fetched, imported) and `synthetic` (rendered).
 """
 
+import os
 import shlex
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +71,7 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
     """
     root = folder(dataset, data_dir)
     missing = missing_files(root)
-    if len(missing) == len(idx.FILES) or (missing and _under_other_names(root)):
+    if len(missing) == len(idx.FILES) or (missing and under_other_names(root)):
         raise DataError(_absence(dataset, data_dir))
     try:
         if missing:
@@ -105,26 +110,6 @@ def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
                 )
         published = expected == PUBLISHED
     return DatasetInfo(dataset, root, *counts, checksums_verified=checksums, published=published)
-
-
-def ensure(dataset: str, data_dir: str, *, may_fetch: bool) -> DatasetInfo:
-    """Check the dataset, and get it first where it is absent and that can be done from here.
-
-    A synthetic set is rendered; MNIST is fetched if `may_fetch`. A damaged set is never replaced.
-    Safe in several processes at once: each gets a whole set, the first in place stays.
-    Raises DataError when there is no whole set in the end.
-    """
-    root = folder(dataset, data_dir)
-    if len(missing_files(root)) == len(idx.FILES) and not _under_other_names(root):
-        if dataset == "synthetic":
-            from clusterddp.data.synthetic import synthesise
-
-            synthesise(data_dir)
-        elif may_fetch:
-            from clusterddp.data.download import fetch
-
-            fetch(data_dir)
-    return check(dataset, data_dir, checksums=False)
 
 
 def fingerprint(dataset: str, data_dir: str) -> str:
@@ -232,7 +217,7 @@ def missing_files(root: Path) -> list[str]:
     return missing
 
 
-def _under_other_names(root: Path) -> Path | None:
+def under_other_names(root: Path) -> Path | None:
     """A folder near by that holds all four files in a form which `data import` takes."""
     for place in (root / idx.RAW, root / "MNIST", root):
         try:
@@ -246,7 +231,7 @@ def _under_other_names(root: Path) -> Path | None:
 
 def _absence(dataset: str, data_dir: str) -> str:
     root = folder(dataset, data_dir)
-    found = _under_other_names(root)
+    found = under_other_names(root)
     if found and dataset == "mnist":
         return (
             f"the mnist dataset is not unpacked: {found} holds its files compressed, renamed or "
@@ -266,3 +251,74 @@ def unreadable(raw: Path, error: OSError) -> DataError:
         f"the dataset at {raw} cannot be read: {error.filename or raw}: {error.strerror}. "
         "Ask its owner for read permission, or choose another folder with --data-dir."
     )
+
+
+DRAFT_PREFIX = ".draft-"
+
+
+@contextmanager
+def draft_beside(root: Path) -> Iterator[Path]:
+    """A root with an empty MNIST/raw, on the file system of the set's place; gone afterwards.
+
+    Raises DataError where the folder cannot be made or written.
+    """
+    home = root / "MNIST"
+    made_root = not root.exists()
+    draft = None
+    try:
+        draft = _make_draft(home)
+        (draft / idx.RAW).mkdir(parents=True)
+        yield draft
+    except OSError as error:
+        raise DataError(
+            f"cannot write the dataset to {root}: {error.strerror or error}. Choose with "
+            "--data-dir a folder that you can write and that has room."
+        ) from None
+    finally:
+        if draft:
+            shutil.rmtree(draft, ignore_errors=True)
+        for place in (home, *([root] if made_root else [])):
+            try:
+                place.rmdir()  # only what was left empty, after a failure
+            except OSError:
+                pass
+
+
+def _make_draft(home: Path) -> Path:
+    for _ in range(100):
+        home.mkdir(parents=True, exist_ok=True)
+        try:
+            return Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=home))
+        except FileNotFoundError:
+            pass  # another process failed just now and took the empty folder away
+    raise OSError(f"{home} vanishes as often as it is made")
+
+
+def put_into_place(draft: Path, root: Path) -> None:
+    """Move a whole set from its draft to its place; a set that is there already stays.
+
+    Raises DataError when the files in place differ from the draft's: nothing is overwritten.
+    """
+    source, target = draft / idx.RAW, root / idx.RAW
+    for path in source.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    try:
+        os.rename(source, target)  # noqa: PTH104 -- fails, as wanted, on a non-empty target
+        return
+    except OSError:
+        if not target.is_dir():
+            raise
+    # The folder is there: another process was faster, or it holds archives or a part of the set.
+    recorded = idx.read_sums(target)
+    for name in idx.FILES:
+        new = idx.digest(source / name)
+        old = idx.digest(target / name) if (target / name).exists() else new
+        if old != new or recorded.get(name, new) != new:
+            raise DataError(
+                f"{target} holds another dataset already, or a damaged one: {name} there differs. "
+                "Nothing was changed. Move that folder away, or choose another --data-dir."
+            )
+    for name in (*idx.FILES, idx.SUMS):
+        if not (target / name).exists():
+            (source / name).replace(target / name)

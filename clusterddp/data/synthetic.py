@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING
 
 from clusterddp import log
 from clusterddp.data import idx
-from clusterddp.data.mnist import DatasetInfo, check, folder, missing_files
-from clusterddp.data.staging import draft_beside, put_into_place
+from clusterddp.data.mnist import (
+    DatasetInfo,
+    check,
+    draft_beside,
+    folder,
+    missing_files,
+    put_into_place,
+)
 from clusterddp.errors import DataError
 from clusterddp.request.options import COUNT
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import TrainingError
-from clusterddp.models.bn_convnet import CONVOLUTIONS, DROPOUT, HIDDEN
+from clusterddp.models.nets import CONVOLUTIONS, DROPOUT, HIDDEN
 from clusterddp.request import extras
 from clusterddp.request.train_config import TrainConfig
 

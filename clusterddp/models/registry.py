@@ -1,67 +1,18 @@
-"""The models by name; a new one is a class, a line in the table and in `train_config.MODELS`."""
+"""Builds a model by its name, and checks a user's own before anything is trained.
 
+A new built-in model is a class in `nets`, a line in MODELS and one in `train_config.MODELS`.
+"""
+
+import io
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
-from clusterddp.models import user_model
-from clusterddp.models.bn_convnet import BNConvNet
-from clusterddp.models.recipe_nets import DeepNet, FastNet
+from clusterddp.errors import TrainingError
+from clusterddp.models.nets import MLP, BNConvNet, ConvNet, DeepNet, FastNet
 from clusterddp.request import user_functions
-
-
-def build(name: str) -> nn.Module:
-    """The model of that name, its weights drawn from torch's generator as it stands.
-
-    A name that is none of ours is a person's own function, `package.module:function`. Raises
-    TrainingError where that cannot be imported or returns no module with weights to train.
-    """
-    if not user_functions.is_reference(name):
-        return MODELS[name]()
-    function = user_functions.load(name)
-    with user_functions.running(name):
-        model = function()
-    return user_model.check(name, model)
-
-
-class ConvNet(nn.Module):
-    """Two convolutions and one linear layer: 28,938 parameters.
-
-    Pooling comes before the ReLU: the largest of four is the same on either side of it, bit for
-    bit and in its gradient too, and the ReLU has a quarter of the work.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer1 = nn.Sequential(
-            nn.Conv2d(1, 16, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU()
-        )
-        self.layer2 = nn.Sequential(
-            nn.Conv2d(16, 32, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU()
-        )
-        self.fc = nn.Linear(7 * 7 * 32, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, 1, 28, 28) images to (N, 10) scores."""
-        features = self.layer2(self.layer1(images))
-        scores: Tensor = self.fc(features.flatten(1))
-        return scores
-
-
-class MLP(nn.Module):
-    """Three linear layers, 784-10-10-10: 8,070 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Flatten(), nn.Linear(28 * 28, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(),
-            nn.Linear(10, 10),
-        )  # fmt: skip
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, 1, 28, 28) images to (N, 10) scores."""
-        scores: Tensor = self.layers(images)
-        return scores
 
 
 def _keras_convnet() -> nn.Module:
@@ -78,3 +29,81 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "fastnet": FastNet,
     "deepnet": DeepNet,
 }
+
+
+def build(name: str) -> nn.Module:
+    """The model of that name, its weights drawn from torch's generator as it stands.
+
+    A name that is none of ours is a person's own function, `package.module:function`. Raises
+    TrainingError where that cannot be imported or returns no module with weights to train.
+    """
+    if not user_functions.is_reference(name):
+        return MODELS[name]()
+    function = user_functions.load(name)
+    with user_functions.running(name):
+        model = function()
+    return check(name, model)
+
+
+def check(name: str, model: object) -> nn.Module:
+    """The model, as it was returned by `--model name`.
+
+    Raises TrainingError when it is no module, has nothing to train, is not complete yet, or could
+    not be copied to other ranks or read back from a checkpoint.
+    """
+    if not isinstance(model, nn.Module):
+        raise TrainingError(
+            f"--model {name}: it has to return a torch.nn.Module, and returned "
+            f"{type(model).__name__}."
+        )
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+        raise TrainingError(
+            f"--model {name}: it has lazy layers, whose sizes are not known yet. Call it once on a "
+            "batch of its images before you return it, or give the sizes."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrainingError(f"--model {name}: the module has no parameter to train.")
+    for buffer, tensor in model.named_buffers():
+        if tensor.numel() > 1 and 0 in tensor.stride():
+            raise TrainingError(
+                f"--model {name}: the buffer {buffer} overlaps itself (expand), so rank 0's cannot "
+                "be copied into it. Register a copy: tensor.clone()."
+            )
+    _check_extra_state(name, model)
+    return model
+
+
+def _check_extra_state(name: str, model: nn.Module) -> None:
+    extra = {
+        key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)
+    }
+    if not extra:
+        return
+    file = io.BytesIO()
+    try:
+        torch.save(extra, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise TrainingError(
+            f"--model {name}: what its state_dict holds beside tensors ({', '.join(extra)}) cannot "
+            f"be read back from a checkpoint: {str(error).splitlines()[0]} Keep to tensors, "
+            "numbers, strings, lists and dicts."
+        ) from None
+
+
+def check_gradients(name: str, model: nn.Module) -> None:
+    """After a backward pass: DDP exchanges the gradient of every parameter that asks for one.
+
+    Raises TrainingError naming those that took no part.
+    """
+    idle = [
+        key for key, value in model.named_parameters() if value.requires_grad and value.grad is None
+    ]
+    if idle:
+        more = ", …" if len(idle) > 5 else ""
+        raise TrainingError(
+            f"--model {name}: {', '.join(idle[:5])}{more} took no part in the scores of a pass in "
+            "evaluation mode, and ranks exchange the gradients of all parameters. Remove them, or "
+            "have them need no gradient: requires_grad_(False)."
+        )

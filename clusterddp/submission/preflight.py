@@ -31,7 +31,7 @@ def make_sure(
     Says what it found. Raises RequestError: nothing has run yet that could have failed.
     """
     from clusterddp.checkpoints import catalog
-    from clusterddp.data import mnist
+    from clusterddp.data import prepare
 
     absent = extras.missing(config)
     if absent and not elsewhere:
@@ -44,7 +44,7 @@ def make_sure(
             return
         if may_fetch:
             _check_folder(config)
-        info = mnist.ensure(config.dataset, config.data_dir, may_fetch=may_fetch)
+        info = prepare.ensure(config.dataset, config.data_dir, may_fetch=may_fetch)
     except (CheckpointError, DataError) as error:
         raise RequestError(str(error)) from None
     log.info(f"dataset: {info.describe()}")

@@ -22,7 +22,7 @@ from clusterddp.data.rng import States
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.distributed.phase import Phase
 from clusterddp.errors import TrainingError
-from clusterddp.models import registry, user_model
+from clusterddp.models import registry
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import memory, optimizer, parallel, sync_batchnorm, throughput
 from clusterddp.training.augment import AUGMENTATIONS
@@ -109,7 +109,7 @@ class Learner:
             with self.step.autocast():
                 loss = cross_entropy(self.ddp(as_images(images)).float(), labels)
             loss.backward()  # type: ignore[no-untyped-call]
-        user_model.check_gradients(self.config.model, self.model)
+        registry.check_gradients(self.config.model, self.model)
         self.optimizer.zero_grad()
         self.model.train()
 

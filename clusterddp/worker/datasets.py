@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp import log
-from clusterddp.data import mnist, shared_memory
+from clusterddp.data import mnist, prepare, shared_memory
 from clusterddp.data.in_memory import Images
 from clusterddp.data.loader import Loaded
 from clusterddp.data.user_dataset import OwnSets
@@ -55,7 +55,7 @@ def obtain(
     if env.local_rank == 0:
         try:
             if env.rank:  # rank 0 has made sure of it already
-                mnist.ensure(config.dataset, config.data_dir, may_fetch=False)
+                prepare.ensure(config.dataset, config.data_dir, may_fetch=False)
             held = reading.held() if reading else None
         except DataError as error:
             fault = error

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterddp.checkpoints import catalog, inherit, state
+from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.files import Best
-from clusterddp.data import mnist
+from clusterddp.data import mnist, prepare
 from clusterddp.distributed import agreement
 from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.errors import CheckpointError, DataError, TrainingError
@@ -48,7 +48,7 @@ def decide(
     recorded = read_json(run.resolved)
     agreed = agreement.decide(config, [Hello(**hello) for hello in hellos], recorded)
     if not user_functions.is_reference(config.dataset):
-        mnist.ensure(config.dataset, config.data_dir, may_fetch=False)
+        prepare.ensure(config.dataset, config.data_dir, may_fetch=False)
     sha256 = fingerprint() if fingerprint else mnist.fingerprint(config.dataset, config.data_dir)
     agreed = dataclasses.replace(agreed, run_dir=str(run.path), data_sha256=sha256)
     _check_data(config, recorded, agreed)
@@ -149,7 +149,7 @@ def _go_on(
         raise TrainingError(problem)
     found = source
     if not again:
-        found = inherit.adopt(attempt, source, config.keep_last, best=best)
+        found = catalog.adopt(attempt, source, config.keep_last, best=best)
     agreed = dataclasses.replace(agreed, resume=str(found.resolve()) if found else "")
     metrics.copy_history(run.metrics, attempt.metrics, step if own else 0)
     attempt.end.unlink(missing_ok=True)

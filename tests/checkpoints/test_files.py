@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_torch_and_numpy_are_not_imported() -> None:
     program = (
-        "import sys, clusterddp.checkpoints.inherit, clusterddp.cli.commands.checkpoints\n"
+        "import sys, clusterddp.checkpoints.catalog, clusterddp.cli.commands.checkpoints\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     got = subprocess.run(

@@ -18,7 +18,8 @@ import pytest
 
 from clusterddp.data import download, idx, mnist
 from clusterddp.data.download import fetch, import_from
-from clusterddp.data.mnist import PUBLISHED, ensure
+from clusterddp.data.mnist import PUBLISHED
+from clusterddp.data.prepare import ensure
 from clusterddp.data.synthetic import synthesise
 from clusterddp.errors import DataError
 from tests.data.made_sets import NOBODY, contents, gzipped, resized, tarred

@@ -14,7 +14,8 @@ import torch
 
 from clusterddp.data import idx
 from clusterddp.data.download import import_from
-from clusterddp.data.mnist import PUBLISHED, check, ensure, folder, load, torchvision_set
+from clusterddp.data.mnist import PUBLISHED, check, folder, load, torchvision_set
+from clusterddp.data.prepare import ensure
 from clusterddp.data.synthetic import synthesise
 from clusterddp.errors import DataError
 from tests.data.made_sets import NOBODY, gzipped, resized

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 from clusterddp.checkpoints import state as checkpoint
 from clusterddp.errors import TrainingError
 from clusterddp.models import registry
-from clusterddp.models.bn_convnet import BNConvNet
 from clusterddp.models.keras import KerasNet, import_keras
+from clusterddp.models.nets import BNConvNet
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
 from tests.training import trainings

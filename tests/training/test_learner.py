@@ -13,7 +13,7 @@ from clusterddp.checkpoints import state
 from clusterddp.data import rng
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
-from clusterddp.models import registry
+from clusterddp.models import nets, registry
 from clusterddp.training.learner import Learner
 from tests.training.ranks import run_ranks
 from tests.training.trainings import config
@@ -135,7 +135,7 @@ def _by_channels_last(tensor: Tensor) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    "model", [OneByOne, registry.ConvNet, registry.BNConvNet, registry.FastNet, registry.DeepNet]
+    "model", [OneByOne, nets.ConvNet, nets.BNConvNet, nets.FastNet, nets.DeepNet]
 )
 def test_every_convolution_is_channels_last_by_its_strides(model: Any, alone: None) -> None:
     with training_with(model):

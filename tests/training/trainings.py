@@ -16,7 +16,7 @@ from clusterddp.checkpoints import state
 from clusterddp.data import mnist, rng
 from clusterddp.data.in_memory import Images
 from clusterddp.distributed.agreement import Agreement, Hello
-from clusterddp.models import registry
+from clusterddp.models import nets, registry
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
@@ -27,7 +27,7 @@ from clusterddp.worker import start
 CPU = torch.device("cpu")
 
 
-class Noisy(registry.ConvNet):
+class Noisy(nets.ConvNet):
     """A model whose weights depend on every generator of random numbers that a rank has."""
 
     def forward(self, images: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 
 from clusterddp.checkpoints import state
 from clusterddp.checkpoints.files import name_of
-from clusterddp.data import mnist
+from clusterddp.data import mnist, prepare
 from clusterddp.data.synthetic import synthesise
 from clusterddp.errors import CheckpointError, DataError, TrainingError
 from clusterddp.request import train_config
@@ -163,7 +163,7 @@ def test_another_model_or_dataset_is_refused_always(
     monkeypatch.setattr(train_config, "MODELS", ("convnet", "other"))
     train_alone(config(synthetic_dir), tmp_path / "run", 1)
     (tmp_path / "run/resolved.json").unlink()  # not even where the record was lost
-    monkeypatch.setattr(mnist, "ensure", lambda *_, **__: None)
+    monkeypatch.setattr(prepare, "ensure", lambda *_, **__: None)
     monkeypatch.setattr(mnist, "fingerprint", lambda *_: "")
     settings = config(synthetic_dir, allow_changed=True, **{name: value})
     with pytest.raises(CheckpointError, match=f"--{name}.*--{name} {value}"):

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from clusterddp.checkpoints.state import Position
 from clusterddp.data import mnist
 from clusterddp.data.in_memory import Images
 from clusterddp.models import registry
-from clusterddp.models.recipe_nets import DeepNet, FastNet
 from clusterddp.request.recipes import RECIPES
 from clusterddp.request.train_config import AUGMENTATIONS, TrainConfig
 from clusterddp.training import augment, optimizer
@@ -24,30 +22,6 @@ from tests.training import trainings
 from tests.training.ranks import run_ranks
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(("name", "count"), [("fastnet", 15_450), ("deepnet", 171_690)])
-def test_a_models_size_is_as_it_says(name: str, count: int) -> None:
-    model = registry.build(name)
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
-    assert f"{count:,} parameters" in (type(model).__doc__ or "")
-
-
-@pytest.mark.parametrize("kind", [FastNet, DeepNet])
-def test_the_layout_in_memory_changes_no_score(kind: type[torch.nn.Module]) -> None:
-    model, images = kind().eval(), torch.randn(4, 1, 28, 28)
-    usual = model(images)
-    assert torch.allclose(model.to(memory_format=torch.channels_last)(images), usual, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [FastNet, DeepNet])
-def test_nothing_is_copied_between_the_features_and_the_scores(kind: Any) -> None:
-    model = kind().to(memory_format=torch.channels_last)
-    seen: list[torch.Tensor] = []
-    model.features.register_forward_hook(lambda *call: seen.append(call[2]))
-    model.fc.register_forward_pre_hook(lambda *call: seen.append(call[1][0]))
-    model(torch.randn(4, 1, 28, 28))
-    assert seen[0].data_ptr() == seen[1].data_ptr()
 
 
 def test_the_fast_recipes_rate_peaks_at_a_fifth_and_ends_at_zero() -> None:

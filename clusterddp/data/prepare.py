@@ -1,0 +1,24 @@
+"""Prepares a dataset: checks it, and fetches or renders it where it is missing."""
+
+from clusterddp.data import idx
+from clusterddp.data.mnist import DatasetInfo, check, folder, missing_files, under_other_names
+
+
+def ensure(dataset: str, data_dir: str, *, may_fetch: bool) -> DatasetInfo:
+    """Check the dataset, and get it first where it is absent and that can be done from here.
+
+    A synthetic set is rendered; MNIST is fetched if `may_fetch`. A damaged set is never replaced.
+    Safe in several processes at once: each gets a whole set, the first in place stays.
+    Raises DataError when there is no whole set in the end.
+    """
+    root = folder(dataset, data_dir)
+    if len(missing_files(root)) == len(idx.FILES) and not under_other_names(root):
+        if dataset == "synthetic":
+            from clusterddp.data.synthetic import synthesise
+
+            synthesise(data_dir)
+        elif may_fetch:
+            from clusterddp.data.download import fetch
+
+            fetch(data_dir)
+    return check(dataset, data_dir, checksums=False)
