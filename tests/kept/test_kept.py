@@ -1,0 +1,128 @@
+"""What earlier versions have rendered, queued and saved goes on with this one; see README.md."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.launchers.local import job_environment
+from clusterddp.run_dir import RunDir, read_json
+from tests.kept import requests
+from tests.kept.places import FOLDER, PYTHON, relocate
+from tests.processes import dying_with_us
+
+HERE = Path(__file__).parent
+COMMITS = ["46dae3b", "4029daf"]
+JOB_ID = 7
+
+
+def unpacked(folder: Path, commit: str, name: str) -> None:
+    """What was kept, a script or an archive, with this machine's paths in it."""
+    kept = HERE / commit / name
+    if kept.name.endswith(".tar.xz"):
+        with tarfile.open(kept) as archive:
+            archive.extractall(folder / "jobs", filter="data")
+    else:
+        run = folder / "jobs" / kept.stem
+        run.mkdir(parents=True)
+        (run / "script.sbatch").write_bytes(kept.read_bytes())
+    relocate(folder, {FOLDER: str(folder), PYTHON: sys.executable})
+    (folder / "digits.py").write_bytes((HERE / "digits.py").read_bytes())
+
+
+def ran(folder: Path, *argv: str, **more: str) -> str:
+    """Standard error of a command, which must exit with 0."""
+    done = subprocess.run(
+        argv, cwd=folder, env={**os.environ, **more}, capture_output=True, text=True, timeout=200,
+        check=False, preexec_fn=dying_with_us(),
+    )  # fmt: skip
+    logs = "\n".join(log.read_text() for log in folder.rglob("*.log"))
+    assert done.returncode == 0, done.stderr + logs
+    return done.stderr
+
+
+def rehearsed(folder: Path, name: str) -> RunDir:
+    """The run whose script was carried out as the local launcher's controller does it."""
+    run = RunDir(folder / "jobs" / name)
+    ran(folder, sys.executable, "-m", "clusterddp.launchers.local", str(run.path))
+    return run
+
+
+def check_weights(commit: str, name: str, report: dict[str, Any] | None) -> None:
+    """Hold a report to what was kept: bit for bit on the same torch and processor."""
+    kept = json.loads((HERE / commit / "weights.json").read_text())
+    assert report is not None
+    assert report["loss"] == pytest.approx(kept[name]["loss"], rel=0.02)
+    if requests.machine() == kept["machine"]:
+        assert report["weights_sha256"] == kept[name]["weights_sha256"]
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_rendered_script_trains_to_its_verdict(tmp_path: Path, commit: str) -> None:
+    unpacked(tmp_path, commit, "training.sbatch")
+    run = rehearsed(tmp_path, "training")
+    assert "done: test accuracy" in run.job_log.read_text()
+    assert run.read_events()[-1]["cause"] == "done"
+    check_weights(commit, "training", read_json(run.report))
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_rendered_script_of_a_command_runs_to_its_verdict(tmp_path: Path, commit: str) -> None:
+    unpacked(tmp_path, commit, "command.sbatch")
+    run = rehearsed(tmp_path, "command")
+    logs = [run.rank_log(rank).read_text() for rank in (0, 1)]
+    assert logs == [f"rank {rank} of 2: it's $HOME\n" for rank in (0, 1)]
+    assert "done: every task ended with exit code 0" in run.job_log.read_text()
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_pickled_job_of_submitit_runs(tmp_path: Path, commit: str) -> None:
+    """submitit's own script and task, on the rehearsal's srun; the job is unpickled by its task."""
+    unpacked(tmp_path, commit, "queued.tar.xz")
+    run = RunDir(tmp_path / "jobs/queued")
+    script = run.path / f"submitit/{JOB_ID}_submission.sh"
+    binaries, steps = tmp_path / "bin", tmp_path / "steps"
+    binaries.mkdir()
+    steps.mkdir()
+    stand_in = binaries / "srun"
+    # The rehearsal's srun has no --error: `srun --unbuffered --output OUT --error ERR …`.
+    stand_in.write_text(
+        f'#!/bin/sh\nshift 5\nexec {sys.executable} -m clusterddp.launchers.srun "$@"\n'
+    )
+    stand_in.chmod(0o755)
+    job = job_environment(script.read_text(), JOB_ID, tmp_path)
+    path = f"{binaries}{os.pathsep}{os.environ['PATH']}"
+    ran(tmp_path, "bash", str(script), **job, PATH=path, CLUSTERDDP_LOCAL_STEPS=str(steps))
+    assert run.read_events()[-1]["cause"] == "done"
+    check_weights(commit, "training", read_json(run.report))
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_stopped_run_resumes_to_the_weights_of_an_uninterrupted_one(
+    tmp_path: Path, commit: str
+) -> None:
+    unpacked(tmp_path, commit, "stopped.tar.xz")
+    run = RunDir(tmp_path / "jobs/stopped")
+    ran(tmp_path, sys.executable, "-m", "clusterddp", "resubmit", "stopped")
+    assert "resuming from" in run.rank_log(0).read_text()
+    check_weights(commit, "training", read_json(run.report))
+
+
+def test_a_run_on_synthetic_digits_of_another_generator_goes_on_with_its_files(
+    tmp_path: Path,
+) -> None:
+    unpacked(tmp_path, "46dae3b", "synthetic.tar.xz")
+    (tmp_path / "jobs/data").rename(tmp_path / "data")
+    run = rehearsed(tmp_path, "synthetic")
+    assert "resuming from" in run.rank_log(0).read_text()
+    check_weights("46dae3b", "synthetic", read_json(run.report))
+
+
+@pytest.mark.parametrize("name", requests.REQUESTS)
+def test_fixed_requests_train_to_the_kept_weights(tmp_path: Path, name: str) -> None:
+    check_weights("4029daf", name, requests.train(name, tmp_path))
