@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +39,9 @@ ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 _LEAST_PATIENCE_SECONDS = 30
 _LOOK_SECONDS = 0.2
+
+# Jobs that 0.1 has queued unpickle their Policy from here, after the Task below.
+sys.modules["clusterddp.requeue"] = restart_policy
 
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:

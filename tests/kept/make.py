@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.kept import requests
 from tests.kept.places import FOLDER, PYTHON, relocate
-from tests.processes import wait_for
+from tests.waiting import wait_for
 
 HERE = Path(__file__).parent
 TRAINING = [

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from clusterddp.run_dir import read_json
-from tests.processes import dying_with_us
+from clusterddp.run.files import read_json
+from tests.waiting import dying_with_us
 
 _OPTIONS = [
     "--dataset=mnist", "--data-dir=data", "--device=cpu", "--threads=1", "--batch-size=32",

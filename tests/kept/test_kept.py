@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from clusterddp.launchers.local import job_environment
-from clusterddp.run_dir import RunDir, read_json
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
 from tests.kept import requests
 from tests.kept.places import FOLDER, PYTHON, relocate
-from tests.processes import dying_with_us
+from tests.waiting import dying_with_us
 
 HERE = Path(__file__).parent
 COMMITS = ["46dae3b", "4029daf"]
@@ -53,6 +54,11 @@ def rehearsed(folder: Path, name: str) -> RunDir:
     return run
 
 
+def cause(run: RunDir) -> str:
+    """How the run's last attempt ended, as its events have it."""
+    return str(json.loads(run.events.read_text().splitlines()[-1])["cause"])
+
+
 def check_weights(commit: str, name: str, report: dict[str, Any] | None) -> None:
     """Hold a report to what was kept: bit for bit on the same torch and processor."""
     kept = json.loads((HERE / commit / "weights.json").read_text())
@@ -67,7 +73,7 @@ def test_a_rendered_script_trains_to_its_verdict(tmp_path: Path, commit: str) ->
     unpacked(tmp_path, commit, "training.sbatch")
     run = rehearsed(tmp_path, "training")
     assert "done: test accuracy" in run.job_log.read_text()
-    assert run.read_events()[-1]["cause"] == "done"
+    assert cause(run) == "done"
     check_weights(commit, "training", read_json(run.report))
 
 
@@ -98,8 +104,22 @@ def test_a_pickled_job_of_submitit_runs(tmp_path: Path, commit: str) -> None:
     job = job_environment(script.read_text(), JOB_ID, tmp_path)
     path = f"{binaries}{os.pathsep}{os.environ['PATH']}"
     ran(tmp_path, "bash", str(script), **job, PATH=path, CLUSTERDDP_LOCAL_STEPS=str(steps))
-    assert run.read_events()[-1]["cause"] == "done"
+    assert cause(run) == "done"
     check_weights(commit, "training", read_json(run.report))
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_pickled_job_keeps_its_policy_of_further_starts(tmp_path: Path, commit: str) -> None:
+    unpacked(tmp_path, commit, "queued.tar.xz")
+    pickled = tmp_path / f"jobs/queued/submitit/{JOB_ID}_submitted.pkl"
+    show = f"""
+from clusterddp.run.restart_policy import FAILED, SIGNAL, Start, decide
+from submitit.core.utils import DelayedSubmission
+policy = DelayedSubmission.load({str(pickled)!r}).function.policy
+ends = [decide(policy, cause, [Start(1, cause, 10)]).go_on for cause in (SIGNAL, FAILED)]
+assert ends == [True, False], ends
+"""
+    ran(tmp_path, sys.executable, "-c", show)
 
 
 @pytest.mark.parametrize("commit", COMMITS)
