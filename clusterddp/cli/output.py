@@ -3,13 +3,14 @@
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 
 from clusterddp import log
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PAUSED
+from clusterddp.launchers import Submission
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import DONE, FAILED, STOPPED
 from clusterddp.run.status import RunStatus
@@ -72,6 +73,39 @@ def follow(
             click.echo("\n".join([f"--- last lines of {run.job_log}:", *last]), err=True)
     log.info(f"{run.name}: {how_it_ended(status)}")
     return exit_code(status)
+
+
+def follow_submitted(
+    run: RunDir,
+    submission: Submission,
+    words: str | None,
+    fields: Mapping[str, str],
+    *,
+    wait: bool,
+    lines: int | None = None,
+) -> int:
+    """Print a submission, and follow the run where that is asked for or where it lives no longer.
+
+    words: the text for a person; None prints `fields` as JSON instead, with the exit code of a run
+    that was followed. lines: see `follow`. Returns the command's exit code.
+    """
+    following = wait or submission.stop is not None
+    if words is not None:
+        click.echo(words)
+    elif not following:
+        click.echo(json.dumps(fields))
+    if not following:
+        return EXIT_DONE
+    code = follow(run, lines=lines, goes_on=not submission.stop, to_stderr=words is None)
+    if submission.stop:
+        if code == EXIT_INTERRUPTED:
+            log.info(f"{run.name}: cancelling")
+            submission.stop()
+            log.info(f"{run.name}: cancelled")
+        submission.stop()
+    if words is None:
+        click.echo(json.dumps({**fields, "exit_code": code}))
+    return code
 
 
 def exit_code(status: RunStatus) -> int:

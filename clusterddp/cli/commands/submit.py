@@ -1,5 +1,6 @@
 """`clusterddp submit`: render, check, make the run's directory, submit."""
 
+import json
 import os
 import time
 from typing import Any
@@ -16,8 +17,7 @@ from clusterddp.errors import (
     RequestError,
 )
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS
-from clusterddp.request.spec import OPTIONS, JobSpec
-from clusterddp.run.run_dir import RunDir
+from clusterddp.request.spec import OPTIONS
 
 
 class SubmitCommand(settings.SettingsCommand):
@@ -84,6 +84,7 @@ def command(
     with settings.naming_sources(ctx):
         spec = job_spec(ctx, run_name or _made_up_name(), values)
     script = launchers.load(spec.launcher).prepare(spec, template_folder(values))
+    fields = {"run": spec.run_name, "run_dir": spec.run_dir}
     if dry_run:
         if spec.uses_own_code:
             from clusterddp.submission import submit
@@ -92,7 +93,7 @@ def command(
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
         if as_json:
-            _print_json(spec, script=script)
+            click.echo(json.dumps({**fields, "script": script}))
         else:
             click.echo(script, nl=False)
         return EXIT_DONE
@@ -101,47 +102,22 @@ def command(
 
     try:
         run, submission = submit.submit(
-            spec, script, snapshot_limit_mb=values["snapshot_limit"],
-            check=values["check"],
-        )  # fmt: skip
+            spec, script, snapshot_limit_mb=values["snapshot_limit"], check=values["check"]
+        )
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    following = wait or submission.stop is not None
-    if not as_json:
-        _announce(spec, run, submission)
-    elif not following:
-        _print_json(spec, job_id=submission.job_id)
-    if not following:
-        return EXIT_DONE
-    from clusterddp.cli.output import follow
+    from clusterddp.cli.output import follow_submitted
 
-    code = follow(run, goes_on=not submission.stop, to_stderr=as_json)
-    if submission.stop:
-        if code == EXIT_INTERRUPTED:
-            click.echo(f"clusterddp: {run.name}: cancelling", err=True)
-            submission.stop()
-            click.echo(f"clusterddp: {run.name}: cancelled", err=True)
-        submission.stop()
-    if as_json:
-        _print_json(spec, job_id=submission.job_id, exit_code=code)
-    return code
-
-
-def _made_up_name() -> str:
-    return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-
-
-def _announce(spec: JobSpec, run: RunDir, submission: launchers.Submission) -> None:
-    click.echo(
+    words = (
         f"submitted {spec.run_name} as job {submission.job_id}: {spec.layout}\n"
         f"  files   {spec.run_dir}\n"
         f"  status  clusterddp status {run.shown}\n"
         f"  logs    clusterddp logs -f {run.shown}\n"
         f"  cancel  clusterddp cancel {run.shown}"
     )
+    fields["job_id"] = submission.job_id
+    return follow_submitted(run, submission, None if as_json else words, fields, wait=wait)
 
 
-def _print_json(spec: JobSpec, **fields: Any) -> None:
-    import json
-
-    click.echo(json.dumps({"run": spec.run_name, "run_dir": spec.run_dir, **fields}))
+def _made_up_name() -> str:
+    return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"

@@ -17,10 +17,12 @@ from clusterddp.launchers import sbatch
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.restart_policy import causes_of
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.submission import code_renewal, snapshot
+from clusterddp.submission import resubmit as resubmission
 from tests.checkpoints import made_checkpoints
 from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, read_events
@@ -38,7 +40,7 @@ BEGUN = {**started("12"), "attempt": 1}
 def data(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The trainings whose dataset was made sure of; what that does is tested elsewhere."""
     seen: list[TrainConfig] = []
-    monkeypatch.setattr(resubmit, "make_sure", lambda config, **_: seen.append(config))
+    monkeypatch.setattr(resubmission, "make_sure", lambda config, **_: seen.append(config))
     return seen
 
 
@@ -147,10 +149,10 @@ def test_a_command_has_no_scratch_to_begin_from(workplace: Workplace) -> None:
 
 def test_the_starts_are_counted_anew(workplace: Workplace) -> None:
     run = stopped(workplace)
-    assert list(causes_of(read_events(run))) == [1]
+    assert list(causes_of(events.read(run.events))) == [1]
     accepted(workplace, "one")
     assert kinds(run)[-2:] == ["resubmit", "submitted"]
-    assert causes_of(read_events(run)) == {}
+    assert causes_of(events.read(run.events)) == {}
     assert "queued" in status(workplace, "echo '13|PENDING|None'")
 
 

@@ -1,0 +1,497 @@
+"""Submits a run once more, in its own directory, to resume from its newest checkpoint.
+
+The recorded request may be changed in what leaves the run's weights alone, or as the person allows.
+Refused submissions leave the run's records as they were.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp import launchers, log
+from clusterddp.errors import CheckpointError, RequestError, SlurmError
+from clusterddp.request import global_batch
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec, submission_comment
+from clusterddp.request.train_config import TrainConfig, changes
+from clusterddp.run import attempt as attempts
+from clusterddp.run import events
+from clusterddp.run.claim import Claim, claimed
+from clusterddp.run.files import write_atomically
+from clusterddp.run.progress import (
+    checkpoint_step,
+    is_finished,
+    newest_checkpoint,
+    recorded_batch,
+)
+from clusterddp.run.run_dir import RunDir, run_folders
+from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN
+from clusterddp.run.status import run_status
+from clusterddp.run.submission import jobs_to_ask, latest_submission
+from clusterddp.slurm.queries import query
+from clusterddp.slurm.states import JobState, State
+from clusterddp.submission import code_renewal, snapshot
+from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
+
+_RESTARTS = ("requeue", "max_requeues", "restart_on_failure", "restart_in_job")
+CHANGEABLE = frozenset(("resources", "train", "signal", "job_name", *_RESTARTS))
+"""Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
+_MOST_CHANGES = 20
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Conditions of a resubmission, beside the request itself."""
+
+    allow_changed: bool = False
+    """True allows a change that decides the weights, or of an edited script."""
+    new_code: bool = False
+    """True replaces the run's copy of the code by the current folder."""
+    from_scratch: bool = False
+    """True gives up the run's checkpoints and begins at step 0."""
+    template_folder: Path | None = None
+    """Folder of the person's templates, where the run was submitted with one."""
+    snapshot_limit_mb: float | None = None
+    """Most megabytes of a new copy of the code; None is 50, or twice the former copy."""
+
+
+@dataclass(frozen=True)
+class Resubmission:
+    """A request with which a run is submitted once more."""
+
+    spec: JobSpec
+    script: str
+    """The bytes that are sent."""
+    source: Path | None
+    """Checkpoint from which the run resumes; None where it begins at another one or at step 0."""
+    submission: launchers.Submission | None
+    """None in a dry run."""
+
+    @property
+    def beginning(self) -> str:
+        """`goes on from step 1200`: a clause on where the run begins."""
+        if self.spec.train is None:
+            return "starts its command again"
+        if self.source:
+            return f"goes on from step {checkpoint_step(self.source)}"
+        resume = self.spec.train.resume
+        return f"starts from {resume}" if resume else "starts from the beginning"
+
+
+def resubmit(
+    run: RunDir,
+    change: Callable[[JobSpec], JobSpec] | None = None,
+    terms: Terms | None = None,
+    *,
+    dry_run: bool = False,
+) -> Resubmission:
+    """Submit a run once more, from the folder of its first submission.
+
+    change: makes the new request from the recorded one; without it the script is sent as it stands.
+    dry_run: check the request and render the script; touch nothing.
+
+    Raises RequestError where nothing was submitted; SlurmError where the job may be queued.
+    """
+    terms = terms or Terms()
+    run = RunDir(run.path.absolute())
+    if terms.template_folder:  # before the folder changes
+        terms = dataclasses.replace(terms, template_folder=terms.template_folder.absolute())
+    with contextlib.ExitStack() as stack:
+        claim = None if dry_run else stack.enter_context(claimed(run))
+        if claim:
+            code_renewal.mend(run)
+        before = run.load_spec()
+        stack.enter_context(_submission_folder(run))
+        _check_directory(run, before)
+        if terms.from_scratch and before.train is None:
+            raise RequestError(
+                f"--from-scratch belongs to the MNIST training, but {run.name} runs a command, "
+                "which begins where it likes."
+            )
+        after = change(before) if change else before
+        _check_fields(run, before, after)
+        if claim:
+            _check_state(run, before, after)
+        _check_changes(run, before, after, terms)
+        script, launcher = _script(run, before, after, terms)
+        own_code = run.code if run.code.is_dir() and not terms.new_code else None
+        if claim is None:
+            if after.train:
+                elsewhere = in_another_python(after)
+                find_own_functions(after.train, code=own_code, elsewhere=elsewhere)
+            return Resubmission(after, script, _source(run, after, terms), None)
+        source = _source(run, after, terms)
+        _check_inputs(after, own_code, source)
+        code_changes: list[str] = []
+        if terms.new_code:
+            renewal = code_renewal.renewed(after, run, terms.snapshot_limit_mb)
+            code_changes = stack.enter_context(renewal)
+        submission = _submit(
+            claim, before, after, script, launcher, code_changes, from_scratch=terms.from_scratch
+        )
+        return Resubmission(after, script, source, submission)
+
+
+@contextlib.contextmanager
+def _submission_folder(run: RunDir) -> Iterator[None]:
+    """Enter the folder of the run's first submission: a command's relative paths start there."""
+    recorded = [each for each in events.read(run.events) if isinstance(each, events.Submitted)]
+    folder = next((str(each.folder) for each in recorded if each.folder), "")
+    here = Path.cwd()
+    if folder and folder != str(here):
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            raise RequestError(
+                f"{run.name} was submitted from {folder}, which cannot be entered: "
+                f"{error.strerror}. Put that folder back, or submit a new run."
+            ) from None
+    try:
+        yield
+    finally:
+        os.chdir(here)
+
+
+def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
+    """Refuse a change of what a run keeps for good."""
+    fixed = [
+        field.name
+        for field in dataclasses.fields(JobSpec)
+        if field.name not in CHANGEABLE
+        and getattr(before, field.name) != getattr(after, field.name)
+    ]
+    if fixed:
+        raise RequestError(
+            f"{run.name} keeps its {', '.join(fixed)}: a resubmission cannot change them. Submit a "
+            "new run."
+        )
+
+
+def _script(
+    run: RunDir, before: JobSpec, after: JobSpec, terms: Terms
+) -> tuple[str, launchers.Launcher]:
+    """Return the script to send, the recorded one where nothing was changed, and its launcher."""
+    if not terms.from_scratch:
+        _check_steps(run, after)
+        _check_ranks(run, after)
+    launcher = launchers.load(after.launcher)
+    if after == before and run.script.is_file():
+        return _recorded_script(run), launcher
+    _check_template(run, before, launcher, terms)
+    return launcher.prepare(after, terms.template_folder), launcher
+
+
+def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
+    """Find the checkpoint from which the run will resume, as its ranks will find it.
+
+    Raises RequestError where they would not begin.
+    """
+    if spec.train is None or terms.from_scratch:
+        return None
+    from clusterddp.checkpoints import catalog
+
+    try:
+        return catalog.source(run)
+    except CheckpointError as error:
+        raise RequestError(str(error)) from None
+
+
+def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> None:
+    for name in spec.pass_environment:
+        if name not in os.environ:
+            raise RequestError(
+                f"{name} is not set here, and the run passes it by name from where you submit; "
+                "set it."
+            )
+    if spec.train:
+        resume = "" if source else spec.train.resume  # the run's own checkpoints come first
+        make_sure(
+            dataclasses.replace(spec.train, resume=resume),
+            may_fetch=True,
+            code=own_code,
+            elsewhere=in_another_python(spec),
+            world_size=spec.world_size,
+        )
+
+
+def _check_directory(run: RunDir, spec: JobSpec) -> None:
+    """Refuse a run of a newer version, and one whose script leads to another directory."""
+    latest = attempts.latest(run)
+    if latest and int(latest.read_record().get("format") or 0) > attempts.FORMAT:
+        raise RequestError(
+            f"{latest.record} was written by a newer clusterddp; update this one to go on with "
+            f"{run.name}."
+        )
+    here, there = run.path.resolve(), Path(spec.run_dir).resolve()
+    if here == there:
+        return
+    if run.array_index:
+        raise RequestError(
+            f"{run.name} is an element of an array, whose script starts all of them. Go on with: "
+            f"{run.resubmission}"
+        )
+    raise RequestError(
+        f"{run.name} lies at {here}, but its script leads to {there}: the directory was moved. "
+        f"Move it back, or submit a new run with --resume {here}."
+    )
+
+
+def _check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
+    """Refuse a run that is queued or running, may be, or has nothing left to do."""
+    submission = latest_submission(events.read(run.events))
+    states = query(jobs_to_ask([submission]))
+    status = run_status(run, states)
+    job = states.get(status.job_id, JobState(State.UNKNOWN))
+    detail = f" ({status.detail})" if status.detail else ""
+    if status.state in (QUEUED, RUNNING):
+        raise RequestError(
+            f"{run.name} is {status.state}{detail} as job {status.job_id}: one run cannot train "
+            f"twice at once. Follow it with 'clusterddp logs -f {run.shown}', or end it first "
+            f"with 'clusterddp stop {run.shown}'."
+        )
+    if status.state == DONE and not _has_more(run, before, after):
+        if not before.train:
+            raise RequestError(
+                f"{run.name} is done: its command has ended with exit code 0. Submit a new run."
+            )
+        reached = newest_checkpoint(run)
+        is_at_most = reached and 0 < before.train.max_steps <= reached[0]
+        more = "a larger --max-steps N" if is_at_most else "--epochs N --allow-changed"
+        raise RequestError(
+            f"{run.name} is done: there is nothing left to train. Give it more, such as {more}, or "
+            "submit a new run."
+        )
+    if status.state != UNKNOWN or submission is None:
+        return
+    if submission.is_local:
+        latest = attempts.latest(run)
+        if latest is None or latest.end.exists() or not latest.is_alive():
+            return  # wherever that was, nobody trains it any more
+        raise RequestError(
+            f"{run.name} still trains: {status.detail}. Stop it first with 'clusterddp stop "
+            f"{run.shown}'."
+        )
+    if job.problem:
+        raise RequestError(
+            f"whether job {status.job_id} of {run.name} still waits or runs is not known: "
+            f"{job.problem}. Try again where 'squeue -j {status.job_id}' answers; two jobs cannot "
+            "train one run."
+        )
+    log.info(f"{run.name}: {status.detail}; submitting it again")
+
+
+def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> None:
+    """Refuse, with the difference shown, a request that would train to other weights.
+
+    Logs in what the folder differs from the copy of the code that the run uses.
+    """
+    if not terms.allow_changed and before.train and after.train:
+        changed = changes(dataclasses.asdict(before.train), after.train)
+        if changed:
+            raise RequestError(
+                f"{run.name} was trained with another configuration: {'; '.join(changed)}. Leave "
+                "the options as they were, add --allow-changed, or submit a new run."
+            )
+    if terms.new_code or not run.code_record.is_file():
+        return
+    if run.code.is_dir():
+        compared = code_renewal.compare(before, run)
+        difference = code_renewal.describe(run, compared) if compared else ""
+        if difference:
+            log.info(difference)
+    elif not terms.allow_changed:
+        _check_code(run)
+
+
+def _check_code(run: RunDir) -> None:
+    """Refuse changed code of a run that uses its folder itself."""
+    recorded = snapshot.Snapshot.from_json(run.code_record.read_text(errors="replace"))
+    now = snapshot.fingerprint(Path.cwd(), leave_out=run_folders(run))
+    if now is None:
+        log.warning(f"the code in {Path.cwd()} cannot be compared with what was submitted")
+        return
+    changed = snapshot.difference(recorded, now)
+    if changed:
+        more = f" and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
+        raise RequestError(
+            f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
+            f"{', '.join(changed[:_MOST_CHANGES])}{more}. Put it back, or use --code new to "
+            "run the current files."
+        )
+
+
+def _check_steps(run: RunDir, spec: JobSpec) -> None:
+    """Refuse a --max-steps that lies below the step from which the run goes on."""
+    reached = newest_checkpoint(run)
+    if spec.train and reached and 0 < spec.train.max_steps < reached[0]:
+        raise RequestError(
+            f"--max-steps {spec.train.max_steps}: {run.name} has trained {reached[0]} steps "
+            "already, as its newest checkpoint says. Give as many or more, or submit a new run."
+        )
+
+
+def _check_ranks(run: RunDir, spec: JobSpec) -> None:
+    """Refuse ranks that cannot share the run's batch, as its rank 0 would on the node."""
+    recorded = recorded_batch(run)
+    if spec.train is None or recorded is None:
+        return
+    images, step_size = recorded
+    reference = images // step_size
+    if newest_checkpoint(run):
+        reference = global_batch.reference_world_size(
+            spec.train, spec.world_size, images, step_size
+        )
+    elif spec.train.resume:
+        return  # it starts from another run's checkpoint, and preflight checks that one
+    problem = global_batch.uneven(spec.train, reference, spec.world_size)
+    if problem:
+        raise RequestError(f"--nodes and --tasks-per-node: {spec.layout}: {problem}")
+
+
+def _check_template(
+    run: RunDir,
+    before: JobSpec,
+    launcher: launchers.Launcher,
+    terms: Terms,
+) -> None:
+    """Refuse to render a script anew in which something else would change unseen."""
+    if terms.allow_changed or not run.script.is_file():
+        return
+    old, again = _recorded_script(run), launcher.prepare(before, terms.template_folder)
+    if old != again and _version(old) == _version(again):
+        raise RequestError(
+            f"{run.script} is not what template {before.template} gives for this run: it was "
+            "edited, or rendered from a template of your own, or by another state of "
+            "clusterddp. Name its folder with --template-dir, "
+            "edit the script and resubmit without options, or add --allow-changed to have it "
+            "rendered anew."
+        )
+
+
+def _recorded_script(run: RunDir) -> str:
+    """Return the script that was sent last; raises RequestError when it cannot be read."""
+    try:
+        return run.script.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{run.script} cannot be read: {error}.") from None
+
+
+def _has_more(run: RunDir, before: JobSpec, after: JobSpec) -> bool:
+    """Return whether a training that is done has something left to train by the new options."""
+    if before.train is None or after.train is None:
+        return False
+    reached = newest_checkpoint(run)
+    if reached and is_finished(run, reached[0], before.train, after.train):
+        return False
+    old = dataclasses.asdict(before.train)
+    return bool(changes(old, after.train)) or before.train.max_steps != after.train.max_steps
+
+
+def _submit(
+    claim: Claim,
+    before: JobSpec,
+    after: JobSpec,
+    script: str,
+    launcher: launchers.Launcher,
+    code_changes: Sequence[str] = (),
+    *,
+    from_scratch: bool = False,
+) -> launchers.Submission:
+    """Lay the records down, submit, and put the former records back where that is refused.
+
+    from_scratch: give up what the run's attempts have saved so far.
+    """
+    claim.use()
+    run = claim.run
+    kept: dict[Path, Path | None] = {}
+    try:
+        if after != before:
+            kept = _renew_records(run, after, script)
+        elif not run.script.is_file():  # of `debug`
+            kept = {run.script: None}
+            write_atomically(run.script, script.encode())
+        # Before the submission: the job's first line may come before the record of its id.
+        changes = [*_differences(before, after), *(f"code: {line}" for line in code_changes)]
+        latest = attempts.latest(run) if from_scratch else None
+        if latest:
+            events.add(
+                run.events,
+                events.Resubmitted,
+                changes=tuple(changes),
+                from_scratch=latest.number,
+            )
+        else:
+            events.add(run.events, events.Resubmitted, changes=tuple(changes))
+        return launcher.submit(after, script, run)
+    except RequestError:
+        _put_back(kept)
+        raise
+    except KeyboardInterrupt:
+        log.info(
+            f"interrupted; the job may be queued. Look for it by its comment, "
+            f"{submission_comment(after.run_name)}."
+        )
+        raise
+    except OSError as error:
+        raise SlurmError(
+            f"the run's records cannot be written: {error}. The job may be queued; look for it "
+            f"by its comment, {submission_comment(after.run_name)}."
+        ) from None
+
+
+def _renew_records(run: RunDir, spec: JobSpec, script: str) -> dict[Path, Path | None]:
+    """Write spec.json and the script anew; the former ones stay as spec-N.json, script-N.sbatch.
+
+    Returns where the former ones are; None for one that was not there. Raises OSError.
+    """
+    number = 1
+    while any(_former(path, number).exists() for path in (run.spec, run.script)):
+        number += 1
+    kept: dict[Path, Path | None] = {}
+    created = run.spec.stat()
+    for path, content in ((run.spec, spec.to_json()), (run.script, script)):
+        kept[path] = None
+        if path.is_file():
+            shutil.copy2(path, _former(path, number))
+            kept[path] = _former(path, number)
+        write_atomically(path, content.encode())
+    os.utime(run.spec, ns=(created.st_atime_ns, created.st_mtime_ns))  # runs are listed by it
+    return kept
+
+
+def _former(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+def _put_back(kept: Mapping[Path, Path | None]) -> None:
+    for path, former in kept.items():
+        if former:
+            former.replace(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _differences(before: JobSpec, after: JobSpec) -> list[str]:
+    """List the changes of the request, `time 1:00:00, now 2:00:00`."""
+    lines = []
+    for old_part, new_part in (
+        (before, after),
+        (before.resources, after.resources),
+        (before.train, after.train),
+    ):
+        if old_part is None or new_part is None:
+            continue
+        for field in dataclasses.fields(old_part):
+            old, new = getattr(old_part, field.name), getattr(new_part, field.name)
+            if old != new and not isinstance(old, Resources | TrainConfig):
+                lines.append(f"{field.name} {old}, now {new}")
+    return lines
+
+
+def _version(script: str) -> str:
+    """Return the line that names the version that has rendered a script."""
+    return next((line for line in script.splitlines() if "rendered by clusterddp" in line), "")
