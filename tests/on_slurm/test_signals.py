@@ -82,7 +82,6 @@ def uninterrupted(
 
 
 SCANCELS = {
-    "USR1 to the batch script": ["--batch", "--signal=USR1"],
     "USR1 to the tasks": ["--signal=USR1"],
     "USR1 to the whole job": ["--full", "--signal=USR1"],
     "TERM to the tasks": ["--signal=TERM"],

@@ -138,6 +138,7 @@ def test_two_hand_started_ranks_train_to_the_weights_that_torchrun_gives(
     assert report_of(agent_run.path)["weights_sha256"] == report_of(run.path)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_the_others_and_is_named(
     start: Any, synthetic_dir: Path, tmp_path: Path
 ) -> None:
@@ -173,6 +174,7 @@ def pid_of(run_dir: Path, rank: int) -> int:
     return int(json.loads((RunDir(run_dir).outcomes / f"rank-{rank}.json").read_text())["pid"])
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_has_all_save_and_leave_and_the_run_goes_on(
     start: Any, synthetic_dir: Path, tmp_path: Path
 ) -> None:
@@ -194,6 +196,7 @@ def test_a_signal_to_one_rank_has_all_save_and_leave_and_the_run_goes_on(
     assert report_of(tmp_path)["steps"] == end["step"] + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to_task", [False, True])
 def test_term_twice_is_harmless(
     to_task: bool, start: Any, synthetic_dir: Path, tmp_path: Path
@@ -207,6 +210,7 @@ def test_term_twice_is_harmless(
     assert "stopped at step" in output and "(SIGTERM)" in output
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_by_its_parent_and_by_the_watchdog(
     start: Any, synthetic_dir: Path, tmp_path: Path
 ) -> None:
@@ -225,6 +229,7 @@ def test_a_stopped_rank_is_named_by_its_parent_and_by_the_watchdog(
     assert (first.returncode, second.returncode) == (75, 75)
 
 
+@pytest.mark.slow
 def test_of_two_starts_the_second_is_refused_and_one_that_was_overtaken_ends(
     start: Any, synthetic_dir: Path, tmp_path: Path
 ) -> None:
@@ -251,6 +256,7 @@ def test_of_two_starts_the_second_is_refused_and_one_that_was_overtaken_ends(
     assert not (tmp_path / "attempts/0001/end.json").exists()
 
 
+@pytest.mark.slow
 def test_a_log_on_a_full_disk_does_not_end_the_training(
     start: Any, synthetic_dir: Path, tmp_path: Path
 ) -> None:
