@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from clusterddp.api import SubmittedRun, launch, render, submit
     from clusterddp.errors import ClusterDDPError, RequestError, TrainingError
     from clusterddp.ranks.dist_env import DistEnv
-    from clusterddp.request.resources import Resources
-    from clusterddp.request.spec import JobSpec
+    from clusterddp.request.spec import JobSpec, Resources
     from clusterddp.request.train_config import TrainConfig
     from clusterddp.run.status import RunStatus
 
@@ -38,7 +37,7 @@ _MODULES = {
     "DistEnv": "ranks.dist_env",
     "JobSpec": "request.spec",
     "RequestError": "errors",
-    "Resources": "request.resources",
+    "Resources": "request.spec",
     "RunStatus": "run.status",
     "SubmittedRun": "api",
     "TrainConfig": "request.train_config",

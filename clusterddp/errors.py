@@ -24,10 +24,14 @@ class RequestError(ClusterDDPError):
 
     exit_code = EXIT_WRONG_REQUEST
 
-    def __init__(self, message: str = "", *, option: str = "") -> None:
-        """Keep the message, and the option that it concerns as it is typed, `--nodes`."""
-        super().__init__(message)
-        self.option = option
+
+class OptionError(RequestError):
+    """The value of an option is not valid, or contradicts another one."""
+
+    def __init__(self, option: str, problem: str = "") -> None:
+        """Begin the message with the option as it is typed, `--nodes` or `--nodes 2`."""
+        super().__init__(option + problem)
+        self.option = option.partition(" ")[0]
 
 
 class DistEnvError(ClusterDDPError):

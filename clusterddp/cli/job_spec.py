@@ -10,12 +10,11 @@ import click
 
 from clusterddp.cli import settings
 from clusterddp.cli.options import config_from
-from clusterddp.errors import RequestError
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED, full_name
 from clusterddp.request.options import COUNT, NEEDED_DIRECTIVES, PASSED_ON, REPLACED
-from clusterddp.request.resources import Resources
 from clusterddp.request.site import Site
-from clusterddp.request.spec import DIRECTIVES, JobSpec
+from clusterddp.request.spec import DIRECTIVES, JobSpec, Resources
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
@@ -47,10 +46,7 @@ def job_spec(ctx: click.Context, run_name: str, options: dict[str, Any]) -> JobS
     environment, passed = _environment(ctx.obj, options["env"])
     template = options["template"]
     if Path(template).name.startswith("_"):
-        raise RequestError(
-            f"--template {template}: it is part of another one, not for itself.",
-            option="--template",
-        )
+        raise OptionError("--template", f" {template}: it is part of another one, not for itself.")
     values = {
         **fields_given(JobSpec, given),
         "python": _python(options["python"]),
@@ -86,7 +82,7 @@ def fields_given(record: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _resources(given: Mapping[str, Any], train: TrainConfig | None) -> Resources:
     fields = fields_given(Resources, given)
-    fields["gpu_type"], fields["gpus_per_node"] = forms.gpus(
+    fields["gpu_type"], fields["gpus_per_node"] = forms.gpu_count(
         "--gpus-per-node", given["gpus_per_node"]
     )
     if "tasks_per_node" in given:
@@ -100,16 +96,14 @@ def template_folder(options: Mapping[str, Any]) -> Path | None:
     """The folder of a person's own templates; it must be there when it was named."""
     path = Path(options["template"])
     if "/" in options["template"] and not path.is_file():
-        raise RequestError(f"--template: {options['template']!r} is no file.", option="--template")
+        raise OptionError("--template", f": {options['template']!r} is no file.")
     if "/" in options["template"] or (path.is_file() and path.name not in SHIPPED):
         return path.parent
     if options["template_dir"] is None:
         return None
     folder = Path(options["template_dir"])
     if not folder.is_dir():
-        raise RequestError(
-            f"--template-dir: {options['template_dir']!r} is no folder.", option="--template-dir"
-        )
+        raise OptionError("--template-dir", f": {options['template_dir']!r} is no folder.")
     return folder
 
 
@@ -120,10 +114,10 @@ def _template(ctx: click.Context, value: str, folder: str | None) -> str:
     is_own = folder and (Path(folder) / value).is_file()
     named = settings.source(ctx, "template") != "default"
     if named and value in SHIPPED and not is_own and Path(value).is_file():
-        raise RequestError(
-            f"--template {value}: there is a file of that name here, and a shipped template. Use "
+        raise OptionError(
+            "--template",
+            f" {value}: there is a file of that name here, and a shipped template. Use "
             f"./{value} for the file, or {value.removesuffix('.sbatch.j2')} for the shipped one.",
-            option="--template",
         )
     return full_name(value, Path(folder) if folder else None)
 
@@ -146,10 +140,10 @@ def _resume_path(value: str, output_root: str) -> str:
     for path in (Path(value), Path(output_root) / value):
         if path.exists():
             return os.path.abspath(path)
-    raise RequestError(
-        f"--resume: {value!r} is neither a checkpoint, nor a run's directory, nor the name of a "
+    raise OptionError(
+        "--resume",
+        f": {value!r} is neither a checkpoint, nor a run's directory, nor the name of a "
         f"run below {output_root}.",
-        option="--resume",
     )
 
 
@@ -171,8 +165,8 @@ def _environment(
     for item in items:
         name, equals, value = item.partition("=")
         if not equals and forms.VARIABLE.fullmatch(name) and name not in os.environ:
-            raise RequestError(
-                f"--env {name}: is not set here; set it, or use --env {name}=VALUE.", option="--env"
+            raise OptionError(
+                "--env", f" {name}: is not set here; set it, or use --env {name}=VALUE."
             )
         values.pop(name, None)
         values[name] = value if equals else None
@@ -184,10 +178,10 @@ def _environment(
         arriving = submission_environment(os.environ)
         for name in passed:
             if name in os.environ and name not in arriving:
-                raise RequestError(
-                    f"--env {name}: a surrounding job's {name} is kept out of submissions, so it "
+                raise OptionError(
+                    "--env",
+                    f" {name}: a surrounding job's {name} is kept out of submissions, so it "
                     f"cannot be passed by name. Use --env {name}=VALUE.",
-                    option="--env",
                 )
     return environment, passed
 
@@ -210,7 +204,7 @@ def _directives(items: tuple[str, ...], resources: Resources) -> tuple[tuple[str
         if name == "gres" and "gpu" in value:
             instead = "--gpus-per-node with --gpu-request gres"
         if instead:
-            raise RequestError(f"--sbatch {item}: refused; use {instead}.", option="--sbatch")
+            raise OptionError("--sbatch", f" {item}: refused; use {instead}.")
         directives[name] = forms.text(f"--sbatch {name}", value) if equals else None
     return tuple(directives.items())
 
@@ -233,8 +227,7 @@ def _omitted(names: tuple[str, ...]) -> tuple[str, ...]:
             hint = f". Did you mean {near[0]!r}?" if near else ""
             problem = f"there is no such directive{hint}"
         if problem:
-            raise RequestError(
-                f"--omit-directive {name}: {problem}{'' if problem[-1] == '?' else '.'}",
-                option="--omit-directive",
+            raise OptionError(
+                "--omit-directive", f" {name}: {problem}{'' if problem[-1] == '?' else '.'}"
             )
     return names

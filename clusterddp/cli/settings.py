@@ -16,7 +16,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import site
 from clusterddp.request.options import BARE_DIRECTIVES, PASSED_ON
 from clusterddp.request.spec import EXPEDITE, OPTIONS, REQUEST
@@ -92,12 +92,13 @@ def naming_sources(ctx: click.Context) -> Iterator[None]:
     """Add to a message about an option where its value came from, if nobody has typed it."""
     try:
         yield
-    except RequestError as error:
+    except OptionError as error:
         name = error.option.removeprefix("--").replace("-", "_")
         where = source(ctx, name) if name in ctx.params else "flag"
         if where in ("flag", "default"):
             raise
-        raise RequestError(f"{error} (from {where})", option=error.option) from None
+        problem = str(error).removeprefix(error.option)
+        raise OptionError(error.option, f"{problem} (from {where})") from None
 
 
 def source(ctx: click.Context, name: str) -> str:

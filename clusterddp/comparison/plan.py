@@ -14,8 +14,7 @@ from clusterddp.comparison.rows import Place, Row
 from clusterddp.comparison.trials import run_name
 from clusterddp.errors import RequestError
 from clusterddp.ranks.from_flags import MOST_PROCS
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 
 Planned = list[tuple[Row, JobSpec]]

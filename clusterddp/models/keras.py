@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from clusterddp.errors import TrainingError
 from clusterddp.models.nets import CONVOLUTIONS, DROPOUT, HIDDEN
-from clusterddp.request import extras
 from clusterddp.request.train_config import TrainConfig
 
 # Of the module convnet below; `keras` is imported by then.
@@ -102,7 +101,7 @@ def import_keras() -> ModuleType:
     Raises TrainingError where it is not installed, cannot be imported, or was imported in this
     process on another backend.
     """
-    missing = extras.missing(TrainConfig(model=_NAME))
+    missing = TrainConfig(model=_NAME).missing_package()
     if missing:
         raise TrainingError(f"{missing} This is {socket.gethostname()}.")
     try:

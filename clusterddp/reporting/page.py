@@ -17,8 +17,7 @@ from clusterddp.reporting import drawings, plots
 from clusterddp.reporting.evaluation import Evaluation
 from clusterddp.reporting.gather import Gathered
 from clusterddp.reporting.scaling import scalings
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import formatting
 

@@ -1,1 +1,1 @@
-"""What a user asks for: the job, its resources, the training, the site's settings."""
+"""The request for a run: the job, its resources, the training, the site's settings."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import OptionError
 from clusterddp.request.user_functions import is_reference
 from clusterddp.slurm.forms import Form
 
@@ -39,7 +39,7 @@ class Number:
     def check(self, option: str, value: float) -> None:
         """Raise RequestError unless the value lies in the range; NaN lies in none."""
         if not self.least <= value < self.below:
-            raise RequestError(f"{option}: {value} is not {self.noun}.", option=option)
+            raise OptionError(option, f": {value} is not {self.noun}.")
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,7 @@ class Choice:
         if value in self.names or (self.or_function and is_reference(value)):
             return
         more = " (your own is MODULE:FUNCTION)" if self.or_function else ""
-        raise RequestError(
-            f"{option}: {value!r} is not one of {', '.join(self.names)}{more}.", option=option
-        )
+        raise OptionError(option, f": {value!r} is not one of {', '.join(self.names)}{more}.")
 
 
 COUNT = Number("a positive whole number", least=1)
@@ -191,7 +189,7 @@ REPLACED_FLAGS = {
     "gres": "--gpus-per-node [TYPE:]N, and --gpu-request gres where the site wants it so",
     "chdir": "the folder in which you type it",
 }
-"""Those and further ones that are taken as directives, but not as flags."""
+"""Flags of sbatch that are not taken; two of them are taken as directives."""
 SHORT_FORMS = {"-n": "ntasks", "-G": "gpus", "-a": "array", "-o": "output", "-e": "error"}
 
 _PASSED_ON = (

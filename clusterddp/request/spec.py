@@ -1,7 +1,7 @@
-"""What is asked for: `JobSpec`, one run.
+"""The request for a run: `JobSpec`, and in it the `Resources` that Slurm is asked for.
 
-It is checked when it is built, so that the code after it can trust it. Fields carry Slurm's names
-and forms. It goes to and from JSON.
+Both are checked when they are built, so that the code after them can trust them. Fields carry
+Slurm's names and forms; a field that is an option carries its row of the table.
 """
 
 import dataclasses
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.options import (
     ASKED,
     CODE,
+    COUNT,
     GROUPS,
     INTERRUPTED,
     KEPT,
@@ -27,10 +28,25 @@ from clusterddp.request.options import (
     option,
     options_of,
 )
-from clusterddp.request.resources import Resources
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
-from clusterddp.slurm.forms import DIRECTIVE, LINE, MODULE, NETWORK_INTERFACE, SIGNAL
+from clusterddp.slurm.forms import (
+    ACCOUNT,
+    CONSTRAINT,
+    DEPENDENCY,
+    DIRECTIVE,
+    LINE,
+    MAIL_EVENTS,
+    MAIL_USER,
+    MEMORY,
+    MODULE,
+    NETWORK_INTERFACE,
+    PARTITIONS,
+    QOS,
+    RESERVATIONS,
+    SIGNAL,
+    TIME_LIMIT,
+)
 
 SPEC_FORMAT = 1
 EXPEDITE = "expedite"
@@ -39,18 +55,129 @@ MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
 
-# Written into the script by bash itself, or derived per task: an exported value would not arrive.
-_BASH_OWNS = {
-    "_", "BASH", "BASHOPTS", "BASHPID", "BASH_ARGC", "BASH_ARGV", "BASH_ENV", "BASH_SUBSHELL",
-    "DIRSTACK", "ENV", "EPOCHREALTIME", "EPOCHSECONDS", "EUID", "FUNCNAME", "GROUPS", "HISTCMD",
-    "IFS", "LINENO", "PIPESTATUS", "POSIXLY_CORRECT", "PPID", "RANDOM", "SECONDS", "SHELLOPTS",
-    "SHLVL", "SRANDOM", "UID",
-}  # fmt: skip
+# Bash sets them itself: a value that the script exports would not reach the tasks.
+_BASH_OWNS = (
+    "_ BASH BASHOPTS BASHPID BASH_ARGC BASH_ARGV BASH_ENV BASH_SUBSHELL DIRSTACK ENV EPOCHREALTIME "
+    "EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD IFS LINENO PIPESTATUS POSIXLY_CORRECT PPID RANDOM "
+    "SECONDS SHELLOPTS SHLVL SRANDOM UID"
+)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Nodes, GPUs, tasks, time and place to ask Slurm for; empty or None is the site's choice."""
+
+    nodes: int = option(1, "Number of nodes.", COUNT, "--nodes -N")
+    gpus_per_node: int = option(
+        0,
+        "GPUs on each node.",
+        WHOLE,
+        "--gpus-per-node SBATCH_GPUS_PER_NODE [TYPE:]N",
+        type=str,
+    )
+    gpu_type: str = ""
+    gpu_request: str = option(
+        "gpus-per-node",
+        "Directive that asks for the GPUs; sites differ.",
+        Choice(("gpus-per-node", "gres", "gpus-per-task")),
+    )
+    tasks_per_node: int = option(
+        0,
+        "Ranks on each node.",
+        COUNT,
+        "--ntasks-per-node",
+        shown="one per GPU, or one",
+    )
+    cpus_per_task: int | None = option(
+        None, "CPUs for each rank.", COUNT, "--cpus-per-task -c", shown="the site's"
+    )
+    mem: str = option(
+        "",
+        "Memory of each node, such as 64G; 0 is all of it.",
+        MEMORY,
+        "--mem SBATCH_MEM_PER_NODE SIZE",
+    )
+    time: str = option(
+        "",
+        "Wall-clock limit, such as 90, 02:30:00 or 1-12.",
+        TIME_LIMIT,
+        "--time -t SBATCH_TIMELIMIT LIMIT",
+    )
+    partition: str = option(
+        "", "Partition, or several with commas.", PARTITIONS, "--partition -p SBATCH_PARTITION"
+    )
+    account: str = option("", "Account to charge.", ACCOUNT, "--account -A SBATCH_ACCOUNT NAME")
+    qos: str = option("", "Quality of service.", QOS, "--qos -q SBATCH_QOS NAME")
+    constraint: str = option(
+        "",
+        "Features that nodes must have.",
+        CONSTRAINT,
+        "--constraint -C SBATCH_CONSTRAINT FEATURES",
+    )
+    reservation: str = option(
+        "", "Reservation to use.", RESERVATIONS, "--reservation SBATCH_RESERVATION NAME"
+    )
+    nodelist: str = option(
+        "", "Hosts that must be in the job: gpu[01-03].", names="--nodelist -w HOSTS"
+    )
+    exclude: str = option("", "Hosts that must not be in the job.", names="--exclude -x HOSTS")
+    dependency: str = option(
+        "", "Jobs to wait for, such as afterok:1234.", DEPENDENCY, "--dependency -d LIST"
+    )
+    exclusive: bool = option(
+        False, "Share no node with other jobs.", names="--exclusive SBATCH_EXCLUSIVE"
+    )
+    mail_type: str = option(
+        "", "Events to mail about, such as END,FAIL.", MAIL_EVENTS, "--mail-type EVENTS"
+    )
+    mail_user: str = option("", "Address to mail to.", MAIL_USER, "--mail-user ADDRESS")
+
+    def __post_init__(self) -> None:
+        if self.tasks_per_node == 0:
+            object.__setattr__(self, "tasks_per_node", self.gpus_per_node or 1)
+        check_fields(self)
+        if self.gpus_per_node and self.gpus_per_node % self.tasks_per_node:
+            relation = (
+                "more tasks than GPUs"
+                if self.tasks_per_node > self.gpus_per_node
+                else ("the GPUs cannot be shared out evenly")
+            )
+            raise OptionError(
+                "--tasks-per-node",
+                f" {self.tasks_per_node} against --gpus-per-node "
+                f"{self.gpus_per_node}: {relation}. Use one task per GPU (the default).",
+            )
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if not (self.nodelist or self.exclude):
+            return
+        from clusterddp.slurm.hostlist import expand_nodelist
+
+        wanted = expand_nodelist(self.nodelist) if self.nodelist else []
+        unwanted = set(expand_nodelist(self.exclude)) if self.exclude else set()
+        if len(set(wanted)) > self.nodes:
+            raise OptionError(
+                "--nodelist",
+                f" {self.nodelist} names {len(set(wanted))} hosts, but --nodes asks for "
+                f"{self.nodes}: Slurm gives a job every host of its list. Use --nodes "
+                f"{len(set(wanted))} or a shorter list.",
+            )
+        both = [host for host in wanted if host in unwanted]
+        if both:
+            raise OptionError(
+                "--nodelist", f" {self.nodelist} and --exclude {self.exclude} both name {both[0]}."
+            )
+
+    @property
+    def num_tasks(self) -> int:
+        """Return the number of ranks of the whole job, torch's world size."""
+        return self.nodes * self.tasks_per_node
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One run as it was asked for: where, with what, and what each task runs.
+    """Request for one run: its resources, its script, and what each task runs.
 
     Exactly one of `train` and `command` is set.
     """
@@ -170,20 +297,17 @@ class JobSpec:
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
         if self.requeue not in (None, True, False, EXPEDITE):
-            raise RequestError(
-                f"--requeue: {self.requeue!r} is neither yes, no nor {EXPEDITE}.",
-                option="--requeue",
-            )
+            raise OptionError("--requeue", f": {self.requeue!r} is neither yes, no nor {EXPEDITE}.")
         if bool(self.command) == bool(self.train):
             raise RequestError(
                 "a run either trains (train) or runs a command (command): give one of them."
             )
         check_fields(self)
         if self.requeue is False and self.restart_on_failure:
-            raise RequestError(
-                f"--no-requeue against --restart-on-failure {self.restart_on_failure}: the first "
-                "forbids what the second asks for. Leave one of them out.",
-                option="--restart-on-failure",
+            raise OptionError(
+                "--restart-on-failure",
+                f" {self.restart_on_failure} against --no-requeue: the second forbids what the "
+                "first asks for. Leave one of them out.",
             )
         if self.requeue is None and (self.train or self.restart_on_failure):
             object.__setattr__(self, "requeue", True)
@@ -192,22 +316,22 @@ class JobSpec:
         if self.signal:
             limit = forms.limit_seconds(self.resources.time)
             if limit is not None and self.signal_lead >= limit:
-                raise RequestError(
-                    f"--signal {self.signal} against --time {self.resources.time}: it would come "
+                raise OptionError(
+                    "--signal",
+                    f" {self.signal} against --time {self.resources.time}: it would come "
                     f"at once, for the limit is {limit} s. Use a lead that is shorter.",
-                    option="--signal",
                 )
         if not Path(self.run_dir).is_absolute() or "%" in forms.text("--output-root", self.run_dir):
-            raise RequestError(
-                f"--output-root: the run directory {self.run_dir!r} must be an absolute path "
+            raise OptionError(
+                "--output-root",
+                f": the run directory {self.run_dir!r} must be an absolute path "
                 "without '%' (Slurm replaces it in log paths).",
-                option="--output-root",
             )
         if self.run_dir != self.run_dir.strip() or "\\" in self.run_dir:
-            raise RequestError(
-                f"--output-root: {self.run_dir!r} has a backslash or outer blanks, which Slurm "
+            raise OptionError(
+                "--output-root",
+                f": {self.run_dir!r} has a backslash or outer blanks, which Slurm "
                 "takes out of log paths. Choose another folder.",
-                option="--output-root",
             )
         self._check_lines()
         self._check_environment()
@@ -215,40 +339,38 @@ class JobSpec:
             self._check_ranks(self.train)
 
     def _check_ranks(self, train: TrainConfig) -> None:
-        """Check that the ranks which are asked for are what the training can use."""
+        """Refuse ranks that the training cannot use."""
         if train.strategy != "ddp" and self.world_size > 1:
-            asked = f"--nodes {self.resources.nodes}"
+            other = f"--nodes {self.resources.nodes}"
             if self.resources.nodes == 1:
-                asked = f"--tasks-per-node {self.resources.tasks_per_node}"
-            raise RequestError(
-                f"--strategy {train.strategy} trains in one process on one node, against {asked}. "
+                other = f"--tasks-per-node {self.resources.tasks_per_node}"
+            raise OptionError(
+                "--strategy",
+                f" {train.strategy} trains in one process on one node, against {other}. "
                 "Use --strategy ddp, or a single task.",
-                option="--strategy",
             )
         if train.strategy == "single" and self.resources.gpus_per_node > 1:
-            raise RequestError(
-                f"--strategy single uses one GPU, against --gpus-per-node "
+            raise OptionError(
+                "--strategy",
+                f" single uses one GPU, against --gpus-per-node "
                 f"{self.resources.gpus_per_node}: the others would lie idle. Ask for one, or use "
                 "--strategy ddp.",
-                option="--strategy",
             )
         if train.profile and int(train.profile) >= self.world_size:
-            raise RequestError(
-                f"--profile {train.profile}: there is no such rank; {self.layout}, from 0.",
-                option="--profile",
+            raise OptionError(
+                "--profile", f" {train.profile}: there is no such rank; {self.layout}, from 0."
             )
 
     def _default_signal(self) -> str:
-        """Two minutes ahead, or a fifth of a short limit: Slurm looks at limits twice a minute."""
+        """Return a signal two minutes ahead, or a fifth of a short time limit."""
+        # Slurm looks at limits twice a minute.
         limit = forms.limit_seconds(self.resources.time)
         lead = MOST_LEAD_SECONDS if limit is None else min(MOST_LEAD_SECONDS, limit // 5)
         return f"B:USR1@{max(lead, 1)}"
 
     def _check_lines(self) -> None:
         if not self.python:
-            raise RequestError(
-                "--python is empty; name the interpreter that the tasks use.", option="--python"
-            )
+            raise OptionError("--python", " is empty; name the interpreter that the tasks use.")
         for word in self.command:
             forms.text("COMMAND", word)
         if self.command and not self.command[0]:
@@ -257,22 +379,22 @@ class JobSpec:
     def _check_environment(self) -> None:
         for name in (*(name for name, _ in self.environment), *self.pass_environment):
             if not forms.VARIABLE.fullmatch(forms.text("--env", name)):
-                raise RequestError(
-                    f"--env: {name!r} is no name of a variable; valid is NAME=VALUE, or NAME "
+                raise OptionError(
+                    "--env",
+                    f": {name!r} is no name of a variable; valid is NAME=VALUE, or NAME "
                     "to pass the variable that is set where you submit.",
-                    option="--env",
                 )
-            if name in _BASH_OWNS:
-                raise RequestError(
-                    f"--env: {name} is set by bash itself, so a value would not reach the tasks.",
-                    option="--env",
+            if name in _BASH_OWNS.split():
+                raise OptionError(
+                    "--env",
+                    f": {name} is set by bash itself, so a value would not reach the tasks.",
                 )
             preset = name in ("MASTER_ADDR", "MASTER_PORT")
             if (name in forms.RANK_VARIABLES and not preset) or name.startswith(
                 ("SLURM_", "TORCHELASTIC_")
             ):
-                raise RequestError(
-                    f"--env: {name} is derived for each task; it cannot be preset.", option="--env"
+                raise OptionError(
+                    "--env", f": {name} is derived for each task; it cannot be preset."
                 )
         for name, value in self.environment:
             forms.text(f"--env {name}", value)
@@ -280,51 +402,52 @@ class JobSpec:
     def refuse_launcher(self) -> None:
         """Refuse a launcher in every task: its ranks would know only those of their own task.
 
-        A check of the request alone: the record of a run that is queued is read without it. Raises
+        A new request is checked; the record of a run that is queued is read without it. Raises
         RequestError with the line to type.
         """
         if not self.command or self.allow_launcher:
             return
         from clusterddp.request import nested_launcher  # not needed for a training
 
-        found = nested_launcher.find(self.command)
-        if found is None:
+        nested = nested_launcher.find(self.command)
+        if nested is None:
             return
-        agents = found.agents and self.launcher != "submitit" and self.template == DEFAULT_TEMPLATE
+        agents = nested.agents and self.launcher != "submitit" and self.template == DEFAULT_TEMPLATE
         line = f"clusterddp submit {'--template torchrun ' if agents else ''}-- "
-        line += shlex.join(found.instead or ("python", "train.py"))
+        line += shlex.join(nested.instead or ("python", "train.py"))
         note = ""
-        if found.adds_local_rank:
-            note = f" {found.name} also adds --local-rank: read LOCAL_RANK instead."
+        if nested.adds_local_rank:
+            note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
         raise RequestError(
-            f"COMMAND starts {found.name}, which starts ranks of its own. The tasks are ranks "
+            f"COMMAND starts {nested.name}, which starts ranks of its own. The tasks are ranks "
             f"already ({self.layout}), so each would train a copy by itself. With your other "
-            f"options, type: {line}{'' if found.instead else ' (your program and its arguments)'}."
+            f"options, type: {line}{'' if nested.instead else ' (your program and its arguments)'}."
             f"{note} If each task is to start it all the same, add --allow-launcher."
         )
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks, as torch calls it."""
         return self.resources.num_tasks
 
     @property
     def uses_own_code(self) -> bool:
-        """True where the tasks run a person's own code: a command, a model or a dataset."""
+        """Return whether the tasks run the user's code: a command, a model or a dataset."""
         return bool(self.command or (self.train and self.train.own_functions))
 
     @property
     def requeues(self) -> bool:
-        """True where the script puts the job back into the queue by itself."""
+        """Return whether the script puts the job back into the queue by itself."""
         return bool(self.requeue)
 
     @property
     def signal_lead(self) -> int:
-        """Seconds between Slurm's signal and the time limit; 0 without a signal."""
+        """Return the seconds between Slurm's signal and the time limit; 0 without a signal."""
         return int((self.signal or "").rpartition("@")[2] or 0)
 
     @property
     def layout(self) -> str:
-        """`2 nodes x 4 tasks = 8 ranks`."""
+        """Return the ranks in words, `2 nodes x 4 tasks = 8 ranks`."""
         counts = (
             (self.resources.nodes, "node"),
             (self.resources.tasks_per_node, "task"),
@@ -334,7 +457,7 @@ class JobSpec:
         return f"{nodes} x {tasks} = {ranks}"
 
     def to_json(self) -> str:
-        """The record that a run keeps of its request; holds no value passed by name."""
+        """Return the record that a run keeps of its request; no value passed by name is in it."""
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
@@ -343,7 +466,7 @@ class JobSpec:
 
     @classmethod
     def from_json(cls, content: str) -> "JobSpec":
-        """Read a record back; raises RequestError when it is no record of this format."""
+        """Read a record; raises RequestError when it is no record of this format."""
         try:
             fields: dict[str, Any] = json.loads(content)
             if fields.pop("format") != SPEC_FORMAT:
@@ -359,7 +482,7 @@ class JobSpec:
 
 
 def submission_comment(run_name: str) -> str:
-    """The job comment by which a submission whose answer was lost can be found again."""
+    """Return the job comment that finds a submission again whose answer was lost."""
     return f"clusterddp:{run_name}"
 
 

@@ -1,12 +1,13 @@
-"""What a training is asked to do: `TrainConfig`, in torch's words, checked when it is built."""
+"""The configuration of a training, `TrainConfig`, in torch's words, checked when it is built."""
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import OptionError
 from clusterddp.request.options import (
     COUNT,
     NUMBER,
@@ -22,6 +23,7 @@ from clusterddp.request.options import (
 from clusterddp.request.recipes import RECIPES
 from clusterddp.slurm.forms import LINE, Form
 
+# Names that each package's registry defines: a test compares the two.
 MODELS = ("convnet", "mlp", "bn-convnet", "keras-convnet", "fastnet", "deepnet")
 STRATEGIES = ("ddp", "dp", "single")
 DATASETS = ("mnist", "synthetic")
@@ -37,7 +39,7 @@ TIMED_INTERVAL = Form(
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What every task trains; each field is a flag of `clusterddp train` of the same name."""
+    """Configuration of the training; each field is an option of the same name."""
 
     recipe: str = option(
         "",
@@ -217,31 +219,27 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.backend == "nccl" and self.device == "cpu":
-            raise RequestError(
-                "--backend nccl exchanges between GPUs, but --device is cpu.", option="--backend"
-            )
+            raise OptionError("--backend", " nccl exchanges between GPUs, but --device is cpu.")
         if self.sync_batchnorm and self.strategy != "ddp":
-            raise RequestError(
-                f"--sync-batchnorm goes over ranks, against --strategy {self.strategy}, which has "
+            raise OptionError(
+                "--sync-batchnorm",
+                f" goes over ranks, against --strategy {self.strategy}, which has "
                 "one. Leave one of them.",
-                option="--sync-batchnorm",
             )
         if self.compile and self.strategy == "dp":
-            raise RequestError(
-                "--compile against --strategy dp, whose copies of the model are new at each step. "
+            raise OptionError(
+                "--compile",
+                " against --strategy dp, whose copies of the model are new at each step. "
                 "Leave one of them.",
-                option="--compile",
             )
         self._check_graph()
         self._check_keras()
         if not self.data_dir:
-            raise RequestError(
-                "--data-dir is empty; name the folder that holds MNIST/raw.", option="--data-dir"
-            )
+            raise OptionError("--data-dir", " is empty; name the folder that holds MNIST/raw.")
 
     @property
     def own_functions(self) -> tuple[tuple[str, str], ...]:
-        """The options that name a person's own function, each with its reference."""
+        """Return the options that name a user function, each with its reference."""
         values = (("--model", self.model), ("--dataset", self.dataset))
         return tuple((option, value) for option, value in values if ":" in value)
 
@@ -259,10 +257,7 @@ class TrainConfig:
             ),
         ):
             if given:
-                raise RequestError(
-                    f"--cuda-graph on against {flag}: {why}. Leave one of them.",
-                    option="--cuda-graph",
-                )
+                raise OptionError("--cuda-graph", f" on against {flag}: {why}. Leave one of them.")
 
     def _check_keras(self) -> None:
         if self.model != "keras-convnet":
@@ -280,26 +275,69 @@ class TrainConfig:
             ),
         ):
             if given:
-                raise RequestError(
-                    f"{flag} against --model keras-convnet: {why}. Leave it out, or take --model "
+                raise OptionError(
+                    flag,
+                    f" against --model keras-convnet: {why}. Leave it out, or take --model "
                     "bn-convnet, the same network in plain torch.",
-                    option=flag,
                 )
 
     def lr_factor(self, world_size: int) -> float:
-        """What `lr` is multiplied by at this world size; Goyal et al. 2017, arXiv 1706.02677."""
+        """Return the factor on `lr` at this world size; Goyal et al. 2017, arXiv 1706.02677."""
         factors = {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}
         return float(factors[self.lr_scaling])
 
     @property
     def step_size(self) -> int:
-        """Images per rank in one optimizer step."""
+        """Return the images per rank in one optimizer step."""
         return self.batch_size * self.accumulate
 
-    def to_argv(self) -> list[str]:
-        """Every field as a flag, so that a command line carries the whole configuration.
+    def reference_world_size(self, world_size: int, images: int, step_size: int) -> int:
+        """Return the world size from which a resumed run counts its batch and learning rate.
 
-        All but the recipe's name: where the flags are read, it must not add anything to them.
+        images: of a step over all ranks when the checkpoint was written; step_size: of one rank
+        then. Where the batch size was changed on purpose, it is `world_size`, that of now.
+        """
+        return images // step_size if step_size == self.step_size else world_size
+
+    def uneven_batch(self, reference: int, world_size: int) -> str:
+        """Explain why so many ranks cannot share the run's batch evenly; empty where they can.
+
+        reference: the run's `reference_world_size`.
+        """
+        images = self.step_size * reference
+        if images % world_size == 0:
+            return ""
+        passes = f" x --accumulate {self.accumulate}" if self.accumulate > 1 else ""
+        return (
+            f"the run's batch of {images} images over all ranks (--batch-size {self.batch_size}"
+            f"{passes} x {reference} ranks at its start) cannot be shared by {world_size} ranks "
+            f"evenly. Start it on a number of ranks that divides {images}."
+        )
+
+    def missing_package(self) -> str:
+        """Name a package that the training needs and this interpreter lacks; empty without one.
+
+        Says how to install it. Nothing is imported for the answer.
+        """
+        import importlib.util
+
+        for flag, needed, package in (
+            ("--model keras-convnet", self.model == "keras-convnet", "keras"),
+            ("--tensorboard", self.tensorboard, "tensorboard"),
+        ):
+            spec = importlib.util.find_spec(package) if needed else None
+            # A folder of that name, such as one of logs, is no package.
+            if needed and (spec is None or spec.origin is None):
+                return (
+                    f"{flag} needs the package {package}, which is not installed for "
+                    f"{sys.executable}. Install it there: pip install 'clusterddp[{package}]'."
+                )
+        return ""
+
+    def to_argv(self) -> list[str]:
+        """Return the fields as flags, so that a command line carries the whole configuration.
+
+        The recipe's name is left out: where the flags are read, it must not add to them.
         """
         argv = []
         for field in dataclasses.fields(self):
@@ -317,7 +355,7 @@ TRAINING = tuple(options_of(TrainConfig, TRAINED))
 
 
 def changes(before: Mapping[str, Any], after: TrainConfig) -> list[str]:
-    """What of a configuration is not as it was, as lines `--lr 0.001, now 0.01`.
+    """Return what has changed of the options that decide the weights: `--lr 0.001, now 0.01`.
 
     before: the fields of a TrainConfig as a record holds them; one that is absent is passed over.
     """
@@ -328,3 +366,27 @@ def changes(before: Mapping[str, Any], after: TrainConfig) -> list[str]:
         and option.parameter in before
         and before[option.parameter] != getattr(after, option.parameter)
     ]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A period of a training: every `count` epochs, steps or minutes."""
+
+    count: int
+    unit: str
+    """`epoch`, `step` or `minute`."""
+
+    @classmethod
+    def parse(cls, value: str) -> "Interval":
+        """Return the interval that a valid text names, such as `2`, `500steps` or `10minutes`."""
+        unit = value.lstrip("0123456789")
+        return cls(int(value.removesuffix(unit)), unit.removesuffix("s") or "epoch")
+
+    def due(self, unit: str, count: int) -> bool:
+        """Return whether it is due after so many epochs or steps of the run."""
+        return unit == self.unit and count % self.count == 0
+
+    @property
+    def seconds(self) -> float:
+        """Return the interval in seconds; infinite where its unit is no time."""
+        return self.count * 60.0 if self.unit == "minute" else math.inf

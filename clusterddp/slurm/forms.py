@@ -1,15 +1,14 @@
-"""The forms in which Slurm takes its values: times, memory, GPU counts, names, dependencies.
+"""Forms of the values that Slurm takes: times, memory, GPU counts, names, dependencies.
 
-Each function returns the value it was given when the form is right and raises `RequestError`
-naming the option, the value seen and a valid example when it is not. The forms are those of
-sbatch(1); what Slurm itself accepts but cannot be carried in a script faithfully is refused.
+A value of another form raises OptionError with the option, the value and valid examples. The forms
+are those of sbatch(1); a value that Slurm accepts but a script cannot carry is refused.
 """
 
 import re
 import shlex
 from dataclasses import dataclass
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import OptionError
 
 # Slurm copies a directive's argument into a buffer of BUFSIZ (8192) bytes: src/common/slurm_opt.c.
 LONGEST_DIRECTIVE_BYTES = 8000
@@ -17,14 +16,15 @@ LONGEST_DIRECTIVE_BYTES = 8000
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _GPUS = re.compile(r"(?:(?P<type>[A-Za-z][A-Za-z0-9_.-]*):)?(?P<count>[0-9]+)")
 
-# What torchrun gives its workers (torch's local_elastic_agent.py), and NODE_RANK.
-RANK_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK",
-    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+_RANK_VARIABLES = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK "
+    "ROLE_WORLD_SIZE ROLE_NAME MASTER_ADDR MASTER_PORT"
+)
+RANK_VARIABLES = tuple(_RANK_VARIABLES.split())
+"""Variables that torchrun gives its workers (torch's local_elastic_agent.py), and NODE_RANK."""
 
 NONCE_VARIABLE = "CLUSTERDDP_NONCE"
-"""By it the ranks of one attempt know each other (`training.rendezvous`)."""
+"""Variable with the secret that the ranks of one attempt share (`distributed.rendezvous`)."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -41,9 +41,7 @@ class Form:
     def check(self, option: str, value: str) -> None:
         """Raise RequestError unless the text is wholly of the form, and fits into a script."""
         if not re.fullmatch(self.pattern, text(option, value)):
-            raise RequestError(
-                f"{option}: {value!r} is no {self.noun}; valid: {self.examples}.", option=option
-            )
+            raise OptionError(option, f": {value!r} is no {self.noun}; valid: {self.examples}.")
 
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*"
@@ -99,36 +97,34 @@ MODULE = Form(r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]*", "environment module", "cuda/12
 
 
 def run_name(option: str, value: str) -> str:
-    """A name that a directory, a job and a shell's word can have alike."""
+    """Return a name that a directory, a job and a shell's word can have; refuse any other."""
     if not RUN_NAME.fullmatch(value):
-        raise RequestError(
-            f"{option}: {value!r} is no name of a run: up to 100 letters, digits, "
+        raise OptionError(
+            option,
+            f": {value!r} is no name of a run: up to 100 letters, digits, "
             "'.', '_' and '-', a letter or digit first.",
-            option=option,
         )
     return value
 
 
 def text(option: str, value: str) -> str:
-    """Refuse what a line of script cannot carry: line ends, NUL, other control characters."""
-    found = _CONTROL.search(value)
-    if found:
-        raise RequestError(
-            f"{option}: {value!r} holds the control character {found.group()!r}; "
+    """Return a text that a line of script can carry: no control character, valid UTF-8."""
+    control = _CONTROL.search(value)
+    if control:
+        raise OptionError(
+            option,
+            f": {value!r} holds the control character {control.group()!r}; "
             "a script line cannot carry it faithfully. Remove it, or put the text into a file.",
-            option=option,
         )
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise RequestError(
-            f"{option}: {value!r} is not valid UTF-8; give it in UTF-8.", option=option
-        ) from None
+        raise OptionError(option, f": {value!r} is not valid UTF-8; give it in UTF-8.") from None
     return value
 
 
 def limit_seconds(value: str) -> int | None:
-    """A time limit that `time_limit` let pass, in seconds; None for none, as 0 is to sbatch(1)."""
+    """Return a valid time limit in seconds; None for none, which 0 is to sbatch(1) as well."""
     if not value or not value[0].isdigit():
         return None
     days, dash, rest = value.partition("-") if "-" in value else ("0", "", value)
@@ -142,14 +138,12 @@ def limit_seconds(value: str) -> int | None:
     return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
-def gpus(option: str, value: str) -> tuple[str, int]:
-    """`[TYPE:]N` as (type or "", count)."""
-    found = _GPUS.fullmatch(text(option, value))
-    if not found:
-        raise RequestError(
-            f"{option}: {value!r} is no GPU count; valid: 4 or a100:4.", option=option
-        )
-    return found["type"] or "", int(found["count"])
+def gpu_count(option: str, value: str) -> tuple[str, int]:
+    """Return the type, or "", and the count of `[TYPE:]N`."""
+    gpus = _GPUS.fullmatch(text(option, value))
+    if not gpus:
+        raise OptionError(option, f": {value!r} is no GPU count; valid: 4 or a100:4.")
+    return gpus["type"] or "", int(gpus["count"])
 
 
 def words(option: str, value: str) -> tuple[str, ...]:
@@ -157,6 +151,4 @@ def words(option: str, value: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text(option, value)))
     except ValueError as error:
-        raise RequestError(
-            f"{option}: {value!r} does not split into words: {error}.", option=option
-        ) from None
+        raise OptionError(option, f": {value!r} does not split into words: {error}.") from None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from clusterddp import log
 from clusterddp.errors import CheckpointError, DataError, RequestError
-from clusterddp.request import extras, global_batch, user_functions
+from clusterddp.request import user_functions
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run.progress import checkpoint_step, is_finished, recorded_batch
@@ -33,7 +33,7 @@ def make_sure(
     from clusterddp.checkpoints import catalog
     from clusterddp.data import prepare
 
-    absent = extras.missing(config)
+    absent = config.missing_package()
     if absent and not elsewhere:
         raise RequestError(absent)
     find_own_functions(config, code=code, elsewhere=elsewhere)
@@ -127,7 +127,7 @@ def _check_run(
     batch = recorded_batch(run)
     if batch and world_size:
         images, step_size = batch
-        reference = global_batch.reference_world_size(config, world_size, images, step_size)
-        problem = global_batch.uneven(config, reference, world_size)
+        reference = config.reference_world_size(world_size, images, step_size)
+        problem = config.uneven_batch(reference, world_size)
         if problem:
             raise RequestError(f"--resume {config.resume}: {problem}")

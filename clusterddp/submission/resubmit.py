@@ -14,9 +14,7 @@ from pathlib import Path
 
 from clusterddp import launchers, log
 from clusterddp.errors import CheckpointError, RequestError, SlurmError
-from clusterddp.request import global_batch
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec, submission_comment
+from clusterddp.request.spec import JobSpec, Resources, submission_comment
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events
@@ -342,12 +340,10 @@ def _check_ranks(run: RunDir, spec: JobSpec) -> None:
     images, step_size = recorded
     reference = images // step_size
     if newest_checkpoint(run):
-        reference = global_batch.reference_world_size(
-            spec.train, spec.world_size, images, step_size
-        )
+        reference = spec.train.reference_world_size(spec.world_size, images, step_size)
     elif spec.train.resume:
         return  # it starts from another run's checkpoint, and preflight checks that one
-    problem = global_batch.uneven(spec.train, reference, spec.world_size)
+    problem = spec.train.uneven_batch(reference, spec.world_size)
     if problem:
         raise RequestError(f"--nodes and --tasks-per-node: {spec.layout}: {problem}")
 

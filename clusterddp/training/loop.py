@@ -17,8 +17,7 @@ from clusterddp.data.rng import States
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.distributed.phase import Phase, Progress
 from clusterddp.errors import CheckpointError, TrainingError
-from clusterddp.request.interval import Interval
-from clusterddp.request.train_config import TrainConfig
+from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json_lines
 from clusterddp.training import evaluation, sync_batchnorm, throughput

@@ -19,7 +19,7 @@ from clusterddp.distributed import clocks, messages, name_lookups, rendezvous
 from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.request import extras, user_functions
+from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import note_clocks
@@ -127,7 +127,7 @@ def _identity(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
-    absent = extras.missing(config)
+    absent = config.missing_package()
     if absent:
         raise TrainingError(absent)
     choice = devices.choose(

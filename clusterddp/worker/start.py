@@ -15,9 +15,8 @@ from clusterddp.data import mnist, prepare
 from clusterddp.distributed import agreement
 from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.errors import CheckpointError, DataError, TrainingError
-from clusterddp.request import global_batch, user_functions
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
+from clusterddp.request import user_functions
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt
@@ -135,8 +134,8 @@ def _go_on(
         best = Best(**content["best"]) if content["best"] else None
         if config.precision == "auto":
             agreed = dataclasses.replace(agreed, precision=content.get("precision", "fp32"))
-        reference = global_batch.reference_world_size(
-            config, agreed.world_size, content["global_batch_size"], before
+        reference = config.reference_world_size(
+            agreed.world_size, content["global_batch_size"], before
         )
     agreed = dataclasses.replace(
         agreed,
@@ -144,7 +143,7 @@ def _go_on(
         reference_world_size=reference,
         global_batch_size=config.step_size * reference,
     )
-    problem = global_batch.uneven(config, reference, agreed.world_size)
+    problem = config.uneven_batch(reference, agreed.world_size)
     if problem:
         raise TrainingError(problem)
     found = source

@@ -25,8 +25,7 @@ from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.held_signals import held_back
 from clusterddp.ranks import from_flags
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run import attempt_logs, events

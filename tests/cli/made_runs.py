@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.events import Failure
 from clusterddp.run.run_dir import RunDir

@@ -14,8 +14,7 @@ from clusterddp.comparison.results import DONE, Result, Trial, results
 from clusterddp.comparison.rows import Place, Row, plan
 from clusterddp.comparison.table import notes, table
 from clusterddp.errors import RequestError
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 
 ALL = ("single", "dp", "ddp")

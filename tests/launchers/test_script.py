@@ -15,7 +15,7 @@ import pytest
 from clusterddp.errors import RequestError
 from clusterddp.launchers import script as rendering
 from clusterddp.ranks.dist_env import master_port
-from clusterddp.request.resources import Resources
+from clusterddp.request.spec import Resources
 from clusterddp.request.train_config import TrainConfig
 from tests.hostile import CARRIED, REFUSED
 from tests.request.test_spec import spec

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import add_event, read_events

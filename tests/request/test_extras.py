@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.request import extras
 from clusterddp.request.train_config import TrainConfig
 
 CASES = [
@@ -18,10 +17,10 @@ def test_what_is_missing_is_told_with_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, config: TrainConfig, option: str, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    told = extras.missing(config)
+    told = config.missing_package()
     assert told.startswith(f"{option} needs the package {package}")
     assert f"pip install 'clusterddp[{package}]'" in told and sys.executable in told
-    assert extras.missing(TrainConfig()) == ""
+    assert TrainConfig().missing_package() == ""
 
 
 @pytest.mark.parametrize(("config", "option", "package"), CASES)
@@ -31,7 +30,7 @@ def test_what_is_there_is_found_without_importing_it(
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     monkeypatch.delitem(sys.modules, package, raising=False)
-    assert extras.missing(config) == ""
+    assert config.missing_package() == ""
     assert package not in sys.modules
 
 
@@ -42,4 +41,4 @@ def test_a_folder_of_that_name_is_no_package(
     (tmp_path / package / "logs").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, package, raising=False)
-    assert extras.missing(config).startswith(f"{option} needs the package {package}")
+    assert config.missing_package().startswith(f"{option} needs the package {package}")

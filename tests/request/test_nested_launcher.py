@@ -7,8 +7,7 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.request.nested_launcher import LauncherInScript, find, in_script
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import JobSpec, Resources
 from tests.hostile import CARRIED, REFUSED
 
 # (the command as it is typed, the launcher, the command without it)

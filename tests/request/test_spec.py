@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import RequestError
-from clusterddp.request.interval import Interval
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
-from clusterddp.request.train_config import TrainConfig, changes
+from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.train_config import Interval, TrainConfig, changes
 from tests.hostile import CARRIED, REFUSED
 
 

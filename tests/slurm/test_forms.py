@@ -69,13 +69,13 @@ def test_other_dependencies_are_refused(value: str) -> None:
     ],
 )
 def test_gpus_are_a_count_with_an_optional_type(value: str, expected: tuple[str, int]) -> None:
-    assert forms.gpus("--gpus-per-node", value) == expected
+    assert forms.gpu_count("--gpus-per-node", value) == expected
 
 
 @pytest.mark.parametrize("value", ["", "-1", "a100", "a100:", ":4", "4:a100", "a b:4", "1.5"])
 def test_other_gpu_counts_are_refused(value: str) -> None:
     with pytest.raises(RequestError, match="a100:4"):
-        forms.gpus("--gpus-per-node", value)
+        forms.gpu_count("--gpus-per-node", value)
 
 
 @pytest.mark.parametrize("value", REFUSED)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import DataError, RequestError
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission.preflight import make_sure

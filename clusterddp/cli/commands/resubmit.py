@@ -15,8 +15,7 @@ from clusterddp.cli.run_argument import RUN, output_root_option
 from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import EXIT_DONE
 from clusterddp.request.options import ASKED, COUNT, INTERRUPTED, KEPT
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import REQUEST, JobSpec
+from clusterddp.request.spec import REQUEST, JobSpec, Resources
 from clusterddp.request.train_config import TRAINING
 from clusterddp.run.lookup import find_run
 from clusterddp.slurm import forms
@@ -181,7 +180,7 @@ def _resources(before: Resources, given: Mapping[str, Any]) -> Resources:
     names = {field.name for field in dataclasses.fields(Resources)}
     fields = {name: value for name, value in given.items() if name in names}
     if "gpus_per_node" in fields:
-        fields["gpu_type"], fields["gpus_per_node"] = forms.gpus(
+        fields["gpu_type"], fields["gpus_per_node"] = forms.gpu_count(
             "--gpus-per-node", fields["gpus_per_node"]
         )
         usual = before.tasks_per_node == (before.gpus_per_node or 1)

@@ -9,7 +9,7 @@ import click
 from clusterddp.cli import settings
 from clusterddp.cli.commands import submit
 from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.errors import RequestError
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED
 from clusterddp.request.site import Site
 from clusterddp.request.spec import OPTIONS
@@ -53,9 +53,8 @@ def _check(ctx: click.Context) -> None:
         folder = template_folder(ctx.params)
         if spec.template in SHIPPED or (folder and (folder / spec.template).is_file()):
             return
-        raise RequestError(
-            f"--template: {spec.template!r} is not found; shipped are {', '.join(SHIPPED)}.",
-            option="--template",
+        raise OptionError(
+            "--template", f": {spec.template!r} is not found; shipped are {', '.join(SHIPPED)}."
         )
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.run import next_start
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir

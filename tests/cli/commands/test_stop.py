@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.run import follow as following
 from clusterddp.run.attempt import Attempt, begin, latest, publish
 from clusterddp.run.run_dir import RunDir
