@@ -6,7 +6,7 @@ package costs nothing (PEP 562).
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.1"
+from clusterddp.version import __version__
 
 if TYPE_CHECKING:
     from clusterddp.api import SubmittedRun, launch, render, submit
@@ -26,6 +26,7 @@ __all__ = [
     "SubmittedRun",
     "TrainConfig",
     "TrainingError",
+    "__version__",
     "launch",
     "render",
     "submit",

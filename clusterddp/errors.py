@@ -54,6 +54,12 @@ class TrainingError(ClusterDDPError):
     """A rank cannot train: no torch, no device, ranks that disagree."""
 
 
+class PeerError(TrainingError):
+    """This rank fails only because another one did; it is not the first to be named."""
+
+    peer_lost = True
+
+
 def is_debuggers_quit(error: BaseException) -> bool:
     """Return whether a person left a debugger by `q` (bdb.BdbQuit, which need not be loaded)."""
     return type(error).__module__ == "bdb" and type(error).__name__ == "BdbQuit"

@@ -14,9 +14,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp import __version__
 from clusterddp.errors import CheckpointError
 from clusterddp.run.files import read_file, read_json, write_atomically
+from clusterddp.version import __version__
 
 FORMAT = 3
 """Version of what a checkpoint holds; 2, up to 0.1.1, packed the random states into bytes."""

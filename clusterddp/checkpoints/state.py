@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from clusterddp import __version__
 from clusterddp.checkpoints import files
 from clusterddp.checkpoints.files import FORMAT, Best
 from clusterddp.data import mnist as data
 from clusterddp.data.rng import States
-from clusterddp.distributed.messages import PeerError
-from clusterddp.errors import CheckpointError
+from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.version import __version__
 
 # Of a checkpoint, in one exchange: a network stack may want to hold it twice.
 _PIECE_BYTES = 64 << 20

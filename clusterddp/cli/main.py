@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from clusterddp import __version__
 from clusterddp.cli import startup
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError, is_debuggers_quit
+from clusterddp.version import __version__
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

@@ -9,10 +9,11 @@ from pathlib import Path
 import click
 
 from clusterddp import launchers
-from clusterddp.comparison import here, jobs, processors
+from clusterddp.comparison import here, jobs
 from clusterddp.comparison.rows import Place, Row
 from clusterddp.comparison.trials import run_name
 from clusterddp.errors import RequestError
+from clusterddp.processes import processors
 from clusterddp.ranks.from_flags import MOST_PROCS
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig

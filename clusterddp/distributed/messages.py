@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from clusterddp.distributed.timeout import bounded
-from clusterddp.errors import TrainingError
+from clusterddp.errors import PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.slurm.forms import NONCE_VARIABLE
 
@@ -25,12 +25,6 @@ from clusterddp.slurm.forms import NONCE_VARIABLE
 GRACE_SECONDS = 10.0
 # Before the keys of a run, in a store that may hold other things.
 PREFIX = "clusterddp"
-
-
-class PeerError(TrainingError):
-    """This rank fails only because another one did; it is not the first to be named."""
-
-    peer_lost = True
 
 
 @dataclass(frozen=True)

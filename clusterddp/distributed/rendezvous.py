@@ -20,8 +20,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # public, 
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp.distributed import messages, tcp_store
-from clusterddp.distributed.messages import Identity, PeerError
-from clusterddp.errors import ClusterDDPError, TrainingError
+from clusterddp.distributed.messages import Identity
+from clusterddp.errors import ClusterDDPError, PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 
 # Seconds for which rank 0 stays for the others to read that the start is called off.

@@ -15,9 +15,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, u
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp.distributed import listener, name_lookups
-from clusterddp.distributed.messages import PeerError
 from clusterddp.distributed.timeout import bounded
-from clusterddp.errors import TrainingError
+from clusterddp.errors import PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 
 _NAMELESS = "127.93.41.7"  # Linux answers on all of 127.0.0.0/8

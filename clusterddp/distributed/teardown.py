@@ -1,11 +1,10 @@
-"""How a rank leaves the process group when something failed, and who is to blame for it."""
+"""Leaves the process group when something failed."""
 
 import torch.distributed as dist
 
 from clusterddp import log
 from clusterddp.distributed.timeout import bounded
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.run.task_error import PEER_LOST
 
 
 def break_off(env: DistEnv) -> None:
@@ -22,10 +21,3 @@ def break_off(env: DistEnv) -> None:
         bounded(lambda: (leave(), True), 1.0 if env.world_size == 1 else 5.0)
     except Exception as error:
         log.info(f"leaving the process group: {error or 'it did not answer'}")
-
-
-def blames_a_peer(error: BaseException) -> bool:
-    """Whether torch failed because another rank had gone."""
-    if not isinstance(error, RuntimeError):
-        return False
-    return any(mark in str(error) for mark in PEER_LOST)

@@ -30,10 +30,10 @@ from jinja2 import (
 )
 from jinja2.bccache import Bucket
 
-from clusterddp import __version__
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import REQUEST, JobSpec, submission_comment
 from clusterddp.slurm import forms
+from clusterddp.version import __version__
 
 SUBMITIT_SETUP = "_submitit.sbatch.j2"
 """Not for people: the part of the script that the submitit launcher hands on as set-up lines."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from clusterddp.errors import RequestError
 from clusterddp.processes.parent_death import die_with_parent
-from clusterddp.training.device import NVIDIA_DRIVER
+from clusterddp.processes.processors import NVIDIA_DRIVER
 
 _HARD = 2  # omp_pause_hard (OpenMP 5.0, omp_pause_resource_all)
 

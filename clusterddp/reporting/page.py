@@ -12,7 +12,6 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from clusterddp import __version__
 from clusterddp.reporting import drawings, plots
 from clusterddp.reporting.evaluation import Evaluation
 from clusterddp.reporting.gather import Gathered
@@ -20,6 +19,7 @@ from clusterddp.reporting.scaling import scalings
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import formatting
+from clusterddp.version import __version__
 
 _LARGEST_MATRIX = 30
 _MOST_RANKS = 16

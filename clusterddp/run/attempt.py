@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp import __version__, log
+from clusterddp import log
 from clusterddp.errors import ClusterDDPError
 from clusterddp.run import events
 from clusterddp.run.files import read_json, write_atomically
 from clusterddp.run.run_dir import RunDir
+from clusterddp.version import __version__
 
 FORMAT = 1
 ALIVE_SECONDS = 2.0

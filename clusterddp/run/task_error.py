@@ -97,6 +97,11 @@ class Traces:
             return ""
 
 
+def is_peer_loss(error: BaseException) -> bool:
+    """Return whether torch failed because another rank had gone."""
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in PEER_LOST)
+
+
 def parse_error_file(path: Path) -> TaskError | None:
     """Parse what torch's `record` wrote; None where there is nothing, or something else."""
     try:

@@ -7,12 +7,9 @@ alone, and both number what they show from 0.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import TrainingError
-
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)

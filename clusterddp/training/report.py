@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from clusterddp import __version__
 from clusterddp.checkpoints.state import weights_sha256
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.ranks.dist_env import DistEnv
@@ -20,6 +19,7 @@ from clusterddp.run.files import write_atomically
 from clusterddp.run.history import chapters
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import Training
+from clusterddp.version import __version__
 
 
 def write(

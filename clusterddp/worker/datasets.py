@@ -14,7 +14,7 @@ from clusterddp.data.in_memory import Images
 from clusterddp.data.loader import Loaded
 from clusterddp.data.user_dataset import OwnSets
 from clusterddp.distributed import messages
-from clusterddp.errors import ClusterDDPError, DataError
+from clusterddp.errors import ClusterDDPError, DataError, PeerError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
 
@@ -109,5 +109,5 @@ def _offer_of_first(store: Store, env: DistEnv, key: str) -> dict[str, Any]:
     """What the first rank of this node has put there; raises PeerError where it has failed."""
     offer = messages.ask(store, env, key, "the offer of its node's first rank") or {}
     if "error" in offer:
-        raise messages.PeerError(f"the first rank of this node has no dataset: {offer['error']}")
+        raise PeerError(f"the first rank of this node has no dataset: {offer['error']}")
     return dict(offer)

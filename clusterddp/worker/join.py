@@ -18,6 +18,7 @@ from clusterddp import log
 from clusterddp.distributed import clocks, messages, name_lookups, rendezvous
 from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.errors import ClusterDDPError, TrainingError
+from clusterddp.processes import processors
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
@@ -136,7 +137,7 @@ def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) ->
         local_rank=env.local_rank,
         local_world_size=env.local_world_size,
         granted=devices.granted_gpus(environ),
-        driver=devices.NVIDIA_DRIVER.exists(),
+        driver=processors.NVIDIA_DRIVER.exists(),
     )
     gpu = ""
     if choice.kind == "cuda":

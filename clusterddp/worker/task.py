@@ -24,6 +24,7 @@ from clusterddp.errors import (
     EXIT_INTERRUPTED,
     EXIT_PAUSED,
     ClusterDDPError,
+    PeerError,
     TrainingError,
 )
 from clusterddp.ranks.dist_env import DistEnv
@@ -31,6 +32,7 @@ from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import note_hung
+from clusterddp.run.task_error import is_peer_loss
 from clusterddp.training import stop
 from clusterddp.training.deadline import Deadline
 from clusterddp.worker import time_limit
@@ -103,7 +105,6 @@ def _run(
         import torch.distributed as dist
 
         from clusterddp.distributed import heartbeat_store, rendezvous, teardown
-        from clusterddp.distributed.messages import PeerError
         from clusterddp.distributed.phase import Progress
         from clusterddp.distributed.watchdog import Watchdog, periods
         from clusterddp.worker import join
@@ -139,7 +140,7 @@ def _run(
     except BaseException as error:
         suspect = dog.latest_suspect() if dog else ""
         teardown.break_off(env)
-        if teardown.blames_a_peer(error):
+        if is_peer_loss(error):
             seen = f" ({suspect})" if suspect else ""
             raise PeerError(
                 f"rank {env.rank} on {socket.gethostname()} lost another rank{seen}: "

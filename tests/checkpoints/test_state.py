@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clusterddp import __version__
 from clusterddp.checkpoints import files, state
 from clusterddp.checkpoints.files import Best, checksum_of, name_of
 from clusterddp.checkpoints.state import Position
-from clusterddp.distributed.messages import PeerError
-from clusterddp.errors import CheckpointError
+from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.models import registry
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import optimizer
+from clusterddp.version import __version__
 from tests.checkpoints.made_checkpoints import rehash
 from tests.training.ranks import run_ranks
 

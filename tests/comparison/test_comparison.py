@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from clusterddp.comparison import plot
-from clusterddp.comparison.processors import described
 from clusterddp.comparison.results import DONE, Result, Trial, results
 from clusterddp.comparison.rows import Place, Row, plan
 from clusterddp.comparison.table import notes, table
 from clusterddp.errors import RequestError
+from clusterddp.processes.processors import described
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 

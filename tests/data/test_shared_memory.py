@@ -10,7 +10,7 @@ import torch
 from clusterddp.data import idx, mnist, shared_memory
 from clusterddp.data.shared_memory import Held, Reading
 from clusterddp.distributed import messages
-from clusterddp.errors import DataError
+from clusterddp.errors import DataError, PeerError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.worker import datasets
@@ -113,5 +113,5 @@ def test_a_rank_that_cannot_map_it_says_so_and_reads_the_files(
     for offer in ({**held.offer(), "file": [0, 0]}, {}, None, {"sizes": "?"}):
         assert take(offer).digest() == held.digest()
         assert "reads the dataset itself" in logged.pop()
-    with pytest.raises(messages.PeerError, match="gone"):
+    with pytest.raises(PeerError, match="gone"):
         take({"error": "the files are gone"})

@@ -8,9 +8,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, u
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp.distributed import messages, rendezvous
-from clusterddp.distributed.messages import Identity, PeerError
+from clusterddp.distributed.messages import Identity
 from clusterddp.distributed.rendezvous import open_store
-from clusterddp.errors import TrainingError
+from clusterddp.errors import PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from tests.distributed.meetings import (
     PATIENCE,

@@ -3,9 +3,8 @@ import socket
 import pytest
 
 from clusterddp.distributed import listener
-from clusterddp.distributed.messages import PeerError
 from clusterddp.distributed.rendezvous import open_store
-from clusterddp.errors import TrainingError
+from clusterddp.errors import PeerError, TrainingError
 from tests.distributed.meetings import PATIENCE, env
 
 

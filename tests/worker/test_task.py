@@ -23,13 +23,13 @@ from clusterddp.errors import (
     DataError,
     TrainingError,
 )
+from clusterddp.processes import processors
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import own_job
-from clusterddp.training import device
 from clusterddp.training.metrics import Journal
 from clusterddp.worker import join, presence, task
 from clusterddp.worker.join import usable_threads
@@ -309,7 +309,7 @@ def test_granted_gpus_that_torch_does_not_see_are_in_log_and_report(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path / "no-driver")
+    monkeypatch.setattr(processors, "NVIDIA_DRIVER", tmp_path / "no-driver")
     run_task(config, tmp_path / "run")
     said = "2 GPUs were granted, but torch sees none: training on the CPU"
     assert f"warning: {socket.gethostname()}: {said}" in capsys.readouterr().out
@@ -317,7 +317,7 @@ def test_granted_gpus_that_torch_does_not_see_are_in_log_and_report(
     assert report["warnings"] == [f"{socket.gethostname()}: {said}"]
 
     (tmp_path / "driver").touch()
-    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(processors, "NVIDIA_DRIVER", tmp_path / "driver")
     with pytest.raises(TrainingError, match="CPU-only build"):
         run_task(config, tmp_path / "other")
 

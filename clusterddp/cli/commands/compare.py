@@ -15,7 +15,7 @@ from clusterddp import log
 from clusterddp.cli import output, settings
 from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import config_from, options
-from clusterddp.comparison import here, jobs, processors
+from clusterddp.comparison import here, jobs
 from clusterddp.comparison import plan as comparison_plan
 from clusterddp.comparison import plot as picture
 from clusterddp.comparison.results import DONE, Trial, results
@@ -23,6 +23,7 @@ from clusterddp.comparison.rows import plan
 from clusterddp.comparison.table import notes, table
 from clusterddp.comparison.trials import trials_of
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestError
+from clusterddp.processes import processors
 from clusterddp.request.spec import OPTIONS, REQUEST
 from clusterddp.request.train_config import STRATEGIES
 from clusterddp.run import formatting

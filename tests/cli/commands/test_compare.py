@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from clusterddp.cli.commands import compare
-from clusterddp.comparison import here, plot, processors
+from clusterddp.comparison import here, plot
 from clusterddp.comparison.rows import Row
+from clusterddp.processes import processors
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import submit

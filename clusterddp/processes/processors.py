@@ -1,4 +1,4 @@
-"""The processors of this machine: how many GPUs there are to train on, and what all are called."""
+"""Processors of this machine: the number of GPUs to train on, and the models' names."""
 
 import os
 import subprocess
@@ -6,13 +6,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from clusterddp.training.device import NVIDIA_DRIVER
-
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _CPUS = Path("/proc/cpuinfo")
 
 
 def visible_gpus() -> int:
-    """How many GPUs torch sees: asked in a process of its own, where there is a driver."""
+    """Count the GPUs that torch sees, in a process of its own, where there is a driver."""
     if not NVIDIA_DRIVER.exists():
         return 0
     asked = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
@@ -21,7 +20,7 @@ def visible_gpus() -> int:
 
 
 def described(kind: str) -> str:
-    """`2 x Intel(R) Xeon(R) Gold 6330`; of kind `cpu` or `cuda`, empty where it cannot be told."""
+    """Give `2 x Intel(R) Xeon(R) Gold 6330`, for kind `cpu` or `cuda`; empty where unknown."""
     if kind == "cuda":
         infos = NVIDIA_DRIVER.parent.glob("gpus/*/information")
         return ", ".join(
@@ -32,7 +31,7 @@ def described(kind: str) -> str:
 
 
 def _model(path: Path) -> str:
-    """The first `model name : …` or `Model: …` of a file of /proc."""
+    """Read the first `model name : …` or `Model: …` of a file of /proc."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
