@@ -78,6 +78,7 @@ def test_the_page_has_commands_of_every_article() -> None:
     assert all("\n    clusterddp " in section for section in sections)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", TOGETHER, ids=["ranks by hand"])
 @pytest.mark.parametrize("order", [1, -1], ids=["in order", "the last one first"])
 def test_ranks_started_by_hand_wait_for_each_other(
@@ -92,6 +93,7 @@ def test_ranks_started_by_hand_wait_for_each_other(
     assert "2 ranks on" in told and "started by hand" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [block[0] for block in ALONE])
 def test_what_an_article_teaches_works_as_the_page_says(
     line: str, tmp_path: Path, data: str, request: pytest.FixtureRequest

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import PATIENCE
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
@@ -25,6 +27,7 @@ for number, line in enumerate(page.read_text().splitlines(), 1):
 """
 
 
+@pytest.mark.slow
 def test_the_snippets_of_the_python_page_run_as_they_stand(
     synthetic_dir: Path, tmp_path: Path
 ) -> None:

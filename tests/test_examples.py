@@ -53,7 +53,14 @@ def test_the_readme_has_a_command_for_each_file() -> None:
         assert any(re.search(rf"\b{path.stem}\b", line) for line in COMMANDS), path.name
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if " -- " not in line])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.slow] if index else [])
+        for index, line in enumerate(COMMANDS)
+        if " -- " not in line
+    ],
+)
 def test_an_own_model_and_dataset_train(folder: Path, synthetic_dir: Path, line: str) -> None:
     root = f"runs-{COMMANDS.index(line)}"
     out = typed(folder, f"{line} --data-dir {synthetic_dir} --output-root {root}")
@@ -74,6 +81,7 @@ def test_an_own_model_and_dataset_train(folder: Path, synthetic_dir: Path, line:
         (folder / "sitecustomize.py").unlink()
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_it_is_in_the_copy_of_its_folder(folder: Path) -> None:
     [line] = [line for line in COMMANDS if " -- " in line]
     options, _, command = line.partition(" -- ")
@@ -96,6 +104,7 @@ def test_the_steps_from_one_device_lead_to_the_script_for_many() -> None:
     assert text == (EXAMPLES / "many_devices.py").read_text()
 
 
+@pytest.mark.slow
 def test_the_script_for_many_devices_runs_as_its_page_says(folder: Path) -> None:
     [line] = re.findall(
         r"^    (clusterddp submit --launcher local .*many_devices.py)$", FROM_ONE, re.M

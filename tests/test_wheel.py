@@ -10,13 +10,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_wheel_holds_the_templates_where_the_package_looks_for_them(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("hatchling", reason="builds the wheel without a network")
+    folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
         cwd=ROOT, check=True, capture_output=True,
     )  # fmt: skip
-    [wheel] = tmp_path.glob("*.whl")
+    [built] = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_the_templates_where_the_package_looks_for_them(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for template in (ROOT / "templates").glob("*.j2"):
         assert f"clusterddp/templates/{template.name}" in names
@@ -26,13 +32,7 @@ def test_the_wheel_holds_the_templates_where_the_package_looks_for_them(tmp_path
     assert not [name for name in names if name.startswith(("tests/", "jobs/", "benchmarks/"))]
 
 
-def test_templates_are_found_from_an_installed_wheel(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling", reason="builds the wheel without a network")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT, check=True, capture_output=True,
-    )  # fmt: skip
-    [wheel] = tmp_path.glob("*.whl")
+def test_templates_are_found_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = "from clusterddp.launchers.script import shipped_folder; print(shipped_folder())"
     shown = subprocess.run(
