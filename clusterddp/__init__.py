@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from clusterddp.version import __version__
 
 if TYPE_CHECKING:
-    from clusterddp.api import SubmittedRun, launch, render, submit
+    from clusterddp.api import Run, SubmittedRun, launch, render, runs, submit
     from clusterddp.errors import ClusterDDPError, RequestError, TrainingError
     from clusterddp.ranks.dist_env import DistEnv
     from clusterddp.request.spec import JobSpec, Resources
@@ -22,6 +22,7 @@ __all__ = [
     "JobSpec",
     "RequestError",
     "Resources",
+    "Run",
     "RunStatus",
     "SubmittedRun",
     "TrainConfig",
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "launch",
     "render",
+    "runs",
     "submit",
 ]
 
@@ -39,12 +41,14 @@ _MODULES = {
     "JobSpec": "request.spec",
     "RequestError": "errors",
     "Resources": "request.spec",
+    "Run": "api",
     "RunStatus": "run.status",
     "SubmittedRun": "api",
     "TrainConfig": "request.train_config",
     "TrainingError": "errors",
     "launch": "api",
     "render": "api",
+    "runs": "api",
     "submit": "api",
 }
 

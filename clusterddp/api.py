@@ -1,7 +1,7 @@
-"""In Python what the command does: render a request, submit it, launch ranks on this workstation.
+"""Python API: what the commands do, as functions and as methods of a run.
 
-`from clusterddp import render, submit, launch`; importing the package loads this module only when
-one of them is used.
+`from clusterddp import render, submit, runs, launch`; importing the package loads this module only
+when one of them is used.
 """
 
 import os
@@ -17,27 +17,32 @@ from clusterddp.ranks.from_flags import MOST_PROCS, START_METHODS
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
+from clusterddp.run import events, follow
+from clusterddp.run import stop as stopping
 from clusterddp.run.attempt_logs import of_attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.files import read_json
-from clusterddp.run.lookup import statuses
+from clusterddp.run.lookup import DEFAULT_ROOT, all_runs, statuses
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import RunStatus
+from clusterddp.run.stop import Cancellation, Stop
+from clusterddp.run.submission import latest_submission
+from clusterddp.submission import resubmit as resubmission
 from clusterddp.submission import submit as submitting
 from clusterddp.submission.preflight import make_sure
+from clusterddp.submission.resubmit import Resubmission, Terms
 from clusterddp.worker import functions, workstation
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 2.0
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
-    """Exactly what `submit` sends, and what `clusterddp submit --dry-run` prints of the same spec.
+    """Render the script that `submit` sends, as `clusterddp submit --dry-run` prints it.
 
-    template_folder: where a template of your own lies. Raises RequestError where it is at fault,
-    or where the command is a launcher.
+    template_folder: folder of your own templates. Raises RequestError where the template is at
+    fault, or where the command is a launcher.
     """
     folder = Path(template_folder) if template_folder else None
     spec.refuse_launcher()
@@ -45,21 +50,101 @@ def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class SubmittedRun:
-    """A run that was submitted."""
+class Run:
+    """A run, by its directory, and what the commands do with it."""
 
-    job_id: str
     run_dir: Path
 
+    @property
+    def name(self) -> str:
+        return self.run_dir.name
+
+    @property
+    def job_id(self) -> str:
+        """Job id of the latest submission; empty where nothing was submitted."""
+        submission = latest_submission(events.read(RunDir(self.run_dir).events))
+        return submission.job_id if submission else ""
+
+    @property
+    def spec(self) -> JobSpec:
+        """Recorded request. Raises RequestError where it cannot be read."""
+        return RunDir(self.run_dir).load_spec()
+
     def status(self) -> RunStatus:
-        """How it is doing, as `clusterddp status` shows it."""
+        """Return how the run is doing, as `clusterddp status` shows it."""
         return statuses([RunDir(self.run_dir)])[0]
 
     def wait(self) -> RunStatus:
-        """How it ended, once it has; a run that is requeued has not."""
-        while not (status := self.status()).has_ended:
-            time.sleep(_POLL_SECONDS)
-        return status
+        """Wait until the run has ended, over requeues, and return how; logs changes of its state.
+
+        A run of which Slurm no longer knows the job, and that recorded no end, is `unknown`.
+        """
+        return follow.wait_for_end(RunDir(self.run_dir))
+
+    def logs(self, rank: int | None = None, *, job: bool = False, lines: int | None = None) -> str:
+        """Read the log of a rank, or of the job; by default the one that tells most.
+
+        That is the job's log after a failure, and rank 0's otherwise. lines: only the last ones.
+        Raises RequestError where there is no such log.
+        """
+        run = RunDir(self.run_dir)
+        status = self.status()
+        path = follow.default_log(run, status) if rank is None else run.rank_log(rank)
+        if job:
+            path = run.job_log
+        follow.check_logs(run, status, [path])
+        return follow.LogTail(path, lines).read().decode(errors="replace")
+
+    def stop(self) -> Stop:
+        """Ask the run to save and leave, and keep it from starting again until `resubmit`.
+
+        A run that waits in the queue is cancelled; one that has ended is left as it is. Raises
+        RequestError or SlurmError where it could not be asked.
+        """
+        return stopping.stop(RunDir(self.run_dir), self.status())
+
+    def cancel(self) -> Cancellation:
+        """Ask Slurm, or the run's process on this workstation, to end the run now.
+
+        Raises RequestError or SlurmError where that failed.
+        """
+        return stopping.cancel(RunDir(self.run_dir), self.status())
+
+    def resubmit(
+        self,
+        spec: JobSpec | None = None,
+        *,
+        allow_changed: bool = False,
+        new_code: bool = False,
+        from_scratch: bool = False,
+        template_folder: str | Path | None = None,
+        snapshot_limit_mb: float | None = None,
+    ) -> Resubmission:
+        """Submit the run once more, to resume from its newest checkpoint; see `Terms`.
+
+        spec: the request in place of the recorded one; resources, training and restarts may differ.
+        Raises RequestError where nothing was submitted, SlurmError where the job may be queued.
+        """
+        terms = Terms(
+            allow_changed=allow_changed,
+            new_code=new_code,
+            from_scratch=from_scratch,
+            template_folder=Path(template_folder) if template_folder else None,
+            snapshot_limit_mb=snapshot_limit_mb,
+        )
+        return resubmission.resubmit(RunDir(self.run_dir), lambda before: spec or before, terms)
+
+
+SubmittedRun = Run
+"""Name of Run up to 0.1.1."""
+
+
+def runs(output_root: str | Path = DEFAULT_ROOT) -> list[Run]:
+    """Return the runs below an output root, the latest last.
+
+    Raises RequestError where it cannot be read.
+    """
+    return [Run(run.path.absolute()) for run in all_runs(Path(output_root))]
 
 
 def submit(
@@ -68,8 +153,8 @@ def submit(
     *,
     check: bool = False,
     snapshot_limit_mb: float = 50.0,
-) -> SubmittedRun:
-    """Submit a run as `clusterddp submit` does, with the same checks; says on stderr what it finds.
+) -> Run:
+    """Submit a run as `clusterddp submit` does, with the same checks; logs what it finds.
 
     check: ask Slurm for its forecast. snapshot_limit_mb: most that a copy of your code may have.
 
@@ -77,10 +162,8 @@ def submit(
     RequestError where nothing was submitted, SlurmError where Slurm did not answer.
     """
     script = render(spec, template_folder)
-    run, submission = submitting.submit(
-        spec, script, snapshot_limit_mb=snapshot_limit_mb, check=check
-    )
-    return SubmittedRun(submission.job_id, run.path)
+    run, _ = submitting.submit(spec, script, snapshot_limit_mb=snapshot_limit_mb, check=check)
+    return Run(run.path)
 
 
 @overload
@@ -168,7 +251,7 @@ def _train(
 
 
 def _how_it_failed(run: RunDir, failure: Failure | None) -> str:
-    """The rank that failed first, with its traceback where its log ends with one."""
+    """Name the rank that failed first, with its traceback where its log ends with one."""
     if failure is None:
         return f"the training failed; the logs are in {run.logs}"
     attempt = attempts.latest(run)

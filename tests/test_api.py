@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import subprocess
@@ -21,17 +22,24 @@ FLAGS = ["--run-name=one", "--nodes=2", "--gpus-per-node=4", "--dataset=syntheti
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synthetic_dir: Path) -> Path:
     """A folder to submit from: a sbatch that keeps what it is sent, and a dataset in data/."""
-    program = tmp_path / "bin" / "sbatch"
-    program.parent.mkdir()
-    program.write_text(
-        f'#!/bin/sh\ncase "$*" in *--test-only*) ;; *) cat > "{tmp_path}/sent";; esac\necho 7\n'
+    (tmp_path / "bin").mkdir()
+    program(
+        tmp_path,
+        "sbatch",
+        f'case "$*" in *--test-only*) ;; *) cat > "{tmp_path}/sent";; esac\necho 7',
     )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "data").symlink_to(synthetic_dir)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path
+
+
+def program(folder: Path, name: str, body: str) -> None:
+    """A stand-in for one of Slurm's commands."""
+    path = folder / "bin" / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
 
 
 def spec(folder: Path, **more: Any) -> JobSpec:
@@ -69,6 +77,47 @@ def test_importing_the_package_loads_nothing_and_names_are_known() -> None:
     with pytest.raises(AttributeError, match="no attribute 'lunch'"):
         clusterddp.lunch  # noqa: B018
     assert (Path(clusterddp.__file__).parent / "py.typed").exists()
+
+
+def test_the_api_loads_no_module_of_the_command_line() -> None:
+    code = (
+        "import sys, clusterddp.api\n"
+        "assert not [name for name in sys.modules if name.startswith('clusterddp.cli')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+
+
+def test_a_run_does_what_the_commands_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = submit(spec(folder))
+    assert clusterddp.runs() == [run] == [clusterddp.Run(run.run_dir)]
+    assert (run.name, run.spec) == ("one", spec(folder))
+    program(folder, "squeue", "echo '7|PENDING|Priority|'")
+    program(folder, "scancel", "exit 0")
+    with pytest.raises(RequestError, match=r"has no rank-1\.log \(yet\): it is queued"):
+        run.logs(rank=1)
+    with pytest.raises(
+        RequestError, match=r"one is queued .* as job 7: one run cannot train twice"
+    ):
+        run.resubmit()
+    stopped = run.stop()
+    assert (stopped.asked, stopped.cancelled, stopped.job_id) == (False, True, "7")
+    program(folder, "squeue", "echo '7|CANCELLED|None|'")
+    assert run.wait().state == "cancelled"
+    assert run.cancel().cancelled is False
+    job_log = run.run_dir / "logs" / "job.log"
+    job_log.write_text("first\nlast\n")
+    assert run.logs(job=True) == "first\nlast\n"
+    assert run.logs(job=True, lines=1) == "last\n"
+
+    monkeypatch.chdir(folder)
+    longer = dataclasses.replace(run.spec.resources, time="1:00:00")
+    again = run.resubmit(dataclasses.replace(run.spec, resources=longer))
+    assert (again.job_id, again.source, again.beginning) == ("7", None, "starts from the beginning")
+    assert "#SBATCH --time=1:00:00" in (folder / "sent").read_text()
+    assert run.spec.resources == longer
+    assert Path.cwd() == folder  # though it was submitted from its own
+    with pytest.raises(RequestError, match="one keeps its python: a resubmission cannot change"):
+        run.resubmit(dataclasses.replace(run.spec, python="/usr/bin/python"))
 
 
 def test_render_gives_the_bytes_of_the_dry_run(

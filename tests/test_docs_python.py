@@ -24,6 +24,7 @@ for number, line in enumerate(page.read_text().splitlines(), 1):
         block.append(line)
     elif line == "```python":
         inside = True
+assert not [name for name in sys.modules if name.startswith("clusterddp.cli")]
 """
 
 

@@ -70,6 +70,11 @@ class Resubmission:
     """None in a dry run."""
 
     @property
+    def job_id(self) -> str:
+        """Job id of the submission; empty in a dry run."""
+        return self.submission.job_id if self.submission else ""
+
+    @property
     def beginning(self) -> str:
         """`goes on from step 1200`: a clause on where the run begins."""
         if self.spec.train is None:
@@ -111,6 +116,9 @@ def resubmit(
                 "which begins where it likes."
             )
         after = change(before) if change else before
+        if after.train and terms.allow_changed:  # the ranks check their configuration too
+            train = dataclasses.replace(after.train, allow_changed=True)
+            after = dataclasses.replace(after, train=train)
         _check_fields(run, before, after)
         if claim:
             _check_state(run, before, after)

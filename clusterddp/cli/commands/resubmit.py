@@ -170,8 +170,6 @@ def changed_request(ctx: click.Context, before: JobSpec, given: Mapping[str, Any
         trained = {**recipe_settings(trained.get("recipe", "")), **trained}
         if trained.get("data_dir"):
             trained["data_dir"] = os.path.abspath(trained["data_dir"])
-        if given.get("allow_changed"):
-            trained["allow_changed"] = True
         fields["train"] = dataclasses.replace(before.train, **trained)
     return dataclasses.replace(before, **fields)
 
