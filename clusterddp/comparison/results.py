@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from clusterddp.comparison.rows import Row, label
+from clusterddp.reporting.plots import Scaling, Size, efficiency
 from clusterddp.request.train_config import STRATEGIES
 from clusterddp.run import fields
 
@@ -87,6 +88,19 @@ def results(trials: Sequence[Trial]) -> list[Result]:
     return [_against(base, line) for line in lines]
 
 
+def scaling(lines: Sequence[Result], title: str) -> Scaling:
+    """Return the runs of the lines with figures, for `reporting.plots` to draw."""
+    measured = [line for line in lines if line.images_per_second]
+    base = next(line for line in measured if line.baseline)
+    of_one = (base.images_per_second or 0.0) / base.devices
+    sizes = [
+        Size(line.label, line.devices, rate, efficiency(rate, line.devices, of_one), line.strategy)
+        for line in measured
+        for rate in line.images_per_second_each
+    ]
+    return Scaling(title, sizes, unit="devices")
+
+
 def _medians(row: Row, trials: Sequence[Trial]) -> Result:
     done = [trial for trial in trials if trial.state == DONE]
     short = next((trial for trial in trials if trial.state != DONE), None)
@@ -129,10 +143,10 @@ def _medians(row: Row, trials: Sequence[Trial]) -> Result:
 def _against(base: Result, line: Result) -> Result:
     if not line.images_per_second or not base.images_per_second:
         return line
-    speed_up = line.images_per_second / base.images_per_second
+    of_one = base.images_per_second / base.devices
     return replace(
         line,
-        speed_up=speed_up,
-        efficiency=speed_up * base.devices / line.devices,
+        speed_up=line.images_per_second / base.images_per_second,
+        efficiency=efficiency(line.images_per_second, line.devices, of_one),
         baseline=line is base,
     )

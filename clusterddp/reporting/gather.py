@@ -9,12 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterddp.errors import ClusterDDPError
-from clusterddp.reporting import curve, evaluation, starts
-from clusterddp.reporting import stragglers as pace
-from clusterddp.reporting.curve import Point
-from clusterddp.reporting.evaluation import Confusion, Evaluation
-from clusterddp.reporting.starts import Start
-from clusterddp.reporting.stragglers import Rank, Straggler
+from clusterddp.reporting.figures import (
+    Confusion,
+    Evaluation,
+    Point,
+    Rank,
+    Start,
+    Straggler,
+    rank_rates,
+    read_evaluation,
+    read_points,
+    read_starts,
+    stragglers,
+)
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import fields
@@ -114,11 +121,11 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     spec = _spec(run)
     attempt = _latest_attempt(run)
     report = latest_report(run, attempt.number if attempt else None)
-    points = curve.read(run.metrics)
+    points = read_points(run.metrics)
     figures = _figures(report, points)
     tested = _tested(run, figures["step"])
     ranks = _ranks(report, points, attempt)
-    made = starts.read(run, report)
+    made = read_starts(run, report)
     if made and not made[-1].cause:
         made[-1] = dataclasses.replace(made[-1], cause=status.state)
     account = RunReport(
@@ -134,7 +141,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         **figures,
         **_machines(report, read_json(run.resolved) or {}, status),
         ranks=ranks,
-        stragglers=pace.stragglers(ranks),
+        stragglers=stragglers(ranks),
         starts=fields.whole(report, "starts") or len(made) or _begun(status),
         steps_done_twice=sum(one.steps_done_twice for one in made),
         seconds_lost=round(sum(one.seconds_lost for one in made), 3),
@@ -221,7 +228,7 @@ def _figures(report: Mapping[str, Any], points: list[Point]) -> dict[str, Any]:
 def _tested(run: RunDir, step: int | None) -> Evaluation:
     """evaluation.json, unless the run has gone on since."""
     record = read_json(run.evaluation) or {}
-    return evaluation.read(record if fields.whole(record, "step") in (None, step) else {})
+    return read_evaluation(record if fields.whole(record, "step") in (None, step) else {})
 
 
 def _machines(
@@ -263,7 +270,7 @@ def _ranks(report: Mapping[str, Any], points: list[Point], attempt: Attempt | No
     ]
     if told:
         return sorted(told, key=lambda one: one.rank)
-    rates = curve.rank_rates(points)
+    rates = rank_rates(points)
     outcomes = read_outcomes(attempt.outcomes) if rates and attempt else []
     hosts = {one.rank: str(one.host) for one in outcomes}
     return [Rank(rank, hosts.get(rank, ""), rate) for rank, rate in enumerate(rates)]

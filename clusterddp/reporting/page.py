@@ -12,10 +12,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from clusterddp.reporting import drawings, plots
-from clusterddp.reporting.evaluation import Evaluation
+from clusterddp.reporting import plots
+from clusterddp.reporting.figures import Evaluation
 from clusterddp.reporting.gather import Gathered
-from clusterddp.reporting.scaling import scalings
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import formatting
@@ -50,9 +49,9 @@ def page(gathered: Sequence[Gathered]) -> str:
         version=__version__,
         now=time.time(),
         reports=reports,
-        overall=drawings.overall(gathered),
-        colours=drawings.colours(len(gathered)),
-        scalings=[(one, drawings.markup(plots.of_scaling(one))) for one in scalings(reports)],
+        overall=plots.overall(gathered),
+        colours=plots.colours(len(gathered)),
+        scalings=[(one, plots.of_scaling(one)) for one in plots.scalings(reports)],
         differences=_differences(gathered),
         runs=[_run(one) for one in gathered],
     )
@@ -65,7 +64,7 @@ def _run(one: Gathered) -> dict[str, Any]:
     return {
         "report": one.report,
         "command": shlex.join(one.report.command),
-        "pace": drawings.pace(one),
+        "pace": plots.pace(one),
         "slow": {straggler.rank for straggler in one.report.stragglers},
         "ranks": ranks if len(ranks) <= _MOST_RANKS else slowest[:_MOST_RANKS],
         "fastest": max((rank.images_per_second or 0.0 for rank in ranks), default=0.0),

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from clusterddp.comparison import plot
-from clusterddp.comparison.results import DONE, Result, Trial, results
+from clusterddp.comparison.results import DONE, Result, Trial, results, scaling
 from clusterddp.comparison.rows import Place, Row, plan
 from clusterddp.comparison.table import notes, table
 from clusterddp.errors import RequestError
 from clusterddp.processes.processors import described
+from clusterddp.reporting import plots
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 
@@ -229,12 +229,14 @@ def test_the_picture_is_of_the_kind_that_its_name_says_and_names_what_it_shows(
     matplotlib = pytest.importorskip("matplotlib")
     lines = results([trial(SINGLE, 100), trial(SINGLE, 120), trial(DDP, 300), Trial(DP, why="x")])
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
-    plot.draw(lines, tmp_path / "a.svg", "mine", ["on a$x$b", f"convnet on {'long ' * 40}"])
+    plots.save_scaling(
+        scaling(lines, "mine"), tmp_path / "a.svg", ["on a$x$b", f"convnet on {'long ' * 40}"]
+    )
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn.startswith("<?xml")
     for text in (">mine<", ">on a$x$b<", ">convnet on long ", "images/s"):
         assert text in drawn
-    plot.draw(lines[:1], tmp_path / "a.png", "mine", [])
+    plots.save_scaling(scaling(lines[:1], "mine"), tmp_path / "a.png", [])
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -243,15 +245,15 @@ def test_a_picture_that_could_not_be_written_is_refused(name: str, tmp_path: Pat
     pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(RequestError, match="--plot"):
-        plot.check(tmp_path / name)
+        plots.check_file(tmp_path / name)
 
 
 def test_a_picture_without_matplotlib_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plot, "can_draw", lambda: False)
+    monkeypatch.setattr(plots, "can_draw", lambda: False)
     with pytest.raises(RequestError, match=r"pip install 'clusterddp\[plots\]'"):
-        plot.check(tmp_path / "a.png")
+        plots.check_file(tmp_path / "a.png")
 
 
 def test_what_json_gives_of_a_row_keeps_its_names() -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from clusterddp.reporting import curve, stragglers
-from clusterddp.reporting.evaluation import read as read_evaluation
+from clusterddp.reporting.figures import Rank, rank_rates, read_evaluation, read_points, stragglers
 from clusterddp.reporting.gather import RunReport
-from clusterddp.reporting.scaling import scalings
-from clusterddp.reporting.stragglers import Rank
+from clusterddp.reporting.plots import scalings
 from clusterddp.run import formatting
 from tests.hostile import CARRIED, REFUSED
 
@@ -34,7 +32,7 @@ def test_a_straggler_is_below_four_fifths_of_what_the_others_reach(
     rates: list[float | None], slow: list[int]
 ) -> None:
     ranks = [Rank(rank, f"h{rank}", rate) for rank, rate in enumerate(rates)]
-    assert [one.rank for one in stragglers.stragglers(ranks)] == slow
+    assert [one.rank for one in stragglers(ranks)] == slow
 
 
 def test_a_ranks_pace_is_its_median_since_the_ranks_are_as_many(tmp_path: Path) -> None:
@@ -45,7 +43,7 @@ def test_a_ranks_pace_is_its_median_since_the_ranks_are_as_many(tmp_path: Path) 
         for step, row in enumerate(rows)
     ]
     path.write_text("\n".join([*lines, '{"kind": "eval", "step": 9}', '{"kind": "tra']))
-    assert curve.rank_rates(curve.read(path)) == [25.0, 200.0]
+    assert rank_rates(read_points(path)) == [25.0, 200.0]
 
 
 def test_mistakes_are_told_the_most_common_first() -> None:

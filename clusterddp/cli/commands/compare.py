@@ -17,13 +17,13 @@ from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import config_from, options
 from clusterddp.comparison import here, jobs
 from clusterddp.comparison import plan as comparison_plan
-from clusterddp.comparison import plot as picture
-from clusterddp.comparison.results import DONE, Trial, results
+from clusterddp.comparison.results import DONE, Trial, results, scaling
 from clusterddp.comparison.rows import plan
 from clusterddp.comparison.table import notes, table
 from clusterddp.comparison.trials import trials_of
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestError
 from clusterddp.processes import processors
+from clusterddp.reporting import plots
 from clusterddp.request.spec import OPTIONS, REQUEST
 from clusterddp.request.train_config import STRATEGIES
 from clusterddp.run import formatting
@@ -123,7 +123,7 @@ def _world_sizes(ctx: click.Context, _param: click.Parameter, value: str | None)
 @click.option("--dry-run", is_flag=True, help="Print what would be started; touch nothing.")
 @click.option(
     "--plot", metavar="FILE", show_default="OUTPUT_ROOT/NAME.png, where matplotlib is",
-    help="Draw images/s and speed-up over the devices: .png, .svg or .pdf.",
+    help="Draw images/s and efficiency over the devices: .png, .svg or .pdf.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, for scripts.")
 @click.pass_context
@@ -145,7 +145,7 @@ def command(
     if dry_run and as_json:
         raise click.UsageError("--dry-run prints commands or scripts, none of them as --json.", ctx)
     if plot is not None:
-        picture.check(Path(plot))
+        plots.check_file(Path(plot))
     if of:
         _refuse_beside_of(ctx)
         trials = trials_of(Path(values["output_root"]), of)
@@ -235,9 +235,9 @@ def _say_how_to_go_on(name: str, root: str, interrupted: jobs.Interrupted) -> No
 
 
 def _usual_picture(name: str, root: str) -> str | None:
-    if picture.can_draw():
+    if plots.can_draw():
         return f"{root}/{name}.png"
-    log.info(f"no picture is drawn without matplotlib: {picture.INSTALL}")
+    log.info(f"no picture is drawn without matplotlib: {plots.INSTALL}")
     return None
 
 
@@ -256,7 +256,7 @@ def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -
             log.info(f"no picture is drawn to {plot}: no run has figures")
             return EXIT_FAILED
         try:
-            picture.draw(lines, Path(plot), formatting.line(name), said[:2])
+            plots.save_scaling(scaling(lines, formatting.line(name)), Path(plot), said[:2])
         except OSError as error:
             log.info(f"the picture cannot be written to {plot}: {error.strerror}")
             return EXIT_FAILED

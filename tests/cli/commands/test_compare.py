@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from clusterddp.cli.commands import compare
-from clusterddp.comparison import here, plot
+from clusterddp.comparison import here
 from clusterddp.comparison.rows import Row
 from clusterddp.processes import processors
+from clusterddp.reporting import plots
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import submit
@@ -83,7 +84,7 @@ def comparing(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Answer:
 
     for module in (compare, submit):
         monkeypatch.setattr(module, "make_sure", lambda *_, **__: None)
-    monkeypatch.setattr(plot, "can_draw", lambda: False)
+    monkeypatch.setattr(plots, "can_draw", lambda: False)
     return invoke
 
 
@@ -370,7 +371,7 @@ def test_a_comparison_draws_a_picture_where_matplotlib_is(
     got = comparing("--name=a", "--strategies=single")
     assert "no picture is drawn without matplotlib: pip install 'clusterddp[plots]'" in got.err
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(plot, "can_draw", lambda: True)
+    monkeypatch.setattr(plots, "can_draw", lambda: True)
     got = comparing("--name=b", "--strategies=single,ddp")
     assert "the picture is in jobs/b.png" in got.err
     assert (workplace.root / "b.png").read_bytes().startswith(b"\x89PNG")
@@ -383,7 +384,7 @@ def test_a_comparison_draws_a_picture_where_matplotlib_is(
 def test_a_picture_of_runs_without_figures_is_not_claimed(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot, "can_draw", lambda: True)
+    monkeypatch.setattr(plots, "can_draw", lambda: True)
     workplace.run("a-ddp-8", submitted("3"), started("3"))
     workplace.command("squeue", "echo '3|RUNNING|None|'")
     got = workplace.invoke("compare", "--of=a", "--plot=a.svg")
