@@ -92,14 +92,6 @@ def test_a_job_name_cannot_forge_a_state(cluster: SlurmCluster) -> None:
     assert (seen["state"], seen["exit_code"]) == ("failed", 5)
 
 
-@pytest.mark.slow
-def test_a_job_that_slurm_does_not_know_is_unknown(cluster: SlurmCluster) -> None:
-    for asked in (["9999"], ["9998", "9999"]):
-        seen = query(cluster, *asked)
-        assert [(s["state"], s["problem"]) for s in seen.values()] == [("unknown", "")] * len(asked)
-    client(cluster, "control.cancel('9999')")  # scancel passes it over too
-
-
 def test_a_persons_squeue_settings_hide_no_job(cluster: SlurmCluster) -> None:
     job_id = cluster.sbatch(script("true"), "--hold")
     seen = query(cluster, job_id, SQUEUE_PARTITION="high", SQUEUE_FORMAT="%j", SQUEUE_STATES="R")
@@ -109,20 +101,6 @@ def test_a_persons_squeue_settings_hide_no_job(cluster: SlurmCluster) -> None:
 @pytest.mark.slow
 def test_partitions_come_from_sinfo(cluster: SlurmCluster) -> None:
     assert client(cluster, "queries.partitions()") == ["main", "high"]
-
-
-@pytest.mark.slow
-def test_sbatchs_words_on_an_unknown_partition(cluster: SlurmCluster) -> None:
-    program = (
-        "import os, sys\nfrom clusterddp import errors\n"
-        "from clusterddp.slurm.sbatch import sbatch\n"
-        "try:\n    sbatch(sys.argv[1], os.environ, comment='c')\n"
-        "except errors.RequestError as error:\n    sys.exit(str(error))\n"
-    )
-    text = script("#SBATCH --partition=nope", "true")
-    got = cluster.run([sys.executable, "-c", program, text])
-    assert got.returncode == 1
-    assert got.stderr.startswith("sbatch refused the job: sbatch: error: invalid partition")
 
 
 def test_a_lost_submission_is_found_by_its_comment(cluster: SlurmCluster) -> None:
@@ -300,15 +278,6 @@ def test_logs_f_follows_a_real_job_to_its_end(cluster: SlurmCluster, tmp_path: P
     assert (code, out) == (0, "hello\nbye\n"), err
     assert "one: running on h0" in err
     assert "one: done" in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["exit 3", "kill -9 $$"])
-def test_logs_f_of_a_real_failure_exits_1(cluster: SlurmCluster, tmp_path: Path, how: str) -> None:
-    make_run(tmp_path, "one", cluster, how)
-    code, _, err = clusterddp(cluster, tmp_path, "logs", "-f", "one")
-    assert code == 1
-    assert "one: failed" in err
 
 
 @pytest.mark.slow

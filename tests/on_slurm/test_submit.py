@@ -175,44 +175,22 @@ def test_a_hostile_output_root_is_carried(cluster: SlurmCluster, tmp_path: Path)
     assert not list(tmp_path.rglob("pwned"))
 
 
-@pytest.mark.parametrize(
-    ("what", "code", "words"),
-    [
-        pytest.param("import sys; sys.exit(3)", 3, "exit code 3", marks=pytest.mark.slow),
-        pytest.param(
-            "import os; os.kill(os.getpid(), 9)", 137, "killed by SIGKILL", marks=pytest.mark.slow
-        ),
-        ("raise LookupError('boom')", 1, "LookupError: boom (logs/rank-2.log)"),
-    ],
-)
-def test_a_failed_rank_ends_the_job_and_is_named(
-    cluster: SlurmCluster, tmp_path: Path, what: str, code: int, words: str
-) -> None:
-    rank_2_fails = f"import os, signal\nif os.environ['RANK'] == '2':\n    {what}\nsignal.pause()"
-    (tmp_path / "fail.py").write_text(rank_2_fails)
+def test_a_failed_rank_ends_the_job_and_is_named(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(
+        "import os, signal\n"
+        "if os.environ['RANK'] == '2':\n    raise LookupError('boom')\n"
+        "signal.pause()"
+    )
     done = submit(
         cluster, tmp_path, "--nodes", "2", "--tasks-per-node", "2", "--run-name", "f", "--wait",
         "--", sys.executable, "fail.py",
     )  # fmt: skip
     assert done.returncode == 1
-    assert f"rank 2 on h02 failed first: {words}" in done.stderr
-    log = (tmp_path / "jobs/f/logs/job.log").read_text()
-    assert f"rank 2 on h02 failed first: {words}" in log
+    named = "rank 2 on h02 failed first: LookupError: boom (logs/rank-2.log)"
+    assert named in done.stderr
+    assert named in (tmp_path / "jobs/f/logs/job.log").read_text()
     ended = json.loads((tmp_path / "jobs/f/events.jsonl").read_text().splitlines()[-1])
-    assert (ended["event"], ended["exit_code"]) == ("ended", code)
-
-
-@pytest.mark.slow
-def test_a_failing_setup_line_fails_the_job_and_still_tears_down(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    done = submit(
-        cluster, tmp_path, "--run-name", "f", "--wait", "--setup", "false",
-        "--teardown", "echo torn down >torn", "--no-snapshot", "--", "touch", "ran",
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert (tmp_path / "torn").is_file()
-    assert not (tmp_path / "ran").exists()
+    assert (ended["event"], ended["exit_code"]) == ("ended", 1)
 
 
 def test_an_unknown_partition_is_refused_in_sbatchs_words(
@@ -226,25 +204,6 @@ def test_an_unknown_partition_is_refused_in_sbatchs_words(
         assert "invalid partition specified: nope" in done.stderr
         assert "Traceback" not in done.stderr
         assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_submitting_from_inside_a_job_is_as_from_a_login_shell(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    inner = [
-        *CLUSTERDDP, "submit", "--nodes", "1", "--tasks-per-node", "2", "--run-name", "inner",
-        "--wait", "--", sys.executable, "-c", WHO,
-    ]  # fmt: skip
-    done = submit(
-        cluster, tmp_path, "--nodes", "2", "--gpus-per-node", "2", "--run-name", "outer", "--wait",
-        "--env", "SBATCH_WCKEY=", "--no-snapshot", "--",
-        "bash", "-c", '[ "$RANK" != 0 ] || exec "$@"', "bash", *inner,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    seen = told(tmp_path / "jobs/inner", 1)["env"]
-    assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"]) == ("1", "2", "2")
-    assert "CUDA_VISIBLE_DEVICES" not in seen
 
 
 @pytest.mark.slow
