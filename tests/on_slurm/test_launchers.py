@@ -21,61 +21,69 @@ TRAINING = ["--dataset", "synthetic", "--max-steps", "8", "--threads", "1", "--w
             "--batch-size", "32"]  # fmt: skip
 FOUR = ["--nodes", "2", "--tasks-per-node", "2", "--wait"]
 LAUNCHERS = {
-    "sbatch": FOUR,
-    "torchrun": [*FOUR, "--template", "torchrun.sbatch.j2"],
-    "submitit": [*FOUR, "--launcher", "submitit"],
-    "local": [*FOUR, "--launcher", "local"],
+    "sbatch": [],
+    "torchrun": ["--template", "torchrun.sbatch.j2"],
+    "submitit": ["--launcher", "submitit"],
+    "local": ["--launcher", "local"],
 }
 
 
-def by_hand(cluster: SlurmCluster, folder: Path, data: Path, *options: str) -> str:
-    """Four ranks, each started by itself with torch's variables, on two hosts."""
+def by_hand(
+    cluster: SlurmCluster, folder: Path, data: Path, tasks_per_node: int, *options: str
+) -> None:
+    """Ranks on two hosts, each started by itself with torch's variables, the last one first."""
     ranks = [
         cluster.popen_on(
-            cluster.hosts[rank // 2],
+            cluster.hosts[rank // tasks_per_node],
             [*CLUSTERDDP, "train", "--run-dir", str(folder / "hand"), "--data-dir", str(data),
              *TRAINING, *options],
             cwd=folder,
             env={
-                "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2),
-                "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": cluster.hosts[0], "MASTER_PORT": "12345",
+                "RANK": str(rank), "WORLD_SIZE": str(2 * tasks_per_node),
+                "LOCAL_RANK": str(rank % tasks_per_node),
+                "LOCAL_WORLD_SIZE": str(tasks_per_node),
+                "MASTER_ADDR": cluster.hosts[0], "MASTER_PORT": "12345",
             },
             stdout=PIPE, stderr=PIPE,
         )
-        for rank in (3, 1, 2, 0)
+        for rank in reversed(range(2 * tasks_per_node))
     ]  # fmt: skip
     for rank in ranks:
         out, err = rank.communicate(timeout=200)
         assert rank.returncode == 0, out + err
-    return weights(folder / "hand")
 
 
-def weights(run: Path) -> str:
+def weights(run: Path, world_size: int = 4) -> str:
     report = read_json(run / "report.json")
     assert report is not None
-    assert report["world_size"] == 4
+    assert report["world_size"] == world_size
     return str(report["weights_sha256"])
 
 
 @pytest.mark.parametrize(
-    "bucket_cap_mb",
+    ("tasks_per_node", "bucket_cap_mb"),
     [
-        pytest.param("25", id="one bucket"),
-        pytest.param("0.01", id="several buckets", marks=pytest.mark.slow),
+        pytest.param(1, "25", id="one bucket"),
+        pytest.param(2, "0.01", id="several buckets", marks=pytest.mark.slow),
     ],
 )
 def test_one_request_trains_to_the_same_weights_under_every_launcher(
-    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, bucket_cap_mb: str
+    cluster: SlurmCluster,
+    tmp_path: Path,
+    synthetic_dir: Path,
+    tasks_per_node: int,
+    bucket_cap_mb: str,
 ) -> None:
     buckets = ["--bucket-cap-mb", bucket_cap_mb]
-    seen = {"by hand": by_hand(cluster, tmp_path, synthetic_dir, *buckets)}
+    by_hand(cluster, tmp_path, synthetic_dir, tasks_per_node, *buckets)
+    seen = {"by hand": weights(tmp_path / "hand", 2 * tasks_per_node)}
     for name, options in LAUNCHERS.items():
         done = submit(
-            cluster, tmp_path, *options, *TRAINING, *buckets, "--run-name", name,
-            "--data-dir", str(synthetic_dir),
+            cluster, tmp_path, "--nodes", "2", "--tasks-per-node", str(tasks_per_node), "--wait",
+            *options, *TRAINING, *buckets, "--run-name", name, "--data-dir", str(synthetic_dir),
         )  # fmt: skip
         assert done.returncode == 0, name + done.stdout + done.stderr
-        seen[name] = weights(tmp_path / "jobs" / name)
+        seen[name] = weights(tmp_path / "jobs" / name, 2 * tasks_per_node)
     assert len(set(seen.values())) == 1, seen
     left = [p for p in (tmp_path / "jobs").rglob("*") if p.name.startswith((".", "torchelastic"))]
     assert left == []
