@@ -1,20 +1,6 @@
 """`python -m clusterddp` and the `clusterddp` command."""
 
-from typing import NoReturn
-
-from clusterddp.cli import startup
-
-
-def main() -> NoReturn:
-    """Run the command and exit with its code."""
-    startup.begin()
-    from clusterddp.cli.main import main as run
-
-    try:
-        run()
-    except SystemExit as leaving:
-        startup.end(leaving)
-
+from clusterddp.cli.startup import main
 
 if __name__ == "__main__":
     main()

@@ -1,17 +1,26 @@
-"""Click's options from the table of options, and what they complete to."""
+"""Click's options from the table of options, and the commands that take them.
+
+An option's value comes from the flag, CLUSTERDDP_*, SBATCH_*, site.cfg or the default. Click
+resolves that order by itself once `default_map` holds SBATCH_* over site.cfg; messages about a
+value, and `clusterddp site`, name its source.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.options import Choice, Option
 from clusterddp.request.recipes import RECIPES
-from clusterddp.request.spec import EXPEDITE
+from clusterddp.request.settings import Settings, find_site, read_site
+from clusterddp.request.spec import EXPEDITE, OPTIONS
 from clusterddp.request.train_config import TRAINING, TrainConfig
 
 if TYPE_CHECKING:
@@ -61,6 +70,112 @@ def config_from(params: Mapping[str, Any], ctx: click.Context) -> TrainConfig:
 def recipe_settings(name: str | None) -> Mapping[str, Any]:
     """Return what a recipe gives to fields of TrainConfig, which itself refuses an unknown name."""
     return RECIPES[name].settings if name in RECIPES else {}
+
+
+def site_options(function: F) -> F:
+    """Add --site and --cluster, which `SettingsCommand` reads ahead of the other options."""
+    for name, metavar, text in (
+        ("--cluster", "NAME", "The [cluster:NAME] of site.cfg to use."),
+        ("--site", "FILE", "The site.cfg to use."),
+    ):
+        function = click.option(name, metavar=metavar, expose_value=False, help=text)(function)
+    return function
+
+
+class SettingsCommand(click.Command):
+    """A command whose options can be set in site.cfg and by SBATCH_* variables too.
+
+    `groups` names further sections of --help, with the parameters that stand in each.
+    """
+
+    def __init__(
+        self, *args: Any, groups: Mapping[str, Sequence[str]] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._groups = groups or {}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # Completion must print nothing, even where site.cfg is broken.
+        with contextlib.suppress(*[RequestError] * ctx.resilient_parsing):
+            self._load_settings(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            if error.param is not None and error.param.name and not ctx.resilient_parsing:
+                where = source(ctx, error.param.name)
+                if where not in ("flag", "default"):
+                    message = f"{error.message} (from {where})"
+                    raise type(error)(message, ctx, error.param) from None
+            raise
+
+    def _load_settings(self, ctx: click.Context, args: list[str]) -> None:
+        given = self._peek(ctx, list(args))
+        path = find_site(given.get("site"), os.environ, Path.cwd())
+        settings = read_site(path, given.get("cluster") or os.environ.get("CLUSTERDDP_CLUSTER"))
+        parameters = {parameter.name for parameter in self.params}
+        if "partition" in parameters:  # only who asks Slurm for something has a use for SBATCH_*
+            settings = settings.with_sbatch(os.environ)
+        ctx.obj = settings
+        ctx.default_map = {
+            OPTIONS[name].parameter: _items(value) if OPTIONS[name].type is tuple else value
+            for name, value in settings.values.items()
+            if OPTIONS[name].parameter in parameters
+        }
+
+    def _peek(self, ctx: click.Context, args: list[str]) -> dict[str, str]:
+        """Read --site and --cluster ahead of the others, whose defaults they decide."""
+        if not any(arg.startswith(("--site", "--cluster")) for arg in args):
+            return {}
+        try:
+            values, _, _ = self.make_parser(ctx).parse_args(args)
+        except click.UsageError:
+            return {}  # the parsing proper reports it
+        return {k: v for k, v in values.items() if k in ("site", "cluster") and isinstance(v, str)}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in self._groups}
+        for parameter in self.get_params(ctx):
+            name = (parameter.name or "").replace("_", "-")
+            titles = [title for title, names in self._groups.items() if parameter.name in names]
+            titles.append(OPTIONS[name].group if name in OPTIONS else "Options")
+            if record := parameter.get_help_record(ctx):
+                sections.setdefault(titles[0], []).append(record)
+        for title, rows in sorted(sections.items(), key=lambda section: section[0] == "Options"):
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+@contextlib.contextmanager
+def naming_sources(ctx: click.Context) -> Iterator[None]:
+    """Add the source of a value to the message that refuses it, unless it was typed."""
+    try:
+        yield
+    except OptionError as error:
+        name = error.option.removeprefix("--").replace("-", "_")
+        where = source(ctx, name) if name in ctx.params else "flag"
+        if where in ("flag", "default"):
+            raise
+        problem = str(error).removeprefix(error.option)
+        raise OptionError(error.option, f"{problem} (from {where})") from None
+
+
+def source(ctx: click.Context, name: str) -> str:
+    """Return the source of a parameter's value, in words."""
+    origin = ctx.get_parameter_source(name)
+    if origin is ParameterSource.COMMANDLINE:
+        return "flag"
+    if origin is ParameterSource.ENVIRONMENT:
+        return f"CLUSTERDDP_{name.upper()}"
+    set_there = origin is None and name in (ctx.default_map or {})
+    if set_there or origin is ParameterSource.DEFAULT_MAP:
+        assert isinstance(ctx.obj, Settings)
+        return ctx.obj.sources[name.replace("_", "-")]
+    return "default"
+
+
+def _items(value: str) -> list[str]:
+    """Return the items of an option that can be repeated, one a line."""
+    return [line for line in value.split("\n") if line.strip()]
 
 
 class Line(click.types.StringParamType):

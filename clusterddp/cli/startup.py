@@ -1,8 +1,8 @@
-"""What Python does for long-lived programs, left out where a command ends within moments.
+"""Start and end of the command, without what a command that ends within moments has no use for.
 
-Looking for garbage: all that a start creates is modules, classes and functions, which stay. Taking
-everything apart at the end: the memory goes back to the system in any case. Measured on
-`submit --dry-run`: 7 and 17 of 89 ms.
+Collecting garbage: a start creates modules, classes and functions, which stay. Taking everything
+apart at the end: the memory goes back to the system in any case. Measured on `submit --dry-run`: 7
+and 17 of 89 ms.
 """
 
 import atexit
@@ -13,16 +13,27 @@ import threading
 from typing import NoReturn
 
 _exit_code = 1
-"""Python's own after a traceback, until `end` is told another."""
+"""Python's own code after a traceback, until `end` sets another."""
+
+
+def main() -> NoReturn:
+    """Run the command and exit with its code."""
+    begin()
+    from clusterddp.cli.main import main as run  # click, and all else, below `begin`
+
+    try:
+        run()
+    except SystemExit as leaving:
+        end(leaving)
 
 
 def begin() -> None:
-    """Do not look for garbage, until `go_on`; before anything else is imported."""
+    """Switch the garbage collector off until `go_on`, before anything else is imported."""
     gc.disable()
 
 
 def go_on() -> None:
-    """From here on this is a program like any other: it can run for hours, and start threads."""
+    """Continue as a program like any other, which can run for hours and start threads."""
     if not gc.isenabled():
         gc.freeze()  # nothing of what was imported will ever be garbage
         gc.enable()
@@ -31,14 +42,14 @@ def go_on() -> None:
 
 
 def done() -> None:
-    """What went on has flushed and closed all that it had: let `end` leave at once after all."""
+    """Let `end` leave at once after all: everything is flushed and closed."""
     gc.disable()
 
 
 def end(leaving: SystemExit) -> NoReturn:
-    """Exit as told: at once, if there was no `go_on`, or it is `done`, and nobody traces.
+    """Exit with the given code: at once without `go_on`, or after `done`, and untraced.
 
-    At once means without the handlers of `atexit`: none of those that register one (logging,
+    Leaving at once skips the handlers of `atexit`: none of those that register one (logging,
     multiprocessing, torch) is part of a command that never went on.
     """
     global _exit_code  # noqa: PLW0603 -- an exit handler takes no arguments
@@ -49,7 +60,7 @@ def end(leaving: SystemExit) -> NoReturn:
 
 
 def _leave_threads_behind() -> None:
-    """The last of the exit handlers: do not take Python apart while a thread may be inside torch.
+    """Exit at once, as the last exit handler, while a thread may be inside torch.
 
     A checkpoint that a disk holds up, a rank that does not answer: such a thread is left behind. Up
     to Python 3.13 one that comes back from C++ after the interpreter has gone is ended there by

@@ -1,4 +1,4 @@
-"""Settings that were found to go together, by name: `--recipe NAME` takes those not given apart."""
+"""Recipes: settings that were tuned together, which `--recipe NAME` gives to options not given."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,3 +56,4 @@ RECIPES: dict[str, Recipe] = {
         },
     ),
 }
+SUMMARIES = "; ".join(map("{0[0]}, {0[1].summary}".format, RECIPES.items()))

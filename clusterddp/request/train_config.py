@@ -20,7 +20,7 @@ from clusterddp.request.options import (
     option,
     options_of,
 )
-from clusterddp.request.recipes import RECIPES
+from clusterddp.request.recipes import RECIPES, SUMMARIES
 from clusterddp.slurm.forms import LINE, Form
 
 # Names that each package's registry defines: a test compares the two.
@@ -43,9 +43,7 @@ class TrainConfig:
 
     recipe: str = option(
         "",
-        "Settings that go together, for those that are not given: "
-        + "; ".join(f"{name}, {recipe.summary}" for name, recipe in RECIPES.items())
-        + ".",
+        f"Settings that go together, for those that are not given: {SUMMARIES}.",
         Choice(tuple(RECIPES)),
         "NAME",
         shown="none",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.output import as_json as formatted
 from clusterddp.cli.run_argument import (
     JSON_OPTION,
@@ -13,7 +14,6 @@ from clusterddp.cli.run_argument import (
     output_root_option,
     print_failed,
 )
-from clusterddp.cli.settings import SettingsCommand
 from clusterddp.run.lookup import find_those
 from clusterddp.run.stop import cancel
 

@@ -10,8 +10,8 @@ from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Entry
 from clusterddp.cli import output
+from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
-from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import CheckpointError
 from clusterddp.run import formatting
 from clusterddp.run.lookup import find_run

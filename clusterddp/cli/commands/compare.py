@@ -12,9 +12,16 @@ from typing import Any
 import click
 
 from clusterddp import log
-from clusterddp.cli import output, settings
+from clusterddp.cli import output
 from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.cli.options import config_from, options
+from clusterddp.cli.options import (
+    SettingsCommand,
+    config_from,
+    naming_sources,
+    options,
+    site_options,
+    source,
+)
 from clusterddp.comparison import here, jobs
 from clusterddp.comparison import plan as comparison_plan
 from clusterddp.comparison.results import DONE, Trial, results, scaling
@@ -39,7 +46,7 @@ _FIXED: dict[str, Any] = {
 _ALSO_HERE = ("output_root",)
 
 
-class CompareCommand(settings.SettingsCommand):
+class CompareCommand(SettingsCommand):
     """Takes the options of `submit` and of the training, but those that are fixed here."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -118,8 +125,7 @@ def _world_sizes(ctx: click.Context, _param: click.Parameter, value: str | None)
     help="Run nothing: print the table of a comparison, or of runs; repeatable.",
 )  # fmt: skip
 @options(row for row in OPTIONS.values() if row.parameter not in _FIXED)
-@click.option("--site", metavar="FILE", help="The site.cfg to use.")
-@click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
+@site_options
 @click.option("--dry-run", is_flag=True, help="Print what would be started; touch nothing.")
 @click.option(
     "--plot", metavar="FILE", show_default="OUTPUT_ROOT/NAME.png, where matplotlib is",
@@ -156,7 +162,7 @@ def command(
         config, base = config_from(ctx.params, ctx), None
         place = comparison_plan.workstation(config)
     else:
-        with settings.naming_sources(ctx):
+        with naming_sources(ctx):
             base = job_spec(ctx, name, values)
         config = base.train or config_from(ctx.params, ctx)
         place = comparison_plan.cluster(base, config)
@@ -192,14 +198,14 @@ def command(
 
 def _refuse_beside_of(ctx: click.Context) -> None:
     known = {"of", "output_root", "plot", "as_json", "site", "cluster"}
-    given = [n for n in ctx.params if n not in known and settings.source(ctx, n) == "flag"]
+    given = [n for n in ctx.params if n not in known and source(ctx, n) == "flag"]
     if given:
         raise click.UsageError(f"--of runs nothing, so {_flags(given)} says nothing to it.", ctx)
 
 
 def _refuse_requests(ctx: click.Context) -> None:
     names = [row.parameter for row in REQUEST]
-    given = [n for n in names if n not in _ALSO_HERE and settings.source(ctx, n) == "flag"]
+    given = [n for n in names if n not in _ALSO_HERE and source(ctx, n) == "flag"]
     if given:
         raise click.UsageError(f"{_flags(given)} is asked of Slurm: add --launcher sbatch.", ctx)
 

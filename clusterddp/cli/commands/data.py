@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from clusterddp.cli.settings import SettingsCommand
+from clusterddp.cli.options import SettingsCommand
 from clusterddp.data.idx import RAW
 from clusterddp.data.mnist import DatasetInfo, check
 from clusterddp.errors import RequestError

@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from clusterddp import log
-from clusterddp.cli.options import config_from, options
-from clusterddp.cli.settings import SettingsCommand
+from clusterddp.cli.options import SettingsCommand, config_from, options
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.from_flags import MOST_PROCS, START_METHODS

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from clusterddp.cli import output
+from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.run_argument import JSON_OPTION, output_root_option
-from clusterddp.cli.settings import SettingsCommand
 from clusterddp.run import formatting
 from clusterddp.run.lookup import all_runs, statuses
 from clusterddp.run.state import STATES

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import click
 
+from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.output import follow
 from clusterddp.cli.run_argument import RUN, output_root_option
-from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError
 from clusterddp.run.follow import LogPrinter, check_logs, default_log
 from clusterddp.run.lookup import find_run, statuses

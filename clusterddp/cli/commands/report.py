@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from clusterddp.cli import output, startup
+from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
-from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import RequestError
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.run import formatting

@@ -9,10 +9,9 @@ from typing import Any
 
 import click
 
-from clusterddp.cli.options import options, recipe_settings
+from clusterddp.cli.options import SettingsCommand, options, recipe_settings
 from clusterddp.cli.output import follow_submitted
 from clusterddp.cli.run_argument import RUN, output_root_option
-from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import EXIT_DONE
 from clusterddp.request.options import ASKED, COUNT, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec, Resources
@@ -33,8 +32,8 @@ _ASKED = [
 class ResubmitCommand(SettingsCommand):
     """Takes its options from the command line alone: whatever is not typed stays as recorded."""
 
-    def _load_defaults(self, ctx: click.Context, args: list[str]) -> None:
-        super()._load_defaults(ctx, args)
+    def _load_settings(self, ctx: click.Context, args: list[str]) -> None:
+        super()._load_settings(ctx, args)
         kept = {k: v for k, v in (ctx.default_map or {}).items() if k == "output_root"}
         ctx.default_map = kept
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from clusterddp.cli import settings
 from clusterddp.cli.commands import submit
 from clusterddp.cli.job_spec import job_spec, template_folder
+from clusterddp.cli.options import naming_sources, source
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED
-from clusterddp.request.site import Site
+from clusterddp.request.settings import Settings
 from clusterddp.request.spec import OPTIONS
 
 
@@ -32,7 +32,7 @@ def command(site: str | None, cluster: str | None, as_json: bool) -> None:
         ctx = submit.command.make_context("submit", args)
     except click.UsageError as error:
         raise RequestError(error.format_message()) from None
-    assert isinstance(ctx.obj, Site)
+    assert isinstance(ctx.obj, Settings)
     names = sorted(OPTIONS)
     rows = {name: _row(ctx, name.replace("-", "_")) for name in names}
     if as_json:
@@ -48,7 +48,7 @@ def command(site: str | None, cluster: str | None, as_json: bool) -> None:
 
 def _check(ctx: click.Context) -> None:
     """Refuse what a submission with these settings would refuse, naming where it came from."""
-    with settings.naming_sources(ctx):
+    with naming_sources(ctx):
         spec = job_spec(ctx, "site", ctx.params)
         folder = template_folder(ctx.params)
         if spec.template in SHIPPED or (folder and (folder / spec.template).is_file()):
@@ -58,7 +58,7 @@ def _check(ctx: click.Context) -> None:
         )
 
 
-def _print_table(site: Site, rows: Mapping[str, Mapping[str, Any]]) -> None:
+def _print_table(site: Settings, rows: Mapping[str, Mapping[str, Any]]) -> None:
     click.echo(f"site.cfg: {site.path or 'none found'}")
     if site.clusters:
         click.echo(f"clusters: {', '.join(site.clusters)}")
@@ -74,7 +74,7 @@ def _row(ctx: click.Context, name: str) -> dict[str, Any]:
     value = ctx.params[name]
     return {
         "value": list(value) if isinstance(value, tuple) else value,
-        "source": settings.source(ctx, name),
+        "source": source(ctx, name),
     }
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from clusterddp.cli import output
+from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
-from clusterddp.cli.settings import SettingsCommand
 from clusterddp.run import formatting
 from clusterddp.run.lookup import find_run, statuses
 from clusterddp.run.state import STOPPED

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from clusterddp import log
+from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.output import as_json as formatted
 from clusterddp.cli.run_argument import (
     JSON_OPTION,
@@ -14,7 +15,6 @@ from clusterddp.cli.run_argument import (
     output_root_option,
     print_failed,
 )
-from clusterddp.cli.settings import SettingsCommand
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from clusterddp.run.lookup import find_those
 from clusterddp.run.run_dir import RunDir

@@ -8,19 +8,20 @@ from typing import Any
 import click
 
 from clusterddp import launchers
-from clusterddp.cli import settings, startup
+from clusterddp.cli import startup
 from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.cli.options import options
+from clusterddp.cli.options import SettingsCommand, naming_sources, options, site_options
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     RequestError,
 )
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS
+from clusterddp.request.settings import unused_variables
 from clusterddp.request.spec import OPTIONS
 
 
-class SubmitCommand(settings.SettingsCommand):
+class SubmitCommand(SettingsCommand):
     """Takes what stands behind `--` as the COMMAND, untouched."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -54,8 +55,7 @@ class SubmitCommand(settings.SettingsCommand):
 )
 @options(OPTIONS.values())
 @click.option("--run-name", metavar="NAME", help="Name of the run; made up when absent.")
-@click.option("--site", metavar="FILE", help="The site.cfg to use.")
-@click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
+@site_options
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
 @click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -64,8 +64,6 @@ def command(
     ctx: click.Context,
     /,
     run_name: str | None,
-    site: str | None,  # noqa: ARG001 -- read ahead of the other options, see SettingsCommand
-    cluster: str | None,  # noqa: ARG001
     dry_run: bool,
     wait: bool,
     as_json: bool,
@@ -75,13 +73,13 @@ def command(
 
     Trains MNIST on every task, or runs COMMAND there with RANK, WORLD_SIZE, MASTER_ADDR … set.
     """
-    for name in settings.unused_variables(os.environ):
+    for name in unused_variables(os.environ):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
     if run_name == "":
         raise RequestError("--run-name is empty; leave it out to have one made up.")
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
-    with settings.naming_sources(ctx):
+    with naming_sources(ctx):
         spec = job_spec(ctx, run_name or _made_up_name(), values)
     script = launchers.load(spec.launcher).prepare(spec, template_folder(values))
     fields = {"run": spec.run_name, "run_dir": spec.run_dir}

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RequestError
-from clusterddp.request import site
-
-KNOWN = {"nodes", "partition", "time", "env", "setup"}
+from clusterddp.request import settings
 
 
 def write(folder: Path, content: str, name: str = "site.cfg") -> Path:
@@ -23,10 +21,10 @@ def test_a_cluster_stands_over_the_defaults(tmp_path: Path) -> None:
         "[defaults]\npartition = gpu\ntime = 60\n[cluster:big]\npartition = huge\n"
         "[environment]\nNCCL_DEBUG = WARN\nMixed_Case = a=b\n",
     )
-    found = site.read(path, "big", KNOWN)
-    assert found.settings == {"partition": "huge", "time": "60"}
-    assert found.where("partition") == f"{path} [cluster:big]"
-    assert found.where("time") == f"{path} [defaults]"
+    found = settings.read_site(path, "big")
+    assert found.values == {"partition": "huge", "time": "60"}
+    assert found.sources["partition"] == f"{path} [cluster:big]"
+    assert found.sources["time"] == f"{path} [defaults]"
     assert found.environment == {"NCCL_DEBUG": "WARN", "Mixed_Case": "a=b"}
     assert found.clusters == ("big",)
 
@@ -35,7 +33,7 @@ def test_values_are_taken_as_they_are(tmp_path: Path) -> None:
     path = write(
         tmp_path, "[defaults]\nsetup = echo $(x) %(y)s ; # not a comment\n    second line\n"
     )
-    assert site.read(path, None, KNOWN).settings == {
+    assert settings.read_site(path, None).values == {
         "setup": "echo $(x) %(y)s ; # not a comment\nsecond line"
     }
 
@@ -55,7 +53,7 @@ def test_values_are_taken_as_they_are(tmp_path: Path) -> None:
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, content: str, words: list[str]) -> None:
     path = write(tmp_path, content)
     with pytest.raises(RequestError) as caught:
-        site.read(path, None, KNOWN)
+        settings.read_site(path, None)
     for word in [str(path), *words]:
         assert word in str(caught.value)
 
@@ -63,38 +61,40 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, content: str, words: lis
 def test_an_unknown_cluster_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     path = write(tmp_path, "[cluster:a]\n[cluster:b]\n")
     with pytest.raises(RequestError, match="defines a, b"):
-        site.read(path, "c", KNOWN)
+        settings.read_site(path, "c")
     with pytest.raises(RequestError, match=r"no site\.cfg"):
-        site.read(None, "c", KNOWN)
+        settings.read_site(None, "c")
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "site.cfg").write_bytes(b"[defaults]\nsetup = \xff\n")
     with pytest.raises(RequestError, match="UTF-8"):
-        site.read(tmp_path / "site.cfg", None, KNOWN)
+        settings.read_site(tmp_path / "site.cfg", None)
 
 
 def test_a_folder_in_its_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="directory"):
-        site.read(tmp_path, None, KNOWN)
+        settings.read_site(tmp_path, None)
 
 
 def test_the_first_of_the_places_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = write(tmp_path, "", "etc/site.cfg")
-    monkeypatch.setattr(site, "SYSTEM_FILE", system)
+    monkeypatch.setattr(settings, "SYSTEM_FILE", system)
     environ = {"HOME": str(tmp_path / "home")}
-    assert site.find(None, environ, tmp_path) == system
+    assert settings.find_site(None, environ, tmp_path) == system
     home = write(tmp_path, "", "home/.config/clusterddp/site.cfg")
-    assert site.find(None, environ, tmp_path) == home
+    assert settings.find_site(None, environ, tmp_path) == home
     xdg = write(tmp_path, "", "xdg/clusterddp/site.cfg")
-    assert site.find(None, {**environ, "XDG_CONFIG_HOME": str(tmp_path / "xdg")}, tmp_path) == xdg
+    with_xdg = {**environ, "XDG_CONFIG_HOME": str(tmp_path / "xdg")}
+    assert settings.find_site(None, with_xdg, tmp_path) == xdg
     here = write(tmp_path, "")
-    assert site.find(None, environ, tmp_path) == here
+    assert settings.find_site(None, environ, tmp_path) == here
     named = write(tmp_path, "", "named.cfg")
-    assert site.find(None, {**environ, "CLUSTERDDP_SITE": str(named)}, tmp_path) == named
-    assert site.find(str(here), {**environ, "CLUSTERDDP_SITE": str(named)}, tmp_path) == here
+    environ["CLUSTERDDP_SITE"] = str(named)
+    assert settings.find_site(None, environ, tmp_path) == named
+    assert settings.find_site(str(here), environ, tmp_path) == here
 
 
 def test_a_named_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="not found"):
-        site.find(str(tmp_path / "none.cfg"), {}, tmp_path)
+        settings.find_site(str(tmp_path / "none.cfg"), {}, tmp_path)
