@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clusterddp.comparison.plan import counted
 from clusterddp.comparison.results import DONE, Result, Trial
-from clusterddp.comparison.rows import counted
 from clusterddp.run import fields, formatting
 
 _HEADER = (

@@ -22,12 +22,10 @@ from clusterddp.cli.options import (
     site_options,
     source,
 )
-from clusterddp.comparison import here, jobs
+from clusterddp.comparison import execution
 from clusterddp.comparison import plan as comparison_plan
-from clusterddp.comparison.results import DONE, Trial, results, scaling
-from clusterddp.comparison.rows import plan
+from clusterddp.comparison.results import DONE, Trial, results, scaling, trials_of
 from clusterddp.comparison.table import notes, table
-from clusterddp.comparison.trials import trials_of
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestError
 from clusterddp.processes import processors
 from clusterddp.reporting import plots
@@ -166,7 +164,7 @@ def command(
             base = job_spec(ctx, name, values)
         config = base.train or config_from(ctx.params, ctx)
         place = comparison_plan.cluster(base, config)
-    rows = plan(
+    rows = comparison_plan.plan(
         config, values["strategies"],
         values["world_sizes"] or comparison_plan.powers_of_two(place), place,
         fixed_global_batch=values["fixed_global_batch"],
@@ -176,16 +174,17 @@ def command(
     elsewhere = base is not None and in_another_python(base)
     if dry_run:
         find_own_functions(config, elsewhere=elsewhere)
-        comparison_plan.print_dry(rows, planned, base, templates)
+        for text in execution.dry_run(rows, planned, base, templates):
+            click.echo(text)
         return EXIT_DONE
     make_sure(config, may_fetch=base is not None, elsewhere=elsewhere)
     number = 0
     try:
         if base:
-            trials = jobs.carry_out(planned, templates, values["snapshot_limit"])
+            trials = execution.train_as_jobs(planned, templates, values["snapshot_limit"])
         else:
-            trials, number = here.carry_out(planned)
-    except jobs.Interrupted as interrupted:
+            trials, number = execution.train_here(planned)
+    except execution.Interrupted as interrupted:
         _say_how_to_go_on(name, values["output_root"], interrupted)
         return EXIT_INTERRUPTED
     failed = any(trial.state != DONE for trial in trials)
@@ -228,7 +227,7 @@ _LONGEST_NAME = 80
 """What its runs add to it fits into their names."""
 
 
-def _say_how_to_go_on(name: str, root: str, interrupted: jobs.Interrupted) -> None:
+def _say_how_to_go_on(name: str, root: str, interrupted: execution.Interrupted) -> None:
     usual = os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or DEFAULT_ROOT
     more = [] if os.path.abspath(root) == os.path.abspath(usual) else [f"--output-root={root}"]
     again = shlex.join(["clusterddp", "compare", f"--of={name}", *more])

@@ -1,25 +1,30 @@
-"""The runs of a comparison on this workstation: one after the other, each by `clusterddp debug`."""
+"""Carries out the runs of a comparison one after the other: on this workstation, or as Slurm jobs.
+
+Here each run is a `clusterddp debug`; each job waits for the end of the one before.
+"""
 
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from clusterddp import log
-from clusterddp.comparison.results import DONE, INTERRUPTED, Trial, results
-from clusterddp.comparison.rows import Row
+from clusterddp import launchers, log
+from clusterddp.comparison.plan import Planned, Row, after
+from clusterddp.comparison.results import DONE, INTERRUPTED, Trial, last_words, results, trial
 from clusterddp.comparison.table import figures
-from clusterddp.comparison.trials import last_words, trial
+from clusterddp.errors import ClusterDDPError
 from clusterddp.processes.group import TaskGroup
 from clusterddp.request.spec import JobSpec
+from clusterddp.run.follow import wait_for_end
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import CREATED, FAILED
 from clusterddp.run.status import run_status
+from clusterddp.submission import submit
 
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ON_REQUEST = (
@@ -28,13 +33,33 @@ _ON_REQUEST = (
 )
 
 
-def shown_command(row: Row, spec: JobSpec) -> str:
+def dry_run(
+    rows: Sequence[Row], planned: Planned, base: JobSpec | None, template_folder: Path | None
+) -> Iterator[str]:
+    """Yield the commands or scripts that would be started, each below a line that names it."""
+    for row in rows:
+        if row.missing:
+            yield f"# {row.label}: not run: {row.missing}"
+    for number, (row, spec) in enumerate(planned, 1):
+        yield f"# [{number}/{len(planned)}] {row.label}: {spec.run_name}"
+        if base is None:
+            yield _shown_command(row, spec)
+            continue
+        before = ""
+        if number > 1:
+            before = str(number - 1)
+            yield f"# for afterany:{before} in it: the job id of [{before}/{len(planned)}]"
+        sent = after(spec, before)
+        yield launchers.load(sent.launcher).prepare(sent, template_folder).removesuffix("\n")
+
+
+def _shown_command(row: Row, spec: JobSpec) -> str:
     """What is started, as it would be typed."""
     hidden = [f"{name}={value}" for name, value in _some_gpus(row).items()]
     return shlex.join([*hidden, *_argv(row, spec)])
 
 
-def carry_out(planned: Sequence[tuple[Row, JobSpec]]) -> tuple[list[Trial], int]:
+def train_here(planned: Sequence[tuple[Row, JobSpec]]) -> tuple[list[Trial], int]:
     """Train one after the other, for two at once would share the machine.
 
     Returns what became of each, and the signal that asked for an end, or 0. Such a signal is passed
@@ -136,3 +161,67 @@ class _Passing:
         for pid in self._group.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+class Interrupted(Exception):
+    """A Ctrl-C while the jobs were submitted or waited for; carries the runs that go on, or may."""
+
+    def __init__(self, runs: Sequence[RunDir]) -> None:
+        super().__init__()
+        self.runs = runs
+
+
+def train_as_jobs(
+    planned: Sequence[tuple[Row, JobSpec]],
+    template_folder: Path | None,
+    snapshot_limit_mb: float,
+) -> list[Trial]:
+    """Submit all, wait for their ends; returns what became of each.
+
+    The caller has made sure of the dataset, which all of them read.
+
+    A job that is refused after another was queued is a row that has failed. Raises RequestError
+    or SlurmError when the first cannot be queued, Interrupted after a Ctrl-C.
+    """
+    ended: set[str] = set()
+    trials = []
+    try:
+        submitted = _submit(planned, template_folder, snapshot_limit_mb)
+        for number, (row, run) in enumerate(submitted, 1):
+            which = f"[{number}/{len(planned)}] {row.label}"
+            if isinstance(run, Trial):
+                trials.append(run)
+            else:
+                log.info(f"{which} …")
+                trials.append(trial(row, run, wait_for_end(run)))
+                ended.add(run.name)
+            log.info(f"{which}: {figures(results(trials[-1:])[0])}")
+    except KeyboardInterrupt:
+        left = [RunDir(Path(spec.run_dir)) for _, spec in planned if spec.run_name not in ended]
+        raise Interrupted([run for run in left if run.path.is_dir()]) from None
+    return trials
+
+
+def _submit(
+    planned: Sequence[tuple[Row, JobSpec]],
+    template_folder: Path | None,
+    snapshot_limit_mb: float,
+) -> list[tuple[Row, RunDir | Trial]]:
+    submitted: list[tuple[Row, RunDir | Trial]] = []
+    before = ""
+    for row, asked in planned:
+        spec = after(asked, before)
+        script = launchers.load(spec.launcher).prepare(spec, template_folder)
+        try:
+            run, submission = submit.submit(
+                spec, script, snapshot_limit_mb=snapshot_limit_mb, inputs_are_sure=True
+            )
+        except ClusterDDPError as error:
+            if not before:
+                raise
+            why = f"not submitted: {error}".partition("\n")[0]
+            submitted.append((row, Trial(row, state=FAILED, why=why)))
+        else:
+            submitted.append((row, run))
+            before = submission.job_id
+    return submitted
