@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
-from tests.waiting import processes_in, wait_for
+from tests.waiting import dying_with_us, processes_in, wait_for
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
 # --no-snapshot: a command works in the test's own folder.
@@ -29,6 +29,33 @@ def submit(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
         [*SUBMIT, *args],
         cwd=folder, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+
+
+Begin = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Submits and does not wait; what still runs at the end of the test is killed."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def submit_one(*args: str) -> subprocess.Popen[str]:
+        begun.append(
+            subprocess.Popen(
+                [*SUBMIT, *args],
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                preexec_fn=dying_with_us(),  # noqa: PLW1509 -- no threads here
+            )
+        )
+        return begun[-1]
+
+    yield submit_one
+    for process in begun:
+        process.kill()
+        process.communicate()
 
 
 def status(folder: Path) -> dict[str, Any]:
@@ -124,11 +151,9 @@ def test_a_task_killed_with_its_parent_is_still_named(tmp_path: Path) -> None:
     assert "rank 1 on 127.0.0.2 failed first" in status(tmp_path)["first_failure"]
 
 
-def test_cancelling_during_the_set_up_starts_no_task(tmp_path: Path) -> None:
-    job = subprocess.Popen(
-        [*SUBMIT,
-         "--setup", "touch setting-up", "--setup", "sleep 60", "--", "touch", "ran"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+def test_cancelling_during_the_set_up_starts_no_task(tmp_path: Path, begin: Begin) -> None:
+    job = begin(
+        "--setup", "touch setting-up", "--setup", "sleep 60", "--", "touch", "ran",
     )  # fmt: skip
     wait_for((tmp_path / "setting-up").exists, "the set-up begins")
     cancelled = subprocess.run([*CLUSTERDDP, "cancel", "a"], cwd=tmp_path, check=False)
@@ -189,13 +214,12 @@ def test_a_step_ends_what_its_tasks_leave_in_sessions_of_their_own(tmp_path: Pat
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
 def test_ctrl_c_cancels_the_run_and_leaves_no_process(
-    tmp_path: Path, number: int, code: int
+    tmp_path: Path, number: int, code: int, begin: Begin
 ) -> None:
     wait = "trap 'echo told; exit 1' TERM; echo up; while :; do sleep 0.1; done"
-    job = subprocess.Popen(
-        [*SUBMIT, "--nodes", "2",
-         "--", "bash", "-c", wait],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    job = begin(
+        "--nodes", "2",
+        "--", "bash", "-c", wait,
     )  # fmt: skip
     logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]
     wait_for(lambda: all(log.exists() and "up" in log.read_text() for log in logs), "tasks up")
@@ -208,11 +232,12 @@ def test_ctrl_c_cancels_the_run_and_leaves_no_process(
 
 
 @pytest.mark.parametrize("victim", ["submit", "controller"])
-def test_a_rehearsal_ends_with_whoever_controls_it(tmp_path: Path, victim: str) -> None:
-    job = subprocess.Popen(
-        [*SUBMIT, "--nodes", "2",
-         "--", "bash", "-c", "echo up; while :; do sleep 0.1; done"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+def test_a_rehearsal_ends_with_whoever_controls_it(
+    tmp_path: Path, victim: str, begin: Begin
+) -> None:
+    job = begin(
+        "--nodes", "2",
+        "--", "bash", "-c", "echo up; while :; do sleep 0.1; done",
     )  # fmt: skip
     logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]
     wait_for(lambda: all(log.exists() and "up" in log.read_text() for log in logs), "tasks up")
@@ -295,7 +320,7 @@ def test_the_time_limit_ends_a_rehearsal(tmp_path: Path, clock: Callable[..., No
 
 
 def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
-    tmp_path: Path, synthetic_dir: Path, clock: Callable[..., None]
+    tmp_path: Path, synthetic_dir: Path, clock: Callable[..., None], begin: Begin
 ) -> None:
     clock(560, "go")
     training = [
@@ -305,10 +330,9 @@ def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
     ]  # fmt: skip
     whole = submit(tmp_path, *training, "--run-name", "whole")
     assert whole.returncode == 0, whole.stderr
-    limited = subprocess.Popen(
-        [*SUBMIT, *training,
-         "--time", "10:00", "--signal", "USR1@50"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    limited = begin(
+        *training,
+        "--time", "10:00", "--signal", "USR1@50",
     )  # fmt: skip
     run = RunDir(tmp_path / "jobs/a")
     first, log = Attempt(run, 1), run.rank_log(0)
