@@ -73,7 +73,7 @@ def test_importing_the_package_loads_nothing_and_names_are_known() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
     assert set(clusterddp.__all__) <= set(dir(clusterddp))
     assert all(getattr(clusterddp, name) for name in clusterddp.__all__)
-    assert set(clusterddp.__all__) == set(clusterddp._MODULES)
+    assert set(clusterddp.__all__) == {*clusterddp._MODULES, "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'lunch'"):
         clusterddp.lunch  # noqa: B018
     assert (Path(clusterddp.__file__).parent / "py.typed").exists()
