@@ -4,10 +4,12 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from clusterddp.request.spec import JobSpec
-from clusterddp.run.run_dir import RunDir
+
+if TYPE_CHECKING:  # a dry run reads no run
+    from clusterddp.run.run_dir import RunDir
 
 SHIPPED = {
     "ddp.sbatch.j2": "one srun task per rank (the default)",
@@ -38,7 +40,7 @@ class Launcher(Protocol):
     def prepare(self, spec: JobSpec, template_folder: Path | None) -> str:
         """Exactly what will be sent; the dry run prints it. Touches nothing."""
 
-    def submit(self, spec: JobSpec, script: str, run: RunDir) -> Submission:
+    def submit(self, spec: JobSpec, script: str, run: "RunDir") -> Submission:
         """Send it; the run directory is there already, with its records."""
 
 

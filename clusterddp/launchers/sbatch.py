@@ -2,22 +2,25 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clusterddp.launchers import Submission
 from clusterddp.launchers import script as rendering
 from clusterddp.request.spec import EXPEDITE, JobSpec, submission_comment
-from clusterddp.run import events
-from clusterddp.run.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from clusterddp.run.run_dir import RunDir
 
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:
-    """The script, rendered from the chosen template."""
+    """Render the script from the chosen template."""
     return rendering.render(spec, template_folder)
 
 
-def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
-    """Queue the script; its job id is recorded in the run."""
-    from clusterddp.slurm.release import check_expedite  # not needed for a dry run
+def submit(spec: JobSpec, script: str, run: "RunDir") -> Submission:
+    """Queue the script, and record its job id in the run."""
+    from clusterddp.run import events  # these three: not needed for a dry run
+    from clusterddp.slurm.release import check_expedite
     from clusterddp.slurm.sbatch import sbatch
 
     if spec.requeue == EXPEDITE:

@@ -6,7 +6,7 @@ the first failure behind the ranks that it ended for it.
 """
 
 import os
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from clusterddp import log
@@ -19,7 +19,7 @@ from clusterddp.run.events import Failure
 from clusterddp.run.files import read_json
 from clusterddp.run.job_log import say
 from clusterddp.run.restart_policy import Policy, Start, decide, gained, starts_since_submission
-from clusterddp.run.run_dir import RunDir, run_folders
+from clusterddp.run.run_dir import RunDir
 from clusterddp.run.verdict import judge, stop_asked
 from clusterddp.slurm.own_job import is_rehearsal, own_name
 
@@ -32,11 +32,18 @@ class RunIsDone(NotStarted):
 
 
 def begin(
-    run: RunDir, job_id: str, restart: int, nodelist: str, max_requeues: int, patience: float
+    run: RunDir,
+    job_id: str,
+    restart: int,
+    nodelist: str,
+    max_requeues: int,
+    patience: float,
+    code_changes: Callable[[RunDir], Sequence[str]],
 ) -> Attempt:
     """Make the next attempt of the run.
 
     restart: SLURM_RESTART_COUNT. patience: seconds to wait for an attempt that still trains.
+    code_changes: lists what differs from the submitted code, where the run uses no copy of it.
     Raises RunIsDone, and ClusterDDPError where the attempt is refused; both are recorded.
     """
     name = own_name(os.environ, job_id)
@@ -67,7 +74,7 @@ def begin(
         raise
     next_start.record(run, events.Started, **job, attempt=attempt.number)
     try:
-        _note_changed_code(run, attempt)
+        _note_changed_code(attempt, code_changes(run))
     except (ClusterDDPError, OSError) as error:  # a remark, which must not end the attempt
         say(f"clusterddp: the code cannot be compared: {error}", err=True)
     return attempt
@@ -207,17 +214,8 @@ def _note_new_job(run: RunDir, job_id: str) -> None:
         next_start.record(run, events.Resubmitted, job_id=job_id)
 
 
-def _note_changed_code(run: RunDir, attempt: Attempt) -> None:
-    """Record in what the code differs from what was submitted, where no copy of it is used."""
-    if run.code.is_dir() or not run.code_record.exists():
-        return
-    from clusterddp.submission import snapshot
-
-    before = snapshot.Snapshot.from_json(run.code_record.read_text())
-    after = snapshot.fingerprint(
-        Path(os.environ.get("SLURM_SUBMIT_DIR") or "."), leave_out=run_folders(run)
-    )
-    changed = snapshot.difference(before, after)[:_MOST_CHANGES] if after else []
+def _note_changed_code(attempt: Attempt, changed: Sequence[str]) -> None:
+    run, changed = attempt.run, changed[:_MOST_CHANGES]
     if changed:
         next_start.record(run, events.CodeChanged, attempt=attempt.number, changes=tuple(changed))
         say(

@@ -1,35 +1,57 @@
-"""A copy of the person's code as it was at submission, and whether the code has changed since.
+"""A copy of the person's code as it was at submission, and its comparison with the code since.
 
-People edit while their jobs wait, so every start of a run uses the copy. What is copied is what
-git would keep (`code_files`); data, environments and build outputs are linked beside it. Where the
-copy lies and who runs from it is the caller's.
+People edit while their jobs wait, so every attempt of a run uses the copy. It holds the files that
+git would keep; data, environments and build outputs are linked beside it. Where the copy lies and
+who runs from it is the caller's.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+import stat
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from clusterddp import log
 from clusterddp.errors import RequestError
-from clusterddp.submission import code_files
-from clusterddp.submission.code_files import Item, Plan, is_left_out, shown
+from clusterddp.run.run_dir import RunDir, run_folders
 
 LIMIT_MB = 50.0
 """Code is smaller, even with notebooks; more is data or checkpoints that git was not told of."""
+MOST_FILES = 10_000
+"""Most files and links of a copy: a shared file system makes about 1,000 a second."""
+
+_NEVER = frozenset({".git", "__pycache__"})
+"""Neither copied nor linked: the copy is no work tree, and Python writes its own bytecode."""
+_LINKED = frozenset({".venv", "node_modules"})
+_ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
+"""Files that venv and conda leave at the top of an environment, whatever its name."""
+_DATASET_MARK = "MNIST/raw"
+"""Path that `clusterddp data` and torchvision make in a folder of datasets, whatever its name."""
+_LARGE_BYTES = 1_000_000
+"""Files from here on are linked, the largest first, where all of them are more than the limit."""
+GIT_SECONDS = 60.0
+"""Bound on one call of git, which walks the folders that it does not ignore."""
+
+# They would make git list another repository, as inside one of git's own hooks.
+_GIT_PLACES = frozenset(
+    f"GIT_{name}"
+    for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "OBJECT_DIRECTORY", "PREFIX")
+)
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the code consisted of; file names hold undecodable bytes as os.fsdecode gives them."""
+    """Files of the code; names hold undecodable bytes as os.fsdecode gives them."""
 
     files: int
-    """How many there are, symbolic links included."""
+    """Number of files, symbolic links included."""
     bytes: int
     digests: dict[str, str]
     """Name below the tree, with slashes, to the SHA-256 of the content (a link: of its text)."""
@@ -39,7 +61,7 @@ class Snapshot:
     """Files that are linked in place of a copy, as with them it would be over its limit."""
 
     def to_json(self) -> str:
-        """As a record; plain ASCII, so that every file name survives."""
+        """Format as a record, in plain ASCII, so that every file name survives."""
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     @classmethod
@@ -56,6 +78,30 @@ class Snapshot:
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RequestError(f"this is no record of a code snapshot: {error!r}.") from None
+
+
+@dataclass(frozen=True)
+class Item:
+    """A file or a symbolic link that is to be copied."""
+
+    size: int
+    mode: int
+    modified_ns: int
+    link: str | None
+    """Text of the link, as it stands in the tree; None for a file."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Contents of a copy of a folder of code."""
+
+    tree: str
+    items: dict[str, Item]
+    left_out: frozenset[str]
+    """Names below the tree that are neither copied nor linked."""
+    commit: str
+    large: tuple[str, ...] = ()
+    """Files that are linked for their size, the largest first."""
 
 
 def take(
@@ -75,8 +121,8 @@ def take(
     Raises RequestError when the tree is over the limits or a file cannot be read (nothing is
     written then), and when the copy fails, of which nothing is left.
     """
-    plan = code_files.plan(tree, limit_mb, leave_out)
-    links = code_files.links(plan)
+    plan = _plan(tree, limit_mb, leave_out)
+    links = _links(plan)
     try:
         target.mkdir(mode=0o700)
     except FileExistsError:
@@ -99,9 +145,9 @@ def warn_of_large(taken: Snapshot, limit_mb: float) -> None:
     more = f" and {len(taken.large) - 3} more" if len(taken.large) > 3 else ""
     log.warning(
         f"too large to copy with your code, so linked: "
-        f"{', '.join(map(shown, taken.large[:3]))}{more}. The run reads them where they are. Raise "
-        f"--snapshot-limit MB (now {limit_mb:g}) to have them copied; what .gitignore lists is "
-        "linked without a word."
+        f"{', '.join(map(_shown, taken.large[:3]))}{more}. The run reads them where they are. "
+        f"Raise --snapshot-limit MB (now {limit_mb:g}) to have them copied; what .gitignore lists "
+        "is linked without a word."
     )
 
 
@@ -123,7 +169,7 @@ def carry_over(
         for name in changed:
             if taken.digests.get(name) not in (None, record.digests[name]):
                 raise RequestError(
-                    f"{shown(name)} was changed by the run in {copy}, and in {tree} otherwise. "
+                    f"{_shown(name)} was changed by the run in {copy}, and in {tree} otherwise. "
                     f"Copy the one that is meant over the other."
                 )
         for name in [*changed, *_written(copy, record, os.path.abspath(tree))]:
@@ -134,7 +180,7 @@ def carry_over(
                     link.unlink()  # its last file has gone from the tree
                 elif link.is_symlink():
                     raise RequestError(
-                        f"{shown(name)} was written in {copy}, but {shown(parent)} of {tree} is "
+                        f"{_shown(name)} was written in {copy}, but {_shown(parent)} of {tree} is "
                         "no code any more (git ignores it, or it is a link). Move one of them."
                     )
             if goal.is_symlink():
@@ -149,7 +195,7 @@ def carry_over(
                 _link_or_copy(source, goal)
     except (OSError, shutil.Error) as error:
         raise RequestError(
-            f"cannot keep {shown(name)}, which was written in {copy}: {error}. Make room, or mend "
+            f"cannot keep {_shown(name)}, which was written in {copy}: {error}. Make room, or mend "
             "the file."
         ) from None
     return both
@@ -158,12 +204,12 @@ def carry_over(
 def fingerprint(
     tree: Path, *, limit_mb: float = LIMIT_MB, leave_out: Collection[Path] = ()
 ) -> Snapshot | None:
-    """What `take` would return, without a copy.
+    """Return what `take` would, without a copy.
 
     None when nothing can be compared: the tree is gone, over the limits, or cannot be read.
     """
     try:
-        plan = code_files.plan(tree, limit_mb, leave_out)
+        plan = _plan(tree, limit_mb, leave_out)
     except RequestError:
         return None
     digests, size = {}, 0
@@ -182,22 +228,35 @@ def fingerprint(
     return Snapshot(len(digests), size, digests, plan.commit, plan.large)
 
 
-def difference(before: Snapshot, after: Snapshot, *, new: bool = False) -> list[str]:
-    """What became of the files of `before`, a line each, for a person to read.
+def changes_since_submission(run: RunDir, folder: Path) -> list[str]:
+    """List the changes of a folder's code since the run was submitted from it.
 
-    new: tell of new ones too. Where a run works in the tree itself it leaves its results there.
+    Empty where the run uses a copy, or nothing can be compared. Raises RequestError where the
+    record of the code cannot be read.
     """
-    lines = [f"new {shown(name)}" for name in after.digests if new and name not in before.digests]
+    if run.code.is_dir() or not run.code_record.exists():
+        return []
+    before = Snapshot.from_json(run.code_record.read_text(errors="replace"))
+    after = fingerprint(folder, leave_out=run_folders(run))
+    return difference(before, after) if after else []
+
+
+def difference(before: Snapshot, after: Snapshot, *, new: bool = False) -> list[str]:
+    """List the changes of the files of `before`, a line each.
+
+    new: list new ones too. Where a run works in the tree itself it leaves its results there.
+    """
+    lines = [f"new {_shown(name)}" for name in after.digests if new and name not in before.digests]
     for name in before.digests:
         if name not in after.digests:
-            lines.append(f"removed {shown(name)}")
+            lines.append(f"removed {_shown(name)}")
         elif before.digests[name] != after.digests[name]:
-            lines.append(f"changed {shown(name)}")
+            lines.append(f"changed {_shown(name)}")
     return sorted(lines)
 
 
 def _changed_in(copy: Path, record: Snapshot) -> list[str]:
-    """The recorded files of a copy whose content is another by now."""
+    """List the recorded files of a copy whose content has changed."""
     changed = []
     for name, digest in record.digests.items():
         path = copy / name
@@ -210,7 +269,7 @@ def _changed_in(copy: Path, record: Snapshot) -> list[str]:
 
 
 def _written(copy: Path, record: Snapshot, tree: str) -> Iterator[str]:
-    """Names that were written in a copy since, the topmost ones, folder by folder."""
+    """Yield the names written in a copy since, the topmost ones, folder by folder."""
     folders = {"", *(parent for name in record.digests for parent in _parents(name))}
     for folder in sorted(folders):
         if not (copy / folder).is_dir():
@@ -225,7 +284,7 @@ def _written(copy: Path, record: Snapshot, tree: str) -> Iterator[str]:
 
 
 def _parents(name: str) -> list[str]:
-    """The folders above a name, the topmost first."""
+    """List the folders above a name, the topmost first."""
     parts = name.split("/")
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
@@ -238,7 +297,7 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def _copy(plan: Plan, links: Mapping[str, str], target: str) -> Snapshot:
-    """Fill the folder; what is digested is what was written, also when someone is editing."""
+    """Fill the folder; digests are of the written bytes, also when someone is editing."""
     digests, size, name = {}, 0, ""
     try:
         for name in {name.rpartition("/")[0] for name in plan.items}:
@@ -262,7 +321,7 @@ def _copy(plan: Plan, links: Mapping[str, str], target: str) -> Snapshot:
             Path(f"{target}/{name}").symlink_to(leads_to)
     except OSError as error:
         raise RequestError(
-            f"cannot copy {shown(name or '.')} of {plan.tree} to {target}: {error.strerror}. "
+            f"cannot copy {_shown(name or '.')} of {plan.tree} to {target}: {error.strerror}. "
             "Nothing of the copy is left. Make room there or mend the file, or use --no-snapshot "
             "to run from the folder itself."
         ) from None
@@ -270,7 +329,7 @@ def _copy(plan: Plan, links: Mapping[str, str], target: str) -> Snapshot:
 
 
 def _copy_file(source: BinaryIO, target: str, item: Item) -> tuple[str, int]:
-    """The digest and the size of what was copied."""
+    """Copy a file; returns the digest and the size of the copied bytes."""
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -286,12 +345,12 @@ def _copy_file(source: BinaryIO, target: str, item: Item) -> tuple[str, int]:
 
 
 def _carried_link(plan: Plan, name: str, link: str) -> str:
-    """What the copied link says: made absolute where the copy has not what it leads to."""
+    """Return the text of a copied link, absolute where its target is not in the copy."""
     folder = os.path.dirname(name)  # noqa: PTH120
     leads_to = os.path.normpath(os.path.join(folder, link))  # noqa: PTH118
     if os.path.isabs(link):  # noqa: PTH117
         return link
-    if leads_to.split("/")[0] == ".." or is_left_out(leads_to, plan.left_out):
+    if leads_to.split("/")[0] == ".." or _is_left_out(leads_to, plan.left_out):
         return os.path.join(plan.tree, folder, link)  # noqa: PTH118
     return link
 
@@ -306,3 +365,297 @@ def _digest(source: BinaryIO) -> tuple[str, int]:
 
 def _link_digest(link: str) -> str:
     return hashlib.sha256(b"symbolic link to " + os.fsencode(link)).hexdigest()
+
+
+def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path]) -> Plan:
+    """Measure the tree; raises RequestError when it cannot be read or is over a limit."""
+    top = os.path.abspath(tree)
+    if not tree.is_dir():
+        raise RequestError(f"{tree} is no folder: there is no code to copy.")
+    left_out = _names_below(top, leave_out)
+    folders = _Folders(top, left_out)
+    listed, without_git = _git_names(top)
+    commit = ""
+    if listed:
+        commit = _git_head(top)
+        names: Iterable[str] = listed
+    else:
+        # Nothing at all: the folder is itself ignored by a repository around it, such as a home.
+        without_git = without_git or "git ignores the whole folder"
+        names = _walk(top, folders)
+    items: dict[str, Item] = {}
+    for name in _files(top, names, folders):
+        item = _measure(top, name)
+        if item:
+            items[name] = item
+        if len(items) > 10 * MOST_FILES:
+            break  # a home directory, perhaps: enough is seen to name the largest
+    large = _large(items, limit_mb)
+    items = {name: item for name, item in items.items() if name not in large}
+    _check_limits(top, items, limit_mb, without_git)
+    for name, item in items.items():
+        if item.link is None and not os.access(f"{top}/{name}", os.R_OK, effective_ids=True):
+            raise _unreadable(top, name, "Permission denied")
+    return Plan(top, items, left_out, commit, large)
+
+
+def _links(plan: Plan) -> dict[str, str]:
+    """Map each name that was passed over in a copied folder to the target of its link.
+
+    Includes what git ignores, and empty folders, in which the code may mean to write.
+    """
+    folders = {""}
+    for name in plan.items:
+        folder = name.rpartition("/")[0]
+        while folder not in folders:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
+    links = {}
+    for folder in folders:
+        for entry in _entries(plan.tree, folder):
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if name in plan.items or name in folders or _is_left_out(name, plan.left_out):
+                continue
+            if entry.is_symlink() or entry.is_dir() or entry.is_file():
+                links[name] = f"{plan.tree}/{name}"
+    if len(links) + len(plan.items) > MOST_FILES:
+        full, count = Counter(name.rpartition("/")[0] for name in links).most_common(1)[0]
+        raise RequestError(
+            f"beside the code in {plan.tree} are {len(links):,} files and folders that git ignores "
+            f"and that would be linked one by one, {count:,} of them in {_shown(full or '.')}; at "
+            f"most {MOST_FILES:,} are copied or linked. Move them to a folder that holds no code, "
+            "or use --no-snapshot to run from the folder itself."
+        )
+    return links
+
+
+def _is_left_out(name: str, left_out: frozenset[str]) -> bool:
+    """Return whether the copy has neither a file nor a link of that name."""
+    parts = name.split("/")
+    return not _NEVER.isdisjoint(parts) or any(
+        "/".join(parts[:depth]) in left_out for depth in range(1, len(parts) + 1)
+    )
+
+
+def _shown(name: str) -> str:
+    """Return a name for a message: as it is, unless it would break or hide in the line."""
+    return name if name.isprintable() and name == name.strip() and name else ascii(name)
+
+
+class _Folders:
+    """Folders of a tree that are code, looked up once each: real ones, no environments."""
+
+    def __init__(self, tree: str, left_out: frozenset[str]) -> None:
+        self._tree = tree
+        self.left_out = left_out
+        self._known = {"": True}
+
+    def is_code(self, name: str) -> bool:
+        if name not in self._known:
+            parent, _, last = name.rpartition("/")
+            path = f"{self._tree}/{name}"
+            self._known[name] = (
+                last not in _NEVER | _LINKED
+                and name not in self.left_out
+                and self.is_code(parent)
+                # git goes on listing what it tracks in a folder that has become a link; written
+                # through the copied link it would land in the original.
+                and _is_real_folder(path)
+                and not any(
+                    os.path.lexists(f"{path}/{mark}")
+                    for mark in (*_ENVIRONMENT_MARKS, _DATASET_MARK)
+                )
+            )
+        return self._known[name]
+
+
+def _names_below(tree: str, paths: Collection[Path]) -> frozenset[str]:
+    """Return the paths that lie in the tree, relative to it, typed through links or not."""
+    names = set()
+    for path in paths:
+        for base, full in (
+            (tree, os.path.abspath(path)),
+            (os.path.realpath(tree), os.path.realpath(path)),
+        ):
+            name = os.path.relpath(full, base)
+            if name not in (".", "..") and not name.startswith("../"):
+                names.add(name)
+    return frozenset(names)
+
+
+def _walk(tree: str, folders: _Folders) -> Iterator[str]:
+    """Yield every file and link in the folders that are code."""
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        for entry in _entries(tree, folder):
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if not entry.is_dir(follow_symlinks=False):
+                yield name
+            elif folders.is_code(name):
+                waiting.append(name)
+
+
+def _files(tree: str, names: Iterable[str], folders: _Folders) -> Iterator[str]:
+    """Yield the names that are code; a repository within is replaced by its files."""
+    for listed in names:
+        name = listed.rstrip("/")
+        parent, _, last = name.rpartition("/")
+        if last in _NEVER or name in folders.left_out or not folders.is_code(parent):
+            continue
+        path = f"{tree}/{name}"
+        if not _is_real_folder(path):
+            yield name
+        elif folders.is_code(name) and os.path.lexists(f"{path}/.git"):
+            # One that git cannot list has no names here, so that it is linked as a whole; for one
+            # with a damaged .git folder the repository around answers, with the folder itself.
+            inner, _ = _git_names(path)
+            yield from _files(tree, (f"{name}/{file}" for file in inner if file != "./"), folders)
+
+
+def _entries(tree: str, folder: str) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(f"{tree}/{folder}") as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []  # removed since it was listed
+    except OSError as error:
+        raise _unreadable(tree, folder, error.strerror) from None
+
+
+def _measure(tree: str, name: str) -> Item | None:
+    """Return the item of a name; None when it has been removed, or is a socket, pipe or device."""
+    path = f"{tree}/{name}"
+    try:
+        status = os.lstat(path)
+        # Not Path.readlink, which tidies the text.
+        link = os.readlink(path) if stat.S_ISLNK(status.st_mode) else None  # noqa: PTH115
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _unreadable(tree, name, error.strerror) from None
+    if link is None and not stat.S_ISREG(status.st_mode):
+        return None
+    size = status.st_size if link is None else 0
+    return Item(size, status.st_mode & 0o777, status.st_mtime_ns, link)
+
+
+def _large(items: Mapping[str, Item], limit_mb: float) -> tuple[str, ...]:
+    """Choose the fewest large files without which the others keep to the limit.
+
+    Empty where that is not enough, or not needed.
+    """
+    surplus = sum(item.size for item in items.values()) - limit_mb * 1e6
+    chosen = []
+    for name in sorted(items, key=lambda name: (-items[name].size, name)):
+        if surplus <= 0 or items[name].size < _LARGE_BYTES:
+            break
+        chosen.append(name)
+        surplus -= items[name].size
+    return tuple(chosen) if surplus <= 0 else ()
+
+
+def _check_limits(tree: str, items: Mapping[str, Item], limit_mb: float, without_git: str) -> None:
+    total = sum(item.size for item in items.values())
+    ignore = "list what is no code in .gitignore (it is then linked, not copied)"
+    if without_git:
+        ignore += f", which was not used here ({without_git})"
+    if len(items) > MOST_FILES:
+        largest = _largest(dict.fromkeys(items, 1), lambda count: f"{count:,} files")
+        at_least = "at least " if len(items) > 10 * MOST_FILES else ""
+        raise RequestError(
+            f"the code in {tree} has {at_least}{len(items):,} files; a copy of it is taken for "
+            f"each run, of at most {MOST_FILES:,}. Most are in {largest}. Submit from the folder "
+            f"of the code, {ignore}, or use --no-snapshot to run from the folder itself."
+        )
+    if total > limit_mb * 1e6:
+        largest = _largest({name: item.size for name, item in items.items()}, _megabytes)
+        raise RequestError(
+            f"the code in {tree} has {_megabytes(total)} in {len(items):,} files; a copy of it is "
+            f"taken for each run, of at most {limit_mb:g} MB. The largest: {largest}. Raise "
+            f"--snapshot-limit MB, {ignore}, or use --no-snapshot to run from the folder itself."
+        )
+
+
+def _largest(weights: Mapping[str, int], show: Callable[[int], str]) -> str:
+    """Name the three heaviest files or folders, each as deep as one place holds most of it."""
+    sums: Counter[str] = Counter()
+    children = defaultdict(set)
+    for name, weight in weights.items():
+        below = name
+        while below:
+            parent = below.rpartition("/")[0]
+            children[parent].add(below)
+            sums[below] += weight
+            below = parent
+    largest = []
+    for heaviest in sorted(children[""], key=lambda name: (-sums[name], name))[:3]:
+        name = heaviest
+        while name in children:
+            deeper = max(children[name], key=lambda child: sums[child])
+            if sums[deeper] < 0.8 * sums[name]:
+                break
+            name = deeper
+        largest.append(f"{_shown(name)}{'/' * (name in children)} ({show(sums[name])})")
+    return ", ".join(largest)
+
+
+def _is_real_folder(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _unreadable(tree: str, name: str, problem: str | None) -> RequestError:
+    return RequestError(
+        f"cannot read {_shown(name or '.')} of the code in {tree}: {problem}. Make it readable, "
+        "list it in .gitignore, or use --no-snapshot to run from the folder itself."
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def _git_names(folder: str) -> tuple[list[str], str]:
+    """List the names that git keeps in a folder, and the error where git could not be asked.
+
+    A repository in it is one name that ends in a slash, a submodule one without.
+    """
+    # -z: the names as they are, neither quoted nor ended by a newline that may be their own.
+    arguments = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    listed, problem = _git(folder, *arguments)
+    return [os.fsdecode(name) for name in listed.split(b"\0") if name], problem
+
+
+def _git_head(folder: str) -> str:
+    """Return the hash of the commit that is checked out; empty without one."""
+    return _git(folder, "rev-parse", "--verify", "--quiet", "HEAD")[0].decode().strip()
+
+
+def _git(folder: str, *arguments: str) -> tuple[bytes, str]:
+    """Run git in a folder; returns its output, or nothing and its error."""
+    environ = {name: value for name, value in os.environ.items() if name not in _GIT_PLACES}
+    environ["GIT_OPTIONAL_LOCKS"] = "0"  # only looks: no commit of the person's has to wait
+    try:
+        answer = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=GIT_SECONDS,
+            check=False,
+        )
+    except OSError as error:
+        return b"", f"git: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        raise RequestError(
+            f"git {arguments[0]} gave no answer within {GIT_SECONDS:g} s in {folder}. "
+            "Try again, or use --no-snapshot to run from the folder itself."
+        ) from None
+    if answer.returncode:
+        words = answer.stderr.decode(errors="replace").strip().splitlines()
+        return b"", words[0] if words else f"git exited with {answer.returncode}"
+    return answer.stdout, ""

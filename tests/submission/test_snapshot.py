@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RequestError
-from clusterddp.submission import code_files
+from clusterddp.submission import snapshot as snapshots
 from clusterddp.submission.snapshot import Snapshot, carry_over, difference, fingerprint, take
 from tests.hostile import CARRIED, REFUSED
 
@@ -538,7 +538,7 @@ def test_too_many_files_are_refused(
         if not shutil.which("git"):
             pytest.skip("no git on this machine")
         git(tree, "init", "--quiet")
-    monkeypatch.setattr(code_files, "MOST_FILES", 20)
+    monkeypatch.setattr(snapshots, "MOST_FILES", 20)
     with pytest.raises(RequestError) as refused:
         take(tree, target)
     said = str(refused.value)
@@ -547,7 +547,7 @@ def test_too_many_files_are_refused(
     assert "--no-snapshot" in said
     assert not target.exists()
     assert fingerprint(tree) is None
-    monkeypatch.setattr(code_files, "MOST_FILES", 21)
+    monkeypatch.setattr(snapshots, "MOST_FILES", 21)
     assert take(tree, target).files == 21
 
 
@@ -555,7 +555,7 @@ def test_counting_stops_in_a_tree_that_is_no_code_at_all(
     tree: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tree, {f"home/{number}": "" for number in range(100)})
-    monkeypatch.setattr(code_files, "MOST_FILES", 5)
+    monkeypatch.setattr(snapshots, "MOST_FILES", 5)
     with pytest.raises(RequestError, match="has at least 51 files"):
         take(tree, target)
 
@@ -564,7 +564,7 @@ def test_too_many_ignored_files_beside_code_are_refused(
     repository: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(repository, {f"package/{number}.so": "x" for number in range(20)})
-    monkeypatch.setattr(code_files, "MOST_FILES", 23)
+    monkeypatch.setattr(snapshots, "MOST_FILES", 23)
     with pytest.raises(RequestError, match=r"21 files .* 20 of them in package; at most 23 "):
         take(repository, target)
     assert not target.exists()
@@ -621,13 +621,13 @@ def test_a_full_disk_is_said_and_nothing_is_left(
 def test_a_file_that_vanishes_while_it_is_copied_is_passed_over(
     tree: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links = code_files.links
+    links = snapshots._links
 
-    def remove_one(plan: code_files.Plan) -> dict[str, str]:
+    def remove_one(plan: snapshots.Plan) -> dict[str, str]:
         (tree / "train.py").unlink()
         return links(plan)
 
-    monkeypatch.setattr(code_files, "links", remove_one)
+    monkeypatch.setattr(snapshots, "_links", remove_one)
     assert take(tree, target).digests == {"package/model.py": digest("two")}
     assert below(target) == {"package/model.py"}
 
@@ -656,7 +656,7 @@ def test_a_git_that_does_not_answer_is_not_waited_for(
     write(tmp_path, {"bin/git": "#!/bin/sh\nexec sleep 60\n"})
     (tmp_path / "bin/git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr("clusterddp.submission.git.GIT_SECONDS", 0.2)
+    monkeypatch.setattr("clusterddp.submission.snapshot.GIT_SECONDS", 0.2)
     with pytest.raises(RequestError, match=r"git ls-files gave no answer within 0.2 s"):
         take(tree, target)
     assert not target.exists()

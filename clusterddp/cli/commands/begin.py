@@ -3,6 +3,7 @@
 Prints the attempt's number on stdout, for the script; everything else goes to stderr.
 """
 
+import os
 from pathlib import Path
 
 import click
@@ -34,7 +35,7 @@ def command(
     """Make the directory of the run's next attempt and print its number."""
     try:
         attempt = batch_script.begin(
-            RunDir(run_dir), job_id, restart, nodelist, max_requeues, patience
+            RunDir(run_dir), job_id, restart, nodelist, max_requeues, patience, _code_changes
         )
     except batch_script.RunIsDone as error:
         if not or_done:
@@ -47,3 +48,10 @@ def command(
         return error.exit_code
     click.echo(attempt.number)
     return EXIT_DONE
+
+
+def _code_changes(run: RunDir) -> list[str]:
+    from clusterddp.submission import snapshot  # most runs use a copy of their code
+
+    folder = Path(os.environ.get("SLURM_SUBMIT_DIR") or ".")
+    return snapshot.changes_since_submission(run, folder)

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from clusterddp import launchers
 from clusterddp.cli import startup
 from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import SettingsCommand, naming_sources, options, site_options
@@ -16,6 +15,7 @@ from clusterddp.errors import (
     EXIT_INTERRUPTED,
     RequestError,
 )
+from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS
 from clusterddp.request.settings import unused_variables
 from clusterddp.request.spec import OPTIONS
@@ -81,7 +81,7 @@ def command(
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
     with naming_sources(ctx):
         spec = job_spec(ctx, run_name or _made_up_name(), values)
-    script = launchers.load(spec.launcher).prepare(spec, template_folder(values))
+    script = load(spec.launcher).prepare(spec, template_folder(values))
     fields = {"run": spec.run_name, "run_dir": spec.run_dir}
     if dry_run:
         if spec.uses_own_code:
