@@ -101,12 +101,12 @@ def _ours(rank: int, size: int, port: int, go: Any, writer: Connection) -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
-    from clusterddp.distributed import listener, rendezvous
+    from clusterddp.distributed import rendezvous, tcp_store
     from clusterddp.ranks.dist_env import DistEnv
 
     env = DistEnv.from_environ(_variables(rank, size, port))
     hello = {"rank": rank, "world_size": size, "host": socket.gethostname(), "pid": os.getpid()}
-    bound = listener.bind(env, {})
+    bound = tcp_store.bind(env, {})
     writer.send("here")
     go.wait()
     times = [time.perf_counter()]

@@ -1,1 +1,1 @@
-"""How ranks meet, agree, watch each other and part."""
+"""Ranks meet, agree, watch each other and part."""

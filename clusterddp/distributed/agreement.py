@@ -1,21 +1,31 @@
-"""What the ranks agree on before they train: checked and decided by rank 0 from all their hellos.
+"""Agreements of the ranks: before they train, on what the request left open; then on stops.
 
-Pure but for torch's absence: it works on the hellos as they came. Whatever the request left at
-`auto` is decided here once, and recorded, so that a run that starts again decides the same.
+Rank 0 checks all ranks' hellos and decides. Whatever the request left at `auto` is decided here
+once, and recorded, so that a later attempt decides the same. While they train, the ranks agree
+about twice a second whether to stop or to save now: one exchange of a few numbers, in step with
+the training, so that all of them learn of a request at the same step. Which steps those are
+follows from how long steps take; that too is exchanged.
 """
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
+
+POLL_SECONDS = 0.5
+_MOST_STEPS = 1000
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank knows of itself."""
+    """Description of a rank, by itself."""
 
     rank: int
     world_size: int
@@ -38,12 +48,13 @@ class Hello:
 
     @property
     def name(self) -> str:
+        """`rank 3 on h02`, for messages."""
         return f"rank {self.rank} on {self.host}"
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What holds on every rank."""
+    """Settings that hold on every rank, for one attempt."""
 
     backend: str
     kind: str
@@ -62,15 +73,15 @@ class Agreement:
     warnings: tuple[str, ...] = ()
     run_dir: str = ""
     attempt: int = 0
-    """Which start of the run this is."""
+    """Number of the attempt, from 1."""
     resume: str = ""
-    """The checkpoint from which all ranks go on, or nothing."""
+    """Checkpoint from which all ranks resume, or empty."""
     global_batch_size: int = 0
-    """Images of a step over all ranks: what it was at the first start, whatever the world size."""
+    """Images of a step over all ranks: that of the first attempt, whatever the world size."""
     reference_world_size: int = 0
-    """That of the first start, after which the learning rate goes."""
+    """World size of the run's first attempt; the learning rate is scaled to it."""
     data_sha256: str = ""
-    """Of the dataset's files, by which a changed one is known."""
+    """Fingerprint of the dataset's files, by which a changed one is noticed."""
 
     @property
     def batch_size(self) -> int:
@@ -89,6 +100,7 @@ class Agreement:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
+        """Write it as JSON carries it."""
         return asdict(self)
 
 
@@ -97,7 +109,7 @@ def decide(
 ) -> Agreement:
     """Check that the ranks can train together, and settle what the request left at auto.
 
-    `recorded` is the agreement of an earlier start of the run: at the same world size its values
+    `recorded` is the agreement of an earlier attempt: at the same world size its values
     are taken again. Raises TrainingError naming the ranks that do not fit together.
     """
     _check_torch(hellos)
@@ -143,6 +155,39 @@ def decide(
             for host, warning in dict.fromkeys((h.host, h.warning) for h in hellos if h.warning)
         ),
     )
+
+
+class Poll:
+    """Exchange of the ranks' wishes at steps that they all know."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._next = 0
+        self._stride = 1
+        self._last: tuple[int, float] | None = None
+        self.step_seconds = 0.0
+        """Seconds from one step to the next, of late."""
+
+    def due(self, step: int) -> bool:
+        """Return whether the ranks exchange their wishes at this step."""
+        return step >= self._next
+
+    def ask(self, step: int, wishes: list[int]) -> list[int]:
+        """Give the largest of each wish over all ranks; every rank calls it at the same step."""
+        now = time.monotonic()
+        if self._last and step > self._last[0]:
+            self.step_seconds = (now - self._last[1]) / (step - self._last[0])
+        wanted = _MOST_STEPS
+        if self.step_seconds:
+            wanted = min(max(int(POLL_SECONDS / self.step_seconds), 1), _MOST_STEPS)
+        answer = torch.tensor([*wishes, -wanted], dtype=torch.int64, device=self._device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+        *answers, slowest = answer.tolist()
+        # Careful at first: a step that is slow to begin with is soon faster, and the other way.
+        self._stride = max(1, min(-slowest, self._stride * 2))
+        self._next = step + self._stride
+        self._last = (step, time.monotonic())
+        return [int(value) for value in answers]
 
 
 def _wants_graph(

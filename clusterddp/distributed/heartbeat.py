@@ -1,29 +1,112 @@
-"""What each rank posts about itself for the watchdogs of all, and which ranks post no more."""
+"""Heartbeats: where each rank is in its training, posted in rank 0's store for all watchdogs."""
 
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from enum import IntEnum
 from typing import NamedTuple
 
-from clusterddp.distributed.phase import Phase, Place
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from clusterddp.distributed import tcp_store
+from clusterddp.ranks.dist_env import DistEnv
+
+# Seconds for which stop() waits for the thread.
+_STOP_SECONDS = 1.0
+
+
+class Phase(IntEnum):
+    """Phases of a step, in their order."""
+
+    START = 0
+    DATA = 1
+    FORWARD = 2
+    BACKWARD = 3
+    UPDATE = 4
+    LOG = 5
+    EVALUATE = 6
+    COUNT = 7
+    SAVE = 8
+    DONE = 9
+
+
+_WORDS = {
+    Phase.START: "starting, after step {}",
+    Phase.DATA: "fetching the batch of step {}",
+    Phase.FORWARD: "in the forward pass of step {}",
+    Phase.BACKWARD: "exchanging the gradients of step {}",
+    Phase.UPDATE: "updating the weights in step {}",
+    Phase.LOG: "adding up the figures of step {}",
+    Phase.EVALUATE: "evaluating after step {}",
+    Phase.COUNT: "adding up the evaluation after step {}",
+    Phase.SAVE: "saving after step {}",
+    Phase.DONE: "done after step {}",
+}
+
+
+class Place(NamedTuple):
+    """Position of a rank in its training; a rank that is further has the greater one."""
+
+    step: int
+    turn: int
+    """Number of returns of the step to an earlier phase, as it makes to accumulate gradients."""
+    phase: int
+
+    def words(self) -> str:
+        """Describe it, as `in the forward pass of step 3`."""
+        if self.phase == Phase.START and not self.step:
+            return "starting"
+        return _WORDS[Phase(self.phase)].format(self.step)
+
+
+class Progress:
+    """Position of this rank: written by its training loop, read by the watchdog's threads."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        # The number of marks, and the place. Replaced as a whole, so that no reader needs a lock.
+        self.state = (0, 0, 0, int(Phase.START))
+
+    def mark(self, step: int, phase: int) -> None:
+        """Set the phase in which this rank is from now on, and the number of its step.
+
+        The first step is number 1. What comes after a step (EVALUATE, SAVE) has its number, and
+        START that of the last finished one. All ranks mark the same; a mark that changes nothing
+        shows that a long phase goes on.
+        """
+        marks, last_step, turn, last_phase = self.state
+        if step != last_step:
+            turn = 0
+        elif phase < last_phase:
+            turn += 1
+        self.state = (marks + 1, step, turn, phase)
+
+    @property
+    def place(self) -> Place:
+        """Position as of the last mark."""
+        return Place(*self.state[1:])
 
 
 class Posting(NamedTuple):
-    """What a rank tells the others about itself."""
+    """Heartbeat of a rank."""
 
     host: str
     place: Place
     still_seconds: float
-    """How long it has not moved."""
+    """Seconds since it last moved."""
     number: int
-    """Of this posting: where it does not grow, the rank does not answer."""
+    """Number of this posting: where it does not grow, the rank does not answer."""
     left: bool = False
 
     def to_json(self) -> str:
+        """Write it, for `from_json`."""
         return json.dumps(self._asdict())
 
     @classmethod
     def from_json(cls, text: bytes) -> "Posting | None":
-        """None where it is no posting, as the store takes anything from anybody."""
+        """Read it; None where it is no posting, as the store takes anything from anybody."""
         try:
             fields = json.loads(text)
             step, turn, phase = map(int, fields["place"])
@@ -39,25 +122,26 @@ class Posting(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What the store held of some ranks at one moment."""
+    """Postings of some ranks that the store held at one moment."""
 
     ranks: range
     postings: Mapping[int, Posting]
     suspect: str
-    """What the speaking rank has found."""
+    """The rank to blame, as the speaking rank has posted it."""
 
 
 class Signs:
-    """Which of some ranks still answer: those whose postings' number grows."""
+    """Tells which ranks still answer: those whose postings' number grows."""
 
     def __init__(self, ranks: range, quiet: float) -> None:
         self.ranks, self._quiet = ranks, quiet
         self._began = self._looked_at = 0.0
         self._look: Look | None = None
-        # For each rank its number, when that was first seen, whether it has grown since we look.
-        self._seen: dict[int, tuple[int | None, float, bool]] = {}
+        # For each rank its number, when that was first read, whether it has grown since we look.
+        self._numbers: dict[int, tuple[int | None, float, bool]] = {}
 
     def update(self, look: Look, now: float) -> None:
+        """Take in the store's latest answer, at this moment."""
         if look is self._look:
             return  # the store has not answered again; that alone silences nobody
         if self._look is None:
@@ -65,25 +149,118 @@ class Signs:
         self._look, self._looked_at = look, now
         for rank in self.ranks:
             number = look.postings[rank].number if rank in look.postings else None
-            if rank not in self._seen:
-                self._seen[rank] = number, now, False
-            elif number != self._seen[rank][0]:
-                self._seen[rank] = number, now, True
+            if rank not in self._numbers:
+                self._numbers[rank] = number, now, False
+            elif number != self._numbers[rank][0]:
+                self._numbers[rank] = number, now, True
 
     def ready(self) -> bool:
+        """Return whether the store was watched for long enough to call a rank silent."""
         return self._looked_at - self._began >= self._quiet
 
     def silent(self, now: float, still_seconds: float) -> dict[int, float]:
-        """Each rank that does not answer, with the seconds since its last sign.
+        """Give each rank that does not answer, with the seconds since its last sign.
 
-        One that has given none since we look stopped about when everything did.
+        A rank that has given none since we look stopped about when everything did.
         """
         return {
             rank: now - at if grown else still_seconds
-            for rank, (_, at, grown) in self._seen.items()
+            for rank, (_, at, grown) in self._numbers.items()
             if self._looked_at - at >= self._quiet
         }
 
 
+def default_beat(world_size: int) -> float:
+    """Give the seconds between a rank's postings: at most 50 a second reach the store in all."""
+    return max(2.0, world_size / 50)
+
+
+def connect(env: DistEnv, environ: Mapping[str, str], timeout: float) -> Store | None:
+    """Connect to rank 0's store for the watchdog alone, within `timeout` seconds.
+
+    A connection of its own, as a call of torch's that waits keeps a shared one from all others.
+    None in a world of one, and where rank 0 does not answer: the training does not depend on it.
+    """
+    if env.world_size == 1:
+        return None
+
+    try:
+        store = tcp_store.client(env.master_addr, env.master_port, timeout)
+    except (TimeoutError, RuntimeError):
+        return None
+    # torchrun starts failed workers anew against the same store.
+    return PrefixStore(f"watchdog/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+class Board:
+    """Posts to the store and reads from it, in a thread of its own.
+
+    A call to a store whose process is stopped does not return, whatever its timeout: a reader
+    of `rounds` notices.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, beat: float, posting: Callable[[int, bool], Posting]
+    ) -> None:
+        self.wanted = range(0)
+        self.suspect = ""
+        self.look: Look | None = None
+        self.rounds = 0
+        self.failure = ""
+        """Reason for which the store is gone for good."""
+        self.thread = threading.Thread(target=self._run, name="watchdog-store", daemon=True)
+        self._store, self._rank, self._beat, self._posting = store, rank, beat, posting
+        self._stopping = threading.Event()
+        self._present: set[str] = set()
+        self._published = ""
+
+    def stop(self) -> None:
+        """Post that this rank has left; waits a second for it at most."""
+        self._stopping.set()
+        if self.thread.is_alive():
+            self.thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._round()
+                self._stopping.wait(self._beat)
+            self._post(left=True)
+        except Exception as error:  # the training goes on without
+            self.failure = printable(str(error).split("\n", maxsplit=1)[0]) or repr(error)
+
+    def _round(self) -> None:
+        self._post(left=False)
+        if self.suspect != self._published:
+            self._published = self.suspect
+            self._store.set("suspect", self._published)
+        if wanted := self.wanted:
+            try:
+                self.look = self._read(wanted)
+            except dist.DistStoreError:
+                pass  # late, and the next round tries again
+        self.rounds += 1
+
+    def _post(self, left: bool) -> None:
+        posting = self._posting(self.rounds, left)
+        self._store.set(f"progress/{self._rank}", posting.to_json())
+
+    def _read(self, ranks: range) -> Look:
+        # Reading a key that nobody has set would wait for it.
+        keys = {f"progress/{rank}": rank for rank in ranks}
+        missing = [key for key in (*keys, "suspect") if key not in self._present]
+        if missing and self._store.check(missing):
+            self._present.update(missing)
+        else:
+            self._present.update(key for key in missing if self._store.check([key]))
+        present = [key for key in (*keys, "suspect") if key in self._present]
+        values = dict(zip(present, self._store.multi_get(present) if present else [], strict=True))
+        suspect = printable(bytes(values.pop("suspect", b"")).decode(errors="replace"))
+        read = {keys[key]: Posting.from_json(bytes(value)) for key, value in values.items()}
+        postings = {rank: posting for rank, posting in read.items() if posting is not None}
+        return Look(ranks, postings, suspect)
+
+
 def printable(text: str) -> str:
+    """Keep the printable characters, at most 1,000."""
     return "".join(character for character in text if character.isprintable())[:1000]

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from clusterddp.distributed.timeout import bounded
+from clusterddp.distributed.tcp_store import bounded
 from clusterddp.errors import PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.slurm.forms import NONCE_VARIABLE

@@ -1,4 +1,4 @@
-"""The name look-ups that torch makes when ranks meet, made early, so that nobody waits for them.
+"""Makes the name look-ups of torch's rendezvous early, so that nobody waits for them.
 
 torch looks up the name of the address it connects to, for its messages (c10d's formatSockAddr),
 and gloo the addresses of this host's own name. Where no hosts file knows them and the name servers
@@ -11,7 +11,6 @@ import array
 import contextlib
 import ctypes
 import fcntl
-import ipaddress
 import socket
 import struct
 import threading
@@ -27,25 +26,25 @@ _REQUEST_BYTES, _NAME_BYTES, _MOST = 40, 16, 256
 
 
 class Lookups:
-    """Whether the look-ups that a meeting of the ranks leads to are answered."""
+    """Look-ups that a rendezvous of the ranks leads to, under way."""
 
     def __init__(self, env: DistEnv) -> None:
         self.env = env
-        self._master = _Asked(lambda: _look_up_master(env))
-        self._own = _Asked(_own_name_is_known)
+        self._master = _LookUp(lambda: _look_up_master(env))
+        self._own = _LookUp(_own_name_is_known)
 
     @property
     def master_answered(self) -> bool:
-        """Whether the name of the master's address was found, or found to be unknown."""
+        """True once the look-up of the master's name is over, be it that there is none."""
         return self._master.over
 
     @property
     def own_name_known(self) -> bool:
-        """Whether this host's name leads to an address of its own."""
+        """True where this host's name leads to an address of its own."""
         return self._own.answer is True
 
     def gloo_interface(self) -> str:
-        """The network interface to name to gloo, where this host's own name is of no use to it.
+        """Find the network interface to name to gloo, where this host's own name is of no use.
 
         gloo would fall back to the loopback, on which no other host reaches it. Empty where it
         needs none, or none can be told.
@@ -53,18 +52,18 @@ class Lookups:
         return "" if self.own_name_known else _interface_towards(self.env)
 
 
-class _Asked:
-    """A question put in a thread of its own, which nothing waits for."""
+class _LookUp:
+    """Look-up in a thread of its own, which nothing waits for."""
 
-    def __init__(self, ask: Callable[[], bool]) -> None:
+    def __init__(self, call: Callable[[], bool]) -> None:
         self.over = False
         self.answer: bool | None = None
-        self._ask = ask
+        self._call = call
         threading.Thread(target=self._run, name="look-up", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self.answer = self._ask()
+            self.answer = self._call()
         except (OSError, UnicodeError):
             self.answer = False
         self.over = True
@@ -74,7 +73,7 @@ class _Asked:
 def without_name_servers() -> Iterator[None]:
     """Have this thread's look-ups read the hosts file and ask nobody.
 
-    By the resolver's own per-thread settings (resolver(3), `_res.retry`); another C library than
+    Sets the resolver's own per-thread settings (resolver(3), `_res.retry`); another C library than
     glibc goes on asking.
     """
     try:
@@ -94,15 +93,6 @@ def without_name_servers() -> Iterator[None]:
         settings[1] = before
 
 
-def numeric(address: str) -> bool:
-    """Whether it is an address rather than a name."""
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return True
-
-
 def _look_up_master(env: DistEnv) -> bool:
     address = str(socket.getaddrinfo(env.master_addr, env.master_port)[0][4][0])
     # In the form in which torch asks: it connects by IPv6 where it can.
@@ -112,7 +102,7 @@ def _look_up_master(env: DistEnv) -> bool:
 
 
 def _own_name_is_known() -> bool:
-    """As gloo asks: an address of this host's name to which a socket can be bound."""
+    """Look up, as gloo does, an address of this host's name to which a socket can be bound."""
     for family, kind, protocol, _, where in socket.getaddrinfo(
         socket.gethostname(), None, type=socket.SOCK_STREAM
     ):
@@ -123,18 +113,18 @@ def _own_name_is_known() -> bool:
 
 
 def _interface_towards(env: DistEnv) -> str:
-    """The interface with the IPv4 address from which this host reaches the master; or nothing."""
+    """Find the interface of the IPv4 address from which this host reaches the master, or none."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((env.master_addr, env.master_port))  # sends nothing
-            own = probe.getsockname()[0]
+            address = probe.getsockname()[0]
             table = array.array("B", bytes(_REQUEST_BYTES * _MOST))
             where, size = table.buffer_info()
-            asked = struct.pack("iP", size, where)  # struct ifconf
-            filled, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, asked))
+            request = struct.pack("iP", size, where)  # struct ifconf
+            filled, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
             for begin in range(0, filled, _REQUEST_BYTES):
                 entry = table[begin : begin + _REQUEST_BYTES].tobytes()
-                if socket.inet_ntoa(entry[_NAME_BYTES + 4 : _NAME_BYTES + 8]) == own:
+                if socket.inet_ntoa(entry[_NAME_BYTES + 4 : _NAME_BYTES + 8]) == address:
                     return entry[:_NAME_BYTES].partition(b"\0")[0].decode()
     except OSError:
         pass

@@ -1,4 +1,4 @@
-"""Meets the other ranks before torch's process group: a store, a roll call, one verdict for all.
+"""Ranks meet before torch's process group, in a store, with a roll call; and part after it.
 
 Every wait has a deadline of its own, as torch's TCPStore could not say which rank never came.
 
@@ -6,19 +6,24 @@ Under torchrun the ranks meet in the store of its agents, which outlives the wor
 begins a round for each start; the others enter rounds until one begins with them in it. The
 agents' restart counts cannot name a start: with the c10d rendezvous an agent whose workers still
 ran when it was asked to start again does not count that.
+
+As they meet, rank 0 measures how far each host's wall clock is ahead of its own: the times at which
+ranks end are compared across hosts, to tell which of them failed first.
 """
 
 import itertools
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, unlisted
 from torch.distributed.distributed_c10d import Store
 
+from clusterddp import log
 from clusterddp.distributed import messages, tcp_store
 from clusterddp.distributed.messages import Identity
 from clusterddp.errors import ClusterDDPError, PeerError, TrainingError
@@ -28,6 +33,8 @@ from clusterddp.ranks.dist_env import DistEnv
 _HEARING_SECONDS = 2.0
 # Seconds for which a rank under an agent waits in one round before it looks for a later one.
 _LOOK_SECONDS = 1.0
+# Seconds for a host's clock. The ranks have just met: a host that takes longer is left out.
+_ANSWER_SECONDS = 2.0
 
 
 def open_store(
@@ -45,7 +52,7 @@ def open_store(
     identity there.
 
     timeout: seconds to listen or connect within.
-    bound: rank 0's socket where `listener.bind` has made it already; taken over.
+    bound: rank 0's socket where `tcp_store.bind` has made it already; taken over.
     answered: whether name servers answer; where they do not, none is asked from here on.
 
     Raises TrainingError with the rank, the address and the remedy.
@@ -131,10 +138,68 @@ def leave(store: Store, env: DistEnv, timeout: float = 5.0) -> None:
     """Keep rank 0's store open until every rank has left, or for `timeout` seconds."""
     store.set(f"left/{env.rank}", "1")
     if env.rank == 0:
-        try:
+        with suppress(dist.DistStoreError):  # one of them takes its time; the work is done
             messages.wait(store, [f"left/{rank}" for rank in range(env.world_size)], timeout)
-        except dist.DistStoreError:
-            pass  # one of them takes its time; the work is done
+
+
+def break_off(env: DistEnv) -> None:
+    """Leave the process group without waiting for ranks that may be gone.
+
+    The process ends soon after and takes its sockets with it; a destructor that hangs must not
+    keep it, so it gets a few seconds.
+    """
+    if not dist.is_initialized():
+        return
+    # Private; of torch 2.4 to 2.15. Without it the group is left as any other.
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+    leave_group = abort if dist.get_backend() == "nccl" else dist.destroy_process_group
+    try:
+        tcp_store.bounded(lambda: (leave_group(), True), 1.0 if env.world_size == 1 else 5.0)
+    except Exception as error:
+        log.info(f"leaving the process group: {error or 'it did not answer'}")
+
+
+def time_tellers(hellos: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Give the first rank of each host but rank 0's, with the host: these tell their time."""
+    first: dict[str, int] = {}
+    for hello in hellos:
+        first.setdefault(str(hello["host"]), int(hello["rank"]))
+    return {rank: host for host, rank in first.items() if rank != 0}
+
+
+def tell_time(store: Store, env: DistEnv, now: float) -> None:
+    """Tell rank 0 this host's time; `now` is that at which its verdict came."""
+    messages.put(store, f"clock/{env.rank}", {"time": now})
+
+
+def collect_clocks(
+    store: Store, env: DistEnv, tellers: Mapping[int, str], sent: float
+) -> dict[str, float]:
+    """Give, on rank 0, the seconds by which each host's clock is ahead of this host's.
+
+    tellers: as of `time_tellers`. sent: the time at which the verdict was on its way to them.
+    A host that does not answer is left out.
+    """
+    keys = {f"clock/{rank}": host for rank, host in tellers.items()}
+    with suppress(dist.DistStoreError):
+        messages.wait(store, list(keys), _ANSWER_SECONDS)
+    ahead = {}
+    for key, host in keys.items():
+        with suppress(TrainingError, dist.DistStoreError, KeyError, TypeError, ValueError):
+            answer = messages.ask(store, env, key, f"the clock of {host}")
+            if answer is not None:
+                ahead[host] = clock_offset(sent, float(answer["time"]), time.time())
+    return ahead
+
+
+def clock_offset(sent: float, shown: float, received: float) -> float:
+    """Give the seconds by which a clock that showed `shown` between two times of ours is ahead.
+
+    It is known to within the round trip: 0 where that allows it, as hosts usually keep their
+    clocks together more closely than a busy rank answers; else the middle.
+    """
+    least, most = shown - received, shown - sent
+    return 0.0 if least <= 0 <= most else (least + most) / 2
 
 
 def _roll_call(store: Store, env: DistEnv, timeout: float) -> list[dict[str, Any]]:
@@ -163,10 +228,9 @@ def _call_off(store: Store, env: DistEnv, reason: str) -> None:
     ranks = itertools.takewhile(lambda _: time.monotonic() < deadline, range(1, env.world_size))
     waiting = [rank for rank in ranks if _waits(store, env, rank)]
     if waiting:
-        try:
+        # They find the store gone, which tells them as much.
+        with suppress(TrainingError, dist.DistStoreError):
             messages.wait(store, [f"heard/{rank}" for rank in waiting], _HEARING_SECONDS)
-        except (TrainingError, dist.DistStoreError):
-            pass  # they find the store gone, which tells them as much
 
 
 def _waits(store: Store, env: DistEnv, rank: int) -> bool:

@@ -1,25 +1,57 @@
-"""The store at the master address: rank 0 listens there, and the others connect.
+"""Opens torch's store at the master address: rank 0 listens there, and the others connect.
 
-torch's TCPStore alone would hang for minutes on a listener that is no store.
+torch's TCPStore alone would hang for minutes on a listener that is no store. torch takes seconds to
+import, so rank 0's socket is bound before: from then on the kernel accepts the other ranks'
+connections, and none of them has to try again.
 """
 
 import contextlib
+import errno
 import ipaddress
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
-from torch.distributed.distributed_c10d import Store
-
-from clusterddp.distributed import listener, name_lookups
-from clusterddp.distributed.timeout import bounded
+from clusterddp.distributed import name_lookups
 from clusterddp.errors import PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T")
+
+_BACKLOG = 2048
 _NAMELESS = "127.93.41.7"  # Linux answers on all of 127.0.0.0/8
+
+
+def bind(env: DistEnv, environ: Mapping[str, str]) -> socket.socket | None:
+    """Bind the socket on which this rank listens; None where it is not the one that does.
+
+    On every address, as the others may know this host by any of them; or on the loopback alone.
+    Under a torchrun agent the agent listens, and a single process needs no port. Raises
+    TrainingError with the port and the remedy.
+    """
+    agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if env.rank or env.world_size == 1 or agents:
+        return None
+    try:
+        return _bind(env)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise TrainingError(
+                f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: the "
+                "port is in use: another run, or a second rank 0. Give every rank another "
+                "--master-port (MASTER_PORT); in a job unset MASTER_PORT to have one derived."
+            ) from None
+        raise TrainingError(
+            f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: "
+            f"{error.strerror}. Set MASTER_PORT to a port from 1024 to 65535."
+        ) from None
 
 
 def listen(
@@ -28,38 +60,138 @@ def listen(
     timeout: float,
     bound: socket.socket | None,
     answered: Callable[[], bool],
-) -> Store:
-    """Rank 0's side; the arguments are those of `rendezvous.open_store`."""
-    bound = bound or listener.bind(env, environ)
+) -> "Store":
+    """Open the store as rank 0; the arguments are those of `rendezvous.open_store`."""
+    bound = bound or bind(env, environ)
     assert bound is not None, "this rank listens"
     silent = not answered()
     with name_lookups.without_name_servers() if silent else nullcontext():
         if silent:
             _have_torch_ask_nobody()
-        store: Store = TCPStore(
-            _own_address(bound),
-            env.master_port,
-            None,  # older versions of torch sleep up to a millisecond for each rank they know of
-            is_master=True,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            master_listen_fd=bound.detach(),
-        )
+        return _server(_own_address(bound), env.master_port, bound, timeout)
+
+
+def connect(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> "Store":
+    """Open the store as another rank: connect by `deadline`, a moment of the monotonic clock.
+
+    Raises PeerError where nobody listens until then, and TrainingError where the master address
+    cannot be looked up or where another program listens there.
+    """
+    address = _await_listener(env, deadline)
+    seconds = max(deadline - time.monotonic(), 1.0)
+    began = time.monotonic()
+    try:
+        with_servers = answered()
+        return client(address, env.master_port, seconds, ask_name_servers=with_servers)
+    except (TimeoutError, RuntimeError) as error:
+        if not _somebody_listens(env):
+            raise PeerError(
+                f"rank {env.rank} on {socket.gethostname()} reached rank 0 at {env.master_addr}:"
+                f"{env.master_port}, but it has ended since. Its log says why."
+            ) from None
+        answer = f": {error}" if str(error) else f" within {time.monotonic() - began:.0f} s"
+        raise TrainingError(
+            f"rank {env.rank} on {socket.gethostname()}: something listens at "
+            f"{env.master_addr}:{env.master_port}, but it does not answer as rank 0's store "
+            f"does{answer}. Another program holds the port: set MASTER_PORT to a free one; or rank "
+            "0 is still starting, as its log tells."
+        ) from None
+
+
+def client(address: str, port: int, seconds: float, *, ask_name_servers: bool = True) -> "Store":
+    """Connect to a store; raises TimeoutError or RuntimeError where none answers in time."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
+
+    def reach() -> "Store":
+        with nullcontext() if ask_name_servers else name_lookups.without_name_servers():
+            store: Store = TCPStore(
+                address,
+                port,
+                None,  # older versions of torch sleep up to a millisecond for each rank they know
+                is_master=False,
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,
+            )
+        return store
+
+    return bounded(reach, seconds)
+
+
+def bounded(call: Callable[[], T], seconds: float) -> T:
+    """Return the result of `call`; raise TimeoutError when it takes longer, leaving it behind.
+
+    It runs in a thread of its own, so that Ctrl-C works while torch waits in C++.
+    """
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:  # handed to the caller below
+            failure.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failure:
+        raise failure[0]
+    if not outcome:
+        raise TimeoutError
+    return outcome[0]
+
+
+def _bind(env: DistEnv) -> socket.socket:
+    try:
+        address = ipaddress.ip_address(env.master_addr)
+    except ValueError:
+        address = None
+    if address is not None and address.is_loopback:
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        where = (env.master_addr, env.master_port)
+        return socket.create_server(where, family=family, backlog=_BACKLOG)
+    dual = socket.has_dualstack_ipv6() and not _is_ipv4(env.master_addr)
+    return socket.create_server(
+        ("", env.master_port),
+        family=socket.AF_INET6 if dual else socket.AF_INET,
+        dualstack_ipv6=dual,
+        backlog=_BACKLOG,
+    )
+
+
+def _is_ipv4(master_addr: str) -> bool:
+    """Return whether the others know this host by IPv4 alone, as far as this host can tell.
+
+    A socket for both kinds shows an IPv4 peer as ::ffff:10.0.0.1. Of each peer torch looks up the
+    name (c10d's formatSockAddr), and no hosts file has addresses of that form: every one of these
+    look-ups would go to a name server.
+    """
+    try:
+        entries = socket.getaddrinfo(master_addr, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in entries]
+    # A host that knows itself by its loopback alone (Debian's 127.0.1.1) cannot tell.
+    return all(address.version == 4 and not address.is_loopback for address in addresses)
+
+
+def _server(address: str, port: int, bound: socket.socket, timeout: float) -> "Store":
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
+
+    store: Store = TCPStore(
+        address,
+        port,
+        None,  # older versions of torch sleep up to a millisecond for each rank they know
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=bound.detach(),
+    )
     return store
 
 
-def connect(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> Store:
-    """The other ranks' side: connect by `deadline`, a moment of the monotonic clock.
-
-    Raises PeerError where nobody listens until then, and TrainingError where the master address
-    cannot be looked up or what listens is no store.
-    """
-    address = _await_listener(env, deadline)
-    return _connect_to(env, address, max(deadline - time.monotonic(), 1.0), answered)
-
-
 def _own_address(bound: socket.socket) -> str:
-    """Where rank 0 itself reaches its store: no name to look up, and no other host's way to it."""
+    """Give rank 0's own way to its store: no name to look up, and no other host's way to it."""
     address = ipaddress.ip_address(str(bound.getsockname()[0]))
     if not address.is_unspecified:
         return str(address)
@@ -78,18 +210,14 @@ def _have_torch_ask_nobody() -> None:
     """
     with contextlib.suppress(RuntimeError, OSError):
         bound = socket.create_server((_NAMELESS, 0))
-        port = bound.getsockname()[1]
-        TCPStore(
-            _NAMELESS, port, 1, is_master=True, wait_for_workers=False,
-            master_listen_fd=bound.detach(),
-        )  # fmt: skip
+        _server(_NAMELESS, bound.getsockname()[1], bound, timeout=300)
 
 
 def _await_listener(env: DistEnv, deadline: float) -> str:
     """Return the master's numeric address once somebody listens there.
 
     The kernel accepts the connection as soon as rank 0 has bound its socket, which it does first
-    of all; so this asks again only where rank 0's process began later, and the pauses are short.
+    of all; so this tries again only where rank 0's process began later, and the pauses are short.
     """
     where = f"{env.master_addr}:{env.master_port}"
     pause = 0.02
@@ -114,37 +242,6 @@ def _await_listener(env: DistEnv, deadline: float) -> str:
                 ) from None
         time.sleep(pause)  # rank 0 has not begun: there is no event to wait for
         pause = min(pause * 1.5, 0.5)
-
-
-def _connect_to(env: DistEnv, address: str, seconds: float, answered: Callable[[], bool]) -> Store:
-    def connect() -> Store:
-        with nullcontext() if answered() else name_lookups.without_name_servers():
-            store: Store = TCPStore(
-                address,
-                env.master_port,
-                None,
-                is_master=False,
-                timeout=timedelta(seconds=seconds),
-                wait_for_workers=False,
-            )
-        return store
-
-    began = time.monotonic()
-    try:
-        return bounded(connect, seconds)
-    except (TimeoutError, RuntimeError) as error:
-        if not _somebody_listens(env):
-            raise PeerError(
-                f"rank {env.rank} on {socket.gethostname()} reached rank 0 at {env.master_addr}:"
-                f"{env.master_port}, but it has ended since. Its log says why."
-            ) from None
-        seen = f": {error}" if str(error) else f" within {time.monotonic() - began:.0f} s"
-        raise TrainingError(
-            f"rank {env.rank} on {socket.gethostname()}: something listens at "
-            f"{env.master_addr}:{env.master_port}, but it does not answer as rank 0's store "
-            f"does{seen}. Another program holds the port: set MASTER_PORT to a free one; or rank 0 "
-            "is still starting, as its log tells."
-        ) from None
 
 
 def _somebody_listens(env: DistEnv) -> bool:

@@ -1,6 +1,6 @@
 """Names the rank that keeps all others waiting, and prints the stack of every rank that still can.
 
-It only tells: ending the wait is left to the process group's timeout. Each rank posts its place
+It ends nothing: ending the wait is left to the process group's timeout. Each rank posts its place
 in a store now and then; nobody reads the postings until nothing moves any more.
 """
 
@@ -11,31 +11,47 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp import log
-from clusterddp.distributed.hang_diagnosis import Verdict, judge
-from clusterddp.distributed.heartbeat import Posting, Signs
-from clusterddp.distributed.heartbeat_store import Board, default_beat
-from clusterddp.distributed.phase import Progress
+from clusterddp.distributed.heartbeat import (
+    Board,
+    Phase,
+    Posting,
+    Progress,
+    Signs,
+    default_beat,
+)
 from clusterddp.ranks.dist_env import DistEnv
 
 # A rank that posted nothing for so many beats does not answer.
 _BEATS_OF_SILENCE = 4
 # The ranks that a waiting rank looks at, to learn whether one below it speaks for all.
 _POSSIBLE_SPEAKERS = 16
-# How long stop() waits for the thread.
+# Seconds for which stop() waits for the thread.
 _STOP_SECONDS = 1.0
 _STDERR = 2
 # Beats until a stall that is looked at has a verdict: those of silence, and what comes before.
 _BEATS_TO_A_VERDICT = 8
 
 
+class Verdict(NamedTuple):
+    """Finding of the watchdog: the ranks to blame, and for what."""
+
+    kind: str
+    """silent, left, behind, level, or alone: a rank that knows only about itself."""
+    ranks: tuple[int, ...]
+    text: str
+    reason: str = ""
+    """The same without the ranks; empty where none of them is known to hang."""
+
+
 def periods(watchdog: float, group_timeout: float, world_size: int) -> tuple[float, float]:
-    """Seconds of `silent_seconds` and `beat_seconds`, so that the verdict precedes the time-out.
+    """Give `silent_seconds` and `beat_seconds`, so that the verdict precedes the time-out.
 
     A process group whose time-out comes first ends the ranks that wait before anybody has looked
     for the one that hangs. Then a third of that time-out counts, and ranks post more often.
@@ -88,11 +104,12 @@ class Watchdog:
         self._marks, self._moved_at = progress.state[0], 0.0
         self._rounds, self._round_at = 0, 0.0
         self._signs: Signs | None = None  # while nothing moves
-        self._told: tuple[str, tuple[int, ...]] | None = None
+        self._logged: tuple[str, tuple[int, ...]] | None = None
         self._gave_up = False
         self._suspect = ""
 
     def start(self) -> None:
+        """Start to watch, and to post heartbeats."""
         self._arm()
         self._thread.start()
         if self._board:
@@ -120,7 +137,7 @@ class Watchdog:
         self.stop()
 
     def latest_suspect(self) -> str:
-        """What is known of the rank that keeps this one waiting; empty when none is suspected."""
+        """Describe the rank that keeps this one waiting; empty when none is suspected."""
         return self._suspect
 
     def _watch(self) -> None:
@@ -145,7 +162,7 @@ class Watchdog:
         if board and board.failure and not self._gave_up:
             self._give_up(board.failure)
         if self._progress.state[0] != self._marks:
-            self._go_on()
+            self._resume()
         elif self._still_seconds >= self._silent_seconds:
             self._stall()
 
@@ -156,13 +173,13 @@ class Watchdog:
     def _posting(self, number: int, left: bool) -> Posting:
         return Posting(self._host, self._progress.place, self._still_seconds, number, left)
 
-    def _go_on(self) -> None:
-        told, still = self._told, self._still_seconds
+    def _resume(self) -> None:
+        logged, still = self._logged, self._still_seconds
         self._marks, self._moved_at = self._progress.state[0], self._now
-        self._told, self._signs, self._suspect = None, None, ""
+        self._logged, self._signs, self._suspect = None, None, ""
         if self._board:
             self._board.wanted, self._board.suspect = range(0), ""
-        if told:
+        if logged:
             self._note(None)
             log.info(f"watchdog: goes on after {still:.0f} s")
 
@@ -173,7 +190,7 @@ class Watchdog:
         board, place = self._board, self._progress.place.words()
         if board is None or self._gave_up:
             others = "" if self._env.world_size == 1 else "; nothing is known of the other ranks"
-            self._tell(Verdict("alone", (), f"{place}; this log has the stack{others}"))
+            self._log_verdict(Verdict("alone", (), f"{place}; this log has the stack{others}"))
         elif self._now - self._round_at > self._quiet + self._beat:
             self._suspect_rank_0(board)
         else:
@@ -182,11 +199,11 @@ class Watchdog:
     def _print_stacks(self) -> None:
         # One write to the descriptor: whole between the lines of other ranks, and past the locks
         # of sys.stderr, which the thread that hangs may hold.
-        own = {self._thread.ident, self._board.thread.ident if self._board else None}
+        without = {self._thread.ident, self._board.thread.ident if self._board else None}
         text = (
             f"watchdog: rank {self._env.rank} on {self._host} has not moved for "
             f"{self._still_seconds:.0f} s, {self._progress.place.words()}. Its threads:\n"
-            f"{_stacks(own)}"
+            f"{_stacks(without)}"
         )
         try:
             os.write(_STDERR, text.encode(errors="replace"))
@@ -194,7 +211,7 @@ class Watchdog:
             pass  # stderr is closed
 
     def _compare(self, board: Board) -> None:
-        """Find out whether it is this rank that speaks; if so, say whom all are waiting for."""
+        """Find out whether this rank speaks for all; if so, name the rank that all wait for."""
         look, signs, env = board.look, self._signs, self._env
         assert signs is not None, "nothing moves, so the others are looked at"
         if look is None or look.ranks != signs.ranks:
@@ -202,7 +219,7 @@ class Watchdog:
         signs.update(look, self._now)
         if not signs.ready():
             return
-        gone = {rank for rank, seen in look.postings.items() if seen.left}
+        gone = {rank for rank, posting in look.postings.items() if posting.left}
         silent = {
             rank: seconds
             for rank, seconds in signs.silent(self._now, self._still_seconds).items()
@@ -213,7 +230,7 @@ class Watchdog:
         elif len(signs.ranks) < env.world_size:
             self._look_at(range(env.world_size))
         else:
-            self._tell(judge(look.postings, silent, env.world_size, self._silent_seconds))
+            self._log_verdict(judge(look.postings, silent, env.world_size, self._silent_seconds))
             board.suspect = self._suspect
 
     def _look_at(self, ranks: range) -> None:
@@ -224,15 +241,15 @@ class Watchdog:
             self._board.wanted = ranks
 
     def _suspect_rank_0(self, board: Board) -> None:
-        """Say that rank 0 does not answer, as its store does not.
+        """Blame rank 0, as its store does not answer.
 
         Without a store no rank can be chosen to speak: it is rank 1, and the first rank of the
         second host, as rank 1 may be gone together with rank 0's host.
         """
         env = self._env
         speaks = env.rank == 1 or (env.node_rank == 1 and env.local_rank == 0)
-        seen = board.look.postings.get(0) if board.look else None
-        host = seen.host if seen else (*env.hostnames, env.master_addr)[0]
+        posting = board.look.postings.get(0) if board.look else None
+        host = posting.host if posting else (*env.hostnames, env.master_addr)[0]
         verdict = Verdict(
             "silent",
             (0,),
@@ -240,7 +257,7 @@ class Watchdog:
             f"{env.master_addr}:{env.master_port}, for {self._now - self._round_at:.0f} s",
             "it did not answer, nor did its store (stopped, or cut off)",
         )
-        self._tell(verdict, aloud=speaks)
+        self._log_verdict(verdict, aloud=speaks)
         # When the store answers again, the others' postings have been held up with it.
         self._look_at(self._signs.ranks if self._signs else range(0))
 
@@ -255,17 +272,94 @@ class Watchdog:
         )
         log.info(f"watchdog: {self._suspect}")
 
-    def _tell(self, verdict: Verdict, aloud: bool = True) -> None:
+    def _log_verdict(self, verdict: Verdict, aloud: bool = True) -> None:
         if verdict.kind != "alone":
             self._suspect = "" if verdict.kind == "level" else verdict.text
-        if aloud and (verdict.kind, verdict.ranks) != self._told:
-            self._told = verdict.kind, verdict.ranks
+        if aloud and (verdict.kind, verdict.ranks) != self._logged:
+            self._logged = verdict.kind, verdict.ranks
             log.info(f"watchdog: nothing moved for {self._still_seconds:.0f} s: {verdict.text}")
             self._note(verdict)
 
 
+def judge(
+    postings: Mapping[int, Posting],
+    silent: Mapping[int, float],
+    world_size: int,
+    silent_seconds: float,
+) -> Verdict:
+    """Find the ranks that keep the others waiting, when nothing moved for `silent_seconds`.
+
+    `postings` has the newest of each rank that ever posted, `silent` the seconds since the last
+    sign of each rank that does not answer any more.
+    """
+    if silent:
+        # Before those that left: they may have done so for the want of this one.
+        first = min(silent)
+        sign = (
+            f"the last sign of rank {first} came {silent[first]:.0f} s ago, "
+            f"{postings[first].place.words()}"
+            if first in postings
+            else f"rank {first} never gave a sign"
+        )
+        why = "not answer (stopped, cut off, or stuck in native code)"
+        return Verdict(
+            "silent",
+            tuple(sorted(silent)),
+            f"{_names(silent, postings)} {'does' if len(silent) == 1 else 'do'} {why}: {sign}",
+            f"it did {why}",
+        )
+    left = [
+        rank
+        for rank, posting in postings.items()
+        if posting.left and posting.place.phase < Phase.DONE
+    ]
+    if left:
+        place = postings[min(left)].place
+        return Verdict(
+            "left",
+            tuple(sorted(left)),
+            f"{_names(left, postings)} left the training, {place.words()}; "
+            f"the log of rank {min(left)} says why",
+        )
+    lowest = min(posting.place for posting in postings.values())
+    highest = max(posting.place for posting in postings.values())
+    if lowest == highest:
+        return Verdict(
+            "level",
+            (),
+            f"all {world_size} ranks are at the same place, {lowest.words()}; "
+            "their logs have their stacks",
+        )
+    behind = sorted(rank for rank, posting in postings.items() if posting.place == lowest)
+    moved = min(postings[rank].still_seconds for rank in behind)
+    if moved < silent_seconds:
+        hint = f"last moved {moved:.0f} s ago"
+    else:
+        hint = "its log has its stack" if len(behind) == 1 else "their logs have their stacks"
+    where = f"{lowest.words()}, while others are {highest.words()}"
+    return Verdict(
+        "behind",
+        tuple(behind),
+        f"{_names(behind, postings)} {'is' if len(behind) == 1 else 'are'} behind: {where}; {hint}",
+        where,
+    )
+
+
+def _names(ranks: Sequence[int] | Mapping[int, object], postings: Mapping[int, Posting]) -> str:
+    """Write `rank 2 on h02`, `ranks 8, 9 on h02 and rank 12 on h03`."""
+    hosts: dict[str, list[int]] = {}
+    for rank in sorted(ranks)[:16]:
+        hosts.setdefault(f" on {postings[rank].host}" if rank in postings else "", []).append(rank)
+    groups = [
+        f"{'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some))}{host}"
+        for host, some in hosts.items()
+    ]
+    more = [f"{len(ranks) - 16} more"] if len(ranks) > 16 else []
+    return " and ".join([*groups, *more])
+
+
 def _stacks(without: set[int | None]) -> str:
-    """The Python stack of every other thread.
+    """Give the Python stack of every other thread.
 
     Not traceback's, which would read the sources: their file system may be what hangs.
     """

@@ -18,7 +18,7 @@ from clusterddp import log
 from clusterddp.data.in_memory import Images, training_order
 from clusterddp.data.loader import Loaded
 from clusterddp.distributed.agreement import Agreement
-from clusterddp.distributed.phase import Phase
+from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.files import write_atomically

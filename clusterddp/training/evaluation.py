@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from clusterddp.data import rng
 from clusterddp.data.in_memory import Images, as_images, evaluation_order
 from clusterddp.data.loader import Loaded
-from clusterddp.distributed.phase import Phase
+from clusterddp.distributed.heartbeat import Phase
 
 # Images that a rank evaluates at once; it changes the speed and the memory, not the result.
 BATCH = 1000

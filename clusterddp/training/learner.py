@@ -20,7 +20,7 @@ from clusterddp.data import rng
 from clusterddp.data.in_memory import as_images
 from clusterddp.data.rng import States
 from clusterddp.distributed.agreement import Agreement
-from clusterddp.distributed.phase import Phase
+from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.models import registry
 from clusterddp.request.train_config import TrainConfig

@@ -14,8 +14,8 @@ from clusterddp.data import rng
 from clusterddp.data.in_memory import Images, training_order
 from clusterddp.data.loader import Loaded
 from clusterddp.data.rng import States
-from clusterddp.distributed.agreement import Agreement
-from clusterddp.distributed.phase import Phase, Progress
+from clusterddp.distributed.agreement import Agreement, Poll
+from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
@@ -25,7 +25,6 @@ from clusterddp.training.deadline import Deadline
 from clusterddp.training.learner import Learner
 from clusterddp.training.metrics import Figures, Journal
 from clusterddp.training.optimizer import Schedule
-from clusterddp.training.poll import Poll
 from clusterddp.training.profiling import Profiler
 from clusterddp.training.stop import REASONS, StopRequest
 from clusterddp.training.tensorboard import Board

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from clusterddp.data.in_memory import as_images
-from clusterddp.distributed.phase import Phase
+from clusterddp.distributed.heartbeat import Phase
 from clusterddp.training.metrics import Tally
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

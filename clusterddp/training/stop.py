@@ -1,7 +1,7 @@
 """A task's own note that it was asked to stop: all that its signal handlers do.
 
-The ranks of a training look at it together (`training.poll`), save at one step and leave. What
-comes before they can look, during the imports say, is noted as well.
+The ranks of a training look at it together (`distributed.agreement`), save at one step and leave.
+What comes before they can look, during the imports say, is noted as well.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from clusterddp import log
-from clusterddp.distributed import clocks, messages, name_lookups, rendezvous
+from clusterddp.distributed import messages, name_lookups, rendezvous
 from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.processes import processors
@@ -75,7 +75,7 @@ def join(
     def decide(hellos: list[dict[str, Any]]) -> dict[str, Any]:
         identity = _identity(environ)
         agreed = start.decide(config, run_dir, attempt, hellos, identity, fingerprint)
-        asked_for_time.update(clocks.speakers(hellos))
+        asked_for_time.update(rendezvous.time_tellers(hellos))
         speaking = sorted(asked_for_time)
         return {**agreed.to_dict(), "tell_time": speaking, "sent": time.time()}
 
@@ -91,10 +91,10 @@ def join(
         else messages.GRACE_SECONDS,
     )
     if env.rank in verdict.get("tell_time", ()):
-        clocks.tell(store, env, time.time())
+        rendezvous.tell_time(store, env, time.time())
     agreed = Agreement.from_dict(verdict)
     if asked_for_time:
-        ahead = clocks.collect(store, env, asked_for_time, verdict["sent"])
+        ahead = rendezvous.collect_clocks(store, env, asked_for_time, verdict["sent"])
         _note_clocks(agreed, {hello.host: 0.0, **ahead})
     device = torch.device(hello.device)
     _settle(agreed, device, environ, deterministic=config.deterministic)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp import log
 from clusterddp.data import shared_memory, user_dataset
-from clusterddp.distributed import listener, name_lookups
+from clusterddp.distributed import name_lookups, tcp_store
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from clusterddp.checkpoints.writer import Saver
     from clusterddp.data.in_memory import Images
     from clusterddp.data.loader import Loaded
-    from clusterddp.distributed.hang_diagnosis import Verdict
-    from clusterddp.distributed.phase import Progress
+    from clusterddp.distributed.heartbeat import Progress
+    from clusterddp.distributed.watchdog import Verdict
     from clusterddp.training.loop import Training
     from clusterddp.worker.join import Joined
 
@@ -92,7 +92,7 @@ def _run(
     _require_torch()
     env = env or DistEnv.from_environ(os.environ)
     os.environ.update(env.to_environ())
-    bound = listener.bind(env, os.environ)  # first of all, so that no rank has to ask again
+    bound = tcp_store.bind(env, os.environ)  # first of all, so that no rank has to ask again
     reading: shared_memory.Reading | user_dataset.OwnSets | None = None
     if user_functions.is_reference(config.dataset):
         reading = user_dataset.OwnSets(config)
@@ -104,8 +104,8 @@ def _run(
         import torch
         import torch.distributed as dist
 
-        from clusterddp.distributed import heartbeat_store, rendezvous, teardown
-        from clusterddp.distributed.phase import Progress
+        from clusterddp.distributed import heartbeat, rendezvous
+        from clusterddp.distributed.heartbeat import Progress
         from clusterddp.distributed.watchdog import Watchdog, periods
         from clusterddp.worker import join
 
@@ -127,7 +127,7 @@ def _run(
         if config.watchdog:
             silent, beat = periods(config.watchdog, config.process_group_timeout, env.world_size)
             dog = Watchdog(
-                heartbeat_store.connect(env, os.environ, 10.0), env, progress,
+                heartbeat.connect(env, os.environ, 10.0), env, progress,
                 silent_seconds=silent, beat_seconds=beat, host=joined.hello.host,
                 note=partial(_note_hung, joined.attempt),
             )  # fmt: skip
@@ -135,11 +135,11 @@ def _run(
         reason = _train(config, joined, env, store, reading, progress, deadline, began)
         dist.barrier()
     except ClusterDDPError:
-        teardown.break_off(env)
+        rendezvous.break_off(env)
         raise
     except BaseException as error:
         suspect = dog.latest_suspect() if dog else ""
-        teardown.break_off(env)
+        rendezvous.break_off(env)
         if is_peer_loss(error):
             seen = f" ({suspect})" if suspect else ""
             raise PeerError(
@@ -256,7 +256,7 @@ def _train(
 def _let_save_end(training: "Training") -> None:
     """A checkpoint that is being written when another rank fails is worth a few seconds, and so
     are the curves."""
-    from clusterddp.distributed.timeout import bounded
+    from clusterddp.distributed.tcp_store import bounded
 
     if training.saver:
         for ending, seconds in (

@@ -1,7 +1,12 @@
+import socket
+
 import pytest
 
-from clusterddp.distributed.heartbeat import Look, Posting, Signs
-from clusterddp.distributed.phase import Phase, Place
+from clusterddp.distributed import heartbeat
+from clusterddp.distributed.heartbeat import Look, Phase, Place, Posting, Progress, Signs
+from clusterddp.ranks.dist_env import DistEnv
+from tests.distributed.meetings import env
+from tests.waiting import PATIENCE
 
 DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
 
@@ -42,3 +47,39 @@ def test_a_rank_is_silent_by_what_the_store_says_and_not_for_the_want_of_its_ans
     assert signs.silent(110, 133) == {1: 10, 2: 133}
     signs.update(look(11, 7), 111)
     assert signs.silent(111, 134) == {2: 134}
+
+
+def test_the_store_sees_at_most_50_postings_a_second() -> None:
+    assert heartbeat.default_beat(2) == heartbeat.default_beat(64) == 2
+    assert 1000 / heartbeat.default_beat(1000) == pytest.approx(50)
+
+
+def test_no_connection_is_made_where_nobody_answers_as_a_store() -> None:
+    assert heartbeat.connect(DistEnv.from_environ({}), {}, PATIENCE) is None
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        ours = env(1, 2, stranger.getsockname()[1])
+        assert heartbeat.connect(ours, {}, timeout=0.5) is None
+
+
+DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
+
+
+def test_a_place_only_grows_in_whatever_order_a_step_goes() -> None:
+    progress, places = Progress(), []
+    for step, phase in (
+        [(0, Phase.START)]
+        + [(1, phase) for phase in (DATA, Phase.FORWARD, BACKWARD) * 2]  # gradients accumulated
+        + [(1, Phase.UPDATE), (1, Phase.SAVE), (1, Phase.EVALUATE), (2, DATA)]
+    ):
+        progress.mark(step, phase)
+        places.append(progress.place)
+    assert places == sorted(set(places))
+    assert len(places) == 11
+
+
+def test_a_mark_that_changes_nothing_is_a_sign_of_life() -> None:
+    progress = Progress()
+    progress.mark(1, Phase.EVALUATE)
+    before, place = progress.state, progress.place
+    progress.mark(1, Phase.EVALUATE)
+    assert progress.place == place and progress.state != before

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.distributed import listener, name_lookups
+from clusterddp.distributed import name_lookups, tcp_store
 from clusterddp.ranks.dist_env import DistEnv
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
@@ -44,11 +44,11 @@ print(json.dumps({"ranks": [json.loads(rank.communicate()[0]) for rank in starte
 RANK = """
 import json, os, sys, threading
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.distributed import listener, name_lookups
+from clusterddp.distributed import name_lookups, tcp_store
 rank = int(sys.argv[1])
 env = DistEnv.from_environ({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "10.99.0.1",
                             "MASTER_PORT": "23999"})
-bound = listener.bind(env, {})
+bound = tcp_store.bind(env, {})
 asked = name_lookups.Lookups(env)
 from clusterddp.distributed import rendezvous
 import torch.distributed as dist
@@ -122,7 +122,7 @@ def address(master: str) -> DistEnv:
 def test_rank_0_listens_for_the_kind_of_address_that_it_is_known_by(
     master: str, family: int
 ) -> None:
-    bound = listener.bind(address(master), {})
+    bound = tcp_store.bind(address(master), {})
     assert bound is not None
     with bound:
         assert bound.family == family
@@ -130,8 +130,8 @@ def test_rank_0_listens_for_the_kind_of_address_that_it_is_known_by(
 
 def test_only_the_rank_that_serves_the_store_listens() -> None:
     ours = address("127.0.0.1")
-    assert listener.bind(ours, {"TORCHELASTIC_USE_AGENT_STORE": "True"}) is None
-    assert listener.bind(DistEnv.from_environ({}), {}) is None
+    assert tcp_store.bind(ours, {"TORCHELASTIC_USE_AGENT_STORE": "True"}) is None
+    assert tcp_store.bind(DistEnv.from_environ({}), {}) is None
 
 
 def test_the_resolver_asks_again_afterwards() -> None:

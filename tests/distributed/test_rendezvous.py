@@ -281,3 +281,28 @@ def test_a_worker_whose_rank_0_never_starts_again_ends(
     meet([env(0, 2, agent.port), env(1, 2, agent.port)], count, PATIENCE, environ)
     with pytest.raises(PeerError, match=r"rank 1 waited for rank 0 .*did not come"):
         open_store(env(1, 2, agent.port), under_agent(), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("sent", "told", "received", "ahead"),
+    [
+        (100.0, 100.2, 100.5, 0.0),
+        (100.0, 105.2, 105.0 - 4.5, 4.95),
+        (100.0, 95.1, 100.3, -5.05),
+        (100.0, 100.4, 100.3, 0.25),
+        (100.0, 100.0, 100.0, 0.0),
+        # Nobody can tell a busy rank from a clock that is behind: the hosts' own are trusted.
+        (100.0, 104.0, 110.0, 0.0),
+    ],
+)
+def test_clocks_are_apart_by_what_the_round_trip_cannot_explain(
+    sent: float, told: float, received: float, ahead: float
+) -> None:
+    assert rendezvous.clock_offset(sent, told, received) == pytest.approx(ahead)
+
+
+def test_one_rank_of_each_other_host_tells_the_time() -> None:
+    hosts = ["h01", "h01", "h02", "h02", "h03"]
+    hellos = [{"rank": rank, "host": host} for rank, host in enumerate(hosts)]
+    assert rendezvous.time_tellers(hellos) == {2: "h02", 4: "h03"}
+    assert rendezvous.time_tellers(hellos[:2]) == {}

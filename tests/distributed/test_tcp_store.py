@@ -1,8 +1,10 @@
+import json
 import socket
+import threading
 
 import pytest
 
-from clusterddp.distributed import listener
+from clusterddp.distributed import tcp_store
 from clusterddp.distributed.rendezvous import open_store
 from clusterddp.errors import PeerError, TrainingError
 from tests.distributed.meetings import PATIENCE, env
@@ -36,5 +38,13 @@ def test_a_master_address_that_does_not_resolve_is_named(port: int) -> None:
 
 def test_a_loopback_address_is_the_only_one_listened_at(port: int) -> None:
     ours = env(0, 2, port)
-    with listener._bind(ours) as bound:
+    with tcp_store._bind(ours) as bound:
         assert bound.getsockname()[0] == "127.0.0.1"
+
+
+def test_bounded_gives_up_on_what_does_not_return() -> None:
+    with pytest.raises(TimeoutError):
+        tcp_store.bounded(threading.Event().wait, 0.01)
+    assert tcp_store.bounded(lambda: json.dumps(1), PATIENCE) == "1"
+    with pytest.raises(ZeroDivisionError):
+        tcp_store.bounded(lambda: 1 // 0, PATIENCE)

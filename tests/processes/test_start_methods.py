@@ -117,7 +117,7 @@ def test_tasks_die_with_the_process_that_started_them(method: str, tmp_path: Pat
         "import os, sys; from pathlib import Path\n"
         "from clusterddp.processes import start_methods\n"
         "from clusterddp.processes.group import TaskGroup\n"
-        "from tests.launchers import called\n"
+        "from tests.worker import called\n"
         f"start_methods.get_ready('{method}')\n"
         "group = TaskGroup()\n"
         f"group.call('{method}', called.stays, (), os.environ, Path(sys.argv[1]))\n"

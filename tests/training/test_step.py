@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.distributed.phase import Phase
+from clusterddp.distributed.heartbeat import Phase
 from clusterddp.models import registry
 from clusterddp.training.metrics import Tally
 from clusterddp.training.step import Step
