@@ -371,7 +371,7 @@ _ON_A_SMALL_DISK = """
 import json
 from pathlib import Path
 from clusterddp import log
-from tests.training.test_saver import Place, content_of
+from tests.checkpoints.test_writer import Place, content_of
 place = Place(Path("checkpoints").absolute())
 kept = log.to(place.said.append)
 kept.__enter__()

@@ -230,7 +230,7 @@ def test_a_run_is_not_gone_on_with_on_another_set(own: Any, tmp_path: Path) -> N
     def decide(sets: OwnSets) -> str:
         settings = config(data_dir=str(tmp_path))
         return start.decide(
-            settings, run.path, None, [hello(0, 1)], identity, print, sets.fingerprint
+            settings, run.path, None, [hello(0, 1)], identity, sets.fingerprint
         ).data_sha256
 
     first = sets_of(own, "floats, labels")
@@ -318,7 +318,7 @@ def _obtain(rank: int, world_size: int, folder: str, environ: dict[str, str]) ->
     store = dist.FileStore(f"{folder}/store", world_size)
     try:
         train, _, _ = datasets.obtain(
-            settings, env, store, sets, CPU, print, data_sha256=found[0]
+            settings, env, store, sets, CPU, data_sha256=found[0]
         )  # fmt: skip
     except ClusterDDPError as error:
         return f"{type(error).__name__}: {error}"

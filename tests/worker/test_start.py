@@ -13,7 +13,6 @@ from clusterddp.checkpoints.files import name_of
 from clusterddp.data import mnist, prepare
 from clusterddp.data.synthetic import synthesise
 from clusterddp.errors import CheckpointError, DataError, TrainingError
-from clusterddp.request import train_config
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded, begin
@@ -151,7 +150,7 @@ def test_a_batch_size_that_was_changed_on_purpose_counts_for_the_ranks_there_are
     assert (agreed.global_batch_size, agreed.batch_size, agreed.reference_world_size) == (30, 10, 3)
 
 
-@pytest.mark.parametrize(("name", "value"), [("model", "other"), ("dataset", "mnist")])
+@pytest.mark.parametrize(("name", "value"), [("model", "mlp"), ("dataset", "mnist")])
 def test_another_model_or_dataset_is_refused_always(
     name: str,
     value: str,
@@ -160,7 +159,6 @@ def test_another_model_or_dataset_is_refused_always(
     alone: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(train_config, "MODELS", ("convnet", "other"))
     train_alone(config(synthetic_dir), tmp_path / "run", 1)
     (tmp_path / "run/resolved.json").unlink()  # not even where the record was lost
     monkeypatch.setattr(prepare, "ensure", lambda *_, **__: None)
