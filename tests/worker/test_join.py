@@ -81,6 +81,7 @@ def ranks(tmp_path: Path, synthetic_dir: Path) -> Ranks:
     return Ranks(tmp_path, synthetic_dir)
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_node_reads_and_each_writes_what_is_its_own(ranks: Ranks) -> None:
     first = ranks.train("--max-steps=2")
     again = ranks.train("--max-steps=4")
