@@ -16,17 +16,6 @@ _exit_code = 1
 """Python's own code after a traceback, until `end` sets another."""
 
 
-def main() -> NoReturn:
-    """Run the command and exit with its code."""
-    begin()
-    from clusterddp.cli.main import main as run  # click, and all else, below `begin`
-
-    try:
-        run()
-    except SystemExit as leaving:
-        end(leaving)
-
-
 def begin() -> None:
     """Switch the garbage collector off until `go_on`, before anything else is imported."""
     gc.disable()
