@@ -15,58 +15,59 @@ from clusterddp.version import __version__
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# name -> (module in clusterddp.cli that holds `command`, its line in the overview)
+# A command is the module of its name in clusterddp.cli.commands, which holds `command`; its line
+# stands in the overview. Those without one are called by batch scripts.
 COMMANDS = {
-    "submit": ("submit", "Render, check and submit a run to Slurm."),
-    "debug": ("debug", "Train in this very process, or in --procs N of them."),
-    "compare": ("compare", "Train on one device and on several: a table, and a picture."),
-    "train": ("train", "What every task runs; also by hand and under torchrun."),
-    "exec": ("exec", "Derive the distributed environment and become COMMAND."),
-    "env": ("env", "Show who this task is, and where each value came from."),
-    "jobs": ("jobs", "List the runs."),
-    "status": ("status", "Show how a run is doing."),
-    "logs": ("logs", "Show or follow the logs of a run."),
-    "checkpoints": ("checkpoints", "List and verify the checkpoints of a run."),
-    "report": ("report", "Show what runs achieved, also as a page of HTML."),
-    "stop": ("stop", "Ask a run to save and leave."),
-    "cancel": ("cancel", "Cancel a run."),
-    "resubmit": ("resubmit", "Submit a run once more: it goes on from its last checkpoint."),
-    "data": ("data", "Fetch, check, import or synthesise the dataset."),
-    "templates": ("templates", "List, show or copy the sbatch templates."),
-    "site": ("site", "Show each setting in force and where it came from."),
-    "completion": ("completion", "Print the completion script of a shell."),
-    "begin": ("begin", ""),
-    "finish": ("finish", ""),
-    "watch-step": ("watch_step", ""),
+    "submit": "Render, check and submit a run to Slurm.",
+    "debug": "Train in this very process, or in --procs N of them.",
+    "compare": "Train on one device and on several: a table, and a picture.",
+    "train": "Train as one rank: in a task of a run, by hand or under torchrun.",
+    "exec": "Derive the distributed environment and become COMMAND.",
+    "env": "Show who this task is, and where each value came from.",
+    "jobs": "List the runs.",
+    "status": "Show how a run is doing.",
+    "logs": "Show or follow the logs of a run.",
+    "checkpoints": "List and verify the checkpoints of a run.",
+    "report": "Show what runs achieved, also as a page of HTML.",
+    "stop": "Ask a run to save and leave.",
+    "cancel": "Cancel a run.",
+    "resubmit": "Submit a run once more: it resumes from its last checkpoint.",
+    "data": "Fetch, check, import or synthesise the dataset.",
+    "templates": "List, show or copy the sbatch templates.",
+    "site": "Show each setting in force and where it came from.",
+    "completion": "Print the completion script of a shell.",
+    "begin": "",
+    "finish": "",
+    "watch-step": "",
 }
-HIDDEN = {"begin", "finish", "watch-step"}
-# They read, print and leave, whatever they are asked; `submit` says itself when it does more.
 QUICK = {"submit", "jobs", "status", "report", "templates", "site", "completion"}
+"""Commands that read, print and leave; `submit` calls `startup.go_on` itself when it does more."""
 
 
 class LazyGroup(click.Group):
     """A group that knows its subcommands by name, and imports one only to run it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for name in COMMANDS if name not in HIDDEN]
+        return [name for name, line in COMMANDS.items() if line]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"clusterddp.cli.commands.{COMMANDS[cmd_name][0]}")
+        name = cmd_name.replace("-", "_")
+        module = importlib.import_module(f"clusterddp.cli.commands.{name}")
         if cmd_name not in QUICK:
             startup.go_on()
         command: click.Command = module.command
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The names of the commands, without importing them; options as click gives them."""
+        """Offer the commands' names without importing them, and options as click does."""
         from click.shell_completion import CompletionItem
 
         if incomplete.startswith("-"):
             return click.Command.shell_complete(self, ctx, incomplete)
         return [
-            CompletionItem(name, help=COMMANDS[name][1])
+            CompletionItem(name, help=COMMANDS[name])
             for name in self.list_commands(ctx)
             if name.startswith(incomplete)
         ]
@@ -84,14 +85,14 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
 
 
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, 75 stopped and "
-    "can go on, 130 interrupted.",
+    "can resume, 130 interrupted.",
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:

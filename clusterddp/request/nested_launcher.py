@@ -70,12 +70,12 @@ class NestedLauncher:
 
     @property
     def agents(self) -> bool:
-        """True where it starts torchrun's agents, as the template `torchrun.sbatch.j2` does."""
+        """Return whether it starts torchrun's agents, as the template `torchrun.sbatch.j2` does."""
         return self.name in _OF_TORCH
 
     @property
     def instead(self) -> tuple[str, ...] | None:
-        """The COMMAND with the launcher taken out; None where its program was not made out."""
+        """Return the COMMAND without the launcher; None where its program was not made out."""
         if self.head is None:
             return None
         return (*self.command[: self.first], *self.head, *self.command[self.last :])
@@ -91,15 +91,15 @@ class LauncherInScript:
 
 
 def find(command: Sequence[str]) -> NestedLauncher | None:
-    """The launcher that `command` starts: by itself, behind env, nice …, or through `bash -c`."""
+    """Return the launcher that `command` starts: itself, behind env, nice …, or by `bash -c`."""
     return _find(list(command), in_shell=False)
 
 
 def in_script(command: Sequence[str], folder: Path) -> LauncherInScript | None:
-    """The first launcher in the shell script that `command` starts in `folder`; None without one.
+    """Return the first launcher in the shell script that `command` starts in `folder`, or None.
 
-    The first 64 KiB are read. A line may stand behind a condition or a variable, so what is found
-    is no proof.
+    The first 64 KiB are read. A line may stand behind a condition or a variable, so a launcher in
+    it is no proof.
     """
     name, is_shell = _script(list(command))
     if not name:
@@ -112,19 +112,19 @@ def in_script(command: Sequence[str], folder: Path) -> LauncherInScript | None:
         with Path(path).open("rb") as file:
             text = file.read(_MOST_SCRIPT_BYTES).decode(errors="replace")
     except (OSError, ValueError):
-        return None  # whoever starts it will hear of that
+        return None  # the task that starts it reports that
     if not is_shell and not _SHEBANG_OF_A_SHELL.match(text):
         return None
     for words, starts in _shell_commands(text):
-        found = _find(words, in_shell=True)
-        if found:
-            line = text.count("\n", 0, starts[found.first]) + 1
-            return LauncherInScript(name, line, found.name)
+        launcher = _find(words, in_shell=True)
+        if launcher:
+            line = text.count("\n", 0, starts[launcher.first]) + 1
+            return LauncherInScript(name, line, launcher.name)
     return None
 
 
 def _script(command: list[str]) -> tuple[str, bool]:
-    """The file that the command starts, and whether a shell reads it whatever its first line."""
+    """Return the file that the command starts, and whether a shell reads it in any case."""
     at = _at_program(command, in_shell=False)
     if at >= len(command) or PurePath(command[at]).name not in _SHELLS:
         return "".join(command[at : at + 1]), False
@@ -157,9 +157,9 @@ def _named(words: list[str], at: int, names: frozenset[str]) -> tuple[str, int]:
 
 
 def _at_program(words: list[str], *, in_shell: bool) -> int:
-    """The index of the word that names the program, behind assignments and wrappers.
+    """Return the index of the word that names the program, behind assignments and wrappers.
 
-    It is that of the option `-S` where env splits a string.
+    Where env splits a string it is the index of the option `-S`.
     """
     at = 0
     while at < len(words):
@@ -181,7 +181,7 @@ def _at_program(words: list[str], *, in_shell: bool) -> int:
 
 
 def _shell_operand(words: list[str], at: int) -> tuple[int, int]:
-    """The index of a shell's `-c` string, or 0, and that of its first operand."""
+    """Return the index of a shell's `-c` string, or 0, and of its first operand."""
     string, index = False, at + 1
     while index < len(words) and words[index].startswith("-"):
         word = words[index]
@@ -191,22 +191,22 @@ def _shell_operand(words: list[str], at: int) -> tuple[int, int]:
 
 
 def _in_string(words: list[str], index: int) -> NestedLauncher | None:
-    """The launcher in a word that a shell reads as a line of its own; there is none at 0."""
+    """Return the launcher in a word that a shell reads as a line of its own; index 0 has none."""
     text = words[index] if 0 < index < len(words) else ""
     for inner, starts in _shell_commands(text):
-        found = _find(inner, in_shell=True)
-        if found is None:
+        launcher = _find(inner, in_shell=True)
+        if launcher is None:
             continue
         line = None
-        if found.head is not None:  # the rest of the string stays as it is, quotes and all
-            rest = text[starts[found.last] :] if found.last < len(starts) else ""
-            line = (text[: starts[found.first]] + f"{shlex.join(found.head)} {rest}".strip(),)
-        return replace(found, command=tuple(words), first=index, last=index + 1, head=line)
+        if launcher.head is not None:  # the rest of the string stays as it is, quotes and all
+            rest = text[starts[launcher.last] :] if launcher.last < len(starts) else ""
+            line = (text[: starts[launcher.first]] + f"{shlex.join(launcher.head)} {rest}".strip(),)
+        return replace(launcher, command=tuple(words), first=index, last=index + 1, head=line)
     return None
 
 
 def _of_python(words: list[str], at: int) -> NestedLauncher | None:
-    """A launcher that Python runs as a module (`-m`), or by the path of its script."""
+    """Return the launcher that Python runs as a module (`-m`), or by the path of its script."""
     index = at + 1
     while index < len(words) and (option := _PYTHON_OPTION.fullmatch(words[index])):
         flags, letter, value = option.groups()
@@ -272,9 +272,9 @@ _SHELL_PARTS = re.compile(
 
 
 def _shell_commands(text: str) -> Iterator[tuple[list[str], list[int]]]:
-    """Each simple command of shell text: its words without quotes, and where each of them begins.
+    """Yield each simple command of shell text: its words without quotes, and where each begins.
 
-    Nothing is expanded, and what is no well-formed shell is passed over.
+    Nothing is expanded, and text that is no well-formed shell is passed over.
     """
     words: list[str] = []
     starts: list[int] = []

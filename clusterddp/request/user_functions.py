@@ -1,7 +1,7 @@
-"""A person's own function by reference, `package.module:function`: its form, where it lies, itself.
+"""User functions by reference, `package.module:function`: found, checked and imported.
 
-It is looked for as Python looks for a module, from the folder in which the command was typed. On
-the submitting side it is found without running anything of it; on the tasks it is imported.
+Modules are looked up as Python does, from the folder in which the command was typed. The submitting
+side finds a function without running anything of it; the tasks import it.
 """
 
 import os
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clusterddp.errors import RequestError, TrainingError, is_debuggers_quit
 
@@ -21,12 +21,12 @@ FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def is_reference(value: str) -> bool:
-    """Whether it has the form `package.module:function`."""
+    """Return whether a value has the form `package.module:function`."""
     return FORM.fullmatch(value) is not None
 
 
 def find(reference: str, folder: Path) -> Path | None:
-    """The file of the module: from this folder first, then where Python looks; None without one.
+    """Return the file of the module, from this folder first, then Python's path; None without one.
 
     Nothing is run: parents are not imported, as importlib.util.find_spec would.
     """
@@ -34,26 +34,26 @@ def find(reference: str, folder: Path) -> Path | None:
     from importlib.machinery import PathFinder
 
     head, *rest = reference.partition(":")[0].split(".")
-    found = PathFinder.find_spec(head, [str(folder)])
-    if found is None or found.loader is None:
+    spec = PathFinder.find_spec(head, [str(folder)])
+    if spec is None or spec.loader is None:
         try:
             installed = importlib.util.find_spec(head)  # also by the finders of editable installs
         except ValueError:  # a module that Python has made without one, such as __main__
             installed = None
         # A bare folder hides nothing that is installed, and nothing but that hides it.
-        if found is None or (installed is not None and installed.has_location):
-            found = installed
+        if spec is None or (installed is not None and installed.has_location):
+            spec = installed
     for part in rest:
-        if found is None or found.submodule_search_locations is None:
+        if spec is None or spec.submodule_search_locations is None:
             return None
-        found = PathFinder.find_spec(part, list(found.submodule_search_locations))
-    if found is None or not found.has_location or not found.origin:
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+    if spec is None or not spec.has_location or not spec.origin:
         return None
-    return Path(found.origin)
+    return Path(spec.origin)
 
 
 def locate(option: str, reference: str, folder: Path) -> Path:
-    """The file that holds the function, as `find` does.
+    """Return the file that holds the function, as `find` does.
 
     Raises RequestError when there is no such module, or when its file does not define that name.
     """
@@ -77,7 +77,7 @@ def locate(option: str, reference: str, folder: Path) -> Path:
     return path
 
 
-def load(reference: str) -> Callable[..., Any]:
+def load(reference: str) -> Callable[..., object]:
     """Import the function. Raises TrainingError as `running` does, or when it is not there."""
     import importlib
 
@@ -87,23 +87,22 @@ def load(reference: str) -> Callable[..., Any]:
         sys.path.insert(0, here)
     with running(reference):
         module = importlib.import_module(name)
-        found = getattr(module, function, None)
-    if not callable(found):
-        seen = f"is {type(found).__name__}" if hasattr(module, function) else "is not there"
+        loaded: object = getattr(module, function, None)
+    if not callable(loaded):
+        problem = f"is {type(loaded).__name__}" if hasattr(module, function) else "is not there"
         raise TrainingError(
-            f"{reference}: {function} {seen} in {getattr(module, '__file__', name)}; expected a "
+            f"{reference}: {function} {problem} in {getattr(module, '__file__', name)}; expected a "
             "function. Another module of that name comes first if that is not your file."
         )
-    function_found: Callable[..., Any] = found
-    return function_found
+    return loaded
 
 
 @contextmanager
 def running(reference: str) -> Iterator[None]:
-    """Around a person's own code: what it raises, in a line that a verdict can carry.
+    """Run a user's code, and put what it raises into a line that a verdict can carry.
 
-    Raises TrainingError for whatever the code raises; the traceback, which the person needs, goes
-    to stderr, which is the rank's log.
+    Raises TrainingError for any exception of the code; the traceback goes to stderr, which is the
+    rank's log.
     """
     try:
         yield
@@ -121,7 +120,7 @@ def running(reference: str) -> Iterator[None]:
 
 
 def _names(path: Path) -> set[str]:
-    """What a file defines or imports at its top level; `*` where it imports a star."""
+    """Return the names that a file defines or imports at its top level; `*` for a star import."""
     import ast
 
     names: set[str] = set()
@@ -136,7 +135,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _top_level(nodes: "Iterable[ast.AST]") -> "Iterator[ast.AST]":
-    """Every node but those within functions and classes, whose names are their own."""
+    """Yield the nodes outside of functions and classes, whose names are local."""
     import ast
 
     for node in nodes:
