@@ -7,19 +7,17 @@ replace one block. Rendering is pure: the same spec gives the same bytes.
 
 import contextlib
 import importlib.util
-import os
 import re
 import shlex
 import sys
 from pathlib import Path
 from typing import NoReturn
 
-import jinja2.compiler
 from jinja2 import (
     BaseLoader,
-    BytecodeCache,
     ChoiceLoader,
     Environment,
+    FileSystemBytecodeCache,
     FileSystemLoader,
     PrefixLoader,
     StrictUndefined,
@@ -188,6 +186,7 @@ def _context(spec: JobSpec) -> dict[str, object]:
 def _jinja(template_folder: Path | None) -> Environment:
     folder = shipped_folder()
     shipped = FileSystemLoader(folder)
+    compiled = importlib.util.cache_from_source(str(folder / "_.py"))
     loaders: list[BaseLoader] = [shipped, PrefixLoader({"shipped": shipped})]
     if template_folder:
         loaders.insert(0, FileSystemLoader(template_folder))
@@ -198,63 +197,32 @@ def _jinja(template_folder: Path | None) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
-        bytecode_cache=CompiledTemplates(folder),
+        bytecode_cache=_CompiledTemplates(str(Path(compiled).parent)),
     )
     environment.filters["sh"] = shell_word
     return environment
 
 
-class CompiledTemplates(BytecodeCache):
-    """Keeps what Jinja makes of a folder's templates, which takes longer than to render them.
+class _CompiledTemplates(FileSystemBytecodeCache):
+    """Keeps compiled templates in `__pycache__`, as Python keeps modules.
 
-    Python's own way with modules: in `__pycache__` beside them, or below PYTHONPYCACHEPREFIX,
-    unless PYTHONDONTWRITEBYTECODE is set or nothing can be written there. What is kept is code, so
-    nothing is read that somebody else could have written. A person's own templates are not kept.
+    Compiling takes longer than rendering. Nothing is written where PYTHONDONTWRITEBYTECODE is set
+    or the folder is read-only.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._owner = folder.stat().st_uid
-
-    def get_cache_key(self, name: str, filename: str | None = None) -> str:
-        """The path of the compiled form; empty for a template of another folder."""
-        if filename is None or os.path.dirname(filename) != str(self._folder):  # noqa: PTH120
-            return ""
-        return f"{importlib.util.cache_from_source(filename).removesuffix('.pyc')}.jinja"
-
-    def get_source_checksum(self, source: str) -> str:
-        """What it was made from: the text, where it lies (for messages), and this very compiler."""
-        compiler = os.stat(jinja2.compiler.__file__)  # noqa: PTH116
-        made_by = f"{compiler.st_size} {compiler.st_mtime_ns}"
-        return super().get_source_checksum(f"{self._folder} {made_by}\n{source}")
-
     def load_bytecode(self, bucket: Bucket) -> None:
-        if not bucket.key:
-            return
-        path = Path(bucket.key)
         try:
-            if self._is_ours(path.parent) and self._is_ours(path):
-                bucket.bytecode_from_string(path.read_bytes())
-        except OSError:
-            pass  # there is none yet
+            super().load_bytecode(bucket)
         except Exception:  # whatever pickle and marshal raise on a damaged file
             bucket.reset()
 
     def dump_bytecode(self, bucket: Bucket) -> None:
-        if not bucket.key or sys.dont_write_bytecode:
+        if sys.dont_write_bytecode:
             return
-        from clusterddp.run.files import write_atomically
-
-        path = Path(bucket.key)
-        with contextlib.suppress(OSError):  # somebody else's installation: it works without
-            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            write_atomically(path, bucket.bytecode_to_string())
-            path.chmod(0o644)
-
-    def _is_ours(self, path: Path) -> bool:
-        """Whether only this user, the owner of the templates or root can have written it."""
-        found = path.stat()
-        return found.st_uid in (os.geteuid(), self._owner, 0) and not found.st_mode & 0o022
+        with contextlib.suppress(OSError):  # another user's installation: it works without
+            Path(self.directory).mkdir(parents=True, exist_ok=True)
+            super().dump_bytecode(bucket)
+            Path(self.directory, self.pattern % (bucket.key,)).chmod(0o644)
 
 
 def _blame(error: Exception, folders: list[Path]) -> NoReturn:
