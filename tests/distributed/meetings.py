@@ -13,7 +13,7 @@ from clusterddp.distributed.rendezvous import agree, open_store
 from clusterddp.errors import TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 def env(rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> DistEnv:

@@ -27,7 +27,7 @@ from tests.training.ranks import _CONTEXT as CONTEXT
 from tests.waiting import PATIENCE, wait_for
 
 # A rank whose processor is given to other tests is not to look like one that hangs.
-SILENT_SECONDS = 1.5
+SILENT_SECONDS = 2.5
 BEAT_SECONDS = 0.25
 
 DATA, BACKWARD = Phase.DATA, Phase.BACKWARD

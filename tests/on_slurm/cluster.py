@@ -110,7 +110,7 @@ class Process(subprocess.Popen[str]):
         """Kills the command and what it started in its own process group, and reaps it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.wait(timeout=10)
+        self.wait(timeout=60)
 
 
 class SlurmCluster:
@@ -194,7 +194,7 @@ class SlurmCluster:
             namespace.wait_ended()
         # Their commands were killed with the namespaces; reap the nsenters that waited for them.
         for process in (*self._daemons.values(), *self._commands):
-            process.wait(timeout=10)
+            process.wait(timeout=60)
         self._namespaces.clear()
         self._daemons.clear()
         self._commands.clear()
@@ -437,7 +437,7 @@ class SlurmCluster:
             return not pids
 
         try:
-            _until(empty, 10, "the host's processes to end")
+            _until(empty, 60, "the host's processes to end")
         except TimeoutError as error:
             message = f"{host} still runs {self.processes(host)} 10 s after SIGKILL"
             raise self._error(message) from error
@@ -657,7 +657,7 @@ class SlurmCluster:
                 start_new_session=True,
             )
 
-    def _wait_daemon(self, name: str, ready: Callable[[], bool], timeout: float = 30) -> None:
+    def _wait_daemon(self, name: str, ready: Callable[[], bool], timeout: float = 90) -> None:
         daemon = self._daemons[name]
 
         def ready_or_dead() -> bool:
@@ -670,7 +670,7 @@ class SlurmCluster:
         if daemon.returncode is not None:
             raise self._error(f"the daemon of {name} ended with {daemon.returncode}")
 
-    def _stop(self, name: str, sig: signal.Signals = signal.SIGKILL, timeout: float = 30) -> None:
+    def _stop(self, name: str, sig: signal.Signals = signal.SIGKILL, timeout: float = 90) -> None:
         daemon = self._daemons[name]
         daemon.send_signal(sig)
         try:
@@ -741,7 +741,7 @@ class _Namespace:
                 start_new_session=True,  # Ctrl-C is ours to handle
             )
 
-    def wait_ready(self, timeout: float = 30) -> None:
+    def wait_ready(self, timeout: float = 90) -> None:
         assert self.init.stdout is not None
         readable, _, _ = select.select([self.init.stdout], [], [], timeout)
         line = self.init.stdout.readline() if readable else ""
@@ -793,7 +793,7 @@ class _Namespace:
         for pid in _children(self.init.pid):
             _kill(pid)
 
-    def wait_ended(self, timeout: float = 30) -> None:
+    def wait_ended(self, timeout: float = 90) -> None:
         """Waits until the first process, and with it all others of the host, is gone."""
         assert self.init.stdout is not None
         try:

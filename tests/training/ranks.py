@@ -10,7 +10,7 @@ from typing import Any
 # Imported once by the server from which the ranks are forked: seconds for every test otherwise.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torchvision", "clusterddp.training.loop"])
-PATIENCE = 60
+PATIENCE = 120
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

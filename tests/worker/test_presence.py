@@ -54,7 +54,7 @@ def test_an_attempt_that_a_later_one_follows_is_told(attempt: Attempt) -> None:
         wait_for(attempt.alive.exists, "a sign of life")
         assert not told.is_set()
         begin(attempt.run)
-        assert told.wait(30)
+        assert told.wait(90)
 
 
 def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
@@ -73,7 +73,7 @@ def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
         attempt.stop.touch()
         wait_for(lambda: request.reason, "the request")
         begin(attempt.run)
-        assert told.wait(30)
+        assert told.wait(90)
     assert sum("No space left on device" in line for line in logged) == 1
 
 

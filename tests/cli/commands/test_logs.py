@@ -396,7 +396,7 @@ class Follower:
         )
         self.seen = b""
 
-    def wait_for(self, text: str, timeout: float = 30) -> None:
+    def wait_for(self, text: str, timeout: float = 90) -> None:
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
         while text.encode() not in self.seen:
