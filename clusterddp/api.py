@@ -19,9 +19,9 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events, follow
 from clusterddp.run import stop as stopping
-from clusterddp.run.attempt_logs import of_attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.files import read_json
+from clusterddp.run.logs import of_attempt
 from clusterddp.run.lookup import DEFAULT_ROOT, all_runs, statuses
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import RunStatus

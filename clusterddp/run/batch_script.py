@@ -5,24 +5,40 @@ attempt where one is due, and returns the exit code with which the job is to end
 the first failure behind the ranks that it ended for it.
 """
 
+import contextlib
 import os
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from clusterddp import log
-from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmError
+from clusterddp.request.spec import EXPEDITE, submission_comment
 from clusterddp.run import attempt as attempts
-from clusterddp.run import attempt_logs, events, next_start, restart_policy
-from clusterddp.run.attempt import Attempt, NotStarted
-from clusterddp.run.attempt_logs import of_attempt
+from clusterddp.run import events, logs, restart_policy
+from clusterddp.run.attempt import Attempt, NotStarted, Superseded
 from clusterddp.run.events import Failure
 from clusterddp.run.files import read_json
-from clusterddp.run.job_log import say
+from clusterddp.run.logs import of_attempt, print_to_job_log
 from clusterddp.run.restart_policy import Policy, Start, decide, gained, starts_since_submission
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.verdict import judge, stop_asked
-from clusterddp.slurm.own_job import is_rehearsal, own_name
+from clusterddp.slurm import control, requeue_exit
+from clusterddp.slurm.own_job import (
+    Ending,
+    ending,
+    is_rehearsal,
+    own_name,
+    requeued_after_grace,
+)
+from clusterddp.slurm.sbatch import sbatch
 
+T = TypeVar("T")
+P = ParamSpec("P")
+
+PATIENCE_SECONDS = 600.0
+"""How long a controller may be away before the run gives up on it."""
+_PAUSE_SECONDS = 5.0
 _MOST_CHANGES = 20
 _LAST_LINES = 10
 
@@ -52,17 +68,17 @@ def begin(
         job["array_element"] = name
     if restart and _is_done(run, job_id):
         words = f"{run.name} is done, so this start of job {job_id} has nothing left to do"
-        next_start.record(
+        _record(
             run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words
         )
         raise RunIsDone(words)
     try:
         attempt = _make_attempt(run, job_id, max_requeues, patience)
     except Exception as error:
-        next_start.record(run, events.Started, **job)
+        _record(run, events.Started, **job)
         expected = isinstance(error, ClusterDDPError)
         bug = f"'clusterddp begin' failed: {type(error).__name__}: "
-        next_start.record(
+        _record(
             run,
             events.Ended,
             job_id=job_id,
@@ -72,11 +88,11 @@ def begin(
             why=f"{'' if expected else bug}{error}",
         )
         raise
-    next_start.record(run, events.Started, **job, attempt=attempt.number)
+    _record(run, events.Started, **job, attempt=attempt.number)
     try:
         _note_changed_code(attempt, code_changes(run))
     except (ClusterDDPError, OSError) as error:  # a remark, which must not end the attempt
-        say(f"clusterddp: the code cannot be compared: {error}", err=True)
+        log.info(f"the code cannot be compared: {error}")
     return attempt
 
 
@@ -92,12 +108,12 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     if end.failure:
         _show_last_words(attempt, end.failure)
     for line in end.lines:
-        say(f"clusterddp: {line}")
+        log.info(f"{line}")
     is_stop_asked = stop_asked(attempt, job_id)
     earlier = [start for start in starts_since_submission(run) if start.attempt != attempt.number]
     starts = [*earlier, Start(attempt.number, end.cause, gained(attempt))]
     decision = decide(policy, end.cause, starts, stop_asked=is_stop_asked, how=end.how)
-    next_start.record(
+    _record(
         run,
         events.Ended,
         job_id=job_id,
@@ -114,26 +130,35 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     )
     attempt.remove_leftovers()
     if decision.go_on:
-        requeued = next_start.start(run, attempt, job_id, restart, decision.why)
+        requeued = _start_again(run, attempt, job_id, restart, decision.why)
         # A job that is over must not say that the run is done: an afterok would believe it.
         return 0 if requeued else end.exit_code
     if end.cause == restart_policy.REQUEUED:
         if is_stop_asked:
-            next_start.withdraw(run, job_id)
-        say(f"clusterddp: {decision.why}")
+            _withdraw(run, job_id)
+        log.info(f"{decision.why}")
         return 0
     # Of a failure Slurm itself decides whether it was the hardware's, and starts the job again.
     if end.cause not in (restart_policy.DONE, restart_policy.FAILED, restart_policy.SUPERSEDED):
-        next_start.let_job_end(run, job_id, preempted=end.cause == restart_policy.PREEMPTED)
+        _let_job_end(run, job_id, preempted=end.cause == restart_policy.PREEMPTED)
     if end.cause == restart_policy.CANCELLED:
-        say(f"clusterddp: go on with: {run.resubmission}")
+        log.info(f"go on with: {run.resubmission}")
     elif end.cause not in (restart_policy.DONE, restart_policy.SUPERSEDED):
-        say(f"clusterddp: the run does not go on by itself: {decision.why}")
+        log.info(f"the run does not go on by itself: {decision.why}")
         if end.cause != restart_policy.FAILED or gained(attempt) is not None:
-            say(f"clusterddp: go on with: {run.resubmission}")
+            log.info(f"go on with: {run.resubmission}")
     if end.exit_code and end.cause != restart_policy.CANCELLED and not is_rehearsal(os.environ):
-        next_start.warn_of_requeue_exit(run, end.exit_code)
+        _warn_of_requeue_exit(run, end.exit_code)
     return end.exit_code
+
+
+def go_to_submission_folder() -> None:
+    """Where the person was: a name or a path that is shown, and the next job, start from there.
+
+    The script itself may be in the copy of the person's code.
+    """
+    with contextlib.suppress(OSError):
+        os.chdir(os.environ.get("SLURM_SUBMIT_DIR") or ".")
 
 
 def _is_done(run: RunDir, job_id: str) -> bool:
@@ -151,7 +176,7 @@ def _is_done(run: RunDir, job_id: str) -> bool:
     if latest.read_record().get("job_id") != job_id:
         return False
     # Its ranks were done, and its script was lost before it could say so.
-    next_start.record(
+    _record(
         run,
         events.Ended,
         job_id=job_id,
@@ -175,11 +200,11 @@ def _make_attempt(run: RunDir, job_id: str, max_requeues: int, patience: float) 
                 f"not started again: {restart_policy.capped(max_requeues)}. "
                 f"Go on with: {run.resubmission}"
             )
-        with log.to(lambda line: say(f"clusterddp: {line}", err=True)):
+        with log.to(lambda line: log.info(f"{line}")):
             attempts.await_silence(run, job_id, patience)
         attempt = attempts.begin(run)
         attempt.set_room_aside()
-        attempt_logs.divide(attempt, job_id)
+        logs.divide(attempt, job_id)
         # Checked again now that the attempt can be seen: a later stop leaves its mark in it.
         _refuse_withdrawn(run, job_id)
         return attempt
@@ -211,17 +236,16 @@ def _note_new_job(run: RunDir, job_id: str) -> None:
     """Record that a person has submitted an array's element once more; sbatch notes nothing."""
     starts = [e.job_id for e in events.read(run.events) if isinstance(e, events.Started)]
     if starts and job_id not in starts:
-        next_start.record(run, events.Resubmitted, job_id=job_id)
+        _record(run, events.Resubmitted, job_id=job_id)
 
 
 def _note_changed_code(attempt: Attempt, changed: Sequence[str]) -> None:
     run, changed = attempt.run, changed[:_MOST_CHANGES]
     if changed:
-        next_start.record(run, events.CodeChanged, attempt=attempt.number, changes=tuple(changed))
-        say(
-            f"clusterddp: the code has changed since the run was submitted: {', '.join(changed)}; "
-            "this attempt uses it as it is now",
-            err=True,
+        _record(run, events.CodeChanged, attempt=attempt.number, changes=tuple(changed))
+        log.info(
+            f"the code has changed since the run was submitted: {', '.join(changed)}; "
+            "this attempt uses it as it is now"
         )
 
 
@@ -229,5 +253,188 @@ def _show_last_words(attempt: Attempt, failure: Failure) -> None:
     """Print the end of the failing rank's log beside the verdict."""
     lines = of_attempt(attempt.run.path / failure.log, attempt.number).splitlines()
     if lines:
-        say(f"--- last lines of {failure.log}:")
-        say("\n".join(lines[-_LAST_LINES:]))
+        print_to_job_log(f"--- last lines of {failure.log}:")
+        print_to_job_log("\n".join(lines[-_LAST_LINES:]))
+
+
+def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: str) -> bool:
+    """Have the run started again; returns whether it has put this very job back into the queue.
+
+    Otherwise the next job goes on in its place, or what is to be typed is said.
+    """
+    if is_rehearsal(os.environ):
+        log.info(
+            f"{why}: a cluster would put the job back into the queue now; this "
+            f"rehearsal has none. Go on with: {run.resubmission}"
+        )
+        return False
+
+    def requeued() -> None:
+        _record(run, events.Requeued, job_id=job_id, attempt=attempt.number, why=why)
+
+    if why == restart_policy.PREEMPTED and _slurm_requeues(own_name(os.environ, job_id)):
+        requeued()
+        log.info(f"{why}: Slurm puts job {job_id} back into the queue")
+        _heed_withdrawal(run, job_id, job_id)
+        return False  # and it has not ended well, should Slurm not do it
+    try:
+        _patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart))
+    except control.RequeueRefused as refused:
+        log.info(f"requeue is refused here ({refused}); submitting the next job")
+        _in_place_of(run, attempt, job_id, why)
+        return False
+    except (Superseded, _Cancelled) as error:
+        log.info(f"{error}")
+        return False
+    except SlurmError as error:
+        _give_up(attempt, job_id, why, error)
+        return False
+    requeued()
+    log.info(f"{why}: job {job_id} is back in the queue")
+    _heed_withdrawal(run, job_id, job_id)
+    return True
+
+
+def _slurm_requeues(name: str) -> bool:
+    try:
+        return requeued_after_grace(name)
+    except SlurmError:
+        return False
+
+
+class _Cancelled(ClusterDDPError):
+    """A person has cancelled the job, as was only seen once the controller was back."""
+
+
+def _requeue(name: str, restart: int) -> None:
+    """Requeue a job, unless it was cancelled: Slurm would put that back as well."""
+    word = ending(name, restart)
+    if word is Ending.UNKNOWN:
+        raise SlurmError("Slurm does not say how the job is doing")
+    if word is Ending.CANCELLED:
+        raise _Cancelled("the job was cancelled, and is not put back into the queue")
+    control.requeue(name)
+
+
+def _patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
+    """Ask Slurm again and again while its controller is away.
+
+    Raises SlurmError at the end, and Superseded once the run goes on elsewhere: this job was given
+    up meanwhile, and its number is that of its successor.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        if attempt.is_superseded:
+            raise Superseded(
+                f"attempt {attempt.number} is superseded: a later one of the run has begun"
+            )
+        try:
+            return ask()
+        except control.RequeueRefused:
+            raise
+        except SlurmError as error:
+            if time.monotonic() > deadline:
+                raise
+            log.info(f"{error}; trying again")
+        time.sleep(_PAUSE_SECONDS)  # a controller that comes back tells nobody
+
+
+def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
+    try:
+        spec = run.load_spec()
+        if spec.launcher == "submitit":
+            raise SlurmError("submitit's pickled task belongs to the job that it was made for")
+        if os.environ.get("SLURM_ARRAY_TASK_ID"):
+            raise SlurmError("a job in the place of an array's element would be no element")
+        comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
+        script = run.script.read_text()
+        successor = _patiently(attempt, lambda: sbatch(script, os.environ, comment=comment))
+        if successor == job_id:
+            raise SlurmError("sbatch gave no answer, and Slurm shows no other job of this run")
+    except (ClusterDDPError, OSError) as error:
+        _give_up(attempt, job_id, why, error)
+        return
+    _record(
+        run,
+        events.Submitted,
+        job_id=successor,
+        launcher="sbatch",
+        in_place_of=job_id,
+        attempt=attempt.number,
+        why=why,
+    )
+    log.info(f"job {successor} goes on in place of job {job_id}")
+    _heed_withdrawal(run, job_id, successor)
+
+
+def _heed_withdrawal(run: RunDir, job_id: str, successor: str) -> None:
+    """Who has asked the run to stop, or has cancelled it, meanwhile did not see what comes next."""
+    if restart_policy.withdrawn(events.read(run.events), job_id):
+        _withdraw(run, successor)
+
+
+def _withdraw(run: RunDir, job_id: str) -> None:
+    """Take a job out of the queue; one that stays there all the same starts nothing (`begin`)."""
+    _record(run, events.CancelAsked, job_id=job_id)
+    try:
+        own = job_id == os.environ.get("SLURM_JOB_ID")
+        control.cancel(own_name(os.environ, job_id) if own else job_id)
+    except SlurmError as error:
+        log.info(f"{error}")
+    log.info(f"job {job_id} is cancelled: a person has taken it back")
+
+
+def _let_job_end(run: RunDir, job_id: str, *, preempted: bool) -> None:
+    """Have a job whose run does not go on end as any other does.
+
+    Slurm may requeue one that was preempted. With --requeue=expedite it holds a job for ever whose
+    script ends with a code other than 0 on healthy nodes (REQUEUE_HOLD, seen on 26.05).
+    """
+    if is_rehearsal(os.environ):
+        return
+    name = own_name(os.environ, job_id)
+    try:
+        if (preempted and _slurm_requeues(name)) or run.load_spec().requeue == EXPEDITE:
+            control.forbid_requeue(name)
+    except ClusterDDPError as error:
+        log.info(f"{error}")
+
+
+def _give_up(attempt: Attempt, job_id: str, why: str, error: Exception) -> None:
+    run = attempt.run
+    _record(
+        run,
+        events.RequeueFailed,
+        job_id=job_id,
+        attempt=attempt.number,
+        why=why,
+        error=str(error),
+    )
+    log.info(f"this node cannot start the run again: {error}")
+    log.info(f"go on with: {run.resubmission}")
+
+
+def _warn_of_requeue_exit(run: RunDir, exit_code: int) -> None:
+    """Say so where this cluster requeues a job because of the code with which this one ends."""
+    try:
+        settings = requeue_exit.settings()
+    except SlurmError:
+        return
+    for setting in settings:
+        if requeue_exit.names(setting, exit_code):
+            log.info(
+                f"warning: slurm.conf has {setting}: Slurm requeues the job for its "
+                f"exit code {exit_code}. Take it out with: clusterddp cancel {run.shown}"
+            )
+
+
+def _record(
+    run: RunDir, event: Callable[P, events.Event], *args: P.args, **fields: P.kwargs
+) -> None:
+    """Add an event; a run directory that is gone or full costs the record, not the run."""
+    try:
+        events.add(run.events, event, *args, **fields)
+    except OSError as error:
+        kind = event(*args, **fields).kind
+        line = f"clusterddp: cannot record {kind!r} in {run.events}: {error.strerror}."
+        print_to_job_log(line, err=True)

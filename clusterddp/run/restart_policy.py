@@ -1,6 +1,6 @@
-"""What becomes of a run when one of its attempts has ended: another one, or not, and why.
+"""Decides whether another attempt of a run follows the one that has ended, and why.
 
-Pure: from the run's records and Slurm's word to a decision; `runs.next_start` carries it out.
+Pure: from the run's records and Slurm's word to a decision; `batch_script` carries it out.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from clusterddp.run.run_dir import RunDir
 DONE = "done"
 FAILED = "failed"
 CANCELLED = "cancelled"
-"""By a person."""
+"""A person cancelled the job."""
 STOPPED = "stopped"
-"""By `clusterddp stop`, after saving."""
+"""`clusterddp stop` asked for it, after saving."""
 SIGNAL = "signal"
 """Slurm's signal ahead of the time limit, or one like it, and the ranks have saved."""
 TIME_LIMIT = "time limit"
@@ -47,13 +47,13 @@ _FRUITLESS_STARTS = 2
 
 @dataclass(frozen=True)
 class Policy:
-    """What the request says of further starts."""
+    """Further starts that the request allows."""
 
     requeue: bool
     max_requeues: int
-    """Starts after the first, whoever caused them."""
+    """Most starts after the first, whatever the cause."""
     restart_on_failure: int
-    """Of these, how many may follow a crash."""
+    """Most of these that may follow a crash."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
 from clusterddp.run import events, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.attempt_logs import of_attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.files import read_json
+from clusterddp.run.logs import of_attempt
 from clusterddp.run.outcome import failure_of, first_failure, first_killed, read_outcomes
 from clusterddp.run.restart_policy import gained, starts_since_submission
 from clusterddp.run.run_dir import RunDir

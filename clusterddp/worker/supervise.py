@@ -27,7 +27,7 @@ from clusterddp.errors import (
 )
 from clusterddp.processes.parent_death import die_with_parent
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.run import attempt_logs
+from clusterddp.run import logs
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.task_error import LONGEST_MESSAGE, TaskError
 from clusterddp.run.task_record import TaskRecord
@@ -57,7 +57,7 @@ def supervise(
     """
     record = TaskRecord(RunDir(run_dir), env, attempt)
     if attempt is not None:
-        attempt_logs.divide_own(attempt, os.environ)
+        logs.divide_own(attempt, os.environ)
     # Blocked from before the fork until both sides have their handlers, so that no signal ends
     # the parent and none is lost to the child.
     previous_mask: set[int] = set(signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS))

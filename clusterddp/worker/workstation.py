@@ -28,7 +28,7 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run import attempt_logs, events
+from clusterddp.run import events, logs
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.outcome import first_failure, read_outcomes
@@ -95,7 +95,7 @@ def train(
     run.make(run.logs)
     attempts.await_silence(run, "", config.rendezvous_timeout)
     attempt = attempts.begin(run)
-    attempt_logs.divide(attempt, "")
+    logs.divide(attempt, "")
     with TaskGroup() as group:
         stopping = _Stopping(group, attempt)
         with stopping:

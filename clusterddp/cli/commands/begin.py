@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 
+from clusterddp import log
 from clusterddp.errors import EXIT_DONE, ClusterDDPError
 from clusterddp.run import batch_script, restart_policy
 from clusterddp.run.attempt import NotStarted
-from clusterddp.run.job_log import say
+from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.run_dir import RunDir
 
 
@@ -33,19 +34,20 @@ def command(
     or_done: bool,
 ) -> int:
     """Make the directory of the run's next attempt and print its number."""
-    try:
-        attempt = batch_script.begin(
-            RunDir(run_dir), job_id, restart, nodelist, max_requeues, patience, _code_changes
-        )
-    except batch_script.RunIsDone as error:
-        if not or_done:
-            raise NotStarted(f"{error}.") from None  # a script would go on after exit code 0
-        say(f"clusterddp: {error}", err=True)
-        click.echo(restart_policy.DONE)
-        return EXIT_DONE
-    except ClusterDDPError as error:
-        say(f"clusterddp: {error}", err=True)
-        return error.exit_code
+    with log.to(lambda line: print_to_job_log(f"clusterddp: {line}", err=True)):
+        try:
+            attempt = batch_script.begin(
+                RunDir(run_dir), job_id, restart, nodelist, max_requeues, patience, _code_changes
+            )
+        except batch_script.RunIsDone as error:
+            if not or_done:
+                raise NotStarted(f"{error}.") from None  # a script would go on after exit code 0
+            log.info(str(error))
+            click.echo(restart_policy.DONE)
+            return EXIT_DONE
+        except ClusterDDPError as error:
+            log.info(str(error))
+            return error.exit_code
     click.echo(attempt.number)
     return EXIT_DONE
 

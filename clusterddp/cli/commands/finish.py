@@ -5,8 +5,10 @@ from pathlib import Path
 
 import click
 
-from clusterddp.run import batch_script, next_start
+from clusterddp import log
+from clusterddp.run import batch_script
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 
@@ -33,6 +35,8 @@ def command(
     """Print and record how an attempt ended, start the next where one is due; the job's code."""
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)  # the signal that ends the job must not end this
-    next_start.go_to_submission_folder()
+    batch_script.go_to_submission_folder()
     policy = Policy(requeues, max_requeues, restart_on_failure)
-    return batch_script.finish(Attempt(RunDir(run_dir), number), exit_code, job_id, restart, policy)
+    attempt = Attempt(RunDir(run_dir), number)
+    with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
+        return batch_script.finish(attempt, exit_code, job_id, restart, policy)

@@ -7,7 +7,7 @@ import click
 
 from clusterddp import log
 from clusterddp.processes.parent_death import die_with_parent
-from clusterddp.run import job_log, step_watch
+from clusterddp.run import logs, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.own_job import own_name
@@ -24,5 +24,5 @@ def command(run_dir: Path, job_id: str, number: int, script: int, ranks: int, gr
     """Watch the records of an attempt's tasks; ends together with the batch script."""
     die_with_parent(script)
     attempt = Attempt(RunDir(run_dir), number)
-    with log.to(lambda line: job_log.say(f"clusterddp: {line}")):
+    with log.to(lambda line: logs.print_to_job_log(f"clusterddp: {line}")):
         step_watch.watch(attempt, own_name(os.environ, job_id), ranks, script, grace_seconds=grace)

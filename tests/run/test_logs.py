@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.attempt_logs import divide, divide_own, of_attempt
+from clusterddp.run.logs import divide, divide_own, of_attempt
 from clusterddp.run.run_dir import RunDir
 
 

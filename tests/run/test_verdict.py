@@ -1,4 +1,4 @@
-"""`clusterddp finish`: how an attempt ended, and what follows it."""
+"""The verdict on an attempt, and what follows it: `clusterddp finish`."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clusterddp.request.spec import JobSpec, Resources
-from clusterddp.run import next_start
+from clusterddp.run import batch_script
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
@@ -516,7 +516,7 @@ def test_where_nothing_can_be_submitted_it_says_what_to_type(
 def test_a_controller_that_is_away_is_waited_for(
     workplace: Workplace, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(next_start, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(batch_script, "_PAUSE_SECONDS", 0.01)
     away = "[ -f back ] || { : >back; echo 'Unable to contact slurm controller' >&2; exit 1; }"
     slurm_says(workplace, requeue=away)
     leave(run, **PAUSED)

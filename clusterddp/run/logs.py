@@ -1,6 +1,6 @@
-"""The logs of a run, attempt by attempt: a line divides what an attempt wrote from the next.
+"""The logs of a run: written on a disk that may be full, and divided into attempts.
 
-Every log is appended to by all attempts. The start of an attempt puts the line into each log that
+Every log is appended to by all attempts. The start of an attempt puts a line into each log that
 is there, before any of its tasks can write.
 """
 
@@ -19,7 +19,7 @@ _TAIL_BYTES = 1 << 20
 
 
 def divide(attempt: Attempt, job_id: str) -> None:
-    """Write the line that begins an attempt into the logs of those before it.
+    """Write the line that begins an attempt into the existing logs.
 
     A log that cannot be written goes without: it must not cost the start.
     """
@@ -58,6 +58,41 @@ def of_attempt(log: Path, number: int) -> str:
             break
         begin = found.end() + 1
     return text[begin:end]
+
+
+def print_to_job_log(line: str, *, err: bool = False) -> None:
+    """Print a line of the job's log, from a process of the batch script.
+
+    Where the disk takes no more, this line and those after it go to slurm-JOBID.out in the folder
+    of the submission, where Slurm's users look first; a line that fits nowhere is lost.
+    """
+    stream = sys.stderr if err else sys.stdout
+    data = f"{line}\n".encode(errors="backslashreplace")
+    with contextlib.suppress(OSError):
+        stream.flush()
+        try:
+            while data:
+                data = data[os.write(stream.fileno(), data) :]
+        except OSError as error:
+            _turn_to_submission_folder(stream.fileno(), error)
+            os.write(stream.fileno(), data)
+
+
+def _turn_to_submission_folder(refused: int, error: OSError) -> None:
+    """Redirect the descriptor that was refused, and those of the same file, to that folder."""
+    job_id = os.environ.get("SLURM_JOB_ID")
+    path = Path(os.environ.get("SLURM_SUBMIT_DIR") or ".", f"slurm-{job_id}.out")
+    same = [number for number in (1, 2) if os.path.sameopenfile(number, refused)]
+    try:
+        if not job_id:
+            raise FileNotFoundError
+        other = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.write(other, f"clusterddp: the job's log takes no more: {error.strerror}\n".encode())
+    except OSError:
+        other = os.open(os.devnull, os.O_WRONLY)
+    for number in same:
+        os.dup2(other, number)
+    os.close(other)
 
 
 def _divider(number: int, job_id: str, start: str = "") -> str:
