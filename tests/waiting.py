@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterddp.processes.parent_death import die_with_parent
+from clusterddp.processes.signals import die_with_parent
 
 PATIENCE = 90
 

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from clusterddp import launchers, log
 from clusterddp.comparison.plan import Planned, Row, after
@@ -19,6 +17,7 @@ from clusterddp.comparison.results import DONE, INTERRUPTED, Trial, last_words, 
 from clusterddp.comparison.table import figures
 from clusterddp.errors import ClusterDDPError
 from clusterddp.processes.group import TaskGroup
+from clusterddp.processes.signals import Relay, held_back, send
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.follow import wait_for_end
 from clusterddp.run.run_dir import RunDir
@@ -67,27 +66,31 @@ def train_here(planned: Sequence[tuple[Row, JobSpec]]) -> tuple[list[Trial], int
     directory cannot be made.
     """
     trials = []
-    with _Passing() as passing:
+    under_way = _UnderWay()
+    with Relay(_ASKING, under_way.pass_on) as relay:
+        relay.listen()
         for number, (row, spec) in enumerate(planned, 1):
-            if passing.number:
+            if relay.number:
                 trials.append(Trial(row, why=INTERRUPTED))
                 continue
             which = f"[{number}/{len(planned)}] {row.label}"
             log.info(f"{which} …")
-            trials.append(_train(row, spec, passing))
+            trials.append(_train(row, spec, under_way))
             log.info(f"{which}: {figures(results(trials[-1:])[0])}")
-    return trials, passing.number
+    return trials, relay.number
 
 
-def _train(row: Row, spec: JobSpec, passing: "_Passing") -> Trial:
+def _train(row: Row, spec: JobSpec, under_way: "_UnderWay") -> Trial:
     with RunDir.create(spec, None) as run:
         # Of several ranks each has its own log, and rank 0's is copied to where debug prints.
         log = run.rank_log(0) if row.ranks == 1 else run.job_log
         with TaskGroup() as group:
-            passing.start(group, _argv(row, spec), _environment(row), log)
+            with held_back(_ASKING):  # until it can be passed on
+                group.start(_argv(row, spec), _environment(row), log)
+                under_way.group = group
             [code] = group.wait()
         found = trial(row, run, run_status(run, {}))
-    if code and passing.number:
+    if code and under_way.requests:
         return Trial(row, run.name, INTERRUPTED)
     if code and found.state in (CREATED, DONE):  # before it began, or after it had said its end
         return Trial(row, run.name, FAILED, last_words(run) or f"exit code {code}")
@@ -116,51 +119,25 @@ def _some_gpus(row: Row) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[: row.devices])}
 
 
-class _Passing:
-    """Passes a request to stop on to the run under way. A context, outside of which signals have
-    their former meaning."""
+class _UnderWay:
+    """The run that trains now, to which a request to stop is passed on."""
 
     def __init__(self) -> None:
-        self.number = 0
-        """The signal that asked; a Ctrl-C counts above the others."""
-        self._times = 0
-        self._group: TaskGroup | None = None
-        self._before: dict[int, Any] = {}
+        self.group: TaskGroup | None = None
+        self.requests = 0
 
-    def __enter__(self) -> "_Passing":
-        for number in _ASKING:
-            # An ignored SIGHUP is nohup's doing and meant.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._take)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def start(self, group: TaskGroup, argv: Sequence[str], env: dict[str, str], log: Path) -> None:
-        """Start the run's process; a signal in this moment waits until it can be passed on."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
-        try:
-            group.start(argv, env, log)
-            self._group = group
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _take(self, number: int, _frame: FrameType | None) -> None:
-        self.number = signal.SIGINT if signal.SIGINT in (number, self.number) else number
-        self._times += 1
-        if self._group is None:
+    def pass_on(self, number: int, _earlier: int) -> None:
+        """Ask the run to stop; the third time, kill it."""
+        self.requests += 1
+        if self.group is None:
             return
-        if self._times == 1:
+        if self.requests == 1:
             with suppress(OSError):
                 os.write(sys.stderr.fileno(), _ON_REQUEST)  # print is not for a signal's handler
-        if self._times > 2:  # its ranks die with it
-            self._group.signal_all(signal.SIGKILL)
+        if self.requests > 2:  # its ranks die with it
+            self.group.signal_all(signal.SIGKILL)
             return
-        for pid in self._group.pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        send(number, self.group.pids)
 
 
 class Interrupted(Exception):

@@ -30,7 +30,7 @@ from clusterddp.launchers.srun import (
     STEPS_VARIABLE,
     signal_session,
 )
-from clusterddp.processes.parent_death import die_with_parent
+from clusterddp.processes.signals import die_with_parent
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir

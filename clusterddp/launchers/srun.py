@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from clusterddp.processes.group import TaskGroup
-from clusterddp.processes.parent_death import die_with_parent
+from clusterddp.processes.signals import die_with_parent
 from clusterddp.slurm.hostlist import expand_nodelist
 from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
 

@@ -4,6 +4,8 @@ Waits on events only: process ends come through pidfds (Linux 5.3), output throu
 process can begin is left to `start_methods`.
 """
 
+from __future__ import annotations
+
 import codecs
 import contextlib
 import os
@@ -15,10 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
-from clusterddp.processes.handles import Call, Handle, Program
-from clusterddp.processes.parent_death import die_with_parent
+from clusterddp.processes.signals import die_with_parent
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 
 class TaskGroup:
@@ -35,7 +39,7 @@ class TaskGroup:
         kill_wait_seconds: float = 5.0,
         on_exit: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`on_exit` is told the index and the status (-N for signal N) of each task as it ends."""
+        """`on_exit` gets the index and the status (-N for signal N) of each task as it ends."""
         self._on_exit = on_exit
         self._show = _shown()
         self.kill_on_bad_exit = kill_on_bad_exit
@@ -74,13 +78,13 @@ class TaskGroup:
                 start_new_session=True,
                 preexec_fn=lambda: _begin(parent),  # noqa: PLW1509 -- only calls of the system
             )
-        return self._take_in(Program(process), reader, log)
+        return self._take_in(_Program(process), reader, log)
 
     def call(
         self,
         method: str,
         function: Callable[..., None],
-        arguments: tuple[Any, ...],
+        arguments: tuple[object, ...],
         env: Mapping[str, str],
         output: Path | None = None,
         *,
@@ -100,9 +104,9 @@ class TaskGroup:
             else:
                 with Connection(os.dup(writer), readable=False) as pipe:
                     process = start_methods.begin(method, function, arguments, env, pipe)
-        return self._take_in(Call(process, method), reader, log)
+        return self._take_in(_Call(process, method), reader, log)
 
-    def _take_in(self, process: Handle, reader: int | None, log: int | None) -> int:
+    def _take_in(self, process: _Handle, reader: int | None, log: int | None) -> int:
         task = _Task(process, reader, log)
         if reader is not None:
             self._selector.register(reader, selectors.EVENT_READ, task)
@@ -116,7 +120,7 @@ class TaskGroup:
         return [task.process.pid for task in self._tasks]
 
     def wait(self) -> list[int]:
-        """Wait until all tasks have ended; their exit codes, or -N for signal N (as subprocess).
+        """Wait for all tasks; returns their exit codes, or -N for signal N (as subprocess).
 
         With `kill_on_bad_exit` the first failure ends the others: SIGTERM, then SIGKILL after
         `kill_wait_seconds`. What the tasks have left running in their sessions is killed.
@@ -141,7 +145,7 @@ class TaskGroup:
             self.signal_all(signal.SIGTERM)
             self._kill_at = time.monotonic() + self.kill_wait_seconds
 
-    def __enter__(self) -> "TaskGroup":
+    def __enter__(self) -> TaskGroup:
         return self
 
     def __exit__(
@@ -191,9 +195,9 @@ class TaskGroup:
 
 
 class _Task:
-    """One process with what this side holds of it."""
+    """A process, with its output."""
 
-    def __init__(self, process: Handle, reader: int | None, log: int | None) -> None:
+    def __init__(self, process: _Handle, reader: int | None, log: int | None) -> None:
         self.process = process
         self.status: int | None = None
         self.reader = reader
@@ -222,7 +226,7 @@ class _Task:
         return bool(content)
 
     def read_rest(self, show: Callable[[bytes], None]) -> None:
-        """What it printed last; a process that has left the session may still hold the pipe."""
+        """Pass on the last output; a process that has left the session may still hold the pipe."""
         if self.reader is not None:
             os.set_blocking(self.reader, False)
             with contextlib.suppress(BlockingIOError):
@@ -234,9 +238,81 @@ class _Task:
         self.closed = True
 
 
+class _Handle(Protocol):
+    """A process of the group, however it began."""
+
+    pid: int
+    events: int
+    """A descriptor that can be read from once the process has ended."""
+
+    def status(self) -> int:
+        """Exit code, or -N for signal N, of a process that has ended.
+
+        It is not reaped if that can be: its process id must not be given away yet.
+        """
+
+    def reap(self) -> int:
+        """Wait for its end, and let go of it; returns what `status` does."""
+
+
+class _Program:
+    """A process that runs a program."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.events = os.pidfd_open(process.pid)
+
+    def status(self) -> int:
+        return _look_at(self.pid)
+
+    def reap(self) -> int:
+        os.close(self.events)
+        return self._process.wait()
+
+
+class _Call:
+    """A process that multiprocessing has started."""
+
+    def __init__(self, process: BaseProcess, method: str) -> None:
+        assert process.pid is not None, "it has been started"
+        self._process = process
+        self.pid = process.pid
+        # Only the fork server knows how its child ended. The sentinel of other processes is of no
+        # use: what they leave running holds it open.
+        self._owns = method != "forkserver"
+        self.events = os.pidfd_open(self.pid) if self._owns else process.sentinel
+
+    def status(self) -> int:
+        if self._owns:
+            with contextlib.suppress(ChildProcessError):  # multiprocessing has reaped it already
+                return _look_at(self.pid)
+        return self._exit_code()
+
+    def reap(self) -> int:
+        code = self._exit_code()
+        if self._owns:
+            os.close(self.events)
+        self._process.close()
+        return code
+
+    def _exit_code(self) -> int:
+        self._process.join()
+        code = self._process.exitcode
+        assert code is not None, "it has ended"
+        return code
+
+
+def _look_at(pid: int) -> int:
+    """Exit code, or -N for signal N, of a child that has ended; it is not reaped."""
+    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None, "its pidfd said that it has ended"
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
 @contextlib.contextmanager
 def _output(path: Path | None, *, tee: bool) -> Iterator[tuple[int | None, int | None, int | None]]:
-    """A log to append to, and of a tee a pipe's both ends, of which this side keeps the reader."""
+    """Open the log and a tee's pipe: (log, reader, writer), of which the writer is closed again."""
     log = reader = writer = None
     try:
         if path is not None:
@@ -252,7 +328,7 @@ def _output(path: Path | None, *, tee: bool) -> Iterator[tuple[int | None, int |
 
 
 def _begin(parent: int) -> None:
-    """In the new process: no signal blocked, whatever the starting side holds back."""
+    """Unblock all signals in the new process, whatever the starting side holds back."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     die_with_parent(parent)
 
@@ -269,7 +345,7 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def _shown() -> Callable[[bytes], None]:
-    """Writes to sys.stdout, which in a notebook leads to its page and not to descriptor 1."""
+    """Return a function that writes to sys.stdout, which in a notebook is not descriptor 1."""
     try:
         plain = sys.stdout.fileno() == 1
     except (OSError, ValueError):

@@ -1,9 +1,13 @@
-"""How the processes of a task group begin: as fresh programs, or by Python's multiprocessing.
+"""Starts the processes of a task group by Python's multiprocessing.
 
 `exec` runs a program in a fresh interpreter. `fork`, `spawn` and `forkserver` run a function, as
 `torch.multiprocessing` means these words: in a copy of this process, in a fresh interpreter, and in
 a copy of a process that has done nothing yet. `fork` alone takes what only this process knows, a
 function of a notebook's cell say; it is refused where the copies could not compute.
+
+multiprocessing's fork server imports this module at its start, and so leaves the terminal's
+session: its processes die with it, so what ends a terminal's programs must reach it as little as
+them.
 """
 
 import contextlib
@@ -20,19 +24,22 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from clusterddp.errors import RequestError
-from clusterddp.processes.parent_death import die_with_parent
 from clusterddp.processes.processors import NVIDIA_DRIVER
+from clusterddp.processes.signals import die_with_parent
 
 _HARD = 2  # omp_pause_hard (OpenMP 5.0, omp_pause_resource_all)
 
+if any("multiprocessing.forkserver" in word for word in sys.orig_argv):
+    os.setsid()
+
 
 def get_ready(method: str) -> None:
-    """Do what must be done before the first process of a group begins, once a group.
+    """Prepare this process for a group's first process, once a group.
 
-    Raises RequestError where this process cannot be forked.
+    Raises RequestError where it cannot be forked, because it has used CUDA.
     """
     if method == "fork":
         _refuse_cuda()
@@ -41,16 +48,14 @@ def get_ready(method: str) -> None:
         # Before anybody holds signals back: its start sets the mask of SIGINT and SIGTERM anew.
         multiprocessing.resource_tracker.ensure_running()
     if method == "forkserver":
-        multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["clusterddp.processes.fork_server"]
-        )
+        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
         multiprocessing.forkserver.ensure_running()
 
 
 def begin(
     method: str,
     function: Callable[..., None],
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
     env: Mapping[str, str],
     output: Connection | Path | None,
 ) -> "multiprocessing.process.BaseProcess":
@@ -93,9 +98,9 @@ def _become(
     env: dict[str, str],
     output: Connection | Path | None,
     function: Callable[..., None],
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
 ) -> None:
-    """In the new process."""
+    """Make the new process what a fresh program would be, and call the function."""
     signal.set_wakeup_fd(-1)  # an event loop's, which is the parent's
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):  # as exec does; ignored ones stay so
@@ -117,12 +122,13 @@ def _become(
 def _let_fork_server_go() -> None:
     """Have the fork server end, and its processes with it, when the process that started it does.
 
-    It stays as long as anybody holds this pipe, and each of its processes is given an end.
+    It stays as long as anybody holds its pipe, and each of its processes is given an end. Where
+    a Python keeps that elsewhere than 3.11 does, the server stays a while longer.
     """
-    server: Any = multiprocessing.forkserver._forkserver
-    held = getattr(server, "_forkserver_alive_fd", None)
-    if held is not None:
-        os.close(held)
+    server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    pipe = getattr(server, "_forkserver_alive_fd", None)
+    if server and pipe is not None:
+        os.close(pipe)
         server._forkserver_alive_fd = None
 
 
@@ -149,7 +155,7 @@ def _redirect(output: Connection | Path | None) -> None:
 
 
 def _refuse_cuda() -> None:
-    """CUDA cannot be used by a copy of a process that has begun to use it."""
+    """Raise RequestError where this process has begun to use CUDA, which its copies cannot."""
     torch = sys.modules.get("torch")
     if torch is None or not NVIDIA_DRIVER.exists():
         return
@@ -161,8 +167,13 @@ def _refuse_cuda() -> None:
         )
 
 
-def _spoils_its_copies(torch: Any) -> bool:
-    """Whether torch would refuse CUDA in a copy of this process; only such a copy can tell."""
+def _spoils_its_copies(torch: ModuleType) -> bool:
+    """Return whether torch would refuse CUDA in a copy of this process; only a copy can tell.
+
+    A torch without that function, which 2.15 has, refuses CUDA there in its own words.
+    """
+    if not hasattr(torch.cuda, "_is_in_bad_fork"):
+        return False
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from clusterddp.errors import EXIT_FAILED, RequestError, TrainingError
 from clusterddp.processes import start_methods
 from clusterddp.processes.group import TaskGroup
-from clusterddp.processes.held_signals import held_back
+from clusterddp.processes.signals import held_back
 from clusterddp.ranks import from_flags
 from clusterddp.worker.workstation import free_port, rank_environment
 

@@ -11,9 +11,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from clusterddp import log
@@ -25,7 +24,7 @@ from clusterddp.errors import (
     TrainingError,
     is_debuggers_quit,
 )
-from clusterddp.processes.parent_death import die_with_parent
+from clusterddp.processes.signals import Relay, die_with_parent, send
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run import logs
 from clusterddp.run.run_dir import RunDir
@@ -58,22 +57,34 @@ def supervise(
     record = TaskRecord(RunDir(run_dir), env, attempt)
     if attempt is not None:
         logs.divide_own(attempt, os.environ)
-    # Blocked from before the fork until both sides have their handlers, so that no signal ends
-    # the parent and none is lost to the child.
-    previous_mask: set[int] = set(signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS))
+    forwards = forwards_signals(os.environ)
+
+    def pass_on(number: int, _earlier: int) -> None:
+        if forwards and not (number == signal.SIGINT and _in_foreground()):
+            send(number, [pid])
+
+    previous_mask: set[int] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     report_reader, report_writer = os.pipe()  # closed on exec, as all of Python's descriptors
     go_reader, go_writer = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        os.close(report_reader)
-        os.close(go_writer)
-        _become_task(parent, go_reader, report_writer, previous_mask, child, listen)
-    os.close(report_writer)
-    os.close(go_reader)
-    with _outliving(pid, previous_mask, os.environ):
+    # From before the fork until both sides have their handlers no signal ends the parent, and
+    # none is lost to the child.
+    with Relay(SIGNALS, pass_on) as relay:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            os.close(report_reader)
+            os.close(go_writer)
+            _become_task(parent, go_reader, report_writer, previous_mask, child, listen)
+        os.close(report_writer)
+        os.close(go_reader)
+        # What came ahead of the fork reached this process alone. The child still blocks, and a
+        # signal that is pending twice is delivered once: so this repeats nothing.
+        for number in signal.sigpending() & set(SIGNALS):
+            signal.sigwait({number})
+            os.kill(pid, number)
+        relay.listen()
         os.write(go_writer, b".")
         os.close(go_writer)
         record.started(pid)
@@ -209,30 +220,6 @@ def _read_report(report_reader: int) -> dict[str, Any] | None:
         content = json.loads(file.read() or b"null")
         return content if isinstance(content, dict) else None
     return None
-
-
-@contextlib.contextmanager
-def _outliving(pid: int, mask: set[int], environ: Mapping[str, str]) -> Iterator[None]:
-    """The parent's side of the signals: outlive them, and pass them on where only it has them."""
-    forwards = forwards_signals(environ)
-
-    def take(number: int, _frame: FrameType | None) -> None:
-        if forwards and not (number == signal.SIGINT and _in_foreground()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    before = {number: signal.signal(number, take) for number in SIGNALS}
-    # What came between the blocking and the fork reached this process alone. The child still
-    # blocks, and a signal that is pending twice is delivered once: so this repeats nothing.
-    for number in signal.sigpending() & set(SIGNALS):
-        signal.sigwait({number})
-        os.kill(pid, number)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _in_foreground() -> bool:

@@ -5,12 +5,9 @@ import random
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from clusterddp import log
 from clusterddp.errors import (
@@ -22,7 +19,7 @@ from clusterddp.errors import (
 )
 from clusterddp.processes import start_methods
 from clusterddp.processes.group import TaskGroup
-from clusterddp.processes.held_signals import held_back
+from clusterddp.processes.signals import Relay, send
 from clusterddp.ranks import from_flags
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.spec import JobSpec, Resources
@@ -96,21 +93,19 @@ def train(
     attempts.await_silence(run, "", config.rendezvous_timeout)
     attempt = attempts.begin(run)
     logs.divide(attempt, "")
-    with TaskGroup() as group:
-        stopping = _Stopping(group, attempt)
-        with stopping:
-            for env in from_flags.local_ranks(procs, free_port()):
-                _start_rank(group, start_method, config, attempt, env)
-            stopping.listen()
-            statuses = group.wait()
+    with TaskGroup() as group, _stopping(group, attempt) as relay:
+        for env in from_flags.local_ranks(procs, free_port()):
+            _start_rank(group, start_method, config, attempt, env)
+        relay.listen()
+        statuses = group.wait()
     if not any(statuses):
         return 0, None
     # Also where nobody asked this process: `clusterddp stop` asks the ranks themselves.
     if attempt.end.exists() and set(statuses) <= {0, EXIT_PAUSED, EXIT_INTERRUPTED}:
         return max(statuses), None
-    if stopping.number:
+    if relay.number:
         log.info(f"ended before it had saved; the logs are in {run.logs}")
-        return 128 + stopping.number, None
+        return 128 + relay.number, None
     failure = first_failure(read_outcomes(attempt.outcomes))
     if failure is None:
         rank = group.first_failed or 0
@@ -171,58 +166,26 @@ def free_port() -> int:
     raise TrainingError("no free port was found from 12000 to 31999 on 127.0.0.1.")
 
 
-class _Stopping:
-    """Passes a request to stop on to the ranks, and sees to it that they have gone after a while.
+@contextmanager
+def _stopping(group: TaskGroup, attempt: Attempt) -> Iterator[Relay]:
+    """Pass a request to stop on to the ranks, and kill those that have not left after a while."""
 
-    A context: outside it signals have their former meaning. They are held back until `listen`, so
-    that no rank misses one. Outside the main thread, where Python has no handlers, it does nothing.
-    """
+    def end(*_: object) -> None:
+        group.signal_all(signal.SIGKILL)
 
-    def __init__(self, group: TaskGroup, attempt: Attempt) -> None:
-        self.number = 0
-        """The signal that asked; a Ctrl-C counts above the others."""
-        self._group, self._attempt = group, attempt
-        self._before: dict[int, Any] = {}
-        self._held = ExitStack()
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+    def pass_on(number: int, earlier: int) -> None:
+        if number == earlier == signal.SIGINT or not attempt.record.exists():
+            end()  # the second Ctrl-C, or the ranks have not even met
             return
-        self._before = {n: h for n in _ASKING if (h := signal.getsignal(n)) is not None}
-        self._held.enter_context(held_back(_ASKING))
-        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
-
-    def listen(self) -> None:
-        if self._before:
-            for number in _ASKING:
-                # An ignored SIGHUP is nohup's doing and meant.
-                if number != signal.SIGHUP or self._before.get(number) != signal.SIG_IGN:
-                    signal.signal(number, self._take)
-        self._held.close()
-
-    def __exit__(self, *_: object) -> None:
-        if self._before:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._held.close()
-
-    def _take(self, number: int, _frame: FrameType | None) -> None:
-        if self.number == signal.SIGINT == number or not self._attempt.record.exists():
-            self.number = number
-            self._end()  # the second Ctrl-C, or the ranks have not even met
-            return
-        first = not self.number
-        self.number = signal.SIGINT if signal.SIGINT in (number, self.number) else number
         # One rank that leaves is no failure now: the others are about to.
-        self._group.kill_on_bad_exit = False
-        if first:
+        group.kill_on_bad_exit = False
+        if not earlier:
             with suppress(OSError):
                 os.write(sys.stderr.fileno(), _ON_REQUEST)  # print is not for a signal's handler
+            alarm.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, end))
+            alarm.callback(signal.setitimer, signal.ITIMER_REAL, 0.0)
             signal.setitimer(signal.ITIMER_REAL, _SAVING_SECONDS)
-        for pid in self._group.pids:  # the small parents, which pass it on to their ranks
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        send(number, group.pids)  # to the small parents, which pass it on to their ranks
 
-    def _end(self, *_: object) -> None:
-        self._group.signal_all(signal.SIGKILL)
+    with ExitStack() as alarm, Relay(_ASKING, pass_on) as relay:
+        yield relay

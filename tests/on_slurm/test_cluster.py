@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.processes.parent_death import die_with_parent
+from clusterddp.processes.signals import die_with_parent
 from tests.on_slurm.cluster import FOLDER_PREFIX, ClusterError, SlurmCluster
 
 pytestmark = [pytest.mark.usefixtures("slurm_available"), pytest.mark.slow]

@@ -1,6 +1,7 @@
 """Tasks that multiprocessing starts are to the group what programs are."""
 
 import gc
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from clusterddp.errors import RequestError
 from clusterddp.processes import start_methods
@@ -148,8 +150,6 @@ def _session(entry: Path) -> int:
 def test_a_process_that_has_used_cuda_is_not_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     driver = tmp_path / "version"
     monkeypatch.setattr(start_methods, "NVIDIA_DRIVER", driver)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -164,3 +164,11 @@ def test_a_process_that_has_used_cuda_is_not_forked(
     with pytest.raises(RequestError, match="has used CUDA"):
         start_methods.get_ready("fork")
     start_methods.get_ready("spawn")
+    monkeypatch.delattr(torch.cuda, "_is_in_bad_fork")
+    start_methods.get_ready("fork")
+
+
+def test_the_private_parts_are_where_they_were_seen() -> None:
+    assert callable(torch.cuda._is_in_bad_fork), f"seen in torch 2.15, here {torch.__version__}"
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    assert hasattr(server, "_forkserver_alive_fd"), f"seen in Python 3.11, here {sys.version}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from clusterddp import log
-from clusterddp.processes.parent_death import die_with_parent
+from clusterddp.processes.signals import die_with_parent
 from clusterddp.run import logs, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
