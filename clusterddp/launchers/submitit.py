@@ -30,9 +30,9 @@ from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.restart_policy import Policy, Start
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
+from clusterddp.slurm.command import submission_environment
 from clusterddp.slurm.own_job import Ending, ending
 from clusterddp.slurm.release import check_expedite, explained
-from clusterddp.slurm.submission_env import submission_environment
 
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Set by the script: the number of this start of the run."""

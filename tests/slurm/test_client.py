@@ -8,11 +8,11 @@ import pytest
 
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.slurm import control
+from clusterddp.slurm.command import submission_environment
 from clusterddp.slurm.queries import partitions, query
 from clusterddp.slurm.release import check_expedite
 from clusterddp.slurm.sbatch import sbatch
 from clusterddp.slurm.states import JobState, State, parse_exit_code, parse_state
-from clusterddp.slurm.submission_env import submission_environment
 
 SCRIPT = "#!/bin/bash\n#SBATCH --comment=clusterddp:one\ntrue\n"
 COMMENT = "clusterddp:one"

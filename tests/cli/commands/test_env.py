@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.commands.env import parse_environment
-from clusterddp.errors import RequestError
 from clusterddp.ranks.dist_env import DistEnv, master_port
 
 STEP = {
@@ -137,68 +135,3 @@ def test_torch_is_not_imported() -> None:
         cwd=Path(__file__).parents[3],
     )
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-PASTES = {
-    "env": ("A=1\nB=x=y z\nC=\n", {"A": "1", "B": "x=y z", "C": ""}),
-    "env with values of several lines": (
-        "A=one\ntwo words\n{ three\nB=2\n",
-        {"A": "one\ntwo words\n{ three", "B": "2"},
-    ),
-    "env with an exported function": (
-        "RANK=1\nBASH_FUNC_ml%%=() {  RANK=2;\n  eval x\n}\nB=2\n",
-        {"RANK": "1", "BASH_FUNC_ml%%": "() {  RANK=2;\n  eval x\n}", "B": "2"},
-    ),
-    "env -0": ("A=one\nB=two\0C=3\0", {"A": "one\nB=two", "C": "3"}),
-    "bash": (
-        'declare -x A="1"\ndeclare -rx B="a \\"b\\" \\$c \\\\ \\n"\ndeclare -x OLDPWD\n',
-        {"A": "1", "B": 'a "b" $c \\ \\n'},
-    ),
-    "bash with values of several lines": (
-        'declare -x A="one\nRANK=7\ndeclare -x B=\\"no\\"\n"\ndeclare -x C="3"\n',
-        {"A": 'one\nRANK=7\ndeclare -x B="no"\n', "C": "3"},
-    ),
-    "bash with control characters": ("declare -x A=$'1\\n2\\'3'\n", {"A": "1\n2'3"}),
-    "dash": ("export A='1'\nexport B='it'\"'\"'s'\n", {"A": "1", "B": "it's"}),
-    "zsh": ("export A=1\nexport B='x y'\n", {"A": "1", "B": "x y"}),
-    "backslashes": ("export A=x\\ y\n", {"A": "x y"}),
-    "set": ("A='gpu[01-02]'\nB=\"2\"\n", {"A": "gpu[01-02]", "B": "2"}),
-    "Windows line ends": ("A=1\r\nB=2\r\n", {"A": "1", "B": "2"}),
-    "blank lines and no line end": ("\nA=1\n\nB=2", {"A": "1", "B": "2"}),
-}
-
-
-@pytest.mark.parametrize("shell", PASTES)
-def test_every_form_of_pasted_environment_is_read(shell: str) -> None:
-    text, expected = PASTES[shell]
-    assert parse_environment(text) == expected
-
-
-HOSTILE = ["", "plain", "it's", 'say "x"', "$HOME `id` \\", "a\nRANK=9\nb", "\n", "tab\there", "é"]
-
-
-@pytest.mark.parametrize("shell", ["bash -c 'export -p'", "sh -c 'export -p'", "env -0"])
-@pytest.mark.parametrize("value", HOSTILE)
-def test_what_a_real_shell_prints_is_read_back(shell: str, value: str) -> None:
-    printed = subprocess.run(
-        shell,
-        shell=True,
-        env={"PATH": "/usr/bin:/bin", "V": value},
-        capture_output=True,
-        check=True,
-    )
-    assert parse_environment(printed.stdout.decode())["V"] == value
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "no NAME=value line"),
-        ("hello\n", "no NAME=value line"),
-        ('A=1\ndeclare -x B="1\n', 'the " in line 2'),
-        ("SLURM_PROCID=0\nSLURM_PROCID=1\n", "that of one task"),
-    ],
-)
-def test_a_paste_that_cannot_be_read_is_refused(text: str, told: str) -> None:
-    with pytest.raises(RequestError, match=told):
-        parse_environment(text)

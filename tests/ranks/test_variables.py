@@ -1,0 +1,58 @@
+"""Variables of an environment that a person has pasted."""
+
+import subprocess
+
+import pytest
+
+from clusterddp.errors import RequestError
+from clusterddp.ranks.variables import parse_environment
+
+PASTES = {
+    "env": ("A=1\nB=x=y z\nC=\n", {"A": "1", "B": "x=y z", "C": ""}),
+    "env with values of several lines": (
+        "A=one\ntwo words\n{ three\nB=2\n",
+        {"A": "one\ntwo words\n{ three", "B": "2"},
+    ),
+    "env with an exported function": (
+        "RANK=1\nBASH_FUNC_ml%%=() {  RANK=2;\n  eval x\n}\nB=2\n",
+        {"RANK": "1", "BASH_FUNC_ml%%": "() {  RANK=2;\n  eval x\n}", "B": "2"},
+    ),
+    "env -0": ("A=one\nB=two\0C=3\0", {"A": "one\nB=two", "C": "3"}),
+    "Windows line ends": ("A=1\r\nB=2\r\n", {"A": "1", "B": "2"}),
+    "blank lines and no line end": ("\nA=1\n\nB=2", {"A": "1", "B": "2"}),
+}
+
+
+@pytest.mark.parametrize("form", PASTES)
+def test_every_form_of_pasted_environment_is_read(form: str) -> None:
+    text, expected = PASTES[form]
+    assert parse_environment(text) == expected
+
+
+HOSTILE = ["", "plain", "it's", 'say "x"', "$HOME `id` \\", "a\nRANK=9\nb", "\n", "tab\there", "é"]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_what_env_prints_is_read_back(value: str) -> None:
+    printed = subprocess.run(
+        ["env", "-0"],
+        env={"PATH": "/usr/bin:/bin", "V": value},
+        capture_output=True,
+        check=True,
+    )
+    assert parse_environment(printed.stdout.decode())["V"] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no NAME=value line"),
+        ("hello\n", "no NAME=value line"),
+        ('declare -x A="1"\n', "a shell's own list"),
+        ("export A='1'\n", "a shell's own list"),
+        ("SLURM_PROCID=0\nSLURM_PROCID=1\n", "that of one task"),
+    ],
+)
+def test_a_paste_that_cannot_be_read_is_refused(text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        parse_environment(text)
