@@ -43,7 +43,7 @@ class Hello:
     torch: str
     """Version of torch."""
     bf16: bool = False
-    """Whether the rank's processor computes in bf16."""
+    """True where the rank's processor computes in bf16."""
     warning: str = ""
 
     @property
@@ -65,9 +65,9 @@ class Agreement:
     precision: str = "fp32"
     """`fp32`, `bf16` or `fp16`."""
     cuda_graph: bool = False
-    """Whether the step is captured into a graph."""
+    """True where the step is captured into a CUDA graph."""
     hosts: tuple[str, ...] = ()
-    """In the order of their lowest rank."""
+    """Hosts, in the order of their lowest rank."""
     where: tuple[str, ...] = ()
     """One line a host: which ranks compute on what."""
     warnings: tuple[str, ...] = ()

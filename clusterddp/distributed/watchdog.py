@@ -294,20 +294,7 @@ def judge(
     """
     if silent:
         # Before those that left: they may have done so for the want of this one.
-        first = min(silent)
-        sign = (
-            f"the last sign of rank {first} came {silent[first]:.0f} s ago, "
-            f"{postings[first].place.words()}"
-            if first in postings
-            else f"rank {first} never gave a sign"
-        )
-        why = "not answer (stopped, cut off, or stuck in native code)"
-        return Verdict(
-            "silent",
-            tuple(sorted(silent)),
-            f"{_names(silent, postings)} {'does' if len(silent) == 1 else 'do'} {why}: {sign}",
-            f"it did {why}",
-        )
+        return _silence(postings, silent)
     left = [
         rank
         for rank, posting in postings.items()
@@ -342,6 +329,23 @@ def judge(
         tuple(behind),
         f"{_names(behind, postings)} {'is' if len(behind) == 1 else 'are'} behind: {where}; {hint}",
         where,
+    )
+
+
+def _silence(postings: Mapping[int, Posting], silent: Mapping[int, float]) -> Verdict:
+    first = min(silent)
+    sign = (
+        f"the last sign of rank {first} came {silent[first]:.0f} s ago, "
+        f"{postings[first].place.words()}"
+        if first in postings
+        else f"rank {first} never gave a sign"
+    )
+    why = "not answer (stopped, cut off, or stuck in native code)"
+    return Verdict(
+        "silent",
+        tuple(sorted(silent)),
+        f"{_names(silent, postings)} {'does' if len(silent) == 1 else 'do'} {why}: {sign}",
+        f"it did {why}",
     )
 
 

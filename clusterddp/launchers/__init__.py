@@ -1,4 +1,4 @@
-"""What starts the tasks of a run: one module a launcher, loaded when it is chosen."""
+"""Launchers of a run's tasks: one module each, loaded when it is chosen; the sbatch script."""
 
 import importlib
 from collections.abc import Callable
@@ -17,6 +17,8 @@ SHIPPED = {
 }
 """Templates for people that the package ships, each with a line about it."""
 
+_ENDINGS = ("", ".sbatch.j2", ".j2")
+
 # launcher -> module; a new launcher is one file, one line here and its name in spec.LAUNCHERS.
 MODULES = {
     "sbatch": "clusterddp.launchers.sbatch",
@@ -27,7 +29,7 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Submission:
-    """What a launcher did with a script."""
+    """Job of a script that a launcher has sent."""
 
     job_id: str
     stop: Callable[[], None] | None = None
@@ -35,29 +37,26 @@ class Submission:
 
 
 class Launcher(Protocol):
-    """The two steps of every launcher."""
+    """Interface of every launcher: two steps."""
 
     def prepare(self, spec: JobSpec, template_folder: Path | None) -> str:
-        """Exactly what will be sent; the dry run prints it. Touches nothing."""
+        """Give exactly the text to send; the dry run prints it. Touches nothing."""
 
     def submit(self, spec: JobSpec, script: str, run: "RunDir") -> Submission:
         """Send it; the run directory is there already, with its records."""
 
 
 def load(name: str) -> Launcher:
-    """The launcher of that name; its module must be one of `MODULES`."""
+    """Load the launcher of that name, one of `MODULES`."""
     return cast(Launcher, importlib.import_module(MODULES[name]))
 
 
 def full_name(template: str, folder: Path | None = None) -> str:
-    """The file name of a template: `torchrun` is `torchrun.sbatch.j2`.
+    """Give the file name of a template: `torchrun` is `torchrun.sbatch.j2`.
 
     A template of the person's own folder comes before a shipped one; any other name stays as it is.
     """
-    own = (template + ending for ending in _ENDINGS if folder and template)
-    if name := next((name for name in own if folder and (folder / name).is_file()), None):
+    names = (template + ending for ending in _ENDINGS if template)
+    if name := next((name for name in names if folder and (folder / name).is_file()), None):
         return name
     return next((name for name in SHIPPED if name.split(".")[0] == template), template)
-
-
-_ENDINGS = ("", ".sbatch.j2", ".j2")

@@ -1,4 +1,4 @@
-"""The local launcher: rehearses a run on this workstation, with the very script of the cluster.
+"""Launches locally: rehearses a run on this workstation, with the very script of the cluster.
 
 `submit` starts a controller, this module run as a program, which plays the part of Slurm's: it
 gives the script the variables of a job, puts the stand-in of `srun.py` first on its PATH, keeps the
@@ -101,28 +101,28 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Limit:
-    """The time limit of a job, and the signal that it asks for ahead of it."""
+    """Time limit of a job, and the signal that it asks for ahead of it."""
 
     seconds: int | None = None
     signal: int | None = None
     lead_seconds: int = 0
     to_script: bool = False
-    """Whether the signal is for the batch shell alone, rather than for the tasks alone."""
+    """True where the signal is for the batch shell alone, rather than for the tasks alone."""
 
     @classmethod
     def of(cls, script: str) -> "Limit":
-        """As the script's directives say; a signal without a limit never comes."""
-        asked = _directives(script)
-        seconds = forms.limit_seconds(asked.get("time", ""))
-        found = _SIGNAL.fullmatch(asked.get("signal", ""))
-        if seconds is None or not found:
+        """Read it from the script's directives; a signal without a limit never comes."""
+        directives = _directives(script)
+        seconds = forms.limit_seconds(directives.get("time", ""))
+        parts = _SIGNAL.fullmatch(directives.get("signal", ""))
+        if seconds is None or not parts:
             return cls(seconds)
-        number = getattr(signal, f"SIG{found['name']}", None) or int(found["number"] or 0)
-        lead = int(found["lead"] or _SLURMS_LEAD_SECONDS)
-        return cls(seconds, number or None, lead, "B" in (found["flags"] or ""))
+        number = getattr(signal, f"SIG{parts['name']}", None) or int(parts["number"] or 0)
+        lead = int(parts["lead"] or _SLURMS_LEAD_SECONDS)
+        return cls(seconds, number or None, lead, "B" in (parts["flags"] or ""))
 
     def environment(self, now: float) -> dict[str, str]:
-        """The variables in which newer versions of Slurm tell a job its limit."""
+        """Give the variables in which newer versions of Slurm tell a job its limit."""
         if self.seconds is None:
             return {}
         return {
@@ -132,12 +132,12 @@ class Limit:
 
 
 def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
-    """The variables that a batch script finds, from the directives that size the job."""
-    asked = _directives(script)
-    nodes = int(asked.get("nodes", "1"))
-    tasks_per_node = int(asked.get("ntasks-per-node", "1"))
-    tasks = int(asked.get("ntasks", nodes * tasks_per_node))
-    cpus = int(asked.get("cpus-per-task", "1"))
+    """Give the variables that a batch script finds, from the directives that size the job."""
+    directives = _directives(script)
+    nodes = int(directives.get("nodes", "1"))
+    tasks_per_node = int(directives.get("ntasks-per-node", "1"))
+    tasks = int(directives.get("ntasks", nodes * tasks_per_node))
+    cpus = int(directives.get("cpus-per-task", "1"))
     hosts = "127.0.0.1" if nodes == 1 else f"127.0.0.[1-{nodes}]"
     each = f"(x{nodes})" if nodes > 1 else ""
     environ = {
@@ -149,10 +149,10 @@ def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
         "SLURM_JOB_CPUS_PER_NODE": f"{cpus * tasks_per_node}{each}",
         "SLURM_JOB_GID": str(os.getgid()),
         "SLURM_JOB_ID": str(job_id),
-        "SLURM_JOB_NAME": asked.get("job-name", ""),
+        "SLURM_JOB_NAME": directives.get("job-name", ""),
         "SLURM_JOB_NODELIST": hosts,
         "SLURM_JOB_NUM_NODES": str(nodes),
-        "SLURM_JOB_PARTITION": asked.get("partition", "local"),
+        "SLURM_JOB_PARTITION": directives.get("partition", "local"),
         "SLURM_JOB_UID": str(os.getuid()),
         "SLURM_JOB_USER": os.environ.get("USER", str(os.getuid())),
         "SLURM_LOCALID": "0",
@@ -168,13 +168,13 @@ def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
         "SLURM_TASKS_PER_NODE": f"{tasks_per_node}{each}",
         "SLURM_TASK_PID": str(job_id),
     }
-    if "cpus-per-task" in asked:
+    if "cpus-per-task" in directives:
         environ["SLURM_CPUS_PER_TASK"] = str(cpus)
-    per_task = int(asked.get("gpus-per-task", "0").rpartition(":")[2])
-    gres = re.findall(r"(?:^|,)gpu(?::[^:,]*)?:(\d+)", asked.get("gres", ""))
+    per_task = int(directives.get("gpus-per-task", "0").rpartition(":")[2])
+    gres = re.findall(r"(?:^|,)gpu(?::[^:,]*)?:(\d+)", directives.get("gres", ""))
     per_node = (
         per_task * tasks_per_node
-        or int(asked.get("gpus-per-node", "0").rpartition(":")[2])
+        or int(directives.get("gpus-per-node", "0").rpartition(":")[2])
         or sum(map(int, gres))
     )
     if per_node:
@@ -183,13 +183,13 @@ def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
         environ["CUDA_VISIBLE_DEVICES"] = environ["SLURM_JOB_GPUS"]
     if per_task:
         environ["SLURM_GPUS_PER_TASK"] = str(per_task)
-    elif "gpus-per-node" in asked:
+    elif "gpus-per-node" in directives:
         environ["SLURM_GPUS_PER_NODE"] = str(per_node)
     return environ
 
 
 class _Job:
-    """The batch script and the tasks of its steps; a TERM to this process cancels them all."""
+    """Batch script and tasks of its steps; a TERM to this process cancels them all."""
 
     def __init__(self, run: RunDir, limit: Limit) -> None:
         self._run, self._limit = run, limit
@@ -199,12 +199,12 @@ class _Job:
         self._kill_at: float | None = None
 
     def listen(self) -> None:
-        """From here on a TERM cancels the job, be its script started or not."""
+        """Have a TERM cancel the job from here on, be its script started or not."""
         signal.signal(signal.SIGTERM, self._cancel)
         signal.signal(signal.SIGINT, self._cancel)
 
     def run(self, argv: list[str], environ: Mapping[str, str], steps: Path) -> int:
-        """The script's exit code. steps: where each step notes its tasks."""
+        """Run the script to its exit code; each step notes its tasks in the folder `steps`."""
         self._steps = steps
         own = os.getpid()
         process = subprocess.Popen(
@@ -252,7 +252,7 @@ class _Job:
                 self._signal_tasks(limit.signal, signal.SIGCONT)
 
     def _signal(self, script: int, *numbers: int) -> None:
-        """As scancel: the tasks, the batch shell and what it has started, but not srun."""
+        """Signal, as scancel does, the tasks, the batch shell and its children, but not srun."""
         (self._steps / CANCELLED).touch()
         for number in numbers:
             self._signal_tasks(number)
@@ -287,9 +287,9 @@ def _stand_in(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _directives(script: str) -> dict[str, str]:
-    """The directives that have a value, unquoted as far as numbers need it."""
-    found = re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.MULTILINE)
-    return {name: value.strip('"') for name, value in found}
+    """Read the directives that have a value, unquoted as far as numbers need it."""
+    lines = re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.MULTILINE)
+    return {name: value.strip('"') for name, value in lines}
 
 
 if __name__ == "__main__":

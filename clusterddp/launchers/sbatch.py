@@ -1,4 +1,4 @@
-"""The default launcher: hands the rendered script to sbatch."""
+"""Launches by sbatch, the default: hands it the rendered script."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Turns a `JobSpec` into the text of an sbatch script: directives, quoting, strict Jinja.
 
-Templates are looked up in the person's own folder first and among the shipped ones second; the
-shipped ones are always reachable as `shipped/NAME`, so that an own template can extend them and
+Templates are looked up in the user's own folder first and among the shipped ones second; the
+shipped ones are always reachable as `shipped/NAME`, so that a user's template can extend them and
 replace one block. Rendering is pure: the same spec gives the same bytes.
 """
 
@@ -39,14 +39,14 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
 
 
 def shipped_folder() -> Path:
-    """The shipped templates: inside the package in a wheel, beside it in a checkout."""
+    """Find the shipped templates: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside, beside = package / "templates", package.parent / "templates"
     return inside if inside.is_dir() else beside
 
 
 def render(spec: JobSpec, template_folder: Path | None = None) -> str:
-    """The whole script. Raises RequestError naming file and line when the template is at fault."""
+    """Render the whole script; raises RequestError with the line when the template is at fault."""
     environment = _jinja(template_folder)
     try:
         script = environment.get_template(spec.template).render(_context(spec))
@@ -70,13 +70,13 @@ def render(spec: JobSpec, template_folder: Path | None = None) -> str:
 
 
 def directives(spec: JobSpec, *, agents: bool = False) -> list[str]:
-    """The lines behind `#SBATCH `; `agents` asks for one task a node instead of one a rank."""
+    """Give the lines behind `#SBATCH `; `agents` asks for one task a node instead of one a rank."""
     values = directive_values(spec, agents=agents)
     return [directive(name, value) for name, value in values.items()]
 
 
 def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | None]:
-    """The directives by name, values as they are; None is a bare flag."""
+    """Give the directives by name, values as they are; None is a bare flag."""
     resources = spec.resources
     tasks_per_node = 1 if agents else resources.tasks_per_node
     ranks_per_task = resources.tasks_per_node // tasks_per_node
@@ -112,7 +112,7 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
 
 
 def directive(name: str, value: str | None) -> str:
-    """One directive in Slurm's own quoting, which is not the shell's.
+    """Write one directive in Slurm's own quoting, which is not the shell's.
 
     Slurm's reader takes out backslashes everywhere and quotes in pairs, and ends a value at an
     unquoted blank or `#` (`_get_argument` in its sbatch sources); inside double quotes, a
@@ -133,14 +133,14 @@ def directive(name: str, value: str | None) -> str:
 
 
 def shell_word(value: object) -> str:
-    """The value as one word of bash; a comma is quoted as well, lest it look like a separator."""
+    """Quote the value as one word of bash; a comma too, lest it look like a separator."""
     text = str(value)
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and "," in text else quoted
 
 
 def task_arguments(spec: JobSpec) -> list[str]:
-    """What every rank runs, after `python -m clusterddp`."""
+    """Give the arguments of every rank, after `python -m clusterddp`."""
     if spec.train:
         lead = [f"--signal-lead={spec.signal_lead}"] if spec.signal_lead else []
         return ["train", f"--run-dir={spec.run_dir}", *lead, *spec.train.to_argv()]
@@ -159,7 +159,7 @@ def _gpu_directive(spec: JobSpec, tasks_per_node: int) -> tuple[str, str]:
 
 
 def _context(spec: JobSpec) -> dict[str, object]:
-    """What a template can use; `docs/templates.md` lists the same names."""
+    """Give the names that a template can use; `docs/templates.md` lists them."""
     return {
         "spec": spec,
         "resources": spec.resources,
@@ -261,7 +261,7 @@ def _check_blocks(environment: Environment, name: str) -> None:
                     f"template {path}, line {block.lineno}: there is no block {block.name!r} to "
                     f"replace; there are {', '.join(known)}.{hint}"
                 )
-        known += [one.name for one in tree.find_all(nodes.Block) if one.name not in known]
+        known += [block.name for block in tree.find_all(nodes.Block) if block.name not in known]
 
 
 def _parsed(environment: Environment, name: str) -> tuple[nodes.Template, str]:
@@ -271,7 +271,7 @@ def _parsed(environment: Environment, name: str) -> tuple[nodes.Template, str]:
 
 
 def _extended(tree: nodes.Template) -> str | None:
-    """The template that this one extends; None without one, or where an expression names it."""
+    """Name the template that this one extends; None without one, or for an expression."""
     extends = tree.find(nodes.Extends)
     named = extends.template if extends else None
     return named.value if isinstance(named, nodes.Const) else None
@@ -284,7 +284,7 @@ def _known(template_folder: Path | None) -> list[str]:
 
 
 def _check(spec: JobSpec, script: str) -> None:
-    """What sbatch would refuse, or silently ignore, said here with the template's name."""
+    """Refuse what sbatch would refuse or silently ignore, with the template's name."""
     if not script.startswith("#!"):
         raise RequestError(f"template {spec.template}: the first line is not '#!/bin/bash'.")
     if "\r" in script or "\0" in script:

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """srun's arguments; those that a rehearsal has no use for are named and passed over."""
+    """Parse srun's arguments; those that a rehearsal has no use for are named and passed over."""
     parser = argparse.ArgumentParser(prog="srun", allow_abbrev=False)
     parser.add_argument("-N", "--nodes", type=int)
     parser.add_argument("-n", "--ntasks", type=int)
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def task_environment(
     job: Mapping[str, str], options: argparse.Namespace, rank: int, step_id: int
 ) -> dict[str, str]:
-    """The variables of one task, as a real step gives them: tasks in blocks, node by node."""
+    """Give the variables of one task, as a real step does: tasks in blocks, node by node."""
     hosts = expand_nodelist(job["SLURM_JOB_NODELIST"])[: options.nodes]
     counts = _shared_out(options.ntasks, len(hosts))
     node = next(n for n in range(len(hosts)) if rank < sum(counts[: n + 1]))
@@ -114,9 +114,9 @@ def task_environment(
         # The hosts are one workstation, so each has its own share of the workstation's GPUs.
         first = node * len(gpus)
         per_task = int(job.get("SLURM_GPUS_PER_TASK", "0"))
-        own = range(local_rank * per_task, (local_rank + 1) * per_task) if per_task else gpus
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + gpu) for gpu in own)
-        environ["SLURM_STEP_GPUS"] = ",".join(map(str, own))
+        given = range(local_rank * per_task, (local_rank + 1) * per_task) if per_task else gpus
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + gpu) for gpu in given)
+        environ["SLURM_STEP_GPUS"] = ",".join(map(str, given))
         environ["SLURM_GPUS_ON_NODE"] = str(len(gpus))
         if per_task:
             environ["SLURMD_TRES_BIND"] = f"gpu:per_task:{per_task}"
@@ -209,7 +209,7 @@ def signal_session(leader: int, number: int) -> None:
 
 
 def _next_step(steps: Path) -> int:
-    """Steps of a job count from 0; making the folder's file is what takes a number."""
+    """Take the number of a step, from 0: creating the folder's file takes it."""
     step_id = 0
     while True:
         try:
@@ -225,7 +225,7 @@ def _shared_out(tasks: int, nodes: int) -> list[int]:
 
 
 def _compressed(counts: Sequence[int]) -> str:
-    """`4(x2),3`, Slurm's way to write tasks per node."""
+    """Write tasks per node as Slurm does: `4(x2),3`."""
     parts: list[tuple[int, int]] = []
     for count in counts:
         if parts and parts[-1][0] == count:

@@ -1,4 +1,4 @@
-"""The submitit launcher: submitit's own executor, folder and logs, below the run's directory.
+"""Launches by submitit: its own executor, folder and logs, below the run's directory.
 
 submitit writes the script; what stands around its srun line (records, environment, set-up, port,
 tear-down, verdict) comes from our own template, as submitit's `setup` lines. Each task runs the
@@ -35,7 +35,7 @@ from clusterddp.slurm.own_job import Ending, ending
 from clusterddp.slurm.release import check_expedite, explained
 
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
-"""Set by the script: the number of this start of the run."""
+"""Set by the script: the number of this attempt."""
 _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 _LEAST_PATIENCE_SECONDS = 30
 _LOOK_SECONDS = 0.2
@@ -45,7 +45,7 @@ sys.modules["clusterddp.requeue"] = restart_policy
 
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:
-    """The text that submitit sends. Raises RequestError for what submitit cannot carry."""
+    """Give the text that submitit sends; raises RequestError for options that it cannot carry."""
     if template_folder or spec.template != "ddp.sbatch.j2":
         raise RequestError(
             "--launcher submitit writes its script itself and takes no --template or "
@@ -53,7 +53,13 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
         )
     # The one call of a private function, for the dry run; seen to give the text that
     # SlurmExecutor.submit sends with submitit 1.5.4.
-    from submitit.slurm.slurm import _make_sbatch_string
+    try:
+        from submitit.slurm.slurm import _make_sbatch_string
+    except ImportError:
+        raise RequestError(
+            "--launcher submitit: the installed submitit has no _make_sbatch_string, which gives "
+            "the script before it is submitted. Install submitit 1.5.4, or use --launcher sbatch."
+        ) from None
 
     command = f"{_python(spec)} -u -m submitit.core._submit {shlex.quote(str(_folder(spec)))}"
     text: str = _make_sbatch_string(command=command, folder=_folder(spec), **_parameters(spec))
@@ -102,7 +108,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
 
 @dataclass(frozen=True)
 class Task:
-    """What submitit pickles and calls on every task, and asks what to start again.
+    """Task that submitit pickles, calls in every process, and asks for its successor.
 
     submitit's handler for its signal calls `checkpoint` in the task of rank 0, requeues the job
     from there when it gets something to start again, and leaves; Slurm then ends all other tasks,
@@ -115,15 +121,15 @@ class Task:
     policy: Policy
     world_size: int
     patience_seconds: float
-    """How long the ranks may take to save."""
+    """Seconds that the ranks may take to save."""
     by_protocol: bool
-    """Whether submitit's signal is for submitit; otherwise it is for the ranks alone."""
+    """True where submitit's signal is for submitit; otherwise it is for the ranks alone."""
 
     def __call__(self) -> None:
         """Run one rank, in its own log.
 
         Raises RuntimeError when it failed, for submitit to record, and SystemExit when it has
-        paused: submitit then keeps no result of a start that is not the last.
+        paused: submitit then keeps no result of an attempt that is not the last.
         """
         if not self.by_protocol:
             # submitit's handler would compare with a limit that it was not told, and requeue.
@@ -141,7 +147,7 @@ class Task:
             raise SystemExit(0)
 
     def checkpoint(self) -> Any:
-        """Have the ranks save and leave; what submitit starts again, or None for no requeue."""
+        """Have the ranks save and leave; returns what submitit requeues, or None for no requeue."""
         import submitit
 
         signal.signal(_submitits_signal(), _do_nothing)  # a second one would begin this anew
@@ -155,7 +161,7 @@ class Task:
         outcomes = read_outcomes(attempt.outcomes)
         if outcomes and all(outcome.exit_code == 0 for outcome in outcomes):
             raise SystemExit(0)  # the signal met the end of the work; None would be an error
-        return submitit.helpers.DelayedSubmission(self) if self._goes_on(attempt) else None
+        return submitit.helpers.DelayedSubmission(self) if self._is_requeued(attempt) else None
 
     def _attempt(self) -> Attempt:
         return Attempt(RunDir(Path(self.run_dir)), int(os.environ[ATTEMPT_VARIABLE]))
@@ -164,22 +170,24 @@ class Task:
         ended = [outcome for outcome in read_outcomes(attempt.outcomes) if outcome.ended]
         return len(ended) == self.world_size
 
-    def _goes_on(self, attempt: Attempt) -> bool:
-        """What `clusterddp finish` decides of a signal; it says the reason in the job's log."""
+    def _is_requeued(self, attempt: Attempt) -> bool:
+        """Decide, as `clusterddp finish` does after a signal; that logs the reason."""
         run, job_id = attempt.run, os.environ["SLURM_JOB_ID"]
         if any(outcome.failed for outcome in read_outcomes(attempt.outcomes)):
             return False
         if (read_json(attempt.end) or {}).get("reason") == "stop":
             return False  # 'clusterddp stop' came first
         restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        told = events.read(run.events)
-        cancelled = any(isinstance(e, events.CancelAsked) and e.job_id == job_id for e in told)
+        cancelled = any(
+            isinstance(event, events.CancelAsked) and event.job_id == job_id
+            for event in events.read(run.events)
+        )
         if cancelled or ending(job_id, restart) is Ending.CANCELLED:
             return False
-        own = Start(attempt.number, restart_policy.SIGNAL, restart_policy.gained(attempt))
+        this = Start(attempt.number, restart_policy.SIGNAL, restart_policy.gained(attempt))
         starts = restart_policy.starts_since_submission(run)
         earlier = [start for start in starts if start.attempt != attempt.number]
-        return restart_policy.decide(self.policy, restart_policy.SIGNAL, [*earlier, own]).go_on
+        return restart_policy.decide(self.policy, restart_policy.SIGNAL, [*earlier, this]).go_on
 
 
 def _do_nothing(*_: object) -> None:
@@ -195,7 +203,7 @@ def _folder(spec: JobSpec) -> Path:
 
 
 def _by_protocol(spec: JobSpec) -> bool:
-    """Whether submitit can tell what its signal means: it compares with the limit of --time."""
+    """Return whether submitit can tell what its signal means, by the limit of --time."""
     timed = "time" in rendering.directive_values(spec)
     limit = forms.limit_seconds(spec.resources.time) if timed else None
     return spec.requeues and bool(spec.signal) and limit is not None
