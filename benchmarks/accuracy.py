@@ -32,8 +32,8 @@ from clusterddp.request.recipes import RECIPES
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import begin
 from clusterddp.run.run_dir import RunDir
-from clusterddp.training import device
-from clusterddp.training.loop import Training
+from clusterddp.training import device, loop
+from clusterddp.training.loop import Inputs, Training
 from clusterddp.training.stop import StopRequest
 
 _CPU = torch.device("cpu")
@@ -110,17 +110,9 @@ def train(config: TrainConfig, train_set: Images, test_set: Images) -> Training:
             global_batch_size=config.step_size,
             reference_world_size=1,
         )
-        training = Training(
-            config,
-            agreed,
-            rank=0,
-            device=_CPU,
-            train_set=train_set,
-            test_set=test_set,
-            attempt=attempt,
-            request=StopRequest(),
-        )
-        training.run()
+        inputs = Inputs(config, agreed, 0, _CPU, train_set, test_set, attempt, StopRequest())
+        training = Training(inputs)
+        loop.train(training)
     return training
 
 

@@ -45,7 +45,7 @@ def main() -> None:
     from clusterddp.request.train_config import TrainConfig
     from clusterddp.run.attempt import begin
     from clusterddp.run.run_dir import RunDir
-    from clusterddp.training.loop import Training
+    from clusterddp.training.loop import Inputs, Training, train
     from clusterddp.training.stop import StopRequest
 
     torch.set_num_threads(1)
@@ -59,18 +59,24 @@ def main() -> None:
         )
         attempt = begin(RunDir(Path(name, "run")))
         attempt.checkpoints.mkdir()
-        training = Training(
-            TrainConfig(
-                dataset="synthetic", batch_size=8, epochs=1000, max_steps=LATE,
-                save_every="500steps", eval_every="500steps",
-            ),
-            Agreement(
-                backend="gloo", kind="cpu", threads=1, world_size=1, global_batch_size=8,
-                reference_world_size=1,
-            ),
-            rank=0, device=cpu, train_set=train_set, test_set=test_set, attempt=attempt,
-            request=StopRequest(),
-        )  # fmt: skip
+        config = TrainConfig(
+            dataset="synthetic",
+            batch_size=8,
+            epochs=1000,
+            max_steps=LATE,
+            save_every="500steps",
+            eval_every="500steps",
+        )
+        agreed = Agreement(
+            backend="gloo",
+            kind="cpu",
+            threads=1,
+            world_size=1,
+            global_batch_size=8,
+            reference_world_size=1,
+        )
+        inputs = Inputs(config, agreed, 0, cpu, train_set, test_set, attempt, StopRequest())
+        training = Training(inputs)
         step = training.journal.step
 
         def counted() -> None:
@@ -79,7 +85,7 @@ def main() -> None:
                 seen[training.position.step] = resident_mib()
 
         training.journal.step = counted  # type: ignore[method-assign]
-        training.run()
+        train(training)
     dist.destroy_process_group()
     print(json.dumps({"early": seen[EARLY], "late": seen[LATE]}))
 

@@ -16,8 +16,9 @@ from clusterddp.data import mnist
 from clusterddp.data.in_memory import Images
 from clusterddp.models import registry
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.training import memory, optimizer
+from clusterddp.training import optimizer
 from clusterddp.training.cuda_graph import GraphedStep
+from clusterddp.training.device import keep_freed
 from clusterddp.training.metrics import Tally
 from clusterddp.training.step import Step
 
@@ -28,7 +29,7 @@ def main(*, exchange: bool = False) -> None:
     asked = request()
     dist.init_process_group("gloo")
     device = torch.device(asked.device)
-    memory.keep_freed()
+    keep_freed()
     torch.manual_seed(0)
     model = registry.build("convnet").to(device).to(memory_format=torch.channels_last)
     config = TrainConfig(optimizer="sgd", lr=1e-4, momentum=0.0)

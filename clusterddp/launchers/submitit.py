@@ -22,6 +22,7 @@ from typing import Any
 from clusterddp.errors import EXIT_PAUSED, RequestError
 from clusterddp.launchers import Submission
 from clusterddp.launchers import script as rendering
+from clusterddp.processes import environment
 from clusterddp.request.spec import EXPEDITE, JobSpec
 from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import Attempt
@@ -256,10 +257,8 @@ def _escaped(value: str | None) -> str | None:
 def _environment(wanted: dict[str, str]) -> Iterator[None]:
     """submitit starts sbatch with this process's own variables: change them while it does."""
     kept = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(wanted)
+    environment.replace(wanted)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(kept)
+        environment.replace(kept)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from clusterddp.errors import TrainingError
 from clusterddp.models.nets import CONVOLUTIONS, DROPOUT, HIDDEN
+from clusterddp.processes import environment
 from clusterddp.request.train_config import TrainConfig
 
 # Of the module convnet below; `keras` is imported by then.
@@ -130,15 +131,11 @@ def _settings() -> Iterator[None]:
     could change the numbers (floatx), and ranks would write it at the same time.
     """
     before = _own_variables()
-    for name in before:
-        del os.environ[name]
-    os.environ.update(KERAS_BACKEND="torch", KERAS_HOME=os.devnull)
+    environment.change({"KERAS_BACKEND": "torch", "KERAS_HOME": os.devnull}, without=before)
     try:
         yield
     finally:
-        for name in _own_variables():
-            del os.environ[name]
-        os.environ.update(before)
+        environment.change(before, without=_own_variables())
 
 
 def _own_variables() -> dict[str, str]:

@@ -22,8 +22,7 @@ from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.files import write_atomically
-from clusterddp.training import memory
-from clusterddp.training.free_memory import free_bytes
+from clusterddp.training.device import free_bytes, peak_bytes
 from clusterddp.training.learner import Learner
 from clusterddp.training.stop import REASONS, StopRequest
 
@@ -209,7 +208,7 @@ class Trial:
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
-        before, speed = memory.peak_bytes(self._device), 0.0
+        before, speed = peak_bytes(self._device), 0.0
         try:
             speed = self._speed(size, mark)
         except (RuntimeError, MemoryError, TrainingError) as error:
@@ -217,7 +216,7 @@ class Trial:
                 raise
         if on_gpu:  # what the tensors of a failed step held is free only here
             torch.cuda.empty_cache()
-        peak = memory.peak_bytes(self._device)
+        peak = peak_bytes(self._device)
         full = not on_gpu and self._is_risky(peak - before)
         return Tried(speed, peak, failed=not speed, full=full)
 

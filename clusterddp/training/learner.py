@@ -17,19 +17,21 @@ from clusterddp.checkpoints import state
 from clusterddp.checkpoints.files import Best
 from clusterddp.checkpoints.state import Position
 from clusterddp.data import rng
-from clusterddp.data.in_memory import as_images
+from clusterddp.data.in_memory import Images, as_images
+from clusterddp.data.loader import Loaded
 from clusterddp.data.rng import States
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.distributed.heartbeat import Phase
-from clusterddp.errors import TrainingError
+from clusterddp.errors import DataError, TrainingError
 from clusterddp.models import registry
+from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.training import memory, optimizer, parallel, sync_batchnorm, throughput
+from clusterddp.training import device as devices
+from clusterddp.training import optimizer, step, sync_batchnorm, throughput
 from clusterddp.training.augment import AUGMENTATIONS
-from clusterddp.training.compiled import Compiled
 from clusterddp.training.cuda_graph import GraphedStep
 from clusterddp.training.metrics import Tally
-from clusterddp.training.step import Step
+from clusterddp.training.step import Compiled, Step
 
 
 class Learner:
@@ -51,7 +53,7 @@ class Learner:
         """
         self.config, self.agreed, self.device = config, agreed, device
         if device.type == "cpu":
-            memory.keep_freed()
+            devices.keep_freed()
         rng.seed(config.seed)  # the same weights on every rank
         self.model = registry.build(config.model).to(device)
         if config.sync_batchnorm:
@@ -65,7 +67,7 @@ class Learner:
         self.tally = Tally(device)
         seen = not (agreed.cuda_graph or config.sync_batchnorm)
         self.waiting = throughput.Waiting(device, knows=agreed.world_size == 1 or seen)
-        self.ddp = parallel.wrap(
+        self.ddp = step.wrap(
             self.model, config, agreed.world_size,
             precision=agreed.precision, captured=agreed.cuda_graph,
         )  # fmt: skip
@@ -138,6 +140,49 @@ class Learner:
         world = self.agreed.world_size
         rng.restore(restored.random_states, rank, world, self.device)
         return restored.scaler
+
+
+def check_fit(
+    config: TrainConfig, model: nn.Module, train_set: Images | Loaded, test_set: Images | Loaded
+) -> None:
+    """Try one image, and hold the labels to the classes that the model scores.
+
+    The rank's random numbers stay what they were, and so do the model's statistics. Raises
+    TrainingError for a model that cannot take the images or gives no scores, DataError for labels
+    that are none of its classes.
+    """
+    what = f"--model {config.model} with --dataset {config.dataset}"
+    [(images, _)] = train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
+    images = as_images(images)
+    was_training = model.training
+    model.eval()
+    tried = f"{what} on images {tuple(images.shape)}"
+    is_own = user_functions.is_reference(config.model)
+    try:
+        with (
+            rng.kept(images.device),
+            torch.no_grad(),
+            user_functions.running(tried) if is_own else nullcontext(),
+        ):
+            scores = model(images)
+    except (RuntimeError, ValueError) as error:  # the latter from Keras
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        raise TrainingError(
+            f"{tried}: this model is made for images (N, 1, 28, 28). Give one of your own, --model "
+            "MODULE:FUNCTION, or images of that shape."
+        ) from None
+    model.train(was_training)
+    seen = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    if not (isinstance(scores, Tensor) and scores.dim() == 2 and len(scores) == 1):
+        raise TrainingError(
+            f"{what}: a model has to give scores (N, classes) for N images, and gave {seen} for 1."
+        )
+    try:
+        for each in (train_set, test_set):
+            each.expect(scores.shape[1])
+    except DataError as error:
+        raise DataError(f"{what}: {error}") from None
 
 
 def _channels_last(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Rank 0's report.json: what a run achieved, where, and with what."""
+"""Writes rank 0's report.json: what a run achieved, where, and with what."""
 
 import json
 import platform
@@ -6,15 +6,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from clusterddp.checkpoints.state import weights_sha256
-from clusterddp.distributed.agreement import Agreement
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.files import write_atomically
 from clusterddp.run.history import chapters
 from clusterddp.run.run_dir import RunDir
@@ -22,21 +19,37 @@ from clusterddp.training.loop import Training
 from clusterddp.version import __version__
 
 
-def write(
-    config: TrainConfig,
-    agreed: Agreement,
-    env: DistEnv,
-    training: Training,
-    began: float,
-    environ: Mapping[str, str],
-) -> str:
+def write(training: Training, env: DistEnv, began: float, environ: Mapping[str, str]) -> str:
     """Write the report of a training that has ended, whole or not at all; returns it as a line.
 
-    `began` is when this task started, in seconds of the epoch.
+    began: the start of this task, in seconds of the epoch.
     """
-    position, finished = training.position, time.time()
-    images_per_second = position.images / max(position.seconds, 1e-9)
-    report = {
+    finished = time.time()
+    run, position = training.inputs.attempt.run, training.position
+    assert training.result is not None, "a training that has ended was evaluated"
+    evaluation = {"step": position.step, **training.result.to_dict(training.test_set)}
+    report = _report(training, env, environ, began, finished)
+    write_atomically(run.evaluation, (json.dumps(evaluation) + "\n").encode())
+    write_atomically(run.report, (json.dumps(report, indent=2) + "\n").encode())
+    if position.step == training.start_step and position.step:
+        return (
+            f"done: nothing was left to train, the run has its {position.step} steps; test "
+            f"accuracy {training.accuracy:.2%}. Raise --epochs or --max-steps, or name another "
+            "--run-dir"
+        )
+    return (
+        f"done: test accuracy {training.accuracy:.2%}, test loss {training.loss:.4f}, "
+        f"{position.seconds:.1f} s of training ({finished - began:.1f} s in all), "
+        f"{report['images_per_second']:,.0f} images/s, "
+        f"{env.world_size} {'rank' if env.world_size == 1 else 'ranks'}"
+    )
+
+
+def _report(
+    training: Training, env: DistEnv, environ: Mapping[str, str], began: float, finished: float
+) -> dict[str, Any]:
+    config, agreed, position = training.config, training.agreed, training.position
+    return {
         "accuracy": training.accuracy,
         "loss": training.loss,
         # Training steps of all attempts: reading batches, forward, backward, exchange, update.
@@ -44,7 +57,7 @@ def write(
         # This attempt from the task's start: imports, meeting, data, training, evaluation, saving.
         "total_seconds": round(finished - began, 3),
         # Images of all ranks together over train_seconds.
-        "images_per_second": round(images_per_second, 1),
+        "images_per_second": round(position.images / max(position.seconds, 1e-9), 1),
         "world_size": env.world_size,
         "num_nodes": env.num_nodes,
         "hosts": list(agreed.hosts),
@@ -75,33 +88,16 @@ def write(
         "weights_sha256": weights_sha256(training.model),
         "resumed_from": agreed.resume or None,
         "attempt": agreed.attempt,
-        **_interruptions(training.attempt.run, position.step),
+        **_interruptions(training.inputs.attempt.run, position.step),
         "saving": _saving(training),
         "job_id": environ.get("SLURM_JOB_ID", ""),
         "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
         "finished": round(finished, 3),
     }
-    run = RunDir(Path(agreed.run_dir))
-    assert training.result is not None, "a training that has ended was evaluated"
-    found = {"step": position.step, **training.result.to_dict(training.test_set)}
-    write_atomically(run.evaluation, (json.dumps(found) + "\n").encode())
-    write_atomically(run.report, (json.dumps(report, indent=2) + "\n").encode())
-    if position.step == training.start_step and position.step:
-        return (
-            f"done: nothing was left to train, the run has its {position.step} steps; test "
-            f"accuracy {training.accuracy:.2%}. Raise --epochs or --max-steps, or name another "
-            "--run-dir"
-        )
-    return (
-        f"done: test accuracy {training.accuracy:.2%}, test loss {training.loss:.4f}, "
-        f"{position.seconds:.1f} s of training ({finished - began:.1f} s in all), "
-        f"{images_per_second:,.0f} images/s, "
-        f"{env.world_size} {'rank' if env.world_size == 1 else 'ranks'}"
-    )
 
 
 def _version(name: str) -> str | None:
-    """That of a package which may be absent; importing it would take longer."""
+    """Return a package's version, if it is installed; importing it would take longer."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -109,7 +105,7 @@ def _version(name: str) -> str | None:
 
 
 def _interruptions(run: RunDir, step: int) -> dict[str, Any]:
-    """What the run has been through; this attempt, its latest, is done at `step`."""
+    """Return what the run has been through; this attempt, its latest, is done at `step`."""
     *earlier, last = chapters(run)
     told = [*earlier, replace(last, cause="done", last_step=step)]
     return {
@@ -122,9 +118,9 @@ def _interruptions(run: RunDir, step: int) -> dict[str, Any]:
 
 
 def _saving(training: Training) -> dict[str, Any]:
-    """What checkpoints have cost this attempt: only copying and waiting stop the training."""
-    assert training.saver is not None, "rank 0 writes the report"
-    costs = training.saver.costs
+    """Return what checkpoints cost this attempt: only copying and waiting stop the training."""
+    assert training.checkpoints.saver is not None, "rank 0 writes the report"
+    costs = training.checkpoints.saver.costs
     return {
         "saves": costs.saves,
         "failed": costs.failed,

@@ -1,15 +1,23 @@
-"""One optimizer step of a rank: forward, backward, exchange of gradients, update."""
+"""One optimizer step of a rank: forward, backward, exchange of gradients, update.
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+Also the model as the step calls it: under DistributedDataParallel or DataParallel by `--strategy`,
+and by torch.compile.
+"""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from clusterddp.data.in_memory import as_images
 from clusterddp.distributed.heartbeat import Phase
+from clusterddp.errors import TrainingError
+from clusterddp.request.train_config import TrainConfig
 from clusterddp.training.metrics import Tally
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,7 +42,7 @@ class Step:
         """model: images to scores; DDP's wrapper where there is one.
 
         accumulate: passes into which a batch is cut; gradients are exchanged after the last.
-        mark: told of each phase as it begins.
+        mark: called with each phase as it begins.
         exchanged: called when the gradients of a batch have been exchanged.
         """
         self.model, self.optimizer, self.tally = model, optimizer, tally
@@ -89,3 +97,101 @@ class Step:
         no_sync = getattr(self.model, "no_sync", nullcontext)
         context: AbstractContextManager[None] = no_sync()
         return context
+
+
+class Compiled:
+    """A model whose code is generated at its first call, for which it needs a compiler."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """model: DDP's wrapper where there is one."""
+        self._model = model
+        # With shapes as they come: torch would generalise over them after the first odd batch, and
+        # a run that goes on from a checkpoint would compute with other code than one in a piece.
+        self._call = torch.compile(model, dynamic=False)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Images (N, 1, 28, 28) to scores (N, classes); raises TrainingError without a compiler."""
+        try:
+            scores: Tensor = self._call(images)
+        except Exception as error:
+            # Where the errors of torch.compile live has moved between versions; their names have
+            # not. What the model itself raises comes through as it is.
+            if not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+                raise
+            raise TrainingError(
+                f"--compile: torch.compile failed on {socket.gethostname()}: "
+                f"{str(error).splitlines()[0]}. It needs a C++ compiler on every node (CXX names "
+                "one). Install it there, or leave --compile out."
+            ) from None
+        return scores
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """DDP's context in which gradients are not exchanged."""
+        context: AbstractContextManager[None] = getattr(self._model, "no_sync", nullcontext)()
+        return context
+
+
+def wrap(
+    model: nn.Module,
+    config: TrainConfig,
+    world_size: int,
+    *,
+    precision: str = "fp32",
+    captured: bool = False,
+) -> nn.Module:
+    """The model as it is trained: under DDP or DataParallel, or by itself where nothing is shared.
+
+    precision: what was agreed on.
+    captured: its passes will be captured into a graph, so DDP has to be made on a stream of its own
+    (torch's documentation, "CUDA Graphs", usage with DistributedDataParallel).
+    """
+    device = next(model.parameters()).device
+    if gpus_of_one_process(config.strategy, device.type) > 1:
+        return nn.DataParallel(AtPrecision(model, precision, device.type))
+    if world_size == 1:
+        return model
+    with _aside(device) if captured else nullcontext():
+        wrapped = DistributedDataParallel(
+            model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
+        )
+    if config.comm_hook != "none":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hook = getattr(default_hooks, f"{config.comm_hook}_compress_hook")
+        wrapped.register_comm_hook(None, hook)
+    return wrapped
+
+
+class AtPrecision(nn.Module):
+    """A model that sets its precision by itself: the threads in which DataParallel runs its copies
+    know that there is autocast, but not of which type (torch's parallel_apply)."""
+
+    def __init__(self, model: nn.Module, precision: str, kind: str) -> None:
+        """kind: `cuda` or `cpu`."""
+        super().__init__()
+        self.model, self._dtype, self._kind = model, DTYPES[precision], kind
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images to scores."""
+        enabled = self._dtype is not torch.float32
+        with torch.autocast(self._kind, self._dtype if enabled else None, enabled=enabled):
+            scores: Tensor = self.model(images)
+        return scores
+
+
+def gpus_of_one_process(strategy: str, kind: str) -> int:
+    """How many GPUs this process drives by itself; 0 on a CPU. `kind` is `cuda` or `cpu`."""
+    if kind != "cuda":
+        return 0
+    return torch.cuda.device_count() if strategy == "dp" else 1
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """A stream of its own, in order with what comes before and after."""
+    usual = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(usual)
+    with torch.cuda.stream(stream):
+        yield
+    usual.wait_stream(stream)

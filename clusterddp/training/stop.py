@@ -1,15 +1,19 @@
-"""A task's own note that it was asked to stop: all that its signal handlers do.
+"""Requests to stop a training, and the end of the job's time.
 
-The ranks of a training look at it together (`distributed.agreement`), save at one step and leave.
-What comes before they can look, during the imports say, is noted as well.
+A signal handler only notes the request. The ranks look at it together (`distributed.agreement`),
+save at one step and leave. Free of torch, so that requests are noted during the imports too.
 """
 
 import contextlib
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import FrameType
+
+from clusterddp import log
 
 REASONS = ("", "signal", "SIGTERM", "interrupt", "stop", "time limit")
 """What can ask for a stop; ranks exchange the place in this list, and the last of them counts."""
@@ -23,16 +27,19 @@ _OF_SIGNAL = {
 
 _STDERR = 2
 _ON_INTERRUPT = b"clusterddp: saving after this step, then leaving; Ctrl-C again ends at once\n"
+_MARGIN_SECONDS = 5.0
+# Slurm looks at time limits about twice a minute, so its signal can come that much later.
+_SLURM_SECONDS = 30.0
 
 
 class StopRequest:
-    """Whether, and why, this process was asked to stop."""
+    """The weightiest reason for which this process was asked to stop, if any."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """As if nobody had asked: what comes next in this process is another training."""
+        """Drop the request: what comes next in this process is another training."""
         self.reason = ""
         self.looked_at = False
         """Set once the ranks look at it: a Ctrl-C before that ends the process at once."""
@@ -44,7 +51,7 @@ class StopRequest:
             self.reason = reason
 
     def listen(self) -> Callable[[], None]:
-        """Note signals from now on; returns what gives them back their former handlers.
+        """Note signals from now on; returns what restores their former handlers.
 
         In a thread other than the main one, where Python allows no handlers, it does nothing.
         """
@@ -57,11 +64,11 @@ class StopRequest:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
 
-        def give_back() -> None:
+        def restore() -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-        return give_back
+        return restore
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -78,9 +85,42 @@ class StopRequest:
 
 
 def _may_start_again(environ: Mapping[str, str]) -> bool:
-    """Whether a torchrun agent ends ranks by SIGTERM when one has failed, to start them anew."""
+    """Return whether a torchrun agent ends ranks by SIGTERM to start them anew after a failure."""
     return environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 requested = StopRequest()
-"""That of this process."""
+"""This process's request."""
+
+
+class Deadline:
+    """The end of the job's time, by the monotonic clock: the wall clock can be set meanwhile."""
+
+    def __init__(self, signal_lead: int = 0) -> None:
+        """`signal_lead`: seconds ahead of the end at which Slurm was asked for a signal, or 0."""
+        self._signal_lead = signal_lead
+        self._end = math.inf
+        self._checked = False
+
+    def set(self, seconds_left: float | None) -> None:
+        """Set the time that is left; None where there is no limit, or it is unknown."""
+        if seconds_left is not None and seconds_left > 0:
+            self._end = time.monotonic() + seconds_left
+
+    def is_near(self, lead_seconds: float) -> bool:
+        """Return whether to stop now, if stopping and saving takes so long."""
+        return time.monotonic() > self._end - lead_seconds - _MARGIN_SECONDS
+
+    def check_lead(self, lead_seconds: float) -> None:
+        """Warn once when the signal comes too late for what a step and a save have cost."""
+        if self._checked or not self._signal_lead:
+            return
+        self._checked = True
+        if self._signal_lead < lead_seconds + _MARGIN_SECONDS:
+            enough = math.ceil(lead_seconds + _MARGIN_SECONDS + _SLURM_SECONDS)
+            log.warning(
+                f"Slurm's signal comes {self._signal_lead} s ahead of the time limit, but to "
+                f"finish a step and save takes {lead_seconds:.1f} s here, and Slurm can be "
+                f"{_SLURM_SECONDS:.0f} s late: ask for --signal B:USR1@{enough} or more. The ranks "
+                "stop by their own clock where they know the limit."
+            )

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clusterddp.training import memory
+from clusterddp.training.device import peak_bytes
 
 
 class Waiting:
@@ -130,7 +130,7 @@ class Paces:
 def of_ranks(paces: Paces, device: torch.device) -> list[dict[str, Any]]:
     """What became of each rank, for the report. Collective over the default process group."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    own = {"host": host, "peak_memory_bytes": memory.peak_bytes(device)}
+    own = {"host": host, "peak_memory_bytes": peak_bytes(device)}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     known = [round(rate, 1) for rate in paces.images_per_second]

@@ -1,9 +1,9 @@
-"""How a rank joins the others: it says what it is, learns what holds for all, enters the group."""
+"""Joins a rank to the others: it introduces itself, learns what holds for all, enters the group."""
 
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +18,7 @@ from clusterddp import log
 from clusterddp.distributed import messages, name_lookups, rendezvous
 from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.errors import ClusterDDPError, TrainingError
-from clusterddp.processes import processors
+from clusterddp.processes import environment, processors
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
@@ -26,7 +26,8 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import note_clocks
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import device as devices
-from clusterddp.training import optimizer, parallel
+from clusterddp.training import optimizer
+from clusterddp.training.step import gpus_of_one_process
 from clusterddp.worker import start
 
 _OWN_DATA_SECONDS = 3600.0
@@ -36,7 +37,7 @@ _APART_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Joined:
-    """What a rank knows once all have met."""
+    """A rank's knowledge once all have met."""
 
     hello: Hello
     agreed: Agreement
@@ -53,15 +54,15 @@ def join(
     attempt: int | None,
     env: DistEnv,
     store: Store,
-    environ: MutableMapping[str, str],
+    environ: Mapping[str, str],
     *,
     fingerprint: Callable[[], str] | None = None,
-    asked: name_lookups.Lookups | None = None,
+    lookups: name_lookups.Lookups | None = None,
 ) -> Joined:
     """Introduce this rank, learn what was agreed on, and join the process group.
 
     fingerprint: of the dataset, on rank 0, where it is known without reading the files again.
-    asked: what the name look-ups of this start have come to.
+    lookups: the name look-ups of this start.
 
     Raises ClusterDDPError, a PeerError where another rank is to blame.
     """
@@ -70,47 +71,73 @@ def join(
     except ClusterDDPError as error:
         rendezvous.decline(store, env, error)
         raise
-    asked_for_time: dict[int, str] = {}
-
-    def decide(hellos: list[dict[str, Any]]) -> dict[str, Any]:
-        identity = _identity(environ)
-        agreed = start.decide(config, run_dir, attempt, hellos, identity, fingerprint)
-        asked_for_time.update(rendezvous.time_tellers(hellos))
-        speaking = sorted(asked_for_time)
-        return {**agreed.to_dict(), "tell_time": speaking, "sent": time.time()}
-
-    verdict = rendezvous.agree(
-        store,
-        env,
-        hello.__dict__,
-        decide,
-        config.rendezvous_timeout,
-        # Rank 0 calls a person's own function meanwhile, which may have to fetch its data.
-        _OWN_DATA_SECONDS
-        if user_functions.is_reference(config.dataset)
-        else messages.GRACE_SECONDS,
-    )
-    if env.rank in verdict.get("tell_time", ()):
-        rendezvous.tell_time(store, env, time.time())
-    agreed = Agreement.from_dict(verdict)
-    if asked_for_time:
-        ahead = rendezvous.collect_clocks(store, env, asked_for_time, verdict["sent"])
-        _note_clocks(agreed, {hello.host: 0.0, **ahead})
+    agreed = _meet(config, run_dir, attempt, env, store, environ, hello, fingerprint)
     device = torch.device(hello.device)
-    _settle(agreed, device, environ, deterministic=config.deterministic)
-    if config.profile:
-        environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library tells what it does
-    if asked and agreed.backend == "gloo" and name_lookups.GLOO_INTERFACE not in environ:
-        interface = asked.gloo_interface()
-        if interface:
-            environ[name_lookups.GLOO_INTERFACE] = interface
+    interface = ""
+    if lookups and agreed.backend == "gloo" and name_lookups.GLOO_INTERFACE not in environ:
+        interface = lookups.gloo_interface()
+    defaults = _variables(config, agreed, interface)
+    environment.change({name: environ.get(name, value) for name, value in defaults.items()})
+    _settle(agreed, device, deterministic=config.deterministic)
     _start_group(config, agreed, env, store, device)
     announce(config, agreed, hello, env)
     return Joined(hello, agreed, device)
 
 
+def _meet(
+    config: TrainConfig,
+    run_dir: Path | None,
+    attempt: int | None,
+    env: DistEnv,
+    store: Store,
+    environ: Mapping[str, str],
+    hello: Hello,
+    fingerprint: Callable[[], str] | None,
+) -> Agreement:
+    """Meet the other ranks; rank 0 decides for all, and compares the clocks of their hosts."""
+    speakers: dict[int, str] = {}
+
+    def decide(hellos: list[dict[str, Any]]) -> dict[str, Any]:
+        agreed = start.decide(config, run_dir, attempt, hellos, _identity(environ), fingerprint)
+        speakers.update(rendezvous.time_tellers(hellos))
+        return {**agreed.to_dict(), "tell_time": sorted(speakers), "sent": time.time()}
+
+    # Rank 0 calls a person's own function meanwhile, which may have to fetch its data.
+    is_own = user_functions.is_reference(config.dataset)
+    patience = _OWN_DATA_SECONDS if is_own else messages.GRACE_SECONDS
+    verdict = rendezvous.agree(
+        store, env, hello.__dict__, decide, config.rendezvous_timeout, patience
+    )
+    if env.rank in verdict.get("tell_time", ()):
+        rendezvous.tell_time(store, env, time.time())
+    agreed = Agreement.from_dict(verdict)
+    if speakers:
+        ahead = rendezvous.collect_clocks(store, env, speakers, verdict["sent"])
+        _note_clocks(agreed, {hello.host: 0.0, **ahead})
+    return agreed
+
+
+def _variables(config: TrainConfig, agreed: Agreement, interface: str) -> dict[str, str]:
+    """Return the variables that torch and its libraries read, unless they are set already.
+
+    interface: the network interface of gloo's exchange, if it had to be found out.
+    """
+    variables = {}
+    if config.profile:
+        variables["KINETO_LOG_LEVEL"] = "99"  # the profiler's library logs what it does
+    if interface:
+        variables[name_lookups.GLOO_INTERFACE] = interface
+    if config.deterministic:
+        # cuBLAS repeats itself only with a fixed workspace (torch.use_deterministic_algorithms).
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if agreed.cuda_graph and agreed.world_size > 1:
+        # Before the group is made: NCCL's own watch over it would query events in mid-capture.
+        variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    return variables
+
+
 def _note_clocks(agreed: Agreement, ahead: dict[str, float]) -> None:
-    """Record them for who reads the ranks' outcomes; a full disk costs the record."""
+    """Record the offsets beside the ranks' outcomes; a full disk costs the record."""
     apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
     if apart:
         log.warning(f"clocks differ from that of rank 0's host: {', '.join(apart)}")
@@ -143,7 +170,7 @@ def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) ->
     if choice.kind == "cuda":
         gpu = _take_gpu(choice.index)
     warning = choice.warning
-    if config.strategy == "dp" and parallel.gpus_of_one_process("dp", choice.kind) < 2:
+    if config.strategy == "dp" and gpus_of_one_process("dp", choice.kind) < 2:
         warning = warning or (
             f"--strategy dp has {'one GPU' if choice.kind == 'cuda' else 'no GPU'} here: it trains "
             f"on {choice.name} alone, as --strategy single does"
@@ -167,7 +194,7 @@ def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) ->
 def _take_gpu(index: int) -> str:
     """Have CUDA use this GPU from the first; returns the GPU's own identifier.
 
-    Empty with a torch that does not tell it: then nobody notices two ranks on one GPU.
+    Empty with a torch that has none: then two ranks on one GPU go unnoticed.
     """
     try:
         torch.cuda.set_device(index)  # or what follows would open the first GPU as well
@@ -180,7 +207,7 @@ def _take_gpu(index: int) -> str:
 
 
 def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
-    """The CPUs that Slurm gave this task, or its share of those that the process may run on."""
+    """Return the CPUs that Slurm gave this task, or its share of those that the process may use."""
     given = environ.get("SLURM_CPUS_PER_TASK", "")
     if given.isdigit() and int(given):
         return int(given)
@@ -191,21 +218,10 @@ def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
     return max(usable // local_world_size, 1)
 
 
-def _settle(
-    agreed: Agreement,
-    device: torch.device,
-    environ: MutableMapping[str, str],
-    *,
-    deterministic: bool,
-) -> None:
+def _settle(agreed: Agreement, device: torch.device, *, deterministic: bool) -> None:
     torch.set_num_threads(agreed.threads)
     if deterministic:
-        # cuBLAS repeats itself only with a fixed workspace (torch.use_deterministic_algorithms).
-        environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if agreed.cuda_graph and agreed.world_size > 1:
-        # Before the group is made: NCCL's own watch over it would query events in mid-capture.
-        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Otherwise cuDNN may choose algorithms whose sums differ from run to run.
@@ -229,17 +245,8 @@ def _start_group(
     )
 
 
-def _passes(config: TrainConfig) -> str:
-    return f", in {config.accumulate} passes" if config.accumulate > 1 else ""
-
-
-def announce(
-    config: TrainConfig,
-    agreed: Agreement,
-    hello: Hello,
-    env: DistEnv,
-) -> None:
-    """Say what this rank computes on; rank 0 also what was agreed on."""
+def announce(config: TrainConfig, agreed: Agreement, hello: Hello, env: DistEnv) -> None:
+    """Log what this rank computes on; rank 0 also what was agreed on."""
     log.info(
         f"rank {env.rank} of {env.world_size} on {hello.host} (local rank {env.local_rank}): "
         f"{hello.device}, {agreed.threads} {'thread' if agreed.threads == 1 else 'threads'}, "
@@ -253,10 +260,11 @@ def announce(
     for warning in agreed.warnings:
         log.warning(warning)
     peak = optimizer.peak_lr(config, agreed.reference_world_size)
+    passes = f", in {config.accumulate} passes" if config.accumulate > 1 else ""
     log.info(
         f"lr {config.lr:g} x {peak / config.lr:g} ({config.lr_scaling}) = {peak:g}, warm-up "
         f"{config.warmup_steps} steps; batch {agreed.batch_size} x {env.world_size} = "
-        f"{agreed.global_batch_size}{_passes(config)}"
+        f"{agreed.global_batch_size}{passes}"
     )
     auto = " (auto)" if config.precision == "auto" else ""
     graph = ", the step as one CUDA graph" if agreed.cuda_graph else ""

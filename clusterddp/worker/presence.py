@@ -1,19 +1,24 @@
-"""Rank 0's presence in its attempt: shows that it lives, and sees who wants it to stop.
+"""Rank 0's threads beside the training: its sign of life, requests to stop, the time limit.
 
-A thread, so that a long step or a hanging exchange delays neither.
+Threads, so that a long step or a hanging exchange delays none of them.
 """
 
 import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from clusterddp import log
 from clusterddp.errors import EXIT_FAILED
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
-from clusterddp.training.stop import StopRequest
+from clusterddp.slurm import own_job
+from clusterddp.slurm.own_job import is_rehearsal, own_name
+from clusterddp.training.stop import Deadline, StopRequest
+
+_TIME_LIMIT_SECONDS = 600.0  # between two polls: an administrator can move the limit
 
 
 class Presence:
@@ -93,3 +98,23 @@ class Presence:
             sys.stderr.flush()
             sys.stdout.flush()
         os._exit(EXIT_FAILED)
+
+
+def poll_time_limit(deadline: Deadline, environ: Mapping[str, str]) -> None:
+    """Poll Slurm for the job's time limit from a background thread, as a controller can be slow."""
+    job_id = environ.get("SLURM_JOB_ID", "")
+    if job_id:
+        threading.Thread(target=lambda: _poll(deadline, job_id, environ), daemon=True).start()
+
+
+def _poll(deadline: Deadline, job_id: str, environ: Mapping[str, str]) -> None:
+    while True:
+        deadline.set(seconds_left(job_id, environ))
+        time.sleep(_TIME_LIMIT_SECONDS)
+
+
+def seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
+    """Return the job's seconds left by the controller's clock, or by this host's without squeue."""
+    left = None if is_rehearsal(environ) else own_job.seconds_left(own_name(environ, job_id))
+    end = environ.get("SLURM_JOB_END_TIME", "")  # set by newer versions
+    return int(end) - time.time() if left is None and end.isdigit() else left

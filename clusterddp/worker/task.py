@@ -1,7 +1,4 @@
-"""What every task runs: find out who it is, meet the others, agree, train, tidy up.
-
-The only writer of os.environ in a task.
-"""
+"""Runs a task: find out who it is, meet the others, agree, train, tidy up."""
 
 import gc
 import importlib.util
@@ -10,8 +7,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +25,7 @@ from clusterddp.errors import (
     PeerError,
     TrainingError,
 )
+from clusterddp.processes import environment
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
@@ -34,8 +33,7 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import note_hung
 from clusterddp.run.task_error import is_peer_loss
 from clusterddp.training import stop
-from clusterddp.training.deadline import Deadline
-from clusterddp.worker import time_limit
+from clusterddp.training.stop import Deadline
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -44,9 +42,11 @@ if TYPE_CHECKING:
     from clusterddp.data.in_memory import Images
     from clusterddp.data.loader import Loaded
     from clusterddp.distributed.heartbeat import Progress
-    from clusterddp.distributed.watchdog import Verdict
+    from clusterddp.distributed.watchdog import Verdict, Watchdog
     from clusterddp.training.loop import Training
     from clusterddp.worker.join import Joined
+
+    _Reading = shared_memory.Reading | user_dataset.OwnSets
 
 # For a checkpoint under way when a rank has failed: Slurm kills KillWait (30 s) after its TERM.
 _SAVE_SECONDS = 20.0
@@ -64,92 +64,76 @@ def run_task(
 
     env: derived from os.environ when not given.
     run_dir: without it rank 0 chooses one, named by the time.
-    attempt: the start of the run that the starting side has made; without it rank 0 makes one.
+    attempt: the number that the starting side has made; without it rank 0 makes one.
     signal_lead: seconds ahead of the time limit at which Slurm was asked for a signal.
 
     Raises ClusterDDPError (a TrainingError with `peer_lost` where another rank is to blame) and
     KeyboardInterrupt; the process group is gone in every case.
     """
     began = time.time()
-    give_back = stop.requested.listen()
+    restore = stop.requested.listen()
     try:
+        _require_torch()
+        env = env or DistEnv.from_environ(os.environ)
         with log.to(log.to_stdout):
-            return _run(config, run_dir, env, attempt, Deadline(signal_lead), began)
+            return _run(_Task(config, run_dir, env, attempt, Deadline(signal_lead), began))
     finally:
-        give_back()
+        restore()
         stop.requested.forget()
         gc.unfreeze()
 
 
-def _run(
-    config: TrainConfig,
-    run_dir: Path | None,
-    env: DistEnv | None,
-    attempt: int | None,
-    deadline: Deadline,
-    began: float,
-) -> int:
-    _require_torch()
-    env = env or DistEnv.from_environ(os.environ)
-    os.environ.update(env.to_environ())
+@dataclass(frozen=True)
+class _Task:
+    """What a task was started with."""
+
+    config: TrainConfig
+    run_dir: Path | None
+    env: DistEnv
+    attempt: int | None
+    deadline: Deadline
+    began: float
+    """Seconds of the epoch."""
+
+
+def _run(task: _Task) -> int:
+    config, env = task.config, task.env
+    environment.change(env.to_environ())
     bound = tcp_store.bind(env, os.environ)  # first of all, so that no rank has to ask again
-    reading: shared_memory.Reading | user_dataset.OwnSets | None = None
-    if user_functions.is_reference(config.dataset):
-        reading = user_dataset.OwnSets(config)
-    elif config.data_pipeline == "memory" and 0 in (env.local_rank, env.rank):
-        reading = shared_memory.Reading(config.dataset, config.data_dir, digest=env.rank == 0)
-    asked = name_lookups.Lookups(env) if env.world_size > 1 else None
+    reading = _begin_reading(config, env)
+    lookups = name_lookups.Lookups(env) if env.world_size > 1 else None
+    _import_torch()
 
-    with _imports():
-        import torch
-        import torch.distributed as dist
+    import torch.distributed as dist
 
-        from clusterddp.distributed import heartbeat, rendezvous
-        from clusterddp.distributed.heartbeat import Progress
-        from clusterddp.distributed.watchdog import Watchdog, periods
-        from clusterddp.worker import join
+    from clusterddp.distributed import rendezvous
+    from clusterddp.distributed.heartbeat import Progress
+    from clusterddp.worker import join
 
-        # The first optimizer imports as much again (torch._dynamo, sympy: some 900 modules). Here,
-        # so that ranks which are slow at it are waited for once: when all meet.
-        torch.optim.SGD([torch.zeros(())])
-
-    store = dog = None
-    progress = Progress()
-    try:
+    progress, watchdog = Progress(), None
+    with ExitStack() as at_end, _breaking_off(env, lambda: _suspect(watchdog)):
         store = rendezvous.open_store(
-            env, os.environ, config.rendezvous_timeout,
-            bound=bound, answered=lambda: asked is None or asked.master_answered,
-        )  # fmt: skip
+            env,
+            os.environ,
+            config.rendezvous_timeout,
+            bound=bound,
+            answered=lambda: lookups is None or lookups.master_answered,
+        )
         joined = join.join(
-            config, run_dir, attempt, env, store, os.environ,
-            fingerprint=reading.fingerprint if reading else None, asked=asked,
-        )  # fmt: skip
+            config,
+            task.run_dir,
+            task.attempt,
+            env,
+            store,
+            os.environ,
+            fingerprint=reading.fingerprint if reading else None,
+            lookups=lookups,
+        )
         if config.watchdog:
-            silent, beat = periods(config.watchdog, config.process_group_timeout, env.world_size)
-            dog = Watchdog(
-                heartbeat.connect(env, os.environ, 10.0), env, progress,
-                silent_seconds=silent, beat_seconds=beat, host=joined.hello.host,
-                note=partial(_note_hung, joined.attempt),
-            )  # fmt: skip
-            dog.start()
-        reason = _train(config, joined, env, store, reading, progress, deadline, began)
+            watchdog = _watch(config, env, joined, progress)
+            at_end.callback(watchdog.stop)
+        reason = _train(task, joined, store, reading, progress)
         dist.barrier()
-    except ClusterDDPError:
-        rendezvous.break_off(env)
-        raise
-    except BaseException as error:
-        suspect = dog.latest_suspect() if dog else ""
-        rendezvous.break_off(env)
-        if is_peer_loss(error):
-            seen = f" ({suspect})" if suspect else ""
-            raise PeerError(
-                f"rank {env.rank} on {socket.gethostname()} lost another rank{seen}: "
-                f"{str(error).splitlines()[0]}. The log of the rank that failed first says why."
-            ) from error
-        raise
-    finally:
-        if dog:
-            dog.stop()
     dist.destroy_process_group()
     rendezvous.leave(store, env)
     if not reason:
@@ -166,44 +150,103 @@ def _require_torch() -> None:
         )
 
 
-@contextmanager
-def _imports() -> Iterator[None]:
-    """Import without looking for garbage, then or later: what modules make stays.
+def _begin_reading(config: TrainConfig, env: DistEnv) -> "_Reading | None":
+    """Begin to read the dataset beside the imports, on the first rank of a node."""
+    if user_functions.is_reference(config.dataset):
+        return user_dataset.OwnSets(config)
+    if config.data_pipeline == "memory" and 0 in (env.local_rank, env.rank):
+        return shared_memory.Reading(config.dataset, config.data_dir, digest=env.rank == 0)
+    return None
 
-    To look through it time and again is a fifth of what importing torch takes.
+
+def _import_torch() -> None:
+    """Import torch without collecting garbage, then or later: what modules make stays.
+
+    Collecting time and again is a fifth of what importing torch takes.
     """
     was_on = gc.isenabled()
     gc.disable()
     try:
-        yield
+        import torch
+
+        import clusterddp.distributed.watchdog
+        import clusterddp.worker.join  # noqa: F401
+
+        # The first optimizer imports as much again (torch._dynamo, sympy: some 900 modules). Here,
+        # so that ranks which are slow at it are waited for once: when all meet.
+        torch.optim.SGD([torch.zeros(())])
     finally:
         if was_on:
             gc.freeze()
             gc.enable()
 
 
+@contextmanager
+def _breaking_off(env: DistEnv, suspect: Callable[[], str]) -> Iterator[None]:
+    """Leave the process group where the body fails; blame another rank that is the cause.
+
+    suspect: returns whom the watchdog holds to be the cause, or nothing.
+    """
+    from clusterddp.distributed import rendezvous
+
+    try:
+        yield
+    except ClusterDDPError:
+        rendezvous.break_off(env)
+        raise
+    except BaseException as error:
+        hint = f" ({suspected})" if (suspected := suspect()) else ""
+        rendezvous.break_off(env)
+        if is_peer_loss(error):
+            raise PeerError(
+                f"rank {env.rank} on {socket.gethostname()} lost another rank{hint}: "
+                f"{str(error).splitlines()[0]}. The log of the rank that failed first says why."
+            ) from error
+        raise
+
+
+def _suspect(watchdog: "Watchdog | None") -> str:
+    return watchdog.latest_suspect() if watchdog else ""
+
+
+def _watch(config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progress") -> "Watchdog":
+    """Start the watchdog."""
+    from clusterddp.distributed import heartbeat
+    from clusterddp.distributed.watchdog import Watchdog, periods
+
+    silent, beat = periods(config.watchdog, config.process_group_timeout, env.world_size)
+    watchdog = Watchdog(
+        heartbeat.connect(env, os.environ, 10.0),
+        env,
+        progress,
+        silent_seconds=silent,
+        beat_seconds=beat,
+        host=joined.hello.host,
+        note=partial(_note_hung, joined.attempt),
+    )
+    watchdog.start()
+    return watchdog
+
+
 def _train(
-    config: TrainConfig,
+    task: _Task,
     joined: "Joined",
-    env: DistEnv,
     store: "Store",
-    reading: shared_memory.Reading | user_dataset.OwnSets | None,
+    reading: "_Reading | None",
     progress: "Progress",
-    deadline: Deadline,
-    began: float,
 ) -> str:
     """Train; returns the reason where the ranks have stopped early, for rank 0 to have noted."""
     from clusterddp.checkpoints import state
-    from clusterddp.training import fit, report
-    from clusterddp.training.loop import Training
+    from clusterddp.training.learner import check_fit
+    from clusterddp.training.loop import Inputs, Training, train
     from clusterddp.worker import datasets
-    from clusterddp.worker.presence import Presence
+    from clusterddp.worker.presence import Presence, poll_time_limit
 
-    attempt, agreed = joined.attempt, joined.agreed
+    config, env, attempt, agreed = task.config, task.env, joined.attempt, joined.agreed
     presence = Presence(attempt, stop.requested)
     with presence if env.rank == 0 else nullcontext():
         if env.rank == 0:
-            time_limit.keep_asking(deadline, os.environ)
+            poll_time_limit(task.deadline, os.environ)
         train_set, test_set, held = datasets.obtain(
             config, env, store, reading, joined.device, data_sha256=agreed.data_sha256
         )
@@ -212,59 +255,70 @@ def _train(
             if held:
                 held.close()  # the ranks have exchanged, so all of them have mapped it
             return reason
-        training = Training(
+        content = None
+        if agreed.resume:
+            content = state.load_together(Path(agreed.resume), joined.device)
+        inputs = Inputs(
             config,
             agreed,
-            rank=env.rank,
-            device=joined.device,
-            train_set=train_set,
-            test_set=test_set,
-            resume_content=state.load_together(Path(agreed.resume), joined.device)
-            if agreed.resume
-            else None,
-            attempt=attempt,
-            request=stop.requested,
-            progress=progress,
-            deadline=deadline,
+            env.rank,
+            joined.device,
+            train_set,
+            test_set,
+            attempt,
+            stop.requested,
+            task.deadline,
+            progress,
         )
+        training = Training(inputs, content)
+        del content
         if config.own_functions:
-            fit.check(config, training.model, train_set, test_set)
+            check_fit(config, training.model, train_set, test_set)
         if held:
             held.close()  # DDP has begun on every rank, so all of them have mapped it
             held = None  # a GPU has the set in its own memory
+        saver = training.checkpoints.saver
         presence.step = lambda: training.position.step
-        presence.saved = lambda: training.saver.last_step if training.saver else None
+        presence.saved = lambda: saver.last_step if saver else None
         try:
-            reason = training.run()
+            reason = train(training)
         except BaseException:
             _let_save_end(training)
             raise
         if env.rank == 0:
-            try:
-                if not reason:
-                    log.info(report.write(config, agreed, env, training, began, os.environ))
-                _note_end(attempt, reason, training.position.step, training.saver)
-            except OSError as error:
-                raise TrainingError(
-                    f"rank 0 on {socket.gethostname()} cannot write how the training ended to "
-                    f"{attempt.run.path}: {error.strerror}. Its last checkpoint is that of step "
-                    f"{training.saver.last_step if training.saver else None}."
-                ) from None
+            _record_end(task, joined, training, reason)
     return reason
 
 
+def _record_end(task: _Task, joined: "Joined", training: "Training", reason: str) -> None:
+    """Write on rank 0 how the training ended, and its report where it is done."""
+    from clusterddp.training import report
+
+    attempt, saver = joined.attempt, training.checkpoints.saver
+    try:
+        if not reason:
+            log.info(report.write(training, task.env, task.began, os.environ))
+        _note_end(attempt, reason, training.position.step, saver)
+    except OSError as error:
+        raise TrainingError(
+            f"rank 0 on {socket.gethostname()} cannot write how the training ended to "
+            f"{attempt.run.path}: {error.strerror}. Its last checkpoint is that of step "
+            f"{saver.last_step if saver else None}."
+        ) from None
+
+
 def _let_save_end(training: "Training") -> None:
-    """A checkpoint that is being written when another rank fails is worth a few seconds, and so
-    are the curves."""
+    """Give a checkpoint that is being written a few seconds when another rank fails, and the
+    curves too."""
     from clusterddp.distributed.tcp_store import bounded
 
-    if training.saver:
-        for ending, seconds in (
-            (training.saver.wait, _SAVE_SECONDS),
+    if training.checkpoints.saver:
+        for end, seconds in (
+            (training.checkpoints.saver.wait, _SAVE_SECONDS),
             (training.journal.close, 5.0),
         ):
-            with suppress(Exception):  # the training's own failure is what is told
-                bounded(ending, seconds)
+            with suppress(Exception):  # the training's own failure is the one reported
+                bounded(end, seconds)
 
 
 def _find_batch_size(
@@ -274,16 +328,22 @@ def _find_batch_size(
     sets: "tuple[Images | Loaded, Images | Loaded]",
     progress: "Progress",
 ) -> str:
-    """Instead of training, with one of its two sets; returns as `_train` does."""
+    """Try batch sizes instead of training; returns as `_train` does."""
     from clusterddp.models import registry
-    from clusterddp.training import batch_size, fit
+    from clusterddp.training import batch_size
+    from clusterddp.training.learner import check_fit
 
     if config.own_functions:
-        fit.check(config, registry.build(config.model).to(joined.device), *sets)
+        check_fit(config, registry.build(config.model).to(joined.device), *sets)
     rows, reason = batch_size.find(
-        config, joined.agreed, rank=env.rank, train_set=sets[0], device=joined.device,
-        mark=progress.mark, request=stop.requested,
-    )  # fmt: skip
+        config,
+        joined.agreed,
+        rank=env.rank,
+        train_set=sets[0],
+        device=joined.device,
+        mark=progress.mark,
+        request=stop.requested,
+    )
     if env.rank == 0:
         run = joined.attempt.run
         try:

@@ -14,6 +14,7 @@ from clusterddp.checkpoints import state
 from clusterddp.data.loader import Loaded
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.models import registry
+from clusterddp.training.loop import train
 from tests.training.ranks import run_ranks
 from tests.training.trainings import CPU, agree, asked_at_once, build, config
 
@@ -56,7 +57,7 @@ def _train(rank: int, world_size: int, run: Path, workers: int, stop: int = -1) 
         test_set=Loaded(Turned([None] * 20), CPU, workers),
     )
     asked_at_once(ours, stop)
-    ours.run()
+    train(ours)
     draws = (torch.rand(()).item(), random.random(), np.random.random())
     return ours.position.step, state.weights_sha256(ours.model), ours.loss, draws
 

@@ -21,7 +21,7 @@ from clusterddp.errors import ClusterDDPError, DataError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
-from clusterddp.training import fit
+from clusterddp.training.learner import check_fit
 from clusterddp.worker import datasets, start
 from clusterddp.worker.task import run_task
 from tests.training.ranks import run_ranks
@@ -253,7 +253,7 @@ def test_a_model_that_does_not_fit_the_set_is_told_before_a_step(
 ) -> None:
     sets = sets_of(own, returned).on(CPU)
     with pytest.raises(ClusterDDPError, match=words):
-        fit.check(config(model="own:net"), model, *sets)
+        check_fit(config(model="own:net"), model, *sets)
         list(sets[0].batches(torch.arange(6), 3))  # the loader sees labels as they come
 
 
@@ -266,7 +266,7 @@ def test_trying_them_leaves_the_ranks_random_numbers_and_the_model_as_they_were(
         generator_states(),
         {k: v.clone() for k, v in model.state_dict().items()},
     )
-    fit.check(config(model="own:net"), model, *sets)
+    check_fit(config(model="own:net"), model, *sets)
     assert torch.equal(generator_states(), before) and model.training
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
 
@@ -275,7 +275,7 @@ def test_a_shipped_model_says_for_which_images_it_is_made(own: Any) -> None:
     from clusterddp.models import registry
 
     with pytest.raises(TrainingError, match=r"\(N, 1, 28, 28\)\. Give one of your own") as caught:
-        fit.check(config(), registry.build("convnet"), *sets_of(own, "floats, labels").on(CPU))
+        check_fit(config(), registry.build("convnet"), *sets_of(own, "floats, labels").on(CPU))
     assert "own:given on images (1, 3, 8, 8)" in str(caught.value)
 
     class AsKeras(torch.nn.Module):
@@ -283,7 +283,7 @@ def test_a_shipped_model_says_for_which_images_it_is_made(own: Any) -> None:
             raise ValueError("expected axis 1 of input shape to have value 1")
 
     with pytest.raises(TrainingError, match="this model is made for images"):
-        fit.check(config(), AsKeras(), *sets_of(own, "floats, labels").on(CPU))
+        check_fit(config(), AsKeras(), *sets_of(own, "floats, labels").on(CPU))
 
 
 def test_a_task_tries_both_together_before_it_trains(

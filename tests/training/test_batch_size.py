@@ -218,7 +218,7 @@ def test_a_cpu_is_not_filled_up(
     monkeypatch: pytest.MonkeyPatch, free: int | None, world_size: int, full: bool
 ) -> None:
     peaks = iter([500 * MIB, 600 * MIB])  # this size took 100 MiB
-    monkeypatch.setattr(batch_size.memory, "peak_bytes", lambda _: next(peaks))
+    monkeypatch.setattr(batch_size, "peak_bytes", lambda _: next(peaks))
     left = None if free is None else free * MIB
     tried = trial(Clock(1.0), world_size=world_size, free=lambda: left)(16)
     assert tried.full is full and tried.memory_bytes == 600 * MIB

@@ -1,7 +1,12 @@
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from clusterddp.errors import TrainingError
-from clusterddp.training.device import Choice, choose, granted_gpus
+from clusterddp.training.device import Choice, choose, free_bytes, granted_gpus
 
 # wanted, visible, local rank, local world size, granted, driver -> device or words of the error
 CASES = [
@@ -72,3 +77,95 @@ def test_granted_gpus_are_counted_from_slurms_variables(
     environ: dict[str, str], count: int
 ) -> None:
     assert granted_gpus(environ) == count
+
+
+# A process of its own, as the setting stays: 80 MB asked for and freed, again and again.
+_PROGRAM = """
+import ctypes, resource, sys
+from clusterddp.training import device
+if sys.argv[1] == "keep":
+    device.keep_freed()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+def use():
+    blocks = [libc.malloc(20 << 20) for _ in range(4)]
+    for block in blocks:
+        ctypes.memset(block, 1, 20 << 20)
+    for block in blocks:
+        libc.free(block)
+use(), use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="no glibc")
+def test_memory_that_is_freed_and_asked_for_again_costs_no_page_faults() -> None:
+    def faults(mode: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, mode], capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert faults("keep") < 500
+    assert faults("give back") > 10_000
+
+
+MIB = 1 << 20
+
+
+def host(root: Path, files: dict[str, str]) -> Path:
+    """A host with 1,000 MiB available, and these files."""
+    meminfo = "MemTotal: 9999999 kB\nMemFree: 5 kB\nMemAvailable: 1024000 kB\n"
+    for path, content in {"proc/meminfo": meminfo, **files}.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(content)
+    return root
+
+
+def limit(folder: str, allowed: str, used: int, cache: int = 0) -> dict[str, str]:
+    """Of the unified hierarchy."""
+    return {
+        f"sys/fs/cgroup/{folder}/memory.max": f"{allowed}\n",
+        f"sys/fs/cgroup/{folder}/memory.current": f"{used}\n",
+        f"sys/fs/cgroup/{folder}/memory.stat": f"anon 5\ninactive_file {cache}\n",
+    }
+
+
+def test_without_a_limit_it_is_what_the_host_has(tmp_path: Path) -> None:
+    assert free_bytes(host(tmp_path, {})) == 1000 * MIB
+    assert free_bytes(host(tmp_path, {"proc/self/cgroup": "0::/\n"})) == 1000 * MIB
+
+
+def test_a_host_that_does_not_tell(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path) is None
+
+
+def test_the_tightest_limit_above_the_process_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/slurm/job_7/step_0\n",
+        **limit("slurm/job_7", str(300 * MIB), 200 * MIB, cache=50 * MIB),
+        **limit("slurm/job_7/step_0", "max", 200 * MIB),
+        **limit("slurm", str(900 * MIB), 200 * MIB),
+        **limit("elsewhere", str(MIB), 0),
+    }
+    assert free_bytes(host(tmp_path, files)) == 150 * MIB
+
+
+def test_a_limit_of_the_older_hierarchy(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "9:cpu,cpuacct:/job\n4:memory:/job\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(100 * MIB),
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(90 * MIB),
+        "sys/fs/cgroup/memory/job/memory.stat": "cache 1\ntotal_inactive_file 1048576\n",
+    }
+    assert free_bytes(host(tmp_path, files)) == 11 * MIB
+
+
+@pytest.mark.parametrize("used", [100, 400])
+def test_what_is_used_up_leaves_nothing(tmp_path: Path, used: int) -> None:
+    files = {"proc/self/cgroup": "0::/job\n", **limit("job", str(100 * MIB), used * MIB)}
+    assert free_bytes(host(tmp_path, files)) == 0

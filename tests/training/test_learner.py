@@ -105,7 +105,7 @@ def begun(rank: int, seed: int) -> list[list[float]]:
 def test_weights_and_a_ranks_draws_come_from_the_seed_whichever_generator_draws_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("clusterddp.training.parallel.wrap", lambda model, *_, **__: model)
+    monkeypatch.setattr("clusterddp.training.step.wrap", lambda model, *_, **__: model)
     with rng.kept(CPU):
         first, second, again, other = begun(0, 7), begun(1, 7), begun(1, 7), begun(0, 9)
     assert first[0] == second[0] and second == again

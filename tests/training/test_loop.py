@@ -14,8 +14,9 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import loop
-from clusterddp.training.deadline import Deadline
 from clusterddp.training.evaluation import Result
+from clusterddp.training.loop import train
+from clusterddp.training.stop import Deadline
 from tests.training.ranks import run_ranks
 from tests.training.trainings import (
     after,
@@ -181,9 +182,9 @@ def stopped_by_one_rank(
 
     ours.poll.ask = ask  # type: ignore[method-assign]
     if rank == 1:
-        after(ours, 5, lambda: ours.request.note("SIGTERM"))
-        after(ours, 6, lambda: ours.request.note("SIGTERM"))  # twice is once
-    return ours.run(), ours.position.step, seen_at
+        after(ours, 5, lambda: ours.inputs.request.note("SIGTERM"))
+        after(ours, 6, lambda: ours.inputs.request.note("SIGTERM"))  # twice is once
+    return train(ours), ours.position.step, seen_at
 
 
 # Time ---------------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ def test_an_interval_of_minutes_goes_by_the_clock(
 ) -> None:
     settings = config(synthetic_dir, save_every="2minutes", keep_last=99, log_every=100)
     ours = timed(Clock(monkeypatch), settings, tmp_path, 35.0)
-    assert ours.run() == ""
+    assert train(ours) == ""
     # The first after 40 s, so that its cost is known; then every four steps, and the end.
     steps = [2, 6, 10, 14, 18, 20]
     assert names_in(tmp_path) == [files.name_of(step) for step in steps]
@@ -230,10 +231,10 @@ def test_the_first_checkpoint_of_every_attempt_comes_after_forty_seconds(
 ) -> None:
     clock = Clock(monkeypatch)
     settings = config(synthetic_dir, save_every="9epochs", eval_every="9epochs", max_steps=9)
-    timed(clock, settings, tmp_path, 15.0).run()
+    train(timed(clock, settings, tmp_path, 15.0))
     assert names_in(tmp_path) == ["step-00000003.pt", "step-00000009.pt"]
     settings = config(synthetic_dir, save_every="9epochs", eval_every="9epochs", max_steps=18)
-    timed(clock, settings, tmp_path, 15.0).run()
+    train(timed(clock, settings, tmp_path, 15.0))
     assert names_in(tmp_path)[-2:] == ["step-00000012.pt", "step-00000018.pt"]
 
 
@@ -244,7 +245,7 @@ def test_the_ranks_stop_by_their_own_clock_before_the_time_is_over(
     deadline = Deadline()
     deadline.set(100.0)
     ours = timed(clock, config(synthetic_dir), tmp_path, 10.0, deadline=deadline)
-    assert ours.run() == "time limit"
+    assert train(ours) == "time limit"
     # 100 s less two steps of 10 s, a second, and five to spare: later than 74 s.
     assert ours.position.step == 8
     assert names_in(tmp_path)[-1] == "step-00000008.pt"
@@ -260,16 +261,16 @@ def test_a_signal_that_would_come_too_late_is_told_once_the_cost_is_known(
     clock = Clock(monkeypatch)
     settings = config(synthetic_dir, save_every="3steps", max_steps=9)
     ours = timed(clock, settings, tmp_path, 10.0, deadline=Deadline(signal_lead=30))
-    assert ours.saver is not None
-    ours.saver.costs.seconds_of_one = lambda: 20.0  # type: ignore[method-assign]
-    save = ours.saver.save
+    assert ours.checkpoints.saver is not None
+    ours.checkpoints.saver.costs.seconds_of_one = lambda: 20.0  # type: ignore[method-assign]
+    save = ours.checkpoints.saver.save
 
     def at_once(*arguments: Any) -> None:
         save(*arguments)
-        assert ours.saver and ours.saver.wait()
+        assert ours.checkpoints.saver and ours.checkpoints.saver.wait()
 
-    ours.saver.save = at_once  # type: ignore[method-assign]
-    ours.run()
+    ours.checkpoints.saver.save = at_once  # type: ignore[method-assign]
+    train(ours)
     said = [line for line in logged if "Slurm's signal" in line]
     # Two steps of 10 s, a second, and two saves of 20 s: 61 s, five to spare, 30 for Slurm.
     assert len(said) == 1
@@ -308,7 +309,7 @@ def test_a_full_disk_under_the_metrics_is_said_once_and_ends_nothing(
     metrics.unlink()
     metrics.symlink_to("/dev/full")
     ours = build(0, settings, agreed)
-    assert ours.run() == ""
+    assert train(ours) == ""
     said = "\n".join(logged)
     assert said.count(f"cannot write {metrics}: No space left on device") == 1
     assert "step 5: loss" in said
@@ -402,7 +403,7 @@ def test_every_epoch_has_an_order_of_its_own_and_holds_each_image_once(
 
     ours.train_set.batches = recorded  # type: ignore[method-assign]
     try:
-        ours.run()
+        train(ours)
     finally:
         del ours.train_set.batches
     first, second = (order for order in taken if len(order) == 2000)
@@ -417,7 +418,7 @@ def evaluated(rank: int, world_size: int, settings: TrainConfig, run: Path) -> t
     dist.broadcast_object_list(box)
     assert box[0] is not None
     training = build(rank, settings, Agreement.from_dict(box[0]))
-    training._evaluate()
+    training.evaluate()
     return training.accuracy, training.loss
 
 

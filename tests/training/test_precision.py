@@ -11,7 +11,8 @@ from clusterddp.data import loader, mnist
 from clusterddp.distributed import agreement
 from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.errors import TrainingError
-from clusterddp.training.compiled import Compiled
+from clusterddp.training.loop import train
+from clusterddp.training.step import Compiled
 from tests.training.ranks import run_ranks
 from tests.training.trainings import CPU, agree, build, config, hello, train_alone, train_rank
 
@@ -47,8 +48,8 @@ def test_the_scale_of_fp16_is_in_the_checkpoint(
     ours.learner.step.scaler.load_state_dict(
         {**ours.learner.step.scaler.state_dict(), "scale": 4.0}
     )
-    ours.run()
-    path = ours.attempt.checkpoints / files.name_of(3)
+    train(ours)
+    path = ours.inputs.attempt.checkpoints / files.name_of(3)
     assert state.load(path)["scaler"]["scale"] == 4.0
     again = build(0, settings, agree(settings, tmp_path))
     assert again.learner.step.scaler.get_scale() == 4.0
@@ -86,14 +87,14 @@ def test_reading_by_the_loader_trains_to_the_very_weights(
 ) -> None:
     settings = config(synthetic_dir, max_steps=4)
     kept = build(0, settings, agree(settings, tmp_path / "kept"))
-    kept.run()
+    train(kept)
     sets = [
         loader.Loaded(mnist.torchvision_set("synthetic", str(synthetic_dir), train=train), CPU, 2)
         for train in (True, False)
     ]
     agreed = agree(settings, tmp_path / "read")
     read = build(0, settings, agreed, train_set=sets[0], test_set=sets[1])
-    read.run()
+    train(read)
     assert state.weights_sha256(read.model) == state.weights_sha256(kept.model)
     assert (read.accuracy, read.loss) == (kept.accuracy, kept.loss)
 
@@ -105,7 +106,7 @@ def test_the_model_is_compiled_where_that_is_asked_for(
     monkeypatch.setattr(torch, "compile", lambda model, **_: calls.append(model) or model)
     for chosen in (False, True):
         settings = config(synthetic_dir, max_steps=1, compile=chosen)
-        build(0, settings, agree(settings, tmp_path / str(chosen))).run()
+        train(build(0, settings, agree(settings, tmp_path / str(chosen))))
         assert len(calls) == chosen
 
 
@@ -190,7 +191,7 @@ def test_a_checkpoints_precision_is_kept_by_another_run_that_leaves_it_at_auto(
 ) -> None:
     for before in ("bf16", "fp32"):
         first = config(synthetic_dir, precision=before, max_steps=2)
-        build(0, first, agree(first, tmp_path / before)).run()
+        train(build(0, first, agree(first, tmp_path / before)))
         source = str(tmp_path / before)
         later = config(synthetic_dir, max_steps=3, resume=source, allow_changed=True)
         assert agree(later, tmp_path / f"after {before}").precision == before

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clusterddp.training.loop import train
 from clusterddp.training.metrics import Tally
 from clusterddp.training.throughput import Paces, Waiting, of_ranks
 from tests.training.ranks import run_ranks
@@ -71,7 +72,7 @@ def train_with_a_straggler(rank: int, world_size: int, settings: Any, run: Path)
     torch.distributed.broadcast_object_list(box)
     registry.MODELS["convnet"] = lambda: Slow(rank == 1)
     ours = build(rank, settings, Agreement.from_dict(box[0]))
-    ours.run()
+    train(ours)
     return ours.ranks
 
 

@@ -20,7 +20,7 @@ from clusterddp.models import nets, registry
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
-from clusterddp.training.loop import Training
+from clusterddp.training.loop import Inputs, Training, train
 from clusterddp.training.stop import StopRequest
 from clusterddp.worker import start
 
@@ -66,19 +66,13 @@ def agree(
 
 
 def build(rank: int, settings: TrainConfig, agreed: Agreement, **more: Any) -> Training:
-    return Training(
-        settings,
-        agreed,
-        rank=rank,
-        device=CPU,
-        attempt=Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt),
-        **{
-            "train_set": _images(settings.data_dir, True),
-            "test_set": _images(settings.data_dir, False),
-            "request": StopRequest(),
-            **more,
-        },
-    )
+    sets = {
+        "train_set": _images(settings.data_dir, True),
+        "test_set": _images(settings.data_dir, False),
+    }
+    attempt = Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt)
+    inputs = {**sets, "request": StopRequest(), **more}
+    return Training(Inputs(settings, agreed, rank, CPU, attempt=attempt, **inputs))
 
 
 def train_rank(
@@ -104,7 +98,7 @@ def train_rank(
     finally:
         registry.MODELS["convnet"] = plain
     asked_at_once(ours, at)
-    reason = ours.run()
+    reason = train(ours)
     return {
         "reason": reason,
         "step": ours.position.step,
@@ -135,7 +129,7 @@ def train_alone(
 def asked_at_once(ours: Training, at: int, reason: str = "signal") -> None:
     """Have the ranks look after every step, and this one be asked to stop at step `at`."""
     ours.poll.due = lambda _: True  # type: ignore[method-assign]
-    after(ours, at, lambda: ours.request.note(reason))
+    after(ours, at, lambda: ours.inputs.request.note(reason))
 
 
 def after(ours: Training, at: int, act: Callable[[], object]) -> None:

@@ -18,6 +18,7 @@ from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded, begin
 from clusterddp.run.files import read_json, read_json_lines
 from clusterddp.run.run_dir import RunDir
+from clusterddp.training.loop import train
 from clusterddp.worker import start
 from tests.checkpoints.made_checkpoints import DAMAGE
 from tests.event_lines import add_event
@@ -286,14 +287,14 @@ def test_ranks_started_again_inside_a_job_go_on_from_their_attempts_own_checkpoi
         agreed = trainings.agree(settings, run.path, number=number)
         training = trainings.build(0, settings, agreed)
         trainings.asked_at_once(training, stop)
-        training.run()
+        train(training)
     agreed = trainings.agree(settings, run.path, number=number)
     assert Path(agreed.resume) == ours.checkpoints / "step-00000007.pt"
     record = ours.read_record()
     assert (record["step"], record["starts_in_job"]) == (3, 3)
     assert record["resumed_from"] == "attempts/0001/checkpoints/step-00000003.pt"
     training = trainings.build(0, settings, agreed)
-    training.run()
+    train(training)
     assert state.weights_sha256(training.model) == whole["sha256"]
     steps = [line["step"] for line in read_json_lines(run.metrics) if line["kind"] == "train"]
     assert steps == list(range(1, 13))
@@ -308,7 +309,7 @@ def test_a_damaged_checkpoint_of_the_attempt_itself_is_passed_over(
     number = attempts.begin(run).number
     training = trainings.build(0, settings, trainings.agree(settings, run.path, number=number))
     trainings.asked_at_once(training, 5)
-    training.run()
+    train(training)
     ours = Attempt(run, number)
     DAMAGE["flipped"][0](ours.checkpoints / "step-00000005.pt")
     agreed = trainings.agree(settings, run.path, number=number)

@@ -8,6 +8,7 @@ import click
 
 from clusterddp.cli import startup
 from clusterddp.cli.options import config_from, options
+from clusterddp.processes import environment
 from clusterddp.ranks import from_flags
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TRAINING
@@ -76,8 +77,8 @@ def command(
     )
     if env:
         from_flags.check_address(env.master_addr)
-        for name in from_flags.foreign(os.environ):  # of a job in whose shell it was typed
-            del os.environ[name]
+        # Those of a job in whose shell it was typed are of no other rank.
+        environment.change({}, without=from_flags.foreign(os.environ))
         if env.world_size > 1:
             click.echo(
                 f"clusterddp: rank {env.rank} waits up to {config.rendezvous_timeout} s for all "
