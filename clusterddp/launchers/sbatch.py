@@ -20,8 +20,7 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
 def submit(spec: JobSpec, script: str, run: "RunDir") -> Submission:
     """Queue the script, and record its job id in the run."""
     from clusterddp.run import events  # these three: not needed for a dry run
-    from clusterddp.slurm.release import check_expedite
-    from clusterddp.slurm.sbatch import sbatch
+    from clusterddp.slurm.sbatch import check_expedite, sbatch
 
     if spec.requeue == EXPEDITE:
         check_expedite(os.environ)

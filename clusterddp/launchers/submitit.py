@@ -33,7 +33,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.slurm.command import submission_environment
 from clusterddp.slurm.own_job import Ending, ending
-from clusterddp.slurm.release import check_expedite, explained
+from clusterddp.slurm.sbatch import check_expedite, explained
 
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Set by the script: the number of this attempt."""

@@ -6,7 +6,7 @@
 
 Lists (env, setup, module, sbatch …) take one item a line. Values are handed on as text; the options
 convert and check them. sbatch would let SBATCH_* override the script's own directives, so they are
-read here, rendered, and kept out of the submission (`slurm.sbatch`).
+read here, rendered, and kept out of the submission (`slurm.command`).
 """
 
 from __future__ import annotations

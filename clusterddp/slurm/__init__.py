@@ -1,6 +1,6 @@
 """The Slurm client: a module for each thing that Slurm is asked for.
 
 Text comes from Slurm's commands and goes out as plain values; every call has a bound, because a
-command waits 9 s and more for a controller that is down. What a run itself recorded is read
-elsewhere (`run_status`): Slurm forgets a job MinJobAge (300 s) after its end.
+command waits 9 s and more for a controller that is down. A run's own records are read elsewhere
+(`run.status`): Slurm forgets a job MinJobAge (300 s) after its end.
 """

@@ -1,4 +1,4 @@
-"""Calls of Slurm's commands: the program that is meant, its environment, its bound."""
+"""Calls of Slurm's commands: the program, its environment, the bound on its time."""
 
 from __future__ import annotations
 
@@ -22,20 +22,13 @@ UNREACHABLE = re.compile(
     r"|Communication connection failure|Zero Bytes were transmitted|Slurm backup controller",
     re.IGNORECASE,
 )
-# Which Slurm to speak to, and with whose key: a login shell has these as well.
-_CONFIGURATION = {
-    *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS"),
-    *("SLURM_JWT", "SLURM_SACK_JWKS", "SLURM_SACK_KEY"),
-}
-_JOB_PREFIXES = (
-    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_"),
-    *("PMI", "TORCHELASTIC_", "OMPI_COMM_WORLD_"),
+_CONFIGURATION = (
+    "SLURM_CONF SLURM_CONF_SERVER SLURM_CLUSTERS SLURM_JWT SLURM_SACK_JWKS SLURM_SACK_KEY"
 )
-# Slurm sets them in a job that was given devices; elsewhere they are the person's own choice.
-_DEVICE_VARIABLES = {
-    *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    *("GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),
-}
+"""Which Slurm to speak to, and with whose key: a login shell has these as well."""
+_JOB_PREFIXES = "SLURM_ SLURMD_ SBATCH_ SRUN_ SALLOC_ PMI TORCHELASTIC_ OMPI_COMM_WORLD_"
+_DEVICES = "CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK"
+"""Slurm sets them in a job that was given devices; elsewhere they are the user's own choice."""
 
 
 def ask(
@@ -44,7 +37,7 @@ def ask(
     """Run a command that shows, tries or cancels jobs; SlurmError when it is missing or silent."""
     import subprocess
 
-    # A person's own SQUEUE_PARTITION, say, would hide jobs from us: seen on 22.05.
+    # A user's own SQUEUE_PARTITION, say, would hide jobs: seen on 22.05.
     plain = {n: v for n, v in environ.items() if not n.startswith(_QUERY_PREFIXES)}
     try:
         answer = call(argv, plain, seconds, stdin)
@@ -65,6 +58,7 @@ def ask(
 def call(
     argv: Sequence[str], environ: Mapping[str, str], seconds: float, stdin: str | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """Run a command as from a login shell; raises what subprocess.run does."""
     import subprocess
 
     return subprocess.run(
@@ -79,31 +73,28 @@ def call(
     )
 
 
-def _program(name: str, environ: Mapping[str, str]) -> str:
-    """The program's path on the given environment's PATH, not on this process's."""
-    import shutil
-
-    found = shutil.which(name, path=environ.get("PATH", os.defpath))
-    if found is None:
-        raise FileNotFoundError(name)
-    return found
-
-
 def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which sbatch runs, as a login shell would hand it over.
+    """Return the environment in which sbatch runs, as a login shell would have it.
 
     SBATCH_* would override the script's directives, and the SLURM_* and rank variables of a
     surrounding job would reach the new one (an inherited SLURM_CPU_BIND crowds its tasks).
     """
-    in_job = "SLURM_JOB_ID" in environ
+    kept, prefixes = _CONFIGURATION.split(), tuple(_JOB_PREFIXES.split())
+    dropped = {*RANK_VARIABLES, NONCE_VARIABLE}
+    if "SLURM_JOB_ID" in environ:
+        dropped.update(_DEVICES.split())
     return {
         name: value
         for name, value in environ.items()
-        if name in _CONFIGURATION
-        or not (
-            name.startswith(_JOB_PREFIXES)
-            or name in RANK_VARIABLES
-            or (in_job and name in _DEVICE_VARIABLES)
-            or name == NONCE_VARIABLE
-        )
+        if name in kept or not (name.startswith(prefixes) or name in dropped)
     }
+
+
+def _program(name: str, environ: Mapping[str, str]) -> str:
+    """Return the program's path on the given environment's PATH, not on this process's."""
+    import shutil
+
+    path = shutil.which(name, path=environ.get("PATH", os.defpath))
+    if path is None:
+        raise FileNotFoundError(name)
+    return path

@@ -1,4 +1,4 @@
-"""Changes what becomes of a job that is there: cancels it, signals its script, requeues it."""
+"""Changes to a queued or running job: cancel, signal its script, requeue."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a process inside a job asks of that job: its name, why it is ending, how long it has."""
+"""Questions of a process to the job around it: its name, why it ends, how long it has."""
 
 import os
 import re
@@ -7,28 +7,31 @@ from enum import Enum
 
 from clusterddp.errors import SlurmError
 from clusterddp.slurm.command import QUERY_SECONDS, ask
-from clusterddp.slurm.release import REQUEUE_AFTER_GRACE_SINCE, reaches
+from clusterddp.slurm.queries import reaches
 from clusterddp.slurm.states import State, parse_state
 
+REQUEUE_AFTER_GRACE_SINCE = (24, 5)
+"""First release that itself requeues a preempted job which ends within its grace (slurmctld's
+proc_req.c, GRACE_PREEMPT; seen on 24.11.5)."""
 REHEARSAL_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
-"""Set in the tasks of the local launcher: the folder in which its steps note their tasks."""
+"""Variable of the local launcher's tasks: the folder in which its steps note their tasks."""
 
 
 class Ending(str, Enum):
-    """Why a job whose script is still there is coming to its end, as the controller sees it."""
+    """Reason for which a job whose script is still there ends, as the controller sees it."""
 
     NONE = "none"
-    """It is not: it runs."""
+    """The job runs."""
     TIME_LIMIT = "time limit"
     PREEMPTED = "preempted"
     REQUEUED = "requeued"
-    """It is in the queue again already."""
+    """The job is in the queue again already."""
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
 
 
 def own_name(environ: Mapping[str, str], job_id: str) -> str:
-    """Job id that Slurm's commands accept for the job of this process.
+    """Return the job id that Slurm's commands accept for the job of this process.
 
     The SLURM_JOB_ID of an array's last element is that of the array, and means all of it.
     """
@@ -37,12 +40,12 @@ def own_name(environ: Mapping[str, str], job_id: str) -> str:
 
 
 def is_rehearsal(environ: Mapping[str, str]) -> bool:
-    """Whether the local launcher plays the part of Slurm, so that no controller can be asked."""
+    """Return whether the local launcher plays Slurm's part: there is no controller to ask."""
     return REHEARSAL_VARIABLE in environ
 
 
 def ending(job_id: str, restart: int, environ: Mapping[str, str] | None = None) -> Ending:
-    """Why the job is ending; asked from inside, it shows COMPLETING for every reason.
+    """Return why the job is ending; from inside, Slurm shows COMPLETING for every reason.
 
     restart: the SLURM_RESTART_COUNT of the start that asks. Seen on 22.05: a requeue has raised
     Restarts by then, preemption with a grace leaves the job RUNNING with a PreemptTime, and the
@@ -98,7 +101,7 @@ def requeued_after_grace(job_id: str, environ: Mapping[str, str] | None = None) 
 
 
 def _job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Fields of `scontrol show job`; empty where it knows no such job. Raises SlurmError."""
+    """Return the fields of `scontrol show job`; none for an unknown job. Raises SlurmError."""
     answer = ask(["scontrol", "show", "job", "-o", job_id], environ, QUERY_SECONDS)
     # The last of each name: a job's name and comment, which can hold anything, stand before them.
     fields = dict(re.findall(r" ([A-Za-z]+)=(\S*)", answer.stdout.partition(" Command=")[0]))
@@ -106,7 +109,7 @@ def _job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def seconds_left(job_id: str, environ: Mapping[str, str] | None = None) -> float | None:
-    """Seconds until the job's time limit; None where it has none or nobody can say."""
+    """Return the seconds until the job's time limit; None without one, or where it is unknown."""
     environ = os.environ if environ is None else environ
     try:
         answer = ask(["squeue", "-h", "-j", job_id, "-o", "%L"], environ, QUERY_SECONDS)
@@ -116,9 +119,9 @@ def seconds_left(job_id: str, environ: Mapping[str, str] | None = None) -> float
 
 
 def _seconds(text: str) -> float | None:
-    """Slurm's [D-]HH:MM:SS or MM:SS in seconds; None for UNLIMITED and the like."""
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if not found:
+    """Return Slurm's [D-]HH:MM:SS or MM:SS in seconds; None for UNLIMITED and the like."""
+    parts = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if not parts:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,4 +1,4 @@
-"""Asks how jobs are doing, and which partitions there are."""
+"""Questions to Slurm: how jobs are doing, its partitions, its version, its RequeueExit."""
 
 import os
 import re
@@ -13,6 +13,7 @@ COMPLETION_SECONDS = 3.0
 MOST_SCONTROL_CALLS = 8
 """scontrol shows one job a call; it only adds the exit code of a job that recorded none."""
 _JOB_ID = re.compile(r"\d+(_\d+)?")
+_REQUEUE_EXIT = re.compile(r"^(RequeueExit(?:Hold)?)\s*=\s*([\d,-]+)\s*$", re.MULTILINE)
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 _SCONTROL = re.compile(
     r"JobState=(?P<state>\w+) Reason=(?P<reason>.*?) Dependency=.*"
@@ -22,29 +23,29 @@ _SCONTROL = re.compile(
 
 
 def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, JobState]:
-    """The state of each job, from one squeue call, then scontrol and sacct for what it lacks.
+    """Return the state of each job: from one squeue call, then scontrol and sacct.
 
     Never raises: a job that no command knows, an id that is none of Slurm's, and every job on a
     machine without Slurm are `State.UNKNOWN`; `problem` says when Slurm could not be asked.
     """
     environ = os.environ if environ is None else environ
-    asked = [job_id for job_id in dict.fromkeys(job_ids) if _JOB_ID.fullmatch(job_id)]
+    valid_ids = [job_id for job_id in dict.fromkeys(job_ids) if _JOB_ID.fullmatch(job_id)]
     unknown = JobState(State.UNKNOWN)
-    found: dict[str, JobState] = {}
-    if asked:
+    jobs: dict[str, JobState] = {}
+    if valid_ids:
         try:
-            found = _squeue(asked, environ)
-            _add_exit_codes(found, environ)
+            jobs = _squeue(valid_ids, environ)
+            _add_exit_codes(jobs, environ)
         except SlurmError as error:
             unknown = replace(unknown, problem=str(error))
-        missing = [job_id for job_id in asked if job_id not in found]
+        missing = [job_id for job_id in valid_ids if job_id not in jobs]
         if missing:
-            found |= _sacct(missing, environ)
-    return {job_id: found.get(job_id, unknown) for job_id in job_ids}
+            jobs |= _sacct(missing, environ)
+    return {job_id: jobs.get(job_id, unknown) for job_id in job_ids}
 
 
 def partitions(environ: Mapping[str, str] | None = None) -> list[str]:
-    """The names of the partitions, or none where no Slurm answers quickly."""
+    """Return the names of the partitions; none where no Slurm answers quickly."""
     environ = os.environ if environ is None else environ
     try:
         answer = ask(["sinfo", "-h", "-o", "%R"], environ, COMPLETION_SECONDS)
@@ -53,13 +54,49 @@ def partitions(environ: Mapping[str, str] | None = None) -> list[str]:
     return list(dict.fromkeys(answer.stdout.split())) if answer.returncode == 0 else []
 
 
+def version(environ: Mapping[str, str]) -> str:
+    """Return the version of sbatch, `22.05.8`; empty where it cannot be told."""
+    try:
+        answer = ask(["sbatch", "--version"], environ, QUERY_SECONDS)
+    except SlurmError:
+        return ""
+    number = re.search(r"\d+\.\d+(?:\.\d+)?", answer.stdout)
+    return number[0] if number else ""
+
+
+def reaches(version: str, first: tuple[int, int]) -> bool:
+    """Return whether a version, such as `22.05.8`, is of that release or a later one."""
+    year, month = version.split(".")[:2]
+    return (int(year), int(month)) >= first
+
+
+def requeue_exits(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return slurm.conf's RequeueExit and RequeueExitHold as written there: `RequeueExit=1-9,18`.
+
+    They list exit codes for which Slurm requeues a job. Raises SlurmError where Slurm could not be
+    asked.
+    """
+    environ = os.environ if environ is None else environ
+    answer = ask(["scontrol", "show", "config"], environ, QUERY_SECONDS)
+    return [f"{name}={codes}" for name, codes in _REQUEUE_EXIT.findall(answer.stdout)]
+
+
+def lists_exit_code(setting: str, exit_code: int) -> bool:
+    """Return whether a setting lists an exit code: `RequeueExit=1-9,18` has 3 and 18."""
+    for part in setting.partition("=")[2].split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and int(first) <= exit_code <= int(last or first):
+            return True
+    return False
+
+
 def _squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState]:
-    """The jobs that the controller remembers, ended ones included; SlurmError when it is silent."""
+    """Return the jobs that the controller remembers, ended ones too; may raise SlurmError."""
     argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i %A|%T|%r|%k"]
     answer = ask(argv, environ, QUERY_SECONDS)
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
         raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
-    found: dict[str, JobState] = {}
+    jobs: dict[str, JobState] = {}
     exact: set[str] = set()
     for line in answer.stdout.splitlines():
         names, bar, rest = line.partition("|")
@@ -69,7 +106,7 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, Job
             continue  # `CLUSTER: name` of a multi-cluster squeue, or a site's remark
         name, _, raw_id = names.partition(" ")
         array, underscore, _ = name.partition("_")
-        seen = JobState(
+        job = JobState(
             parse_state(state),
             _reason(reason),
             source="squeue",
@@ -78,23 +115,23 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, Job
             word=other_word(state),
         )
         # The SLURM_JOB_ID of an array's element is its raw id; that of the last one is the array's.
-        own = raw_id if raw_id in job_ids else name
-        if own in job_ids:
-            found[own] = seen
-            exact.add(own)
+        job_id = raw_id if raw_id in job_ids else name
+        if job_id in job_ids:
+            jobs[job_id] = job
+            exact.add(job_id)
             continue
         # The job is the array, which is as alive as its liveliest element.
-        livelier = array not in found or found[array].state.is_final
+        livelier = array not in jobs or jobs[array].state.is_final
         if array in job_ids and array not in exact and livelier:
-            found[array] = replace(seen, element="")
-    return found
+            jobs[array] = replace(job, element="")
+    return jobs
 
 
-def _add_exit_codes(found: dict[str, JobState], environ: Mapping[str, str]) -> None:
-    ended = [job_id for job_id, seen in found.items() if seen.state.is_final]
+def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str]) -> None:
+    ended = [job_id for job_id, job in jobs.items() if job.state.is_final]
     for job_id in ended[-MOST_SCONTROL_CALLS:]:
         try:
-            name = found[job_id].element or job_id
+            name = jobs[job_id].element or job_id
             answer = ask(["scontrol", "show", "job", "-o", name], environ, QUERY_SECONDS)
         except SlurmError:
             return  # the states are known; only their exit codes are not
@@ -102,17 +139,17 @@ def _add_exit_codes(found: dict[str, JobState], environ: Mapping[str, str]) -> N
         # The state is squeue's: a job name with " JobState=" in it stands before the real one here.
         if answer.returncode == 0 and record:
             code = parse_exit_code(record["exit_code"])
-            found[job_id] = replace(found[job_id], exit_code=code, source="scontrol")
+            jobs[job_id] = replace(jobs[job_id], exit_code=code, source="scontrol")
 
 
 def _sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState]:
-    """What accounting remembers; nothing where it is switched off, as on many sites."""
+    """Return the jobs that accounting remembers; none where it is off, as on many sites."""
     fields = ["-P", "-n", "-D", "-X", "-j", ",".join(job_ids), "-o", "JobIDRaw,State,ExitCode"]
     try:
         answer = ask(["sacct", *fields], environ, QUERY_SECONDS)
     except SlurmError:
         return {}
-    found: dict[str, JobState] = {}
+    jobs: dict[str, JobState] = {}
     if answer.returncode == 0:
         for line in answer.stdout.splitlines():
             job_id, _, rest = line.partition("|")
@@ -120,8 +157,8 @@ def _sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobS
             if job_id in job_ids:  # requeues repeat the id: the last row is the latest
                 word = parse_state(state)
                 code = parse_exit_code(exit_code, "sacct") if word.is_final else None
-                found[job_id] = JobState(word, "", code, "sacct", word=other_word(state))
-    return found
+                jobs[job_id] = JobState(word, "", code, "sacct", word=other_word(state))
+    return jobs
 
 
 def _reason(text: str) -> str:

@@ -9,7 +9,7 @@ _SACCT_SIGNALS = (6, 9, 11, 15)
 
 
 class State(str, Enum):
-    """What a job is doing, whatever the version of Slurm calls it."""
+    """State of a job, whatever the version of Slurm calls it."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -30,11 +30,9 @@ class State(str, Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the job is over, as far as this word can tell: a requeue may follow."""
-        return self not in (
-            State.PENDING, State.RUNNING, State.SUSPENDED, State.COMPLETING, State.OTHER,
-            State.UNKNOWN,
-        )  # fmt: skip
+        """Return whether the job is over, as far as this word can tell: a requeue may follow."""
+        waits_or_runs = self in (State.PENDING, State.RUNNING, State.SUSPENDED, State.COMPLETING)
+        return not waits_or_runs and self not in (State.OTHER, State.UNKNOWN)
 
 
 # squeue(1), sacct(1), scontrol(1): JOB STATE CODES.
@@ -71,17 +69,17 @@ STATES = {
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm knows of one job."""
+    """One job as Slurm knows it."""
 
     state: State
     reason: str = ""
     """Slurm's reason for the state, such as Resources or NonZeroExitCode."""
     exit_code: int | None = None
-    """Of an ended job, as a shell would show it: 128 + N for signal N."""
+    """Exit code of an ended job, as a shell would show it: 128 + N for signal N."""
     source: str = ""
-    """Which command said so: squeue, scontrol or sacct; empty for an unknown job."""
+    """Command that gave the state: squeue, scontrol or sacct; empty for an unknown job."""
     problem: str = ""
-    """Why Slurm could not be asked. Unknown without a problem: Slurm knows no such job."""
+    """Reason that Slurm could not be asked. Unknown without a problem: Slurm knows no such job."""
     comment: str = ""
     """The job's comment, by which a run knows a job of its own."""
     element: str = ""
@@ -91,26 +89,26 @@ class JobState:
 
 
 def parse_state(text: str) -> State:
-    """The state behind Slurm's word, which may be decorated: `CANCELLED by 0`, `RUNNING+`."""
+    """Return the state of Slurm's word, also of a decorated one: `CANCELLED by 0`, `RUNNING+`."""
     words = re.findall(r"[A-Z_]+", text.upper())
     return STATES.get(words[0], State.OTHER) if words else State.UNKNOWN
 
 
 def other_word(text: str) -> str:
-    """Slurm's word where `parse_state` has none for it, otherwise nothing."""
+    """Return Slurm's word where `parse_state` has none for it, otherwise nothing."""
     return text.strip() if parse_state(text) is State.OTHER else ""
 
 
 def parse_exit_code(text: str, source: str = "scontrol") -> int | None:
-    """`CODE:SIGNAL` as a shell shows it, the same number from scontrol and from sacct.
+    """Return `CODE:SIGNAL` as a shell shows it, the same number from scontrol and sacct.
 
     For a job whose srun was killed by signal 9, scontrol shows 137:0 and sacct 9:0: sacct takes
     128 off, so that its 9:0 can be either. The signals that end ranks are taken for signals.
     """
-    found = re.fullmatch(r"(\d+):(\d+)", text.strip())
-    if not found:
+    parts = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if not parts:
         return None
-    code, signal = int(found[1]), int(found[2])
+    code, signal = int(parts[1]), int(parts[2])
     if signal:
         return 128 + signal
     return code + 128 if source == "sacct" and code in _SACCT_SIGNALS else code

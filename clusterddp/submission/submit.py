@@ -25,7 +25,7 @@ def _check_new(spec: JobSpec) -> None:
 
 def _log_outlook(script: str) -> None:
     """Slurm's own forecast; what can never run, sbatch refuses by itself."""
-    from clusterddp.slurm import requeue_exit
+    from clusterddp.slurm.queries import requeue_exits
     from clusterddp.slurm.sbatch import outlook
 
     try:
@@ -41,7 +41,7 @@ def _log_outlook(script: str) -> None:
             )
     (log.info if found else log.warning)(words)
     with suppress(SlurmError):
-        for setting in requeue_exit.settings():
+        for setting in requeue_exits():
             log.warning(
                 f"slurm.conf has {setting}: Slurm requeues a job that ends with such a "
                 "code, also where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. "

@@ -10,8 +10,7 @@ from clusterddp.errors import RequestError, SlurmError
 from clusterddp.slurm import control
 from clusterddp.slurm.command import submission_environment
 from clusterddp.slurm.queries import partitions, query
-from clusterddp.slurm.release import check_expedite
-from clusterddp.slurm.sbatch import sbatch
+from clusterddp.slurm.sbatch import check_expedite, sbatch
 from clusterddp.slurm.states import JobState, State, parse_exit_code, parse_state
 
 SCRIPT = "#!/bin/bash\n#SBATCH --comment=clusterddp:one\ntrue\n"
@@ -124,13 +123,6 @@ def test_sbatch_gets_the_script_on_stdin_and_a_clean_environment(
     assert (tmp_path / "stdin").read_text() == SCRIPT
     assert (tmp_path / "env").read_text() == "kept\n"
     assert calls(tmp_path) == ["sbatch --parsable"]
-
-
-def test_what_sbatch_says_while_it_queues_the_job_is_passed_on(fake: Fake) -> None:
-    said: list[str] = []
-    environ = fake(sbatch="echo 'sbatch: your project has 3 h left' >&2; echo 5")
-    assert sbatch(SCRIPT, environ, comment=COMMENT, say=said.append) == "5"
-    assert said == ["sbatch: your project has 3 h left"]
 
 
 def test_no_sbatch_on_path_says_what_to_do_instead(tmp_path: Path) -> None:
