@@ -37,7 +37,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 PATIENCE_SECONDS = 600.0
-"""How long a controller may be away before the run gives up on it."""
+"""Time for which a controller may be away before the run gives up on it."""
 _PAUSE_SECONDS = 5.0
 _MOST_CHANGES = 20
 _LAST_LINES = 10
@@ -153,7 +153,7 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
 
 
 def go_to_submission_folder() -> None:
-    """Where the person was: a name or a path that is shown, and the next job, start from there.
+    """Enter the folder of the submission, from which shown paths and the next job start.
 
     The script itself may be in the copy of the person's code.
     """
@@ -368,7 +368,7 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
 
 
 def _heed_withdrawal(run: RunDir, job_id: str, successor: str) -> None:
-    """Who has asked the run to stop, or has cancelled it, meanwhile did not see what comes next."""
+    """Withdraw the next job where a person has stopped or cancelled the run meanwhile."""
     if restart_policy.withdrawn(events.read(run.events), job_id):
         _withdraw(run, successor)
 

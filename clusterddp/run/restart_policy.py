@@ -58,7 +58,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the run is to go on by itself, and the reason as a person reads it."""
+    """Decision on another attempt, and the reason as a person reads it."""
 
     go_on: bool
     why: str
@@ -70,7 +70,7 @@ class Start:
 
     attempt: int
     cause: str = ""
-    """How it ended; empty where nobody recorded it: killed together with its script."""
+    """Cause of its end; empty where nobody recorded it: killed together with its script."""
     gained: int | None = None
     """Steps by which its last checkpoint is beyond the one from which it started; None for a
     command, whose steps nobody counts."""
@@ -84,7 +84,7 @@ def decide(
     stop_asked: bool = False,
     how: str = "",
 ) -> Decision:
-    """Whether another start follows.
+    """Decide whether another attempt follows.
 
     starts: those since a person last submitted the run, the one that has just ended last.
     stop_asked: whether a person has asked the run to stop.
@@ -103,10 +103,8 @@ def decide(
         if not policy.restart_on_failure:
             return Decision(False, NO_RESTART)
         if crashes > policy.restart_on_failure:
-            return Decision(
-                False, f"it has failed {crashes} times (--restart-on-failure "
-                f"{policy.restart_on_failure})"
-            )  # fmt: skip
+            limit = f"--restart-on-failure {policy.restart_on_failure}"
+            return Decision(False, f"it has failed {crashes} times ({limit})")
     if len(starts) > policy.max_requeues:
         return Decision(False, capped(policy.max_requeues))
     counted = [s for s in starts if s.cause and s.cause not in _NOT_COUNTED]
@@ -128,7 +126,7 @@ def starts_since_submission(run: RunDir) -> list[Start]:
 
 
 def starts_of(run: RunDir, told: Sequence[Event]) -> list[Start]:
-    """As `starts_since_submission`, from the run's events."""
+    """Return the attempts since a person last submitted the run, from its events."""
     return [
         Start(number, cause, gained(Attempt(run, number)))
         for number, cause in causes_of(told).items()

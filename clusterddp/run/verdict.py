@@ -35,7 +35,7 @@ _CAUSE_OF = {
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended."""
+    """Verdict on an attempt."""
 
     cause: str
     """One of the words in `requeue`."""

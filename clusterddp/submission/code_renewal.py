@@ -1,7 +1,6 @@
-"""A run's copy of its person's code, against the folder that it was copied from.
+"""Compares a run's copy of the code with the folder it came from, and replaces it by that folder.
 
-Every start of a run uses the copy. Here a later submission learns how the folder differs from it,
-and replaces it by the folder as it is now.
+Every attempt of a run uses the copy; a resubmission logs how the folder differs, or takes it anew.
 """
 
 import contextlib
@@ -77,7 +76,7 @@ def describe(run: RunDir, compared: Comparison) -> str:
 
 @contextlib.contextmanager
 def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list[str]]:
-    """Have the run use the current folder as it is now, while the body submits it.
+    """Replace the run's copy by the current folder, while the body submits the run.
 
     What a command has written in its copy goes along. The former copy stays until the run is
     submitted, and is put back when the body raises RequestError: after anything else the job may be
@@ -121,7 +120,7 @@ def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list
 
 
 def mend(run: RunDir) -> None:
-    """Put right what a process left that was killed while it renewed the code.
+    """Repair the copy after a process that was killed while it renewed the code.
 
     Raises RequestError where that cannot be done.
     """
@@ -141,7 +140,7 @@ def _take(
     recorded: snapshot.Snapshot | None,
     limit_mb: float | None,
 ) -> snapshot.Snapshot | None:
-    """Copy the folder to the draft, or look at what is there where the run goes without a copy."""
+    """Copy the folder to the draft; where the run uses no copy, take its digests alone."""
     tree, left_out = Path.cwd(), no_code(spec, run)
     limit = _limit_mb(recorded) if limit_mb is None else limit_mb
     if run.code.is_dir() or spec.snapshot is not False:
@@ -162,7 +161,7 @@ def _take(
 def _carry_over(
     run: RunDir, recorded: snapshot.Snapshot, taken: snapshot.Snapshot
 ) -> snapshot.Snapshot:
-    """Take along what the command has written; that is no code, even where the folder has it."""
+    """Keep files that the command has written; they are no code, even where the folder has them."""
     both = snapshot.carry_over(run.code, recorded, Path.cwd(), _draft(run), taken)
     if not both:
         return taken

@@ -1,4 +1,4 @@
-"""Making sure, before anything starts, of the files that a training will read."""
+"""Checks, before anything starts, the files that a training will read."""
 
 import dataclasses
 import shlex
@@ -22,7 +22,7 @@ def make_sure(
     elsewhere: bool = False,
     world_size: int | None = None,
 ) -> None:
-    """The dataset is there and whole (made or fetched where it can be), the checkpoint not torn.
+    """Check that the dataset is whole, or make or fetch it, and that the checkpoint is not torn.
 
     A person's own functions are found, without running them, from the folder `code`, which is the
     current one by default. elsewhere: the tasks use another Python, which can have more installed.
@@ -86,12 +86,12 @@ def find_own_functions(
 
 
 def in_another_python(spec: JobSpec) -> bool:
-    """Whether the tasks can have modules installed that are not installed here."""
+    """Return whether the tasks can have modules installed that are not installed here."""
     return spec.python != sys.executable or bool(spec.launch_prefix)
 
 
 def _check_checkpoint(checkpoint: Path, config: TrainConfig, world_size: int | None) -> None:
-    """Refuse what its ranks would refuse later, and what leaves them nothing to train."""
+    """Refuse a checkpoint that its ranks would refuse, or that leaves them nothing to train."""
     step = checkpoint_step(checkpoint)
     if step is not None and config.max_steps and config.max_steps <= step:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""From a checked request to a job: the run's directory, the code that it uses, the launcher.
+"""Submits a checked request: makes the run's directory, copies its code, calls the launcher.
 
 The command and the Python API both submit through here, so that neither can do it differently.
 """
@@ -24,7 +24,7 @@ def _check_new(spec: JobSpec) -> None:
 
 
 def _log_outlook(script: str) -> None:
-    """Slurm's own forecast; what can never run, sbatch refuses by itself."""
+    """Log Slurm's forecast; sbatch itself refuses what can never run."""
     from clusterddp.slurm.queries import requeue_exits
     from clusterddp.slurm.sbatch import outlook
 
@@ -51,7 +51,7 @@ def _log_outlook(script: str) -> None:
 
 
 def check_own_code(spec: JobSpec) -> None:
-    """Refuse, or warn of, what a dry run can see of a person's own code; touches nothing.
+    """Refuse, or warn of, what a dry run can see of a person's code; touches nothing.
 
     Raises RequestError where the model or the dataset is a function that is not there.
     """
@@ -61,7 +61,7 @@ def check_own_code(spec: JobSpec) -> None:
 
 
 def _warn_of_launcher(spec: JobSpec) -> None:
-    """Say so when the COMMAND is a shell script that may start ranks of its own in every task."""
+    """Warn of a COMMAND that is a shell script which may start ranks of its own in every task."""
     if spec.command and not spec.allow_launcher:
         from clusterddp.request import nested_launcher
 
@@ -83,12 +83,11 @@ def submit(
     check: bool = False,
     inputs_are_sure: bool = False,
 ) -> tuple[RunDir, launchers.Submission]:
-    """Make sure of what the tasks will read, make the run's directory with its records and the
-    code, and submit the script.
+    """Check the files that the tasks will read, make the run's directory, submit the script.
 
-    check: ask Slurm for its forecast first. inputs_are_sure: the caller has made sure of what the
-    tasks read. Raises RequestError, and then leaves nothing;
-    SlurmError where the job may be queued; what interrupts it is told, and passed on.
+    check: ask Slurm for its forecast first. inputs_are_sure: the caller has checked the files
+    that the tasks read. Raises RequestError, and then leaves nothing; SlurmError where the job may
+    be queued; an interruption is logged, and passed on.
     """
     _check_new(spec)
     _warn_of_launcher(spec)
@@ -146,7 +145,7 @@ def keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
 
 
 def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
-    """The folders in a person's tree that are no code: those of runs, and the shipped datasets."""
+    """List the folders in a person's tree that hold no code: runs, and the shipped datasets."""
     folders = run_folders(run)
     if spec.train and not user_functions.is_reference(spec.train.dataset):
         # MNIST, which the tasks find by its absolute path, is larger than any code.
@@ -155,7 +154,7 @@ def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
 
 
 def runs_code_of(spec: JobSpec, tree: Path) -> bool:
-    """Whether the tasks run what lies in this tree, rather than ours or what is installed."""
+    """Return whether the tasks run code of this tree, rather than ours or what is installed."""
     if spec.train is None:
         return True
     files = [user_functions.find(reference, tree) for _, reference in spec.train.own_functions]

@@ -1,4 +1,4 @@
-"""`clusterddp compare`: one device against several of them, as a table and a picture."""
+"""`clusterddp compare`: compares one device with several of them, as a table and a picture."""
 
 import dataclasses
 import os
@@ -24,23 +24,26 @@ from clusterddp.cli.options import (
 )
 from clusterddp.comparison import execution
 from clusterddp.comparison import plan as comparison_plan
+from clusterddp.comparison.plan import Row
 from clusterddp.comparison.results import DONE, Trial, results, scaling, trials_of
 from clusterddp.comparison.table import notes, table
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestError
 from clusterddp.processes import processors
 from clusterddp.reporting import plots
-from clusterddp.request.spec import OPTIONS, REQUEST
-from clusterddp.request.train_config import STRATEGIES
+from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
+from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.run import formatting
 from clusterddp.run.lookup import DEFAULT_ROOT
 from clusterddp.slurm import forms
 from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
 
-# Options of `submit` that a row decides, or that a comparison has no use for, and what they are.
-_FIXED: dict[str, Any] = {
-    "nodes": 1, "nodelist": None, "launcher": "sbatch", "check": False, "job_name": None,
-    "strategy": "ddp", "resume": "", "find_batch_size": False,
-}  # fmt: skip
+# Values of the options of `submit` that a row decides, or that a comparison has no use for.
+_FIXED: dict[str, object] = {
+    **{"nodes": 1, "nodelist": None, "launcher": "sbatch", "check": False, "job_name": None},
+    **{"strategy": "ddp", "resume": "", "find_batch_size": False},
+}
+_LONGEST_NAME = 80
+"""Longest name of a comparison; its runs' names add to it."""
 _ALSO_HERE = ("output_root",)
 
 
@@ -79,18 +82,18 @@ def _world_sizes(ctx: click.Context, _param: click.Parameter, value: str | None)
     cls=CompareCommand,
     groups={
         "What is compared": [
-            "strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of",
+            *("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of")
         ],
     },
     epilog="Exit codes: 0 done, 1 a run failed, 2 a wrong request, 130 interrupted.",
-)  # fmt: skip
+)
 @click.option(
     "--strategies",
     metavar="LIST",
     default=",".join(reversed(STRATEGIES)),
     show_default=True,
     callback=_strategies,
-    help="What is compared: single, one process on one device; dp, one process with all GPUs of a "
+    help="Rows to compare: single, one process on one device; dp, one process with all GPUs of a "
     "host (DataParallel); ddp, a rank a device (DistributedDataParallel).",
 )
 @click.option(
@@ -107,34 +110,56 @@ def _world_sizes(ctx: click.Context, _param: click.Parameter, value: str | None)
     "take N times as many images in a step (weak scaling).",
 )
 @click.option(
-    "--repeat", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+    "--repeat",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
     help="Run every row N times, in turns; the table has medians and the spread.",
-)  # fmt: skip
+)
 @click.option(
-    "--launcher", "where", type=click.Choice(["debug", "sbatch"]), default="debug",
-    show_default=True, help="Train here, one run after the other, or as Slurm jobs.",
-)  # fmt: skip
+    "--launcher",
+    "where",
+    type=click.Choice(["debug", "sbatch"]),
+    default="debug",
+    show_default=True,
+    help="Train here, one run after the other, or as Slurm jobs.",
+)
 @click.option(
-    "--name", metavar="NAME", show_default="compare-<time>",
+    "--name",
+    metavar="NAME",
+    show_default="compare-<time>",
     help="Name of the comparison; those of its runs begin with it.",
-)  # fmt: skip
+)
 @click.option(
-    "--of", metavar="NAME|RUN", multiple=True,
+    "--of",
+    metavar="NAME|RUN",
+    multiple=True,
     help="Run nothing: print the table of a comparison, or of runs; repeatable.",
-)  # fmt: skip
+)
 @options(row for row in OPTIONS.values() if row.parameter not in _FIXED)
 @site_options
 @click.option("--dry-run", is_flag=True, help="Print what would be started; touch nothing.")
 @click.option(
-    "--plot", metavar="FILE", show_default="OUTPUT_ROOT/NAME.png, where matplotlib is",
+    "--plot",
+    metavar="FILE",
+    show_default="OUTPUT_ROOT/NAME.png, where matplotlib is",
     help="Draw images/s and efficiency over the devices: .png, .svg or .pdf.",
-)  # fmt: skip
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, for scripts.")
 @click.pass_context
 def command(
-    ctx: click.Context, /, of: tuple[str, ...], name: str | None, where: str, repeat: int,
-    dry_run: bool, plot: str | None, as_json: bool, **values: Any,
-) -> int:  # fmt: skip
+    ctx: click.Context,
+    /,
+    of: tuple[str, ...],
+    name: str | None,
+    where: str,
+    repeat: int,
+    dry_run: bool,
+    plot: str | None,
+    as_json: bool,
+    **values: Any,
+) -> int:
     """Train the same on one device, with DataParallel and with DistributedDataParallel.
 
     \b
@@ -155,20 +180,7 @@ def command(
         trials = trials_of(Path(values["output_root"]), of)
         return _show(trials, ", ".join(of), as_json, plot)
     name = _checked_name(name)
-    if where == "debug":
-        _refuse_requests(ctx)
-        config, base = config_from(ctx.params, ctx), None
-        place = comparison_plan.workstation(config)
-    else:
-        with naming_sources(ctx):
-            base = job_spec(ctx, name, values)
-        config = base.train or config_from(ctx.params, ctx)
-        place = comparison_plan.cluster(base, config)
-    rows = comparison_plan.plan(
-        config, values["strategies"],
-        values["world_sizes"] or comparison_plan.powers_of_two(place), place,
-        fixed_global_batch=values["fixed_global_batch"],
-    )  # fmt: skip
+    config, base, rows = _rows(ctx, name, where, values)
     planned = comparison_plan.requests(rows, name, values["output_root"], repeat, base)
     templates = template_folder(values) if base else None
     elsewhere = base is not None and in_another_python(base)
@@ -185,7 +197,7 @@ def command(
         else:
             trials, number = execution.train_here(planned)
     except execution.Interrupted as interrupted:
-        _say_how_to_go_on(name, values["output_root"], interrupted)
+        _print_interrupted(name, values["output_root"], interrupted)
         return EXIT_INTERRUPTED
     failed = any(trial.state != DONE for trial in trials)
     trials += [Trial(row, why=row.missing) for row in rows if row.missing]
@@ -195,11 +207,35 @@ def command(
     return 128 + number if number else EXIT_FAILED if failed else code
 
 
+def _rows(
+    ctx: click.Context, name: str, where: str, values: dict[str, Any]
+) -> tuple[TrainConfig, JobSpec | None, list[Row]]:
+    """Return the configuration, the request of Slurm jobs (None for this machine) and the rows."""
+    base = None
+    if where == "debug":
+        _refuse_requests(ctx)
+        config = config_from(ctx.params, ctx)
+        place = comparison_plan.workstation(config)
+    else:
+        with naming_sources(ctx):
+            base = job_spec(ctx, name, values)
+        config = base.train or config_from(ctx.params, ctx)
+        place = comparison_plan.cluster(base, config)
+    rows = comparison_plan.plan(
+        config,
+        values["strategies"],
+        values["world_sizes"] or comparison_plan.powers_of_two(place),
+        place,
+        fixed_global_batch=values["fixed_global_batch"],
+    )
+    return config, base, rows
+
+
 def _refuse_beside_of(ctx: click.Context) -> None:
     known = {"of", "output_root", "plot", "as_json", "site", "cluster"}
     given = [n for n in ctx.params if n not in known and source(ctx, n) == "flag"]
     if given:
-        raise click.UsageError(f"--of runs nothing, so {_flags(given)} says nothing to it.", ctx)
+        raise click.UsageError(f"--of runs nothing, so {_flags(given)} has no part in it.", ctx)
 
 
 def _refuse_requests(ctx: click.Context) -> None:
@@ -223,11 +259,7 @@ def _checked_name(name: str | None) -> str:
     return name
 
 
-_LONGEST_NAME = 80
-"""What its runs add to it fits into their names."""
-
-
-def _say_how_to_go_on(name: str, root: str, interrupted: execution.Interrupted) -> None:
+def _print_interrupted(name: str, root: str, interrupted: execution.Interrupted) -> None:
     usual = os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or DEFAULT_ROOT
     more = [] if os.path.abspath(root) == os.path.abspath(usual) else [f"--output-root={root}"]
     again = shlex.join(["clusterddp", "compare", f"--of={name}", *more])
@@ -247,21 +279,21 @@ def _usual_picture(name: str, root: str) -> str | None:
 
 
 def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -> int:
-    """The table or its JSON on stdout, and the picture; 1 where that cannot be written."""
+    """Print the table or its JSON, and draw the picture; returns 1 where that cannot be written."""
     lines = results(trials)
-    said = notes(trials, lines, _hardware(trials))
+    remarks = notes(trials, lines, _hardware(trials))
     if as_json:
         click.echo(output.as_json([dataclasses.asdict(line) for line in lines]))
     else:
         click.echo(table(lines))
-        for note in said:
+        for note in remarks:
             click.echo(f"  {note}")
     if plot:
         if not any(line.baseline for line in lines):
             log.info(f"no picture is drawn to {plot}: no run has figures")
             return EXIT_FAILED
         try:
-            plots.save_scaling(scaling(lines, formatting.line(name)), Path(plot), said[:2])
+            plots.save_scaling(scaling(lines, formatting.line(name)), Path(plot), remarks[:2])
         except OSError as error:
             log.info(f"the picture cannot be written to {plot}: {error.strerror}")
             return EXIT_FAILED
@@ -270,8 +302,8 @@ def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -
 
 
 def _hardware(trials: Sequence[Trial]) -> str:
-    """The processors of this machine, where it is the one that trained."""
+    """Describe the processors of this machine, where it is the one that trained."""
     reports = [trial.report for trial in trials if trial.report]
-    if not reports or any(one.get("hosts") != [socket.gethostname()] for one in reports):
+    if not reports or any(report.get("hosts") != [socket.gethostname()] for report in reports):
         return ""
     return processors.described(str(reports[0].get("device")))

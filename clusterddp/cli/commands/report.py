@@ -22,9 +22,9 @@ _MOST_STARTS = 8
 _MOST_NAMED = 5
 _MOST_HOSTS = 8
 _HEADER = (
-    "NAME", "STATE", "MODEL", "RANKS", "NODES", "ACCURACY", "SECONDS", "IMAGES/S", "MEMORY",
+    *("NAME", "STATE", "MODEL", "RANKS", "NODES", "ACCURACY", "SECONDS", "IMAGES/S", "MEMORY"),
     "STARTS",
-)  # fmt: skip
+)
 
 
 @click.command(name="report", cls=SettingsCommand)
@@ -170,7 +170,7 @@ def _starts(report: RunReport) -> list[tuple[str, str]]:
 
 
 def _settings(report: RunReport) -> str:
-    """As the flags that give them."""
+    """Format the settings as the flags that give them."""
     flags = []
     for name, value in report.settings.items():
         flag = f"--{name.replace('_', '-')}"
@@ -198,7 +198,7 @@ def _row(report: RunReport) -> tuple[str, ...]:
 
 
 def _check_page(html: str) -> None:
-    """What can be known before anything is read. Raises RequestError."""
+    """Check the page's file before anything is read. Raises RequestError."""
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:

@@ -17,8 +17,9 @@ from clusterddp.request.options import ASKED, COUNT, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec, Resources
 from clusterddp.request.train_config import TRAINING
 from clusterddp.run.lookup import find_run
+from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
-from clusterddp.submission.resubmit import Terms, resubmit
+from clusterddp.submission.resubmit import Resubmission, Terms, resubmit
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
 # from its own checkpoints, which come before those of another run.
@@ -122,23 +123,26 @@ def command(
     done = resubmit(
         run_dir, lambda before: changed_request(ctx, before, given), terms, dry_run=dry_run
     )
-    spec, submission = done.spec, done.submission
+    return _print(run_dir, done, wait=wait, as_json=as_json)
+
+
+def _print(run: RunDir, done: Resubmission, *, wait: bool, as_json: bool) -> int:
+    """Print the script of a dry run, or the submission, and follow the run where that is asked."""
+    spec = done.spec
     fields = {"run": spec.run_name, "run_dir": spec.run_dir}
-    if submission is None:
-        if as_json:
-            click.echo(json.dumps({**fields, "script": done.script}))
-        else:
-            click.echo(done.script, nl=False)
+    if done.submission is None:
+        text = json.dumps({**fields, "script": done.script}) if as_json else done.script
+        click.echo(text, nl=as_json)
         return EXIT_DONE
     words = (
-        f"submitted {spec.run_name} again as job {submission.job_id}: {spec.layout}; it "
+        f"submitted {spec.run_name} again as job {done.job_id}: {spec.layout}; it "
         f"{done.beginning}\n"
-        f"  status  clusterddp status {run_dir.shown}\n"
-        f"  logs    clusterddp logs -f {run_dir.shown}"
+        f"  status  clusterddp status {run.shown}\n"
+        f"  logs    clusterddp logs -f {run.shown}"
     )
-    fields["job_id"] = submission.job_id
+    fields["job_id"] = done.job_id
     return follow_submitted(
-        run_dir, submission, None if as_json else words, fields, wait=wait, lines=0
+        run, done.submission, None if as_json else words, fields, wait=wait, lines=0
     )
 
 
