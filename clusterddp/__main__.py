@@ -1,19 +1,15 @@
 """`python -m clusterddp` and the `clusterddp` command."""
 
+import gc
 from typing import NoReturn
-
-from clusterddp.cli import startup
 
 
 def main() -> NoReturn:
     """Run the command and exit with its code."""
-    startup.begin()
-    from clusterddp.cli.main import main as run  # click, and all else, below `begin`
+    gc.disable()  # until `go_on`, and before anything else is imported
+    from clusterddp.cli.main import main as run
 
-    try:
-        run()
-    except SystemExit as leaving:
-        startup.end(leaving)
+    run()
 
 
 if __name__ == "__main__":

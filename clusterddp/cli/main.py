@@ -1,14 +1,23 @@
-"""The `clusterddp` command: a table of subcommands, each loaded when it is used."""
+"""The `clusterddp` command: its subcommands, each loaded when it is used, its start and its end.
+
+A command that ends within moments does without two habits of Python. Collecting garbage, which
+`__main__` switches off: a start creates modules, classes and functions, which stay. Taking
+everything apart at the end: the memory goes back to the system in any case. Measured on
+`submit --dry-run`: 7 and 17 of 89 ms.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
+import os
 import sys
+import threading
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from clusterddp.cli import startup
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError, is_debuggers_quit
 from clusterddp.version import __version__
 
@@ -40,8 +49,10 @@ COMMANDS = {
     "finish": "",
     "watch-step": "",
 }
+_exit_code = EXIT_FAILED
+"""Python's own code after a traceback, until `end` sets another."""
 QUICK = {"submit", "jobs", "status", "report", "templates", "site", "completion"}
-"""Commands that read, print and leave; `submit` calls `startup.go_on` itself when it does more."""
+"""Commands that read, print and leave; `submit` calls `go_on` itself when it does more."""
 
 
 class LazyGroup(click.Group):
@@ -56,7 +67,7 @@ class LazyGroup(click.Group):
         name = cmd_name.replace("-", "_")
         module = importlib.import_module(f"clusterddp.cli.commands.{name}")
         if cmd_name not in QUICK:
-            startup.go_on()
+            go_on()
         command: click.Command = module.command
         return command
 
@@ -106,7 +117,42 @@ def cli() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command; turn expected errors, wrong usage and Ctrl-C into their exit codes."""
+    """Run the command and exit with its code."""
+    try:
+        _run()
+    except SystemExit as leaving:
+        end(leaving)
+
+
+def go_on() -> None:
+    """Continue as a program like any other, which can run for hours and start threads."""
+    if not gc.isenabled():
+        gc.freeze()  # nothing of what was imported will ever be garbage
+        gc.enable()
+        # Before anything else registers a handler, so that it is the last of them to run.
+        atexit.register(_leave_threads_behind)
+
+
+def done() -> None:
+    """Let `end` leave at once after all: everything is flushed and closed."""
+    gc.disable()
+
+
+def end(leaving: SystemExit) -> NoReturn:
+    """Exit with the given code: at once without `go_on`, or after `done`, and untraced.
+
+    Leaving at once skips the handlers of `atexit`: none of those that register one (logging,
+    multiprocessing, torch) is part of a command that never went on.
+    """
+    global _exit_code  # noqa: PLW0603 -- an exit handler takes no arguments
+    _exit_code = leaving.code if isinstance(leaving.code, int) else int(bool(leaving.code))
+    if gc.isenabled() or sys.gettrace() or sys.getprofile():
+        raise leaving
+    _exit_at_once(_exit_code)
+
+
+def _run() -> NoReturn:
+    """Turn expected errors, wrong usage and Ctrl-C into their exit codes."""
     try:
         code = cli.main(prog_name="clusterddp", standalone_mode=False)
     except click.exceptions.Abort:
@@ -121,8 +167,6 @@ def main() -> NoReturn:
     except BrokenPipeError:
         # The reader of our output has gone (`| head`); point stdout elsewhere so that the
         # interpreter's own flush at exit does not complain.
-        import os
-
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
     except Exception as error:
@@ -130,3 +174,22 @@ def main() -> NoReturn:
             sys.exit(EXIT_INTERRUPTED)
         raise
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave_threads_behind() -> None:
+    """Exit at once, as the last exit handler, while a thread may be inside torch.
+
+    A checkpoint that a disk holds up, a rank that does not answer: such a thread is left behind. Up
+    to Python 3.13 one that comes back from C++ after the interpreter has gone is ended there by
+    pthread_exit, and C++ answers with std::terminate: a crash in place of the exit code (seen with
+    torch.save; CPython's gh-87135).
+    """
+    if threading.active_count() > 1:
+        _exit_at_once(_exit_code)
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        if stream:  # None where it was closed before the start
+            stream.flush()
+    os._exit(code)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli import output, startup
+from clusterddp.cli import main, output
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
 from clusterddp.errors import RequestError
@@ -56,7 +56,7 @@ def command(run_names: tuple[str, ...], output_root: Path, as_json: bool, html: 
     if html is not None:
         from clusterddp.reporting.page import page
 
-        startup.go_on()  # matplotlib is no small thing
+        main.go_on()  # matplotlib is no small thing
         _write(html, page(gathered))
     elif as_json:
         click.echo(output.as_json([dataclasses.asdict(one.report) for one in gathered]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from clusterddp.cli import startup
+from clusterddp.cli import main
 from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import SettingsCommand, naming_sources, options, site_options
 from clusterddp.errors import (
@@ -95,7 +95,7 @@ def command(
         else:
             click.echo(script, nl=False)
         return EXIT_DONE
-    startup.go_on()
+    main.go_on()
     from clusterddp.submission import submit  # what follows has no part in a dry run
 
     try:

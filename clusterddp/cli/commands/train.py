@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from clusterddp.cli import startup
+from clusterddp.cli import main
 from clusterddp.cli.options import config_from, options
 from clusterddp.processes import environment
 from clusterddp.ranks import from_flags
@@ -95,7 +95,7 @@ def command(
 
     if run_dir is None:
         code = child()
-        startup.done()  # the process group is gone, and torch is slow to take apart
+        main.done()  # the process group is gone, and torch is slow to take apart
         return code
     run_dir = run_dir.absolute()
 

@@ -45,28 +45,28 @@ def test_output_that_cannot_be_written_is_no_success(tmp_path: Path) -> None:
 def test_what_is_still_in_a_buffer_is_printed(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from clusterddp.cli import startup\n"
-        "startup.begin()\n"
+        "from clusterddp.cli import main as cli\n"
+        "import gc; gc.disable()\n"
         "sys.stdout.write('words')\n"
-        "startup.end(SystemExit(3))"
+        "cli.end(SystemExit(3))"
     )
     done = command(code=code, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (3, "words")
 
 
-@pytest.mark.parametrize(("done", "left_at_once"), [("startup.done()", True), ("", False)])
+@pytest.mark.parametrize(("done", "left_at_once"), [("cli.done()", True), ("", False)])
 def test_what_went_on_leaves_at_once_only_when_it_is_done(
     done: str, left_at_once: bool, tmp_path: Path
 ) -> None:
     code = (
         "import atexit, sys\n"
-        "from clusterddp.cli import startup\n"
-        "startup.begin()\n"
-        "startup.go_on()\n"
+        "from clusterddp.cli import main as cli\n"
+        "import gc; gc.disable()\n"
+        "cli.go_on()\n"
         "atexit.register(print, 'taken apart')\n"
         "sys.stdout.write('words ')\n"
         f"{done}\n"
-        "startup.end(SystemExit(0))"
+        "cli.end(SystemExit(0))"
     )
     expected = "words " if left_at_once else "words taken apart\n"
     assert command(code=code, cwd=tmp_path).stdout == expected
@@ -102,10 +102,10 @@ def test_garbage_is_looked_for_where_a_command_can_take_long(
 ) -> None:
     code = (
         "import gc, json, os, sys\n"
-        "from clusterddp.cli import startup\n"
+        "from clusterddp.cli import main as cli\n"
         "def end(leaving): print(json.dumps(gc.isenabled()), file=sys.stderr); os._exit(0)\n"
         "def become(*_, **__): raise SystemExit(0)\n"
-        "startup.end = end; os.execvp = os.execvpe = os.execve = become\n" + COMMAND
+        "cli.end = end; os.execvp = os.execvpe = os.execve = become\n" + COMMAND
     )
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     done = command(*argv, code=code, cwd=tmp_path, env=environ)
