@@ -7,28 +7,41 @@ begins a round for each start; the others enter rounds until one begins with the
 agents' restart counts cannot name a start: with the c10d rendezvous an agent whose workers still
 ran when it was asked to start again does not count that.
 
+Whoever reaches the port can read and write the store. So the ranks of one start write below a
+prefix that nobody can name without the run's nonce, and nothing but JSON is read. This keeps
+strangers from being taken for a rank; it does not keep them from disturbing a start, which then
+ends with an error.
+
 As they meet, rank 0 measures how far each host's wall clock is ahead of its own: the times at which
 ranks end are compared across hosts, to tell which of them failed first.
 """
 
+import hashlib
 import itertools
+import json
 import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, unlisted
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from clusterddp import log
-from clusterddp.distributed import messages, tcp_store
-from clusterddp.distributed.messages import Identity
+from clusterddp.distributed import tcp_store
 from clusterddp.errors import ClusterDDPError, PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.slurm.forms import NONCE_VARIABLE
 
+# Seconds for which a rank waits for the verdict beyond those that rank 0 waits for the last rank.
+GRACE_SECONDS = 10.0
+# Before the keys of a run, in a store that may hold other things.
+PREFIX = "clusterddp"
 # Seconds for which rank 0 stays for the others to read that the start is called off.
 _HEARING_SECONDS = 2.0
 # Seconds for which a rank under an agent waits in one round before it looks for a later one.
@@ -74,7 +87,7 @@ def open_store(
         try:
             identity.await_in(store, env, max(deadline - time.monotonic(), 1.0))
         except dist.DistStoreError:
-            raise messages.nobody(env) from None
+            raise nobody(env) from None
     return identity.within(store)
 
 
@@ -84,7 +97,7 @@ def agree(
     hello: Mapping[str, Any],
     decide: Callable[[list[dict[str, Any]]], dict[str, Any]],
     timeout: float,
-    decision_seconds: float = messages.GRACE_SECONDS,
+    decision_seconds: float = GRACE_SECONDS,
 ) -> dict[str, Any]:
     """Collect every rank's `hello`, let rank 0 `decide`, and return its verdict on every rank.
 
@@ -99,7 +112,7 @@ def agree(
             f"two processes say that they are rank {env.rank} of {env.world_size}: this is the "
             "second one. Give each process a RANK of its own."
         )
-    messages.put(store, f"hello/{env.rank}", hello)
+    put(store, f"hello/{env.rank}", hello)
     if env.rank == 0:
         try:
             verdict = decide(_roll_call(store, env, timeout))
@@ -109,17 +122,17 @@ def agree(
         except BaseException:
             _call_off(store, env, "its log says why.")
             raise
-        messages.put(store, "verdict", verdict)
+        put(store, "verdict", verdict)
         return verdict
     patience = timeout + decision_seconds
     try:
-        messages.wait(store, ["verdict"], patience)
+        wait(store, ["verdict"], patience)
     except dist.DistStoreError:
         raise PeerError(
             f"rank {env.rank} met rank 0 at {env.master_addr}:{env.master_port}, but was not told "
             f"to start within {patience:g} s. The log of rank 0 says what it did."
         ) from None
-    verdict = messages.take(store, env, "verdict", "rank 0's verdict")
+    verdict = take(store, env, "verdict", "rank 0's verdict")
     if "error" in verdict:
         store.set(f"heard/{env.rank}", "")
         raise PeerError(f"rank 0 called the start off: {verdict['error']}")
@@ -131,7 +144,7 @@ def decline(store: Store, env: DistEnv, error: BaseException) -> None:
     if env.rank == 0:
         _call_off(store, env, str(error))
     else:
-        messages.put(store, f"hello/{env.rank}", {"declines": str(error)})
+        put(store, f"hello/{env.rank}", {"declines": str(error)})
 
 
 def leave(store: Store, env: DistEnv, timeout: float = 5.0) -> None:
@@ -139,7 +152,7 @@ def leave(store: Store, env: DistEnv, timeout: float = 5.0) -> None:
     store.set(f"left/{env.rank}", "1")
     if env.rank == 0:
         with suppress(dist.DistStoreError):  # one of them takes its time; the work is done
-            messages.wait(store, [f"left/{rank}" for rank in range(env.world_size)], timeout)
+            wait(store, [f"left/{rank}" for rank in range(env.world_size)], timeout)
 
 
 def break_off(env: DistEnv) -> None:
@@ -169,7 +182,7 @@ def time_tellers(hellos: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 
 def tell_time(store: Store, env: DistEnv, now: float) -> None:
     """Tell rank 0 this host's time; `now` is that at which its verdict came."""
-    messages.put(store, f"clock/{env.rank}", {"time": now})
+    put(store, f"clock/{env.rank}", {"time": now})
 
 
 def collect_clocks(
@@ -182,11 +195,11 @@ def collect_clocks(
     """
     keys = {f"clock/{rank}": host for rank, host in tellers.items()}
     with suppress(dist.DistStoreError):
-        messages.wait(store, list(keys), _ANSWER_SECONDS)
+        wait(store, list(keys), _ANSWER_SECONDS)
     ahead = {}
     for key, host in keys.items():
         with suppress(TrainingError, dist.DistStoreError, KeyError, TypeError, ValueError):
-            answer = messages.ask(store, env, key, f"the clock of {host}")
+            answer = ask(store, env, key, f"the clock of {host}")
             if answer is not None:
                 ahead[host] = clock_offset(sent, float(answer["time"]), time.time())
     return ahead
@@ -202,13 +215,152 @@ def clock_offset(sent: float, shown: float, received: float) -> float:
     return 0.0 if least <= 0 <= most else (least + most) / 2
 
 
+@dataclass(frozen=True)
+class Identity:
+    """Identity of one start of a run: its job and attempt, its nonce, and torchrun's round.
+
+    Rank 0 publishes it, and every other rank checks it before it writes anything: a reused port can
+    lead to another run's store. What is published proves the nonce without telling it.
+    """
+
+    run: str
+    nonce: str = field(repr=False)
+    round: int = 0
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> "Identity":
+        """Read it from the environment of a task; raises TrainingError for an empty nonce."""
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
+        run = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        if environ.get(NONCE_VARIABLE) == "":
+            raise TrainingError(
+                f"{NONCE_VARIABLE} is empty: expected the random hex digits that all ranks of a "
+                "run share. Unset it to start ranks without."
+            )
+        return cls(run, environ.get(NONCE_VARIABLE, ""))
+
+    def of_round(self, number: int) -> "Identity":
+        """Give the identity of the start in a round of torchrun's, counted from 1."""
+        return replace(self, round=number)
+
+    def within(self, store: Store) -> Store:
+        """Give the part of the store in which the ranks of this start write."""
+        return PrefixStore(f"{PREFIX}/{self._digest('keys')}", store)
+
+    def published_in(self, store: Store) -> bool:
+        """Return whether rank 0 has published an identity there, for this round."""
+        return bool(store.check([self._key]))
+
+    def publish(self, store: Store) -> None:
+        """Publish it, as rank 0 of this start."""
+        store.set(self._key, json.dumps({"run": self.run, "proof": self._digest("proof")}))
+
+    def await_in(self, store: Store, env: DistEnv, seconds: float) -> None:
+        """Wait for rank 0's, and check it; raises DistStoreError where none comes in time."""
+        wait(store, [self._key], seconds)
+        self.check(store, env)
+
+    def check(self, store: Store, env: DistEnv) -> None:
+        """Raise TrainingError where another run, or no run, has published its identity there."""
+        published = take(store, env, self._key, "what names the run")
+        if published.get("proof") == self._digest("proof"):
+            return
+        hint = ""
+        if published.get("run") == self.run:
+            hint = f" They differ in {NONCE_VARIABLE}" + ("." if self.nonce else ", not set here.")
+        theirs = printable(str(published.get("run", ""))) or "no Slurm step"
+        raise TrainingError(
+            f"rank {env.rank} reached another run's rank 0 at {env.master_addr}:{env.master_port}: "
+            f"that one is {theirs}, this one {self.run or 'no Slurm step'}.{hint} Set MASTER_PORT "
+            "to another port for this job."
+        )
+
+    @property
+    def _key(self) -> str:
+        return f"{PREFIX}/{self.round}/identity"
+
+    def _digest(self, purpose: str) -> str:
+        scope = json.dumps([purpose, self.run, self.round, self.nonce])
+        return hashlib.sha256(scope.encode()).hexdigest()
+
+
+def nobody(env: DistEnv) -> PeerError:
+    """Give the error of a rank to which rank 0 did not come."""
+    return PeerError(
+        f"rank {env.rank} waited for rank 0 at {env.master_addr}:{env.master_port}, but rank "
+        "0 did not come. Its log says whether it started."
+    )
+
+
+def put(store: Store, key: str, content: Mapping[str, Any]) -> None:
+    """Leave a message for other ranks of this run."""
+    store.set(key, json.dumps(dict(content)))
+
+
+def ask(store: Store, env: DistEnv, key: str, what: str) -> dict[str, Any] | None:
+    """Take a message that was left before now, or None."""
+    return take(store, env, key, what) if store.check([key]) else None
+
+
+def take(store: Store, env: DistEnv, key: str, what: str) -> dict[str, Any]:
+    """Read a message; raises TrainingError, naming it `what`, for anything but a JSON object."""
+    message = store.get(key)
+    try:
+        content = json.loads(message)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise strange(env, what, message)
+    return content
+
+
+def wait(store: Store, keys: Sequence[str], seconds: float) -> None:
+    """Wait for all keys; raises DistStoreError when they are not there in time."""
+
+    def all_there() -> bool:
+        store.wait(list(keys), timedelta(seconds=seconds))
+        return True
+
+    try:
+        tcp_store.bounded(all_there, seconds + GRACE_SECONDS)
+    except TimeoutError:
+        raise dist.DistStoreError("the store does not answer") from None
+    except dist.DistNetworkError as error:
+        raise PeerError(f"rank 0's store went away: {str(error).splitlines()[0]}") from None
+
+
+def await_ranks(store: Store, env: DistEnv, keys: Sequence[str], timeout: float) -> None:
+    """Wait until all ranks have written, each its key NAME/RANK; name those that have not."""
+    try:
+        wait(store, keys, timeout)
+    except dist.DistStoreError:
+        absent = [int(key.rpartition("/")[2]) for key in keys if not store.check([key])]
+        raise TrainingError(
+            f"{len(absent)} of {env.world_size} ranks did not come to "
+            f"{env.master_addr}:{env.master_port} within {timeout:g} s: {_listing(absent)}. "
+            "Their logs say whether they started; --rendezvous-timeout makes rank 0 wait longer."
+        ) from None
+
+
+def strange(env: DistEnv, what: str, message: bytes) -> TrainingError:
+    """Give the error for content that no rank of any run writes."""
+    return TrainingError(
+        f"rank {env.rank}: {what} in the store at {env.master_addr}:{env.master_port} is not what "
+        f"a rank writes: {printable(message.decode(errors='replace'))}. Somebody else reached "
+        "the port: set MASTER_PORT to another."
+    )
+
+
+def printable(text: str) -> str:
+    """Give at most a line of what a stranger may have written, safe for a log."""
+    return text if text.isprintable() and len(text) <= 200 else ascii(text[:200])
+
+
 def _roll_call(store: Store, env: DistEnv, timeout: float) -> list[dict[str, Any]]:
     """Collect every rank's hello, in the order of the ranks."""
     keys = [f"hello/{rank}" for rank in range(env.world_size)]
-    messages.await_ranks(store, env, keys, timeout)
-    hellos = [
-        messages.take(store, env, key, f"the hello of rank {rank}") for rank, key in enumerate(keys)
-    ]
+    await_ranks(store, env, keys, timeout)
+    hellos = [take(store, env, key, f"the hello of rank {rank}") for rank, key in enumerate(keys)]
     for rank, hello in enumerate(hellos):
         if "declines" in hello:
             raise PeerError(f"rank {rank} cannot take part: {hello['declines']}")
@@ -222,7 +374,7 @@ def _roll_call(store: Store, env: DistEnv, timeout: float) -> list[dict[str, Any
 
 def _call_off(store: Store, env: DistEnv, reason: str) -> None:
     """Publish an error, and stay until the ranks that wait for the verdict have read it."""
-    messages.put(store, "verdict", {"error": reason})
+    put(store, "verdict", {"error": reason})
     # As far as a look at each gets within the time that they have.
     deadline = time.monotonic() + _HEARING_SECONDS
     ranks = itertools.takewhile(lambda _: time.monotonic() < deadline, range(1, env.world_size))
@@ -230,12 +382,12 @@ def _call_off(store: Store, env: DistEnv, reason: str) -> None:
     if waiting:
         # They find the store gone, which tells them as much.
         with suppress(TrainingError, dist.DistStoreError):
-            messages.wait(store, [f"heard/{rank}" for rank in waiting], _HEARING_SECONDS)
+            wait(store, [f"heard/{rank}" for rank in waiting], _HEARING_SECONDS)
 
 
 def _waits(store: Store, env: DistEnv, rank: int) -> bool:
     try:
-        hello = messages.ask(store, env, f"hello/{rank}", "a hello")
+        hello = ask(store, env, f"hello/{rank}", "a hello")
     except TrainingError:
         return False  # no rank of this run
     return hello is not None and "declines" not in hello
@@ -246,13 +398,13 @@ def _begin_round(agents: Store, env: DistEnv, identity: Identity, timeout: float
     last = identity.of_round(_last_round(agents, env))
     if last.round and last.published_in(agents):
         last.check(agents, env)
-    this = identity.of_round(agents.add(f"{messages.PREFIX}/rounds", 1))
+    this = identity.of_round(agents.add(f"{PREFIX}/rounds", 1))
     this.publish(agents)
     store = this.within(agents)
     keys = {rank: f"enters/{rank}" for rank in range(1, env.world_size)}
     failure: TrainingError | None = None
     try:
-        messages.await_ranks(store, env, list(keys.values()), timeout)
+        await_ranks(store, env, list(keys.values()), timeout)
     except PeerError:
         raise
     except TrainingError as absence:
@@ -260,11 +412,11 @@ def _begin_round(agents: Store, env: DistEnv, identity: Identity, timeout: float
     tokens = {}
     for rank, key in keys.items():
         try:
-            entry = messages.ask(store, env, key, f"the entry of rank {rank}") or {}
+            entry = ask(store, env, key, f"the entry of rank {rank}") or {}
             tokens[str(rank)] = entry.get("token")
         except TrainingError as forgery:
             failure = failure or forgery
-    messages.put(store, "begins", {**tokens, "error": str(failure or "")})
+    put(store, "begins", {**tokens, "error": str(failure or "")})
     if failure:
         raise failure
     return store
@@ -281,14 +433,14 @@ def _enter_round(agents: Store, env: DistEnv, identity: Identity, timeout: float
         try:
             if number != entered:
                 this.await_in(agents, env, _LOOK_SECONDS)
-                messages.put(store, f"enters/{env.rank}", {"token": token})
-                entered, deadline = number, time.monotonic() + timeout + messages.GRACE_SECONDS
-            messages.wait(store, ["begins"], _LOOK_SECONDS)
+                put(store, f"enters/{env.rank}", {"token": token})
+                entered, deadline = number, time.monotonic() + timeout + GRACE_SECONDS
+            wait(store, ["begins"], _LOOK_SECONDS)
         except dist.DistStoreError:
             if time.monotonic() > deadline:
-                raise messages.nobody(env) from None
+                raise nobody(env) from None
             continue
-        begins = messages.take(store, env, "begins", "what rank 0 wrote")
+        begins = take(store, env, "begins", "what rank 0 wrote")
         if begins.get(str(env.rank)) != token:
             number += 1  # that round's processes are gone
         elif error := begins.get("error"):
@@ -299,8 +451,14 @@ def _enter_round(agents: Store, env: DistEnv, identity: Identity, timeout: float
 
 def _last_round(agents: Store, env: DistEnv) -> int:
     """Read the number of the last round, 0 before the first."""
-    key = f"{messages.PREFIX}/rounds"
+    key = f"{PREFIX}/rounds"
     count = agents.get(key) if agents.check([key]) else b"0"
     if not count.isdigit() or len(count) > 18:
-        raise messages.strange(env, "the count of rounds", count)
+        raise strange(env, "the count of rounds", count)
     return int(count)
+
+
+def _listing(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

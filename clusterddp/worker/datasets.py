@@ -13,7 +13,7 @@ from clusterddp.data import mnist, prepare, shared_memory
 from clusterddp.data.in_memory import Images
 from clusterddp.data.loader import Loaded
 from clusterddp.data.user_dataset import OwnSets
-from clusterddp.distributed import messages
+from clusterddp.distributed import rendezvous
 from clusterddp.errors import ClusterDDPError, DataError, PeerError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
@@ -60,7 +60,7 @@ def obtain(
         except DataError as error:
             fault = error
         offer = {"error": str(fault)} if fault else held.offer() if held else {}
-        messages.put(store, key, offer)
+        rendezvous.put(store, key, offer)
     dist.barrier()
     if fault:  # only now: the others would wait here for this rank
         raise fault
@@ -87,7 +87,7 @@ def _in_turn(sets: OwnSets, env: DistEnv, store: Store, key: str) -> None:
             sets.load()
         except ClusterDDPError as error:
             fault = error
-        messages.put(store, key, {"error": str(fault)} if fault else {})
+        rendezvous.put(store, key, {"error": str(fault)} if fault else {})
     dist.barrier()
     if fault:  # only now: the others would wait here for this rank
         raise fault
@@ -107,7 +107,7 @@ def _take(config: TrainConfig, env: DistEnv, store: Store, key: str) -> shared_m
 
 def _offer_of_first(store: Store, env: DistEnv, key: str) -> dict[str, Any]:
     """What the first rank of this node has put there; raises PeerError where it has failed."""
-    offer = messages.ask(store, env, key, "the offer of its node's first rank") or {}
+    offer = rendezvous.ask(store, env, key, "the offer of its node's first rank") or {}
     if "error" in offer:
         raise PeerError(f"the first rank of this node has no dataset: {offer['error']}")
     return dict(offer)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from clusterddp import log
-from clusterddp.distributed import messages, name_lookups, rendezvous
+from clusterddp.distributed import rendezvous, tcp_store
 from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.processes import environment, processors
@@ -57,7 +57,7 @@ def join(
     environ: Mapping[str, str],
     *,
     fingerprint: Callable[[], str] | None = None,
-    lookups: name_lookups.Lookups | None = None,
+    lookups: tcp_store.Lookups | None = None,
 ) -> Joined:
     """Introduce this rank, learn what was agreed on, and join the process group.
 
@@ -74,7 +74,7 @@ def join(
     agreed = _meet(config, run_dir, attempt, env, store, environ, hello, fingerprint)
     device = torch.device(hello.device)
     interface = ""
-    if lookups and agreed.backend == "gloo" and name_lookups.GLOO_INTERFACE not in environ:
+    if lookups and agreed.backend == "gloo" and tcp_store.GLOO_INTERFACE not in environ:
         interface = lookups.gloo_interface()
     defaults = _variables(config, agreed, interface)
     environment.change({name: environ.get(name, value) for name, value in defaults.items()})
@@ -104,7 +104,7 @@ def _meet(
 
     # Rank 0 calls a person's own function meanwhile, which may have to fetch its data.
     is_own = user_functions.is_reference(config.dataset)
-    patience = _OWN_DATA_SECONDS if is_own else messages.GRACE_SECONDS
+    patience = _OWN_DATA_SECONDS if is_own else rendezvous.GRACE_SECONDS
     verdict = rendezvous.agree(
         store, env, hello.__dict__, decide, config.rendezvous_timeout, patience
     )
@@ -126,7 +126,7 @@ def _variables(config: TrainConfig, agreed: Agreement, interface: str) -> dict[s
     if config.profile:
         variables["KINETO_LOG_LEVEL"] = "99"  # the profiler's library logs what it does
     if interface:
-        variables[name_lookups.GLOO_INTERFACE] = interface
+        variables[tcp_store.GLOO_INTERFACE] = interface
     if config.deterministic:
         # cuBLAS repeats itself only with a fixed workspace (torch.use_deterministic_algorithms).
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp import log
 from clusterddp.data import shared_memory, user_dataset
-from clusterddp.distributed import name_lookups, tcp_store
+from clusterddp.distributed import tcp_store
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -101,7 +101,7 @@ def _run(task: _Task) -> int:
     environment.change(env.to_environ())
     bound = tcp_store.bind(env, os.environ)  # first of all, so that no rank has to ask again
     reading = _begin_reading(config, env)
-    lookups = name_lookups.Lookups(env) if env.world_size > 1 else None
+    lookups = tcp_store.Lookups(env) if env.world_size > 1 else None
     _import_torch()
 
     import torch.distributed as dist

@@ -9,7 +9,7 @@ import torch
 
 from clusterddp.data import idx, mnist, shared_memory
 from clusterddp.data.shared_memory import Held, Reading
-from clusterddp.distributed import messages
+from clusterddp.distributed import rendezvous
 from clusterddp.errors import DataError, PeerError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
@@ -106,7 +106,7 @@ def test_a_rank_that_cannot_map_it_says_so_and_reads_the_files(
     env = DistEnv.from_environ({})
 
     def take(offer: object) -> Held:
-        monkeypatch.setattr(messages, "ask", lambda *_: offer)
+        monkeypatch.setattr(rendezvous, "ask", lambda *_: offer)
         return datasets._take(config, env, None, "data/0")  # type: ignore[arg-type]
 
     assert take(held.offer()).handle is None and not logged

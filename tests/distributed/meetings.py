@@ -8,8 +8,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, u
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp.distributed import rendezvous
-from clusterddp.distributed.messages import Identity
-from clusterddp.distributed.rendezvous import agree, open_store
+from clusterddp.distributed.rendezvous import Identity, agree, open_store
 from clusterddp.errors import TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 
