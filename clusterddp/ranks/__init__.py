@@ -1,1 +1,1 @@
-"""Who a task is: its ranks and addresses, from torch's variables, a Slurm step or flags."""
+"""Places of tasks: ranks and addresses, from torch's variables, a Slurm step or flags."""

@@ -1,4 +1,4 @@
-"""Who this task is: its ranks and where the ranks meet, derived from a Mapping of variables.
+"""Place of a task in its run: its ranks and where the ranks meet, from a Mapping of variables.
 
 Derives from torch's variables, a Slurm step or neither; reads no os.environ, opens no socket and
 starts nothing. Exporting the result is left to the caller.
@@ -11,17 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
-from clusterddp.ranks import slurm_step, torch_env, variables
+from clusterddp.ranks import variables
 
 Origin = Literal["torch", "slurm", "single"]
 
 _LOWEST_PORT = 12000
 _PORTS = 20000
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
 @dataclass(frozen=True)
 class DistEnv:
-    """One task's place in the run, in torch's words; checked against itself at construction.
+    """Place of a task in its run, in torch's words; checked against itself at construction.
 
     Raises DistEnvError when the numbers contradict each other: the message shows each with the
     variable it came from.
@@ -52,9 +53,9 @@ class DistEnv:
 
         Raises DistEnvError for variables that are empty, malformed, half set or contradictory.
         """
-        if torch_env.are_set(environ):
+        if variables.torch_variables_are_set(environ):
             return _from_torch(environ)
-        if slurm_step.step_id_of(environ) is not None:
+        if variables.step_id_of(environ) is not None:
             return _from_step(environ)
         return _single(environ)
 
@@ -130,7 +131,7 @@ def master_port(job_id: int, step_id: int, restart_count: int, candidate: int = 
 
 
 def _from_torch(environ: Mapping[str, str]) -> DistEnv:
-    place = torch_env.read(environ)
+    place = variables.read_torch_variables(environ)
     layout = place.layout
     return DistEnv(
         rank=place.rank,
@@ -158,7 +159,7 @@ def _from_torch(environ: Mapping[str, str]) -> DistEnv:
 
 
 def _from_step(environ: Mapping[str, str]) -> DistEnv:
-    step = slurm_step.read_step(environ)
+    step = variables.read_step(environ)
     addr, addr_source = step.hosts[0], f"{step.hosts_source} (first host)"
     if "MASTER_ADDR" in environ:
         addr, addr_source = variables.text(environ, "MASTER_ADDR"), "MASTER_ADDR"
@@ -192,7 +193,7 @@ def _from_step(environ: Mapping[str, str]) -> DistEnv:
 
 
 def _single(environ: Mapping[str, str]) -> DistEnv:
-    slurm_step.refuse_heterogeneous(environ)
+    variables.refuse_heterogeneous(environ)
     default = "default: single process"
     for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
         if name in environ:
@@ -204,10 +205,6 @@ def _single(environ: Mapping[str, str]) -> DistEnv:
     port, port_source = 0, f"{default}: any free port"
     if "MASTER_PORT" in environ:
         port, port_source = _preset_port(environ), "MASTER_PORT"
-    alone = (
-        "rank", "local_rank", "node_rank", "world_size", "local_world_size", "num_nodes",
-        "hostnames",
-    )  # fmt: skip
     return DistEnv(
         rank=0,
         local_rank=0,
@@ -220,7 +217,8 @@ def _single(environ: Mapping[str, str]) -> DistEnv:
         hostnames=("localhost",),
         origin="single",
         sources={
-            **dict.fromkeys(alone, default),
+            **dict.fromkeys(("rank", "local_rank", "node_rank", "hostnames"), default),
+            **dict.fromkeys(("world_size", "local_world_size", "num_nodes"), default),
             "master_addr": addr_source,
             "master_port": port_source,
         },
@@ -228,10 +226,8 @@ def _single(environ: Mapping[str, str]) -> DistEnv:
 
 
 def _step_port(environ: Mapping[str, str]) -> tuple[int, str]:
-    job_name, step_name = (
-        slurm_step.required(environ, slurm_step.JOB_ID),
-        slurm_step.required(environ, slurm_step.STEP_ID),
-    )
+    job_name = variables.required(environ, variables.JOB_ID)
+    step_name = variables.required(environ, variables.STEP_ID)
     restart_count, names = 0, f"{job_name}, {step_name}"
     if "SLURM_RESTART_COUNT" in environ:  # unset on the first start
         restart_count = variables.integer(environ, "SLURM_RESTART_COUNT")
@@ -249,6 +245,3 @@ def _preset_port(environ: Mapping[str, str]) -> int:
             variables.list_shown(environ, ("MASTER_PORT",)), "a port from 1 to 65535"
         )
     return port
-
-
-_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")

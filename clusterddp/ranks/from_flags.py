@@ -1,4 +1,4 @@
-"""Ranks that no launcher started: their place from what was typed, free of a surrounding job.
+"""Places of ranks that no launcher started, from flags, free of a surrounding job.
 
 `clusterddp train --rank 0 --world-size 4 …` in a shell a rank, and the ranks that this workstation
 starts by itself. Reads no os.environ and opens no socket.
@@ -13,24 +13,24 @@ from clusterddp.ranks import variables
 from clusterddp.ranks.dist_env import DistEnv
 
 MOST_RANKS = 100_000
-"""Of a run whose ranks are started by hand: torch's store waits for no more than 128 x 1024 keys at
-once (MAX_KEY_COUNT of its TCPStoreBackend.cpp), and rank 0 waits for one of every rank."""
+"""Most ranks of a run that are started by hand: torch's store waits for no more than 128 x 1024
+keys at once (MAX_KEY_COUNT of its TCPStoreBackend.cpp), and rank 0 for one of every rank."""
 MOST_PROCS = 1024
 """Ranks of one workstation; a number above it is a slip of the finger."""
 START_METHODS = ("exec", "fork", "spawn", "forkserver")
-"""How the ranks of a workstation begin (`launchers.start_methods`)."""
+"""Start methods of a workstation's ranks (`processes.start_methods`)."""
 
 # A surrounding job's or agent's variables, which would tell a rank that it is its task.
 _FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "TORCHELASTIC_", "PMI", "MASTER_")
 
 
 def foreign(environ: Mapping[str, str]) -> list[str]:
-    """The variables of a surrounding job, which do not hold for a rank that is not its task."""
+    """Return the variables of a surrounding job, which do not hold for ranks outside its tasks."""
     return [name for name in environ if name.startswith(_FOREIGN)]
 
 
 def local_ranks(procs: int, port: int) -> list[DistEnv]:
-    """The places of so many ranks on this very host, which meet at that port."""
+    """Return the places of `procs` ranks on this very host, which meet at a port."""
     return [_placed(rank, procs, "127.0.0.1", port, procs) for rank in range(procs)]
 
 
@@ -42,7 +42,7 @@ def from_flags(
     local_rank: int | None,
     local_world_size: int | None,
 ) -> DistEnv | None:
-    """The place that `train`'s flags of these names give a rank; None where none was typed.
+    """Return the place that `train`'s flags of these names give a rank; None where none was typed.
 
     Without local_world_size all ranks are taken to be on one host; with it, consecutive ranks
     share a host, as many on each. Raises RequestError, naming the flags as they were typed.
@@ -99,7 +99,7 @@ def from_flags(
 
 
 def check_address(addr: str) -> None:
-    """Raises RequestError for a name that leads nowhere, for which ranks would wait in vain."""
+    """Raise RequestError for a name that leads nowhere, for which ranks would wait in vain."""
     import socket
 
     try:

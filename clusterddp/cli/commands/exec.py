@@ -15,8 +15,7 @@ import click
 
 from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.slurm_step import JOB_ID
-from clusterddp.ranks.variables import shown_value
+from clusterddp.ranks.variables import JOB_ID, shown_value
 
 
 class CommandNotFound(ClusterDDPError):
