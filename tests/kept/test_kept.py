@@ -17,6 +17,8 @@ from tests.kept import requests
 from tests.kept.places import FOLDER, PYTHON, relocate
 from tests.waiting import dying_with_us
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 COMMITS = ["46dae3b", "4029daf"]
 JOB_ID = 7

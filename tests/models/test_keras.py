@@ -213,6 +213,7 @@ def test_a_run_cut_in_two_ends_with_the_very_weights_and_its_checkpoint_loads(
     assert torch.equal(model.to_keras()(images), model.eval()(images))
 
 
+@pytest.mark.slow
 def test_two_ranks_end_with_one_set_of_weights_and_statistics(
     synthetic_dir: Path, tmp_path: Path
 ) -> None:
@@ -240,6 +241,7 @@ assert model(torch.zeros(2, 1, 28, 28)).device.type == "cpu"
 """
 
 
+@pytest.mark.slow
 def test_neither_the_environment_nor_the_home_folder_decides_or_is_written_to(
     tmp_path: Path,
 ) -> None:
