@@ -17,8 +17,8 @@ from clusterddp.checkpoints.files import Best, UnusableError, checksum_of, step_
 from clusterddp.errors import CheckpointError
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.files import read_json, sync_folder
-from clusterddp.run.run_dir import RunDir, first_number
+from clusterddp.run.files import sync_folder
+from clusterddp.run.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ def saved_step(run: RunDir) -> int:
 
 
 def _noted_steps(attempt: Attempt) -> Iterator[int]:
-    for path in (attempt.end, attempt.alive):
-        yield first_number((read_json(path) or {}).get("saved"), as_type=int) or 0
+    for noted in (attempt.read_last_word(), attempt.read_sign_of_life()):
+        yield max((noted.saved if noted else None) or 0, 0)
     record = attempt.read_record()
     # The path of a checkpoint of another run is an absolute one.
-    if not Path(str(record.get("resumed_from") or "/")).is_absolute():
-        yield first_number(record.get("step"), as_type=int) or 0
+    if record and not Path(record.resumed_from or "/").is_absolute():
+        yield record.step
 
 
 def newest(run: RunDir, before: Attempt | None = None) -> Path | None:
@@ -207,10 +207,10 @@ def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
         if attempt.number <= given_up:
             last_step, why = -1, "given up: 'resubmit --from-scratch' begins at step 0 again"
         yield _Folder(attempt, last_step, why)
-        started = attempt.read_record().get("step")
-        if isinstance(started, int) and (last_step is None or started < last_step):
-            last_step = started
-            why = f"superseded: attempt {attempt.number} went on from step {started}"
+        record = attempt.read_record()
+        if record and (last_step is None or record.step < last_step):
+            last_step = record.step
+            why = f"superseded: attempt {attempt.number} went on from step {record.step}"
 
 
 def given_up_attempt(run: RunDir) -> int:

@@ -1,20 +1,19 @@
 """Results of a comparison: its runs as they stand, their medians, speed-up and efficiency."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from clusterddp import log
 from clusterddp.comparison.plan import Row, label
 from clusterddp.errors import EXIT_INTERRUPTED, RequestError
 from clusterddp.reporting.plots import Scaling, Size, efficiency
 from clusterddp.request.train_config import STRATEGIES
-from clusterddp.run import fields
 from clusterddp.run.lookup import all_runs, find_run, statuses
 from clusterddp.run.progress import latest_report
+from clusterddp.run.records import Report
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import FAILED
 from clusterddp.run.status import RunStatus
@@ -33,8 +32,7 @@ class Trial:
     state: str = NOT_RUN
     """A word of `run_state`, NOT_RUN or INTERRUPTED."""
     why: str = ""
-    report: Mapping[str, Any] = field(default_factory=dict)
-    """The content of the run's report.json."""
+    report: Report | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def _medians(row: Row, trials: Sequence[Trial]) -> Result:
         why = f"{len(trials) - len(done)} of {len(trials)}{': ' if why else ''}{why}"
 
     def values(name: str) -> list[float]:
-        found = (fields.number(trial.report, name) for trial in done)
+        found = (getattr(trial.report, name) for trial in done if trial.report)
         return [value for value in found if value is not None]
 
     def middle(name: str) -> float | None:
@@ -196,7 +194,7 @@ def trial(row: Row, run: RunDir, status: RunStatus) -> Trial:
     """A run as it stands."""
     if status.state == DONE:
         report = latest_report(run, status.attempt)
-        if row.strategy == "dp" and report.get("device") == "cpu":
+        if row.strategy == "dp" and report and report.device == "cpu":
             return Trial(row, run.name, FAILED, "it saw no GPU, and the CPU has no DataParallel")
         return Trial(row, run.name, DONE, report=report)
     if status.exit_code == EXIT_INTERRUPTED:

@@ -1,12 +1,13 @@
 """A comparison as text: the table, and below it what its figures rest on."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from clusterddp.comparison.plan import counted
 from clusterddp.comparison.results import DONE, Result, Trial
-from clusterddp.run import fields, formatting
+from clusterddp.run import formatting
+from clusterddp.run.records import Report
 
 _HEADER = (
     "STRATEGY", "RANKS", "NODES", "TIME", "TOTAL", "IMAGES/S", "SPEED-UP", "EFFICIENCY",
@@ -39,7 +40,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[Result], hardware: str) -> li
     base = next((line for line in measured if line.baseline), None)
     if not reports or base is None:
         return []
-    hosts = list(dict.fromkeys(host for one in reports for host in fields.texts(one, "hosts")))
+    hosts = list(dict.fromkeys(host for one in reports for host in one.hosts))
     shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
     first = trials[0].row.train
     said = [
@@ -122,17 +123,16 @@ def _batch(lines: Sequence[Result]) -> str:
     return f"{', '.join(map(str, sorted(each)))} images a device and step"
 
 
-def _torch(report: Mapping[str, Any]) -> object:
-    versions = report.get("versions")
-    return versions.get("torch") if isinstance(versions, dict) else None
+def _torch(report: Report) -> str | None:
+    return report.versions.get("torch") if report.versions else None
 
 
-def _each(reports: Sequence[Any], name: str) -> str:
-    return ", ".join(_once(report.get(name) for report in reports))
+def _each(reports: Sequence[Report], name: str) -> str:
+    return ", ".join(_once(getattr(report, name) for report in reports))
 
 
 def _once(values: Any) -> list[str]:
-    return list(dict.fromkeys(str(value) for value in values if value is not None))
+    return list(dict.fromkeys(str(value) for value in values if value not in (None, "")))
 
 
 def _different(configs: Sequence[Any]) -> list[str]:

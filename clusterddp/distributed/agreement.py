@@ -9,9 +9,8 @@ follows from how long steps take; that too is exchanged.
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -88,24 +87,9 @@ class Agreement:
         """Images of a rank in a step."""
         return self.global_batch_size // self.world_size
 
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "Agreement":
-        """Read a verdict back, as JSON carries it."""
-        known = {field.name for field in fields(cls)}
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in content.items()
-            if name in known
-        }
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Write it as JSON carries it."""
-        return asdict(self)
-
 
 def decide(
-    config: TrainConfig, hellos: Sequence[Hello], recorded: Mapping[str, Any] | None = None
+    config: TrainConfig, hellos: Sequence[Hello], recorded: Agreement | None = None
 ) -> Agreement:
     """Check that the ranks can train together, and settle what the request left at auto.
 
@@ -119,19 +103,19 @@ def decide(
     kind = hellos[0].kind
     backend = config.backend
     threads = config.threads or min(hello.threads for hello in hellos)
-    if recorded and recorded.get("world_size") == len(hellos):
-        if config.device == "auto" and recorded["kind"] != kind:
+    if recorded and recorded.world_size == len(hellos):
+        if config.device == "auto" and recorded.kind != kind:
             raise TrainingError(
-                f"this run started on {recorded['kind']}, but {hellos[0].name} has "
+                f"this run started on {recorded.kind}, but {hellos[0].name} has "
                 f"{hellos[0].device} now, so it would not train to the same weights. Give it "
-                f"{recorded['kind']} again, or choose on purpose with --device {kind}."
+                f"{recorded.kind} again, or choose on purpose with --device {kind}."
             )
-        if backend == "auto" and recorded["kind"] == kind:
-            backend = recorded["backend"]
-        threads = config.threads or int(recorded["threads"])
+        if backend == "auto" and recorded.kind == kind:
+            backend = recorded.backend
+        threads = config.threads or recorded.threads
     precision = config.precision
-    if precision == "auto" and recorded and recorded["kind"] == kind:
-        precision = recorded.get("precision", "fp32")
+    if precision == "auto" and recorded and recorded.kind == kind:
+        precision = recorded.precision
     if precision == "auto":
         precision = "bf16" if all(hello.bf16 for hello in hellos) else "fp32"
     if backend == "auto":

@@ -26,7 +26,6 @@ from clusterddp.processes import environment
 from clusterddp.request.spec import EXPEDITE, JobSpec
 from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.restart_policy import Policy, Start
 from clusterddp.run.run_dir import RunDir
@@ -176,7 +175,8 @@ class Task:
         run, job_id = attempt.run, os.environ["SLURM_JOB_ID"]
         if any(outcome.failed for outcome in read_outcomes(attempt.outcomes)):
             return False
-        if (read_json(attempt.end) or {}).get("reason") == "stop":
+        last_word = attempt.read_last_word()
+        if last_word and last_word.reason == "stop":
             return False  # 'clusterddp stop' came first
         restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         cancelled = any(

@@ -6,71 +6,38 @@ evaluation confused, and the starts of the run.
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from clusterddp.run import fields
+from clusterddp.run import history
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.files import read_json, read_json_lines
-from clusterddp.run.history import Chapter, chapters
+from clusterddp.run.files import read_lines
 from clusterddp.run.outcome import first_failure, read_outcomes
+from clusterddp.run.records import AttemptSummary, EvaluationRecord, MetricsLine, Report, WorstImage
 from clusterddp.run.run_dir import RunDir
 
 
-@dataclass(frozen=True)
-class Point:
-    """One line of metrics."""
-
-    step: int
-    tested: bool
-    """Whether it is of an evaluation on the test set, not of training."""
-    epoch: int | None = None
-    loss: float | None = None
-    accuracy: float | None = None
-    images_per_second: float | None = None
-    """Of all ranks together."""
-    seconds: float | None = None
-    """Of training until then, over all attempts."""
-    ranks: tuple[float | None, ...] = ()
-    """Images per second of each rank over the time in which it did not wait for others."""
-
-
-def read_points(path: Path) -> list[Point]:
-    """The points of a run in the order of their steps; none where the file cannot be read."""
+def read_points(path: Path) -> list[MetricsLine]:
+    """Read the lines of metrics in the order of their steps; none where the file cannot be read."""
     try:
-        points = [_point(line) for line in read_json_lines(path)]
+        lines = list(read_lines(MetricsLine, path))
     except OSError:
         return []
-    return sorted((point for point in points if point), key=lambda point: point.step)
+    known = [line for line in lines if line.step >= 0 and line.kind in ("train", "eval")]
+    return sorted(known, key=lambda line: line.step)
 
 
-def rank_rates(points: list[Point]) -> list[float | None]:
+def rank_rates(points: list[MetricsLine]) -> list[float | None]:
     """Each rank's median images/s over the training, as far as it was measured."""
-    rows = [point.ranks for point in points if point.ranks and not point.tested]
+    rates = [point.rank_images_per_second for point in points if not point.tested]
+    rows = [row for row in rates if row]
     if not rows:
         return []
     rows = [row for row in rows if len(row) == len(rows[-1])]  # a start may have had other ranks
     columns = [[rate for rate in column if rate is not None] for column in zip(*rows, strict=True)]
     return [median(column) if column else None for column in columns]
-
-
-def _point(line: dict[str, Any]) -> Point | None:
-    step, kind = fields.whole(line, "step"), line.get("kind")
-    if step is None or kind not in ("train", "eval"):
-        return None
-    return Point(
-        step=step,
-        tested=kind == "eval",
-        epoch=fields.whole(line, "epoch"),
-        loss=fields.loss(line, "loss"),
-        accuracy=fields.number(line, "accuracy"),
-        images_per_second=fields.number(line, "images_per_second"),
-        seconds=fields.number(line, "seconds"),
-        ranks=tuple(fields.numbers(line, "rank_images_per_second")),
-    )
 
 
 SLOW = 0.8
@@ -177,41 +144,30 @@ class Evaluation:
         return sorted(found, key=lambda one: (-one.count, one.label, one.predicted))
 
 
-def read_evaluation(record: Mapping[str, Any]) -> Evaluation:
-    """The record as far as it can be read."""
-    worst = [_worst(one) for one in fields.objects(record, "worst")]
-    return Evaluation(_matrix(record.get("confusion")), [one for one in worst if one])
+def read_evaluation(record: EvaluationRecord) -> Evaluation:
+    """Take of the record what can be shown."""
+    return Evaluation(_matrix(record), [one for each in record.worst if (one := _worst(each))])
 
 
-def _matrix(value: object) -> list[list[int]]:
-    if not isinstance(value, list):
-        return []
-    matrix = []
-    for row in value:
-        counts = [fields.as_whole(item) for item in row] if isinstance(row, list) else []
-        known = [count for count in counts if count is not None]
-        if len(known) != len(value):
-            return []
-        matrix.append(known)
-    return matrix
+def _matrix(record: EvaluationRecord) -> list[list[int]]:
+    known = [[count for count in row if count is not None] for row in record.confusion]
+    return known if all(len(row) == len(known) for row in known) else []
 
 
-def _worst(record: Mapping[str, Any]) -> Worst | None:
-    index, label, predicted = (fields.whole(record, n) for n in ("index", "label", "predicted"))
-    shape = [int(side) for side in fields.numbers(record, "shape") if side is not None]
+def _worst(record: WorstImage) -> Worst | None:
     try:
-        pixels = base64.b64decode(fields.text(record, "pixels"), validate=True)
+        pixels = base64.b64decode(record.pixels, validate=True)
     except (binascii.Error, ValueError):
         return None
-    if index is None or label is None or predicted is None or len(shape) != 2:
+    if len(record.shape) != 2:
         return None
-    height, width = shape
+    height, width = record.shape
     if not (0 < height <= _LARGEST_SIDE and 0 < width <= _LARGEST_SIDE):
         return None
     if len(pixels) != height * width:
         return None
-    loss = fields.loss(record, "loss")
-    return Worst(index, label, predicted, loss, height, width, pixels)
+    label, predicted = record.label, record.predicted
+    return Worst(record.index, label, predicted, record.loss, height, width, pixels)
 
 
 @dataclass(frozen=True)
@@ -240,9 +196,10 @@ class Start:
         return ": ".join(filter(None, (self.cause, self.why)))
 
 
-def read_starts(run: RunDir, report: Mapping[str, Any]) -> list[Start]:
+def read_starts(run: RunDir, report: Report | None) -> list[Start]:
     """The starts of a run, the latest last, as its report tells them or else its records."""
-    told = {one.attempt: one for one in _from_report(report) or _from_records(run)}
+    summaries = (report.attempts if report else ()) or _from_records(run)
+    told = {each.attempt: _start(each) for each in summaries}
     try:
         made = attempts(run)
     except OSError:
@@ -252,47 +209,24 @@ def read_starts(run: RunDir, report: Mapping[str, Any]) -> list[Start]:
     return [told[number] for number in sorted(told)]
 
 
-def _from_report(report: Mapping[str, Any]) -> list[Start]:
-    return [
-        Start(
-            attempt=number,
-            job_id=fields.text(one, "job_id"),
-            hosts=fields.texts(one, "hosts"),
-            began=fields.number(one, "began"),
-            first_step=fields.whole(one, "first_step"),
-            last_step=fields.whole(one, "last_step"),
-            cause=fields.text(one, "cause"),
-            steps_done_twice=fields.whole(one, "steps_done_twice") or 0,
-            seconds_lost=fields.number(one, "seconds_lost") or 0.0,
-        )
-        for one in fields.objects(report, "attempts")
-        if (number := fields.whole(one, "attempt")) is not None
-    ]
-
-
-def _from_records(run: RunDir) -> list[Start]:
+def _from_records(run: RunDir) -> Sequence[AttemptSummary]:
     try:
-        found = chapters(run)
-    except (OSError, ValueError, TypeError, OverflowError):  # records that somebody has damaged
-        return []
-    return [_from_chapter(one) for one in found]
+        return history.summaries(run)
+    except OSError:
+        return ()
 
 
-def _from_chapter(one: Chapter) -> Start:
-    return Start(
-        one.attempt, one.job_id, one.hosts, one.began, one.first_step, one.last_step, one.cause,
-        "", one.steps_done_twice, one.seconds_lost,
-    )  # fmt: skip
+def _start(summary: AttemptSummary) -> Start:
+    return Start(**{**vars(summary), "hosts": list(summary.hosts)})
 
 
 def _explained(start: Start, attempt: Attempt) -> Start:
     """With what the ranks themselves left of their end, where more can be known of it."""
     if start.cause not in ("", "killed", "failed", "stopped"):
         return start
-    left = read_json(attempt.end) or {}
-    cause = fields.text(left, "cause")
-    if cause and cause != "failed":
-        return replace(start, cause=cause, why=fields.text(left, "reason"))
+    last_word = attempt.read_last_word()
+    if last_word and last_word.cause not in ("", "failed"):
+        return replace(start, cause=last_word.cause, why=last_word.reason)
     failure = first_failure(read_outcomes(attempt.outcomes))
     if failure is None:
         return start

@@ -4,7 +4,6 @@ A record that is absent or damaged takes nothing from what the others tell.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ from clusterddp.errors import ClusterDDPError
 from clusterddp.reporting.figures import (
     Confusion,
     Evaluation,
-    Point,
     Rank,
     Start,
     Straggler,
@@ -24,11 +22,11 @@ from clusterddp.reporting.figures import (
 )
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run import fields
+from clusterddp.run import files
 from clusterddp.run.attempt import Attempt, latest
-from clusterddp.run.files import read_json
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.progress import latest_report
+from clusterddp.run.records import EvaluationRecord, MetricsLine, Report, Resolved
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import RunStatus
 
@@ -110,7 +108,7 @@ class Gathered:
 
     run: RunDir
     report: RunReport
-    points: list[Point]
+    points: list[MetricsLine]
     evaluation: Evaluation
     spec: JobSpec | None
     """None where the record is damaged."""
@@ -120,12 +118,13 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     """All that the records of a run tell. `status` is how it is doing."""
     spec = _spec(run)
     attempt = _latest_attempt(run)
-    report = latest_report(run, attempt.number if attempt else None)
+    final = latest_report(run, attempt.number if attempt else None)
+    report = final or Report()
     points = read_points(run.metrics)
     figures = _figures(report, points)
     tested = _tested(run, figures["step"])
     ranks = _ranks(report, points, attempt)
-    made = read_starts(run, report)
+    made = read_starts(run, final)
     if made and not made[-1].cause:
         made[-1] = dataclasses.replace(made[-1], cause=status.state)
     account = RunReport(
@@ -136,19 +135,19 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         directory=str(run.path.absolute()),
         job_id=status.job_id,
         launcher=status.launcher,
-        complete=bool(report),
+        complete=final is not None,
         **_request(spec, report),
         **figures,
-        **_machines(report, read_json(run.resolved) or {}, status),
+        **_machines(report, files.read(Resolved, run.resolved) or Resolved(precision=""), status),
         ranks=ranks,
         stragglers=stragglers(ranks),
-        starts=fields.whole(report, "starts") or len(made) or _begun(status),
+        starts=report.starts or len(made) or _begun(status),
         steps_done_twice=sum(one.steps_done_twice for one in made),
         seconds_lost=round(sum(one.seconds_lost for one in made), 3),
         attempts=made,
         confusions=tested.confusions()[:_MOST_CONFUSIONS],
-        weights_sha256=fields.text(report, "weights_sha256"),
-        finished=fields.number(report, "finished"),
+        weights_sha256=report.weights_sha256,
+        finished=report.finished,
     )
     return Gathered(run, account, points, tested, spec)
 
@@ -182,18 +181,18 @@ def _latest_attempt(run: RunDir) -> Attempt | None:
         return None
 
 
-def _request(spec: JobSpec | None, report: Mapping[str, Any]) -> dict[str, Any]:
+def _request(spec: JobSpec | None, report: Report) -> dict[str, Any]:
     train = spec.train if spec else None
     return {
         "command": list(spec.command) if spec else [],
-        "model": fields.text(report, "model") or (train.model if train else ""),
-        "dataset": fields.text(report, "dataset") or (train.dataset if train else ""),
-        "strategy": fields.text(report, "strategy") or (train.strategy if train else ""),
+        "model": report.model or (train.model if train else ""),
+        "dataset": report.dataset or (train.dataset if train else ""),
+        "strategy": report.strategy or (train.strategy if train else ""),
         "settings": changed_settings(train) if train else {},
     }
 
 
-def _figures(report: Mapping[str, Any], points: list[Point]) -> dict[str, Any]:
+def _figures(report: Report, points: list[MetricsLine]) -> dict[str, Any]:
     last = points[-1] if points else None
     trained = next((one for one in reversed(points) if not one.tested), None)
     tested = next((one for one in reversed(points) if one.tested), None)
@@ -206,67 +205,54 @@ def _figures(report: Mapping[str, Any], points: list[Point]) -> dict[str, Any]:
         "images_per_second": trained.images_per_second if trained else None,
     }
     told = {
-        "accuracy": fields.number(report, "accuracy"),
-        "loss": fields.loss(report, "loss"),
-        "step": fields.whole(report, "steps"),
-        "epoch": fields.whole(report, "epochs"),
-        "train_seconds": fields.number(report, "train_seconds"),
-        "images_per_second": fields.number(report, "images_per_second"),
+        "accuracy": report.accuracy,
+        "loss": report.loss,
+        "step": report.steps,
+        "epoch": report.epochs,
+        "train_seconds": report.train_seconds,
+        "images_per_second": report.images_per_second,
     }
     figures |= {name: value for name, value in told.items() if value is not None}
     return {
         **figures,
         "train_loss": trained.loss if trained else None,
-        "total_seconds": fields.number(report, "total_seconds"),
-        "parameters": fields.whole(report, "parameters"),
-        "train_images": fields.whole(report, "train_images"),
-        "test_images": fields.whole(report, "test_images"),
-        "peak_memory_bytes": fields.whole(report, "peak_memory_bytes"),
+        "total_seconds": report.total_seconds,
+        "parameters": report.parameters,
+        "train_images": report.train_images,
+        "test_images": report.test_images,
+        "peak_memory_bytes": report.peak_memory_bytes,
     }
 
 
 def _tested(run: RunDir, step: int | None) -> Evaluation:
     """evaluation.json, unless the run has gone on since."""
-    record = read_json(run.evaluation) or {}
-    return read_evaluation(record if fields.whole(record, "step") in (None, step) else {})
+    record = files.read(EvaluationRecord, run.evaluation) or EvaluationRecord()
+    return read_evaluation(record if record.step in (None, step) else EvaluationRecord())
 
 
-def _machines(
-    report: Mapping[str, Any], resolved: Mapping[str, Any], status: RunStatus
-) -> dict[str, Any]:
+def _machines(report: Report, resolved: Resolved, status: RunStatus) -> dict[str, Any]:
     """Where it ran, by its report, else by what the ranks agreed on, else by what was asked."""
-    known = report or resolved
-    versions = report.get("versions")
+    known = report if report != Report() else resolved
     return {
-        "world_size": fields.whole(known, "world_size") or status.world_size,
-        "num_nodes": fields.whole(report, "num_nodes") or status.nodes,
-        "hosts": list(dict.fromkeys(fields.texts(known, "hosts"))) or status.hosts,
-        "where": fields.texts(resolved, "where"),
-        "device": fields.text(report, "device") or fields.text(resolved, "kind"),
-        "precision": fields.text(known, "precision"),
-        "backend": fields.text(known, "backend"),
-        "threads": fields.whole(known, "threads"),
-        "cuda_graph": known.get("cuda_graph") is True,
-        "versions": {
-            str(name): str(value)
-            for name, value in (versions.items() if isinstance(versions, dict) else ())
-            if value is not None
-        },
-        "warnings": fields.texts(known, "warnings"),
+        "world_size": known.world_size or status.world_size,
+        "num_nodes": report.num_nodes or status.nodes,
+        "hosts": list(dict.fromkeys(known.hosts)) or status.hosts,
+        "where": list(resolved.where),
+        "device": report.device or resolved.kind,
+        "precision": known.precision,
+        "backend": known.backend,
+        "threads": known.threads or None,
+        "cuda_graph": known.cuda_graph,
+        "versions": {name: text for name, text in (report.versions or {}).items() if text},
+        "warnings": list(known.warnings),
     }
 
 
-def _ranks(report: Mapping[str, Any], points: list[Point], attempt: Attempt | None) -> list[Rank]:
+def _ranks(report: Report, points: list[MetricsLine], attempt: Attempt | None) -> list[Rank]:
     """Each rank's pace: from the report, or as far as metrics and outcomes tell it."""
     told = [
-        Rank(
-            rank,
-            fields.text(one, "host"),
-            fields.number(one, "images_per_second"),
-            fields.whole(one, "peak_memory_bytes"),
-        )
-        for one in fields.objects(report, "ranks")
-        if (rank := fields.whole(one, "rank")) is not None
+        Rank(one.rank, one.host, one.images_per_second, one.peak_memory_bytes)
+        for one in report.ranks
     ]
     if told:
         return sorted(told, key=lambda one: one.rank)

@@ -20,8 +20,8 @@ from typing import Any, TypeGuard
 from markupsafe import Markup
 
 from clusterddp.errors import RequestError
-from clusterddp.reporting.figures import Point
 from clusterddp.reporting.gather import Gathered, RunReport
+from clusterddp.run.records import MetricsLine
 
 _COLOURS = "#3b7dd8 #e07b28 #2e9e6b #a563c9 #b3a125 #1fa8b8 #d672b0 #a0714f #6f7fa8 #7a9a3a"
 PALETTE = tuple(_COLOURS.split())
@@ -140,16 +140,16 @@ def overall(gathered: Sequence[Gathered]) -> list[Drawing]:
 
 def pace(one: Gathered) -> Drawing | None:
     """Draw images/s of each rank over steps; None where they were not measured, or for one rank."""
-    points = [point for point in one.points if point.ranks]
-    size = len(points[-1].ranks) if points else 0
+    points = [point for point in one.points if point.rank_images_per_second]
+    size = len(points[-1].rank_images_per_second) if points else 0
     if size < 2:
         return None
-    points = _thinned([point for point in points if len(point.ranks) == size])
+    points = _thinned([point for point in points if len(point.rank_images_per_second) == size])
     slow = [straggler.rank for straggler in one.report.stragglers if straggler.rank < size]
     hosts = {rank.rank: rank.host for rank in one.report.ranks}
 
     def line(rank: int, colour: str, **more: bool) -> Line:
-        rates = [point.ranks[rank] for point in points]
+        rates = [point.rank_images_per_second[rank] for point in points]
         return Line([point.step for point in points], rates, colour, **more)
 
     def named(rank: int) -> str:
@@ -245,7 +245,7 @@ def _of_runs(
     gathered: Sequence[Gathered],
     title: str,
     label: str,
-    value: Callable[[Point], float | None],
+    value: Callable[[MetricsLine], float | None],
     *,
     logarithmic: bool = False,
     percent: bool = False,
@@ -283,8 +283,8 @@ def _of_runs(
 
 
 def _line(
-    points: Sequence[Point],
-    value: Callable[[Point], float | None],
+    points: Sequence[MetricsLine],
+    value: Callable[[MetricsLine], float | None],
     colour: str,
     *,
     strong: bool = False,
@@ -300,15 +300,18 @@ def _marks(one: Gathered, colour: str) -> list[tuple[int, str]]:
     return [(start.first_step, colour) for start in again if start.first_step is not None]
 
 
-def _thinned(points: list[Point]) -> list[Point]:
+def _thinned(points: list[MetricsLine]) -> list[MetricsLine]:
     """Keep as many points as a picture can show, the last one among them."""
     stride = -(-len(points) // _MOST_POINTS)
     return points if stride < 2 else points[::-1][::stride][::-1]
 
 
-def _band(points: Sequence[Point]) -> tuple[tuple[list[int], list[float], list[float]], Line]:
+def _band(points: Sequence[MetricsLine]) -> tuple[tuple[list[int], list[float], list[float]], Line]:
     """Return steps with the lowest and highest rate of any rank, and the line of the medians."""
-    known = [(point.step, [rate for rate in point.ranks if rate is not None]) for point in points]
+    known = [
+        (point.step, [rate for rate in point.rank_images_per_second if rate is not None])
+        for point in points
+    ]
     known = [(step, rates) for step, rates in known if rates]
     steps = [step for step, _ in known]
     lowest = [min(rates) for _, rates in known]

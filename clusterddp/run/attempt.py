@@ -7,6 +7,7 @@ atomic on network file systems too; no lock outlives a node.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -14,16 +15,15 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError
-from clusterddp.run import events
-from clusterddp.run.files import read_json, write_atomically
+from clusterddp.run import events, files
+from clusterddp.run.files import write_atomically
+from clusterddp.run.records import ATTEMPT_FORMAT, AttemptRecord, LastWord, SignOfLife, StopRequest
 from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__
 
-FORMAT = 1
 ALIVE_SECONDS = 2.0
 """Between two signs of life of an attempt's rank 0."""
 SILENT_SECONDS = 15.0
@@ -151,9 +151,23 @@ class Attempt:
             return f"{self.path} cannot be written: {error.strerror}"
         return ""
 
-    def read_record(self) -> dict[str, Any]:
-        """attempt.json, or nothing while the ranks have not met."""
-        return read_json(self.record) or {}
+    def read_record(self) -> AttemptRecord | None:
+        """attempt.json; None while the ranks have not met."""
+        return files.read(AttemptRecord, self.record)
+
+    def read_last_word(self) -> LastWord | None:
+        """end.json; None while the ranks have not left together."""
+        return files.read(LastWord, self.end)
+
+    def read_sign_of_life(self) -> SignOfLife:
+        """The step that rank 0 has come to, and the newest one that it has saved."""
+        return files.read(SignOfLife, self.alive) or SignOfLife()
+
+    @property
+    def is_of_newer_version(self) -> bool:
+        """Whether a version has written its record that keeps another format."""
+        record = self.read_record()
+        return record is not None and record.format > ATTEMPT_FORMAT
 
     @property
     def is_superseded(self) -> bool:
@@ -169,7 +183,8 @@ class Attempt:
         if not self.stop.exists():
             return None
         # The batch script leaves an empty file: its one reason is Slurm's signal ahead of the end.
-        return str((read_json(self.stop) or {}).get("reason") or "signal")
+        request = files.read(StopRequest, self.stop)
+        return (request.reason if request else "") or "signal"
 
     def show_life(self, step: int, saved: int | None = None) -> None:
         """Renew the sign of life, and say how far the training is, and what it has saved.
@@ -214,7 +229,7 @@ def begin(run: RunDir) -> Attempt:
     """
     run.make(run.attempts)
     previous = latest(run)
-    if previous and int(previous.read_record().get("format") or 0) > FORMAT:
+    if previous and previous.is_of_newer_version:
         raise NotStarted(
             f"{previous.record} was written by a newer clusterddp than this one, "
             f"{__version__}: update it to go on with {run.name}."
@@ -244,10 +259,10 @@ def await_silence(run: RunDir, job_id: str, patience: float) -> None:
     previous = latest(run)
     said = False
     while previous and _is_at_work(previous, job_id):
-        record = previous.read_record()
+        record = previous.read_record() or AttemptRecord()
         who = (
             f"attempt {previous.number} of {run.name} is still trained by job "
-            f"{record.get('job_id') or '(none)'} on {record.get('host')}"
+            f"{record.job_id or '(none)'} on {record.host}"
         )
         if time.monotonic() > deadline:
             raise NotStarted(
@@ -262,9 +277,9 @@ def await_silence(run: RunDir, job_id: str, patience: float) -> None:
 
 def _is_at_work(attempt: Attempt, job_id: str) -> bool:
     record = attempt.read_record()
-    if not record or (job_id and record.get("job_id") == job_id) or attempt.end.exists():
+    if not record or (job_id and record.job_id == job_id) or attempt.end.exists():
         return False
-    if record.get("host") == os.uname().nodename and not Path(f"/proc/{record['pid']}").exists():
+    if record.host == os.uname().nodename and not Path(f"/proc/{record.pid}").exists():
         return False
     ended = any(
         isinstance(event, events.Ended) and event.attempt == attempt.number
@@ -273,8 +288,8 @@ def _is_at_work(attempt: Attempt, job_id: str) -> bool:
     return not ended and attempt.is_alive()
 
 
-def publish(attempt: Attempt, record: dict[str, Any]) -> None:
-    """Write attempt.json and let the run's own names lead to this attempt.
+def publish(attempt: Attempt, record: AttemptRecord) -> None:
+    """Write attempt.json, dated now, and let the run's own names lead to this attempt.
 
     Raises OSError, and Superseded when a later attempt has begun meanwhile.
     """
@@ -283,9 +298,10 @@ def publish(attempt: Attempt, record: dict[str, Any]) -> None:
             f"attempt {attempt.number} of {attempt.run.name} is superseded: attempt "
             f"{attempt.number + 1} of the run has begun. It trains on; this one ends."
         )
-    content = {"format": FORMAT, "number": attempt.number, "began": round(time.time(), 3), **record}
-    attempt.show_life(int(record.get("step") or 0))
-    write_atomically(attempt.record, (json.dumps(content, indent=2) + "\n").encode())
+    attempt.show_life(record.step)
+    dated = dataclasses.replace(record, number=attempt.number, began=round(time.time(), 3))
+    content = json.dumps(dataclasses.asdict(dated), indent=2)
+    write_atomically(attempt.record, f"{content}\n".encode())
     _link(attempt.run.current, f"{attempt.run.attempts.name}/{attempt.path.name}")
     for path in (attempt.run.checkpoints, attempt.run.metrics):
         if not path.is_symlink():

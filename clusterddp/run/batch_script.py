@@ -18,7 +18,6 @@ from clusterddp.run import attempt as attempts
 from clusterddp.run import events, logs, restart_policy
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded
 from clusterddp.run.events import Failure
-from clusterddp.run.files import read_json
 from clusterddp.run.logs import of_attempt, print_to_job_log
 from clusterddp.run.restart_policy import Policy, Start, decide, gained, starts_since_submission
 from clusterddp.run.run_dir import RunDir
@@ -170,10 +169,11 @@ def _is_done(run: RunDir, job_id: str) -> bool:
     if restart_policy.done_by(events.read(run.events), job_id):
         return True
     latest = attempts.latest(run)
-    left = read_json(latest.end) or {} if latest else {}
-    if latest is None or left.get("cause") != restart_policy.DONE:
+    last_word = latest.read_last_word() if latest else None
+    if latest is None or last_word is None or last_word.cause != restart_policy.DONE:
         return False
-    if latest.read_record().get("job_id") != job_id:
+    record = latest.read_record()
+    if record is None or record.job_id != job_id:
         return False
     # Its ranks were done, and its script was lost before it could say so.
     _record(
@@ -183,7 +183,7 @@ def _is_done(run: RunDir, job_id: str) -> bool:
         attempt=latest.number,
         exit_code=0,
         cause=restart_policy.DONE,
-        step=left.get("step"),
+        step=last_word.step,
     )
     return True
 

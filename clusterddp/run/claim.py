@@ -19,9 +19,11 @@ from pathlib import Path
 from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import submission_comment
-from clusterddp.run.files import read_json, write_atomically
+from clusterddp.run import files
+from clusterddp.run.files import write_atomically
 from clusterddp.run.local_process import is_alive
-from clusterddp.run.run_dir import RunDir, first_number
+from clusterddp.run.records import ClaimHolder
+from clusterddp.run.run_dir import RunDir
 
 EXPIRES_SECONDS = 900.0
 """A process on another machine, which cannot be looked at, has given up its claim after so long."""
@@ -56,10 +58,10 @@ class Claim:
         self.is_used = True
 
     def _refusal(self) -> str:
-        record = read_json(self.path) or {}
-        since = first_number(record.get("time"))
-        who = f"process {record['pid']} on {record.get('host')}" if "pid" in record else "another"
-        when = f" since {time.strftime('%H:%M:%S', time.localtime(since))}" if since else ""
+        holder = files.read(ClaimHolder, self.path) or ClaimHolder()
+        who = f"process {holder.pid} on {holder.host}" if holder.pid is not None else "another"
+        local = time.localtime(holder.time)
+        when = f" since {time.strftime('%H:%M:%S', local)}" if holder.time else ""
         return (
             f"{self.run.name} is being resubmitted by {who}{when}: one run cannot be submitted "
             f"twice at once. See 'clusterddp status {self.run.shown}' in a moment. Where that "
@@ -67,14 +69,13 @@ class Claim:
         )
 
     def _is_held(self) -> bool:
-        record = read_json(self.path)
-        if record is None and not self.path.exists():
+        holder = files.read(ClaimHolder, self.path)
+        if holder is None and not self.path.exists():
             return False
-        record = record or {}  # being written
-        if record.get("done"):
+        holder = holder or ClaimHolder()  # being written
+        if holder.done:
             return False
-        pid, host = first_number(record.get("pid"), as_type=int), str(record.get("host") or "")
-        alive = is_alive(pid, host, first_number(record.get("time")))
+        alive = is_alive(holder.pid, holder.host, holder.time)
         return self._age() < EXPIRES_SECONDS if alive is None else alive
 
     def _age(self) -> float:
@@ -116,7 +117,8 @@ def _take(run: RunDir) -> Claim:
         latest = _latest(run)
         if latest and latest._is_held():
             raise RequestError(latest._refusal())
-        left = latest is not None and not (read_json(latest.path) or {}).get("done")
+        former = files.read(ClaimHolder, latest.path) if latest else None
+        left = latest is not None and not (former and former.done)
         claim = Claim(run, latest.number + 1 if latest else 1)
         try:
             descriptor = os.open(claim.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -21,25 +21,28 @@ _WRONG = object()
 _made: dict[type, dict[str, Callable[[object], object]]] = {}
 
 
-def read(kind: type[T], path: Path) -> T | None:
+def read(kind: type[T], path: Path, *, strict: bool = False) -> T | None:
     """Read the record in a JSON file; None where it is absent, torn or no such record."""
-    return load(kind, read_json(path))
+    return load(kind, read_json(path), strict=strict)
 
 
-def load(kind: type[T], content: object) -> T | None:
+def load(kind: type[T], content: object, *, strict: bool = False) -> T | None:
     """Build a record, a dataclass, from parsed JSON.
 
     A field that is missing, or is not of its type, gets its default, and names that the class does
     not have are passed over: another version may have written them. Returns None where the content
-    is no object, or where a field without a default cannot be read.
+    is no object, or where a field without a default cannot be read; strict: where any cannot.
     """
     if not isinstance(content, dict):
         return None
-    values = {
-        name: value
+    known = {
+        name: convert(content[name])
         for name, convert in _converters(kind).items()
-        if name in content and (value := convert(content[name])) is not _WRONG
+        if name in content
     }
+    values = {name: value for name, value in known.items() if value is not _WRONG}
+    if strict and len(values) < len(known):
+        return None
     try:
         return kind(**values)
     except TypeError:
@@ -55,11 +58,22 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def number(value: object) -> float | None:
+    """Take a finite number; None for anything else."""
+    found = _finite(value)
+    return found if isinstance(found, float) else None
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file, but not a line that a killed writer has torn."""
     if not path.is_file():
         return
     yield from parse_json_lines(path.read_bytes())
+
+
+def read_lines(kind: type[T], path: Path) -> Iterator[T]:
+    """Yield the records of a JSON-lines file that can be read. Raises OSError."""
+    return (record for line in read_json_lines(path) if (record := load(kind, line)) is not None)
 
 
 def parse_json_lines(content: bytes) -> Iterator[dict[str, Any]]:
@@ -189,16 +203,12 @@ def _finite(value: object) -> object:
 
 
 def _whole(value: object) -> object:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    number = _finite(value)
-    return int(number) if isinstance(number, float) else _WRONG
+    if not isinstance(value, int | float) or _finite(value) is _WRONG:
+        return _WRONG
+    return int(value)
 
 
 def _text(value: object) -> object:
-    """Take a text, or a number, as another version may have written a job's id."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
     return value if isinstance(value, str) else _WRONG
 
 

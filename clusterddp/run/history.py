@@ -1,35 +1,14 @@
-"""What a run has been through: its starts, why each ended, what was done twice, what was lost."""
+"""Sums up the attempts of a run: why each ended, what was done twice, what was lost."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.files import read_json
+from clusterddp.run.records import AttemptSummary
 from clusterddp.run.run_dir import RunDir
 
 
-@dataclass(frozen=True)
-class Chapter:
-    """One attempt of a run, as it looks from the next one."""
-
-    attempt: int
-    job_id: str
-    hosts: list[str]
-    began: float
-    """When its ranks had met, seconds since the epoch."""
-    first_step: int
-    """The step of the checkpoint from which it started."""
-    last_step: int
-    """How far it came, to within two seconds where it was killed."""
-    cause: str
-    """Why it ended: a word of `requeue`, `killed` where nobody could record it, or empty for the
-    latest one."""
-    steps_done_twice: int = 0
-    seconds_lost: float = 0.0
-    """From the saving of what the next attempt went on from until the next one's ranks had met."""
-
-
-def chapters(run: RunDir) -> list[Chapter]:
+def summaries(run: RunDir) -> list[AttemptSummary]:
     """The attempts of a run in which ranks met, the latest last."""
     causes = {
         event.attempt: event.cause
@@ -37,42 +16,35 @@ def chapters(run: RunDir) -> list[Chapter]:
         if isinstance(event, events.Ended)
     }
     met = [(one, record) for one in attempts(run) if (record := one.read_record())]
-    told = []
-    for index, (one, record) in enumerate(met):
+    found = []
+    for index, (attempt, record) in enumerate(met):
         after = met[index + 1][1] if index + 1 < len(met) else None
-        first = int(record.get("step") or 0)
-        resumed = int(after.get("step") or 0) if after else 0
-        reached = max(first, last_step(one), resumed)
-        began = float(record.get("began") or 0.0)
-        told.append(
-            Chapter(
-                attempt=one.number,
-                job_id=str(record.get("job_id") or ""),
-                hosts=[str(host) for host in record.get("hosts") or []],
-                began=began,
-                first_step=first,
-                last_step=reached,
-                cause=causes.get(one.number) or _own_word(one) or ("killed" if after else ""),
-                steps_done_twice=reached - resumed if after else 0,
-                seconds_lost=(
-                    round(float(after.get("began") or 0.0) - float(after.get("saved") or began), 3)
-                    if after
-                    else 0.0
-                ),
-            )
+        began = record.began or 0.0
+        resumed_step = after.step if after else 0
+        reached = max(record.step, last_step(attempt), resumed_step)
+        last_word = attempt.read_last_word()
+        own_cause = last_word.cause if last_word else ""
+        summary = AttemptSummary(
+            attempt=attempt.number,
+            job_id=record.job_id,
+            hosts=record.hosts,
+            began=began,
+            first_step=record.step,
+            last_step=reached,
+            cause=causes.get(attempt.number) or own_cause or ("killed" if after else ""),
         )
-    return told
-
-
-def _own_word(attempt: Attempt) -> str:
-    """Why it ended, as its ranks have noted it, where no script has recorded that."""
-    return str((read_json(attempt.end) or {}).get("cause") or "")
+        if after:
+            lost = (after.began or 0.0) - (after.saved or began)
+            summary = replace(
+                summary, steps_done_twice=reached - resumed_step, seconds_lost=round(lost, 3)
+            )
+        found.append(summary)
+    return found
 
 
 def last_step(attempt: Attempt) -> int:
     """How far an attempt came, as its own last word or its last sign of life tells."""
-    for path in (attempt.end, attempt.alive):
-        step = (read_json(path) or {}).get("step")
-        if isinstance(step, int):
-            return step
-    return 0
+    last_word = attempt.read_last_word()
+    if last_word and last_word.step is not None:
+        return last_word.step
+    return attempt.read_sign_of_life().step or 0

@@ -92,7 +92,8 @@ def _job_ids(run: RunDir) -> set[str]:
     recorded = events.read(run.events)
     if not recorded:
         with contextlib.suppress(OSError):  # a run that cannot be read hides no other
-            recorded = [events.parse(made.read_record()) for made in [latest(run)] if made]
+            record = (attempt := latest(run)) and attempt.read_record()
+            recorded = [events.Event(job_id=record.job_id)] if record else []
     elements = [event.array_element for event in recorded if event.array_element]
     arrays = [name.partition("_")[0] for name in elements]
     return {event.job_id for event in recorded if event.job_id} | {*elements, *arrays}

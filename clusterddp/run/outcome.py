@@ -9,74 +9,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
+from clusterddp.errors import EXIT_FAILED
+from clusterddp.run import files
 from clusterddp.run.events import Failure
-from clusterddp.run.files import read_json, write_atomically
-from clusterddp.run.run_dir import first_number
+from clusterddp.run.files import write_atomically
+from clusterddp.run.records import HungRanks, Outcome
 
 _HUNG = "hung.json"
 _CLOCKS = "clocks.json"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One rank's record; `ended` is None while it runs, or when its parent was killed too."""
-
-    rank: int
-    local_rank: int
-    node_rank: int
-    host: str
-    pid: int
-    job_id: str
-    restart: int
-    step_id: str
-    started: float
-    ended: float | None = None
-    exit_code: int | None = None
-    signal: str | None = None
-    error: dict[str, Any] | None = None
-    hung: str = ""
-    """Place at which it kept the others waiting, as a watchdog has found."""
-    clock_ahead: float | None = None
-    """Seconds by which its host's clock is ahead of rank 0's, where the ranks have measured it."""
-
-    @property
-    def failed(self) -> bool:
-        """It has ended, and not well."""
-        return self.exit_code is not None and self.exit_code not in (0, EXIT_PAUSED)
-
-    @property
-    def paused(self) -> bool:
-        """It has saved and left because it was asked to, or asks to be started again."""
-        return self.exit_code == EXIT_PAUSED
-
-    @property
-    def peer_lost(self) -> bool:
-        """It says itself that it failed because of another rank."""
-        return bool(self.error and self.error.get("peer_lost"))
-
-    @property
-    def of_command(self) -> bool:
-        """True where its error is pieced together from what a person's command has left."""
-        return bool(self.error and self.error.get("of_command"))
-
-    @property
-    def reason(self) -> str:
-        if self.hung:
-            return f"hung: {self.hung}"
-        if self.error:
-            message = str(self.error.get("message", "")).strip()
-            first_line = message.splitlines()[0] if message else ""
-            return f"{self.error.get('type', 'error')}: {first_line}".strip(": ")
-        if self.signal:
-            return f"killed by {self.signal}"
-        if self.exit_code is None:
-            return "left no record of its end"
-        if self.exit_code == 0:
-            return "exit code 0 before the others were done"
-        return f"exit code {self.exit_code}"
 
 
 def failure_of(outcome: Outcome) -> Failure:
@@ -90,15 +31,18 @@ def failure_of(outcome: Outcome) -> Failure:
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
-    """The records of the ranks of one start, by rank."""
-    outcomes = [outcome for path in folder.glob("rank-*.json") if (outcome := _read(path))]
-    hung = read_json(folder / _HUNG) or {}
-    ranks, reason = hung.get("ranks"), str(hung.get("reason") or "")
-    if isinstance(ranks, list):
-        outcomes = [replace(o, hung=reason) if o.rank in ranks else o for o in outcomes]
-    clocks = read_json(folder / _CLOCKS) or {}
-    outcomes = [replace(o, clock_ahead=first_number(clocks.get(o.host))) for o in outcomes]
-    return sorted(outcomes, key=lambda outcome: outcome.rank)
+    """Read the records of the ranks of one attempt, by rank."""
+    outcomes = [files.read(Outcome, path, strict=True) for path in folder.glob("rank-*.json")]
+    hung = files.read(HungRanks, folder / _HUNG) or HungRanks()
+    clocks = files.read_json(folder / _CLOCKS) or {}
+    return [
+        replace(
+            outcome,
+            hung=hung.reason if outcome.rank in hung.ranks else "",
+            clock_ahead=files.number(clocks.get(outcome.host)),
+        )
+        for outcome in sorted(filter(None, outcomes), key=lambda outcome: outcome.rank)
+    ]
 
 
 def note_clocks(folder: Path, ahead: Mapping[str, float]) -> None:
@@ -118,36 +62,8 @@ def note_hung(folder: Path, ranks: Sequence[int], reason: str) -> None:
 
 
 def read_outcome(folder: Path, rank: int) -> Outcome | None:
-    """The record of one rank; None where there is none that can be read."""
-    return _read(folder / f"rank-{rank}.json")
-
-
-def _read(path: Path) -> Outcome | None:
-    content = read_json(path) or {}
-    known = {name: content[name] for name in Outcome.__dataclass_fields__ if name in content}
-    try:
-        outcome = Outcome(**known)
-    except TypeError:
-        return None  # a record of another version
-    return outcome if _is_sound(outcome) else None
-
-
-_WHOLE_NUMBERS = ("rank", "local_rank", "node_rank", "pid", "restart")
-
-
-def _is_sound(outcome: Outcome) -> bool:
-    """Check that each field holds what it says, whoever wrote the record."""
-    known = vars(outcome)
-    return (
-        all(isinstance(known[name], int) for name in _WHOLE_NUMBERS)
-        and all(isinstance(known[name], str) for name in ("host", "job_id", "step_id", "hung"))
-        and all(
-            isinstance(known[name], int | float | None)
-            for name in ("started", "ended", "exit_code", "clock_ahead")
-        )
-        and isinstance(outcome.signal, str | None)
-        and isinstance(outcome.error, dict | None)
-    )
+    """Read the record of one rank; None where there is none that can be read."""
+    return files.read(Outcome, folder / f"rank-{rank}.json", strict=True)
 
 
 def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.files import read_json
+from clusterddp.run import files
+from clusterddp.run.records import MetricsLine, Report, Resolved
 from clusterddp.run.run_dir import RunDir
 
 _TAIL_BYTES = 65536
 _CHECKPOINT = re.compile(r"step-(\d+)\.pt", re.ASCII)
 
 
-def latest_metrics(path: Path) -> dict[str, Any]:
-    """The latest values in metrics.jsonl; those of an evaluation are named test_loss and so on."""
-    latest: dict[str, Any] = {}
-    for record in _tail_records(path):
-        tested = record.get("kind") == "eval"
-        for name, value in record.items():
-            latest[f"test_{name}" if tested and name in ("loss", "accuracy") else name] = value
+@dataclass(frozen=True)
+class Latest:
+    """The latest values in metrics.jsonl."""
+
+    step: int | None = None
+    epoch: int | None = None
+    loss: float | None = None
+    """Of training."""
+    test_accuracy: float | None = None
+
+
+def latest_metrics(path: Path) -> Latest:
+    """Read the latest values in metrics.jsonl, from its end."""
+    latest = Latest()
+    for line in _tail_lines(path):
+        if line.step >= 0:
+            latest = replace(latest, step=line.step, epoch=line.epoch)
+        if line.tested:
+            latest = replace(latest, test_accuracy=line.accuracy)
+        elif line.loss is not None:
+            latest = replace(latest, loss=line.loss)
     return latest
 
 
@@ -43,12 +57,12 @@ def newest_checkpoint(run: RunDir) -> tuple[int, float] | None:
         return None
 
 
-def latest_report(run: RunDir, attempt: int | None) -> dict[str, Any]:
-    """report.json, unless it is of an attempt before that, the latest one; empty without one."""
-    report = read_json(run.report) or {}
-    of = report.get("attempt")
-    stale = isinstance(of, int) and attempt is not None and of < attempt
-    return {} if stale else report
+def latest_report(run: RunDir, attempt: int | None) -> Report | None:
+    """Read report.json, unless it is of an attempt before that, the latest one."""
+    report = files.read(Report, run.report)
+    if report is None or report.attempt is None or attempt is None:
+        return report
+    return None if report.attempt < attempt else report
 
 
 def checkpoint_step(path: Path) -> int | None:
@@ -59,10 +73,8 @@ def checkpoint_step(path: Path) -> int | None:
 
 def recorded_batch(run: RunDir) -> tuple[int, int] | None:
     """Images of a step over all ranks, and of one rank at the run's start, as its ranks agreed."""
-    agreed = read_json(run.resolved) or {}
-    images, reference = agreed.get("global_batch_size"), agreed.get("reference_world_size")
-    if not isinstance(images, int) or not isinstance(reference, int):
-        return None
+    agreed = files.read(Resolved, run.resolved) or Resolved()
+    images, reference = agreed.global_batch_size, agreed.reference_world_size
     return (images, images // reference) if 1 <= reference <= images else None
 
 
@@ -71,9 +83,9 @@ def is_finished(run: RunDir, step: int, before: TrainConfig, after: TrainConfig)
 
     before: what it was asked for. A run without a report has not come to its end.
     """
-    report = read_json(run.report) or {}
-    steps, epochs = report.get("steps"), report.get("epochs")
-    if not isinstance(steps, int) or not isinstance(epochs, int) or step != steps:
+    report = files.read(Report, run.report) or Report()
+    steps, epochs = report.steps, report.epochs
+    if steps is None or epochs is None or step != steps:
         return False
     if after.max_steps and after.max_steps <= steps:
         return True
@@ -81,18 +93,15 @@ def is_finished(run: RunDir, step: int, before: TrainConfig, after: TrainConfig)
     return steps != before.max_steps and after.epochs <= epochs
 
 
-def _tail_records(path: Path) -> Iterator[dict[str, Any]]:
+def _tail_lines(path: Path) -> Iterator[MetricsLine]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().splitlines()
+            content = file.read()
     except OSError:
         return
-    for line in lines:  # the first can be cut, the last torn: neither parses
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            yield record
+    for values in files.parse_json_lines(content):
+        line = files.load(MetricsLine, values)
+        if line:
+            yield line

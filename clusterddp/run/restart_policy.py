@@ -205,9 +205,9 @@ def gained(attempt: Attempt) -> int | None:
     if not record:
         return None if not attempt.run.resolved.exists() and _runs_a_command(attempt.run) else 0
     # The next attempt takes the files over, and says from which of them it started.
-    after = Attempt(attempt.run, attempt.number + 1).read_record().get("step") or 0
-    reached = max(max(steps, default=0), int(after))
-    return max(reached - int(record.get("step") or 0), 0)
+    after = Attempt(attempt.run, attempt.number + 1).read_record()
+    reached = max(*steps, after.step if after else 0, 0)
+    return max(reached - record.step, 0)
 
 
 def _runs_a_command(run: RunDir) -> bool:

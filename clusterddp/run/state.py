@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED
 from clusterddp.run import restart_policy
+from clusterddp.run.records import Report
 from clusterddp.run.submission import Submission
 from clusterddp.slurm.states import JobState, State
 
@@ -73,7 +72,7 @@ _SIGNALS = {9: "KILL", 15: "TERM", 11: "SEGV", 6: "ABRT", 2: "INT", 7: "BUS"}
 
 def judge(
     submission: Submission | None,
-    report: Mapping[str, Any],
+    report: Report | None,
     job: JobState | None,
     alive: bool | None,
     now: float | None = None,
@@ -89,14 +88,14 @@ def judge(
 
 def _judge(
     submission: Submission | None,
-    report: Mapping[str, Any],
+    report: Report | None,
     job: JobState | None,
     alive: bool | None,
     now: float | None = None,
 ) -> tuple[str, str]:
     """The state of a run and the reason for it.
 
-    report: the content of report.json, empty without one.
+    report: None without one.
     job: what Slurm says; None when it was not asked.
     alive: whether the process of a local run is there; None when that cannot be seen from here.
     now: seconds since the epoch.
@@ -243,7 +242,7 @@ def _judge_local(submission: Submission, alive: bool | None) -> tuple[str, str]:
 
 
 def _judge_forgotten(
-    submission: Submission, report: Mapping[str, Any], job: JobState
+    submission: Submission, report: Report | None, job: JobState
 ) -> tuple[str, str]:
     finished = "; its report.json is there, so the training itself finished" if report else ""
     if job.problem:

@@ -11,18 +11,18 @@ import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError
 from clusterddp.request.spec import submission_comment
 from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Failure
-from clusterddp.run.files import read_json
 from clusterddp.run.local_process import process_alive
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.progress import latest_metrics, latest_report, newest_checkpoint
-from clusterddp.run.run_dir import RunDir, first_number
+from clusterddp.run.records import AttemptRecord, Report
+from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import (
     CANCELLED,
     CREATED,
@@ -38,6 +38,8 @@ from clusterddp.run.state import (
 from clusterddp.run.submission import Submission, latest_submission, reason
 from clusterddp.slurm.hostlist import expand_nodelist
 from clusterddp.slurm.states import JobState, State
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def run_status(
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
-    latest = latest_metrics(run.metrics)
+    figures, latest = report or Report(), latest_metrics(run.metrics)
     checkpoint = newest_checkpoint(run)
     failure = None
     # Of a cancelled run the ranks were told to end: whichever did so first is no culprit.
@@ -131,11 +133,11 @@ def run_status(
         **_starts(submission),
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
-        step=first_number(report.get("steps"), latest.get("step"), as_type=int),
-        epoch=first_number(report.get("epochs"), latest.get("epoch"), as_type=int),
-        loss=first_number(latest.get("loss")),
-        accuracy=first_number(report.get("accuracy"), latest.get("test_accuracy")),
-        warnings=_texts(report.get("warnings")),
+        step=_first(figures.steps, latest.step),
+        epoch=_first(figures.epochs, latest.epoch),
+        loss=latest.loss,
+        accuracy=_first(figures.accuracy, latest.test_accuracy),
+        warnings=list(figures.warnings),
         exit_code=_exit_code(state, submission, job),
         first_failure=failure.describe() if failure else "",
         directory=str(run.path),
@@ -152,14 +154,14 @@ def _started_by_hand(run: RunDir) -> Attempt | None:
     return attempt if attempt and attempt.read_record() else None
 
 
-def _judge_by_hand(attempt: Attempt, report: Mapping[str, Any]) -> tuple[str, str]:
+def _judge_by_hand(attempt: Attempt, report: Report | None) -> tuple[str, str]:
     """From the attempt's own records alone: the job can be one in which much else goes on."""
     how = "its ranks were started by hand"
-    end = read_json(attempt.end)
-    if end:
-        if end.get("cause") == DONE:
+    last_word = attempt.read_last_word()
+    if last_word:
+        if last_word.cause == DONE:
             return DONE, how
-        return STOPPED, f"{how}, and have saved at step {end.get('step')} ({end.get('reason')})"
+        return STOPPED, f"{how}, and have saved at step {last_word.step} ({last_word.reason})"
     if _failure_by_hand(attempt):
         return FAILED, how
     with contextlib.suppress(OSError):
@@ -175,7 +177,8 @@ def _failure_by_hand(attempt: Attempt) -> Failure | None:
 
     Without a script the tasks know no number of their start, and record their ends in the run.
     """
-    began = first_number(attempt.read_record().get("began")) or 0.0
+    record = attempt.read_record()
+    began = (record.began if record else None) or 0.0
     return first_failure(
         [
             outcome
@@ -187,11 +190,11 @@ def _failure_by_hand(attempt: Attempt) -> Failure | None:
 
 def _of_attempt(attempt: Attempt, state: str, now: float) -> dict[str, Any]:
     """The job in which an attempt was started, if any, and when."""
-    record = attempt.read_record()
-    began = first_number(record.get("began"))
+    record = attempt.read_record() or AttemptRecord()
+    began = record.began
     running = began is not None and state == RUNNING
     return {
-        "job_id": str(record.get("job_id") or ""),
+        "job_id": record.job_id,
         "attempt": attempt.number,
         "started_time": began,
         "elapsed_seconds": round(max(now - began, 0.0), 3) if began and running else None,
@@ -317,5 +320,5 @@ def _next_command(
     return f"clusterddp logs {run.shown}"
 
 
-def _texts(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else []
+def _first(*values: T | None) -> T | None:
+    return next((value for value in values if value is not None), None)

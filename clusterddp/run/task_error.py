@@ -9,11 +9,10 @@ import json
 import os
 import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
+from clusterddp.run.records import TaskError
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Tells torch's `record` where to write (torch 2.15, elastic/multiprocessing/errors)."""
@@ -41,18 +40,6 @@ _RANK = re.compile(r"^\[rank\d+\]: ?")
 _EXCEPTION = re.compile(r"(?P<type>[^\W\d][\w.]*)(?:: (?P<message>.*))?", re.DOTALL)
 # Of the file that Python was given: it never ran, so there is no traceback.
 _NO_SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError): .*")
-
-
-@dataclass(frozen=True)
-class TaskError:
-    """The exception that ended a task."""
-
-    type: str
-    message: str
-    peer_lost: bool
-    """True where it only follows from the end of another rank."""
-    of_command: bool = True
-    """True where it is pieced together from what a command left, rather than caught."""
 
 
 class Traces:
@@ -111,7 +98,7 @@ def parse_error_file(path: Path) -> TaskError | None:
             seen = os.fstat(descriptor)
             if not stat.S_ISREG(seen.st_mode) or seen.st_size > _MOST_FILE_BYTES:
                 return None
-            content: Any = json.loads(file.read(_MOST_FILE_BYTES))
+            content: object = json.loads(file.read(_MOST_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     message = content.get("message") if isinstance(content, dict) else None
@@ -141,7 +128,7 @@ def parse_traceback(log: str) -> TaskError | None:
 def _error(kind: str, message: str | None) -> TaskError:
     text = _printable(message or "")[:LONGEST_MESSAGE]
     lost = bool(_TORCHS_ERROR.fullmatch(kind)) and any(mark in text for mark in PEER_LOST)
-    return TaskError(_printable(kind)[:_LONGEST_TYPE], text, lost)
+    return TaskError(_printable(kind)[:_LONGEST_TYPE], text, lost, of_command=True)
 
 
 def _printable(text: str) -> str:

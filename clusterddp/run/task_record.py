@@ -7,12 +7,13 @@ import json
 import os
 import signal
 import time
-from typing import Any
+from dataclasses import asdict
 
 from clusterddp import log
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import write_atomically
+from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
 
 
@@ -24,7 +25,7 @@ class TaskRecord:
         self._attempt = Attempt(run, attempt) if attempt else None
         self._folder = self._attempt.outcomes if self._attempt else run.outcomes
         self._rank = env.rank
-        self._fields: dict[str, Any] = {
+        self._fields: dict[str, object] = {
             "rank": env.rank,
             "local_rank": env.local_rank,
             "node_rank": env.node_rank,
@@ -39,13 +40,13 @@ class TaskRecord:
         self._fields |= {"pid": pid, "started": round(time.time(), 3)}
         self._write()
 
-    def ended(self, status: int, error: dict[str, Any] | None) -> None:
+    def ended(self, status: int, error: TaskError | None) -> None:
         code = os.waitstatus_to_exitcode(status)
         self._fields |= {
             "ended": round(time.time(), 3),
             "exit_code": code if code >= 0 else 128 - code,
             "signal": _signal_name(-code) if code < 0 else None,
-            "error": error,
+            "error": _told(error) if error else None,
         }
         self._write()
 
@@ -64,6 +65,10 @@ class TaskRecord:
                 f"rank {rank} on {host} cannot record its outcome in {self._folder}: "
                 f"{error.strerror}."
             )
+
+
+def _told(error: TaskError) -> dict[str, object]:
+    return {name: value for name, value in asdict(error).items() if value or name != "of_command"}
 
 
 def _signal_name(number: int) -> str:

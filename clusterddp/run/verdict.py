@@ -6,15 +6,14 @@ import re
 import signal
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
-from clusterddp.run import events, restart_policy, step_watch
+from clusterddp.run import events, files, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
-from clusterddp.run.files import read_json
 from clusterddp.run.logs import of_attempt
 from clusterddp.run.outcome import failure_of, first_failure, first_killed, read_outcomes
+from clusterddp.run.records import LastWord, Report
 from clusterddp.run.restart_policy import gained, starts_since_submission
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.own_job import Ending, ending, is_rehearsal, own_name
@@ -71,7 +70,7 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
         or _failed(evidence)
         or _unexplained(evidence)
     )
-    trouble = str(evidence.last_word.get("trouble") or "") or trouble
+    trouble = evidence.last_word.trouble or trouble
     if not trouble or end.cause == restart_policy.DONE:
         return end
     return dataclasses.replace(end, lines=(*end.lines, trouble), trouble=trouble)
@@ -96,8 +95,10 @@ class _Evidence:
         self.attempt, self.run = attempt, attempt.run
         self.job_id, self.restart, self.unwritable = job_id, restart, unwritable
         self.trains = _trains(self.run)
-        self.last_word: dict[str, Any] = read_json(attempt.end) or {}
-        """Ranks' common record of their end; empty without one."""
+        last_word = attempt.read_last_word()
+        self.has_last_word = last_word is not None
+        """True where the ranks have recorded their common end."""
+        self.last_word = last_word or LastWord()
         self.outcomes = read_outcomes(attempt.outcomes)
         any_failed = any(outcome.failed for outcome in self.outcomes)
         # srun's code is that of the end which the records made necessary.
@@ -109,7 +110,7 @@ class _Evidence:
             self.failure = None  # srun's lines may be of another step, run by the set-up
         self.code = _job_code(self.srun_code, self.failure)
         seems_done = self.code == 0 and not self.paused and not self.unwritable
-        if seems_done and not self.trains and self.last_word.get("cause") != restart_policy.DONE:
+        if seems_done and not self.trains and self.last_word.cause != restart_policy.DONE:
             self.failure = self._killed_with_its_parent()
             self.code = EXIT_FAILED if self.failure else 0
 
@@ -118,7 +119,7 @@ class _Evidence:
             return True
         if self.srun_code == EXIT_PAUSED and not self.outcomes:
             return True
-        if not self.unwritable or self.last_word or self.srun_code:
+        if not self.unwritable or self.has_last_word or self.srun_code:
             return False
         # Ranks without a record have left as asked, as srun reports no failure. A command's may as
         # well be done, unless it was asked to stop.
@@ -134,12 +135,12 @@ class _Evidence:
 
     @property
     def step(self) -> int | None:
-        return self.last_word.get("step")
+        return self.last_word.step
 
     @property
     def has_left(self) -> bool:
         """True where the ranks left by themselves."""
-        return self.paused or bool(self.last_word)
+        return self.paused or self.has_last_word
 
     @property
     def asked_code(self) -> int:
@@ -183,7 +184,7 @@ class _Evidence:
                 f"the {_ASKED_AGAIN if self.paused else 'command did not ask to be started again'}"
             )
         at = f" at step {self.step}" if self.step is not None else ""
-        saved = self.last_word.get("saved", self.step)
+        saved = self.step if self.last_word.saved == -1 else self.last_word.saved
         if saved != self.step:
             last = (
                 "there is no checkpoint yet"
@@ -191,13 +192,13 @@ class _Evidence:
                 else (f"their last checkpoint is of step {saved}")
             )
             return f"the ranks have left{at}; {last}"
-        if self.unwritable and not self.last_word:
+        if self.unwritable and not self.has_last_word:
             return "the ranks have left and could not record how"
         return f"the ranks have saved and left{at}" if self.has_left else "no rank saved at the end"
 
 
 def _done(evidence: _Evidence) -> End | None:
-    if evidence.last_word.get("cause") == restart_policy.DONE:
+    if evidence.last_word.cause == restart_policy.DONE:
         # A rank or srun that ended after the run's last word takes nothing from it.
         code = evidence.code
         late = (f"the script then ended with exit code {code}",) if code else ()
@@ -241,7 +242,7 @@ def _cancelled(evidence: _Evidence) -> End | None:
 
 
 def _stopped(evidence: _Evidence) -> End | None:
-    asked = evidence.last_word.get("reason") == "stop" or (
+    asked = evidence.last_word.reason == "stop" or (
         # A command leaves no record of who asked.
         not evidence.trains and stop_asked(evidence.attempt, evidence.job_id)
     )
@@ -280,7 +281,7 @@ def _signalled(evidence: _Evidence) -> End | None:
     if not evidence.has_left:
         return None
     if evidence.trains:
-        reason = evidence.last_word.get("reason") or "a request to stop"
+        reason = evidence.last_word.reason or "a request to stop"
         lines = (f"{reason}: {evidence.was_saved}",)
         return End(restart_policy.SIGNAL, EXIT_PAUSED, step=evidence.step, lines=lines)
     how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_AGAIN}"
@@ -353,17 +354,17 @@ def _trains(run: RunDir) -> bool:
 
 def _achieved(run: RunDir) -> str:
     """One line of the report; a person's command leaves none."""
-    report: dict[str, Any] | None = read_json(run.report)
+    report = files.read(Report, run.report)
     if report is None:
         return "done: every task ended with exit code 0"
     try:
-        hosts = len(report["hosts"])
+        hosts = len(report.hosts)
         return (
-            f"done: test accuracy {report['accuracy']:.2%}, test loss {report['loss']:.4f}; "
-            f"{report['train_seconds']:.1f} s of training ({report['total_seconds']:.1f} s in "
-            f"all), {report['images_per_second']:,.0f} images/s on {report['world_size']} "
-            f"{'rank' if report['world_size'] == 1 else 'ranks'} of {hosts} "
+            f"done: test accuracy {report.accuracy:.2%}, test loss {report.loss:.4f}; "
+            f"{report.train_seconds:.1f} s of training ({report.total_seconds:.1f} s in "
+            f"all), {report.images_per_second:,.0f} images/s on {report.world_size} "
+            f"{'rank' if report.world_size == 1 else 'ranks'} of {hosts} "
             f"{'host' if hosts == 1 else 'hosts'}; {run.report}"
         )
-    except (KeyError, TypeError, ValueError):
+    except TypeError:  # a figure that is not there
         return f"done; see {run.report}"

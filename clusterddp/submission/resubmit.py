@@ -227,7 +227,7 @@ def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> 
 def _check_directory(run: RunDir, spec: JobSpec) -> None:
     """Refuse a run of a newer version, and one whose script leads to another directory."""
     latest = attempts.latest(run)
-    if latest and int(latest.read_record().get("format") or 0) > attempts.FORMAT:
+    if latest and latest.is_of_newer_version:
         raise RequestError(
             f"{latest.record} was written by a newer clusterddp; update this one to go on with "
             f"{run.name}."

@@ -6,8 +6,7 @@ Every image counts once, whatever the number of ranks: nothing is padded.
 import base64
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from clusterddp.data import rng
 from clusterddp.data.in_memory import Images, as_images, evaluation_order
 from clusterddp.data.loader import Loaded
 from clusterddp.distributed.heartbeat import Phase
+from clusterddp.run.records import EvaluationRecord, WorstImage
 
 # Images that a rank evaluates at once; it changes the speed and the memory, not the result.
 BATCH = 1000
@@ -33,19 +33,18 @@ class Result:
     """Mean over all images."""
     confusion: Tensor
     """(classes, classes) counts: a row a label, a column a prediction."""
-    worst: list[dict[str, Any]] = field(default_factory=list)
-    """The images of the highest loss, the highest first: index, label, predicted, loss."""
+    worst: tuple[WorstImage, ...] = ()
+    """The images of the highest loss, the highest first, without their pixels."""
 
-    def to_dict(self, test_set: Images | Loaded) -> dict[str, Any]:
-        """As a record, with the worst images themselves as bytes in base64."""
-        order = torch.tensor([one["index"] for one in self.worst], dtype=torch.int64)
+    def record(self, step: int, test_set: Images | Loaded) -> EvaluationRecord:
+        """As a record, with the worst images themselves."""
+        order = torch.tensor([image.index for image in self.worst], dtype=torch.int64)
         shown = [image for batch, _ in test_set.batches(order, BATCH) for image in batch.cpu()]
-        return {
-            "confusion": self.confusion.tolist(),
-            "worst": [
-                {**one, **_picture(image)} for one, image in zip(self.worst, shown, strict=True)
-            ],
-        }
+        return EvaluationRecord(
+            step,
+            tuple(map(tuple, self.confusion.tolist())),
+            tuple(_with_pixels(*each) for each in zip(self.worst, shown, strict=True)),
+        )
 
 
 def evaluate(
@@ -115,16 +114,17 @@ def _joined(
         accuracy=float(confusion.diagonal().sum()) / count,
         loss=loss_sum / count,
         confusion=confusion.long().cpu(),
-        worst=[
-            {"index": int(index), "label": int(label), "predicted": int(taken), "loss": loss}
+        worst=tuple(
+            WorstImage(int(index), int(label), int(taken), loss)
             for index, label, taken, loss in rows[:_WORST]
-        ],
+        ),
     )
 
 
-def _picture(image: Tensor) -> dict[str, Any]:
-    """One channel of an image as bytes, stretched to the whole range where it is not bytes yet;
-    what has one dimension is a row of pixels.
+def _with_pixels(worst: WorstImage, image: Tensor) -> WorstImage:
+    """Add one channel of the image as bytes, stretched to the whole range where it is not bytes.
+
+    An image of one dimension is a row of pixels.
     """
     image = image.view(1, -1) if image.dim() < 2 else image
     plane = image if image.dim() == 2 else image.reshape(-1, *image.shape[-2:])[0]
@@ -132,4 +132,4 @@ def _picture(image: Tensor) -> dict[str, Any]:
         plane = plane.float() - plane.min()
         plane = (plane * (255 / max(float(plane.max()), 1e-9))).to(torch.uint8)
     pixels = base64.b64encode(plane.contiguous().numpy().tobytes()).decode()
-    return {"shape": list(plane.shape), "pixels": pixels}
+    return replace(worst, shape=tuple(plane.shape), pixels=pixels)

@@ -22,7 +22,8 @@ from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json_lines
+from clusterddp.run.files import read_lines
+from clusterddp.run.records import MetricsLine, RankReport
 from clusterddp.training import evaluation, sync_batchnorm, throughput
 from clusterddp.training.learner import Learner
 from clusterddp.training.metrics import Figures, Journal
@@ -116,12 +117,12 @@ class Training:
         self.poll = Poll(inputs.device)
         self.journal = Journal(attempt, rank, self.position, self._planned_steps())
         if config.tensorboard and rank == 0:
-            history = read_json_lines(attempt.metrics)
+            history = read_lines(MetricsLine, attempt.metrics)
             self.journal.board = Board(attempt.path / "tensorboard", config, history)
         self.profiler = Profiler(attempt.path / "profile", rank, config.profile, inputs.device)
         self.checkpoints = Checkpoints(self.learner, attempt, rank, self.progress)
         self.paces = throughput.Paces()
-        self.ranks: list[dict[str, Any]] = []
+        self.ranks: list[RankReport] = []
         """Host, memory and throughput of each rank, once all is done."""
         self.result: evaluation.Result | None = None
         """The latest evaluation of the whole test set."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from torch import Tensor
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json_lines, write_atomically
+from clusterddp.run.files import read_json_lines, read_lines, write_atomically
+from clusterddp.run.records import MetricsLine
 from clusterddp.training.tensorboard import Board
 from clusterddp.training.throughput import Paces
 
@@ -68,7 +69,7 @@ class Journal:
                 f"{figures.images_per_second:,.0f} images/s"
             )
         shown = [round(rate, 1) for rate in of_ranks]
-        self._write("train", position, figures, rank_images_per_second=shown)
+        self._write("train", position, figures, tuple(shown))
 
     def evaluation(self, position: Position, figures: Figures) -> None:
         """Loss and accuracy over the whole test set."""
@@ -92,26 +93,38 @@ class Journal:
         if self._bar is not None:
             self._bar.close()
 
-    def _write(self, kind: str, position: Position, figures: Figures, **more: Any) -> None:
+    def _write(
+        self,
+        kind: str,
+        position: Position,
+        figures: Figures,
+        of_ranks: tuple[float, ...] | None = None,
+    ) -> None:
         if self._path is None:
             return
         if position.step == self._start_step and kind in self._known:
             return  # an earlier attempt has done the very same, and its line is there
-        line = {
-            "kind": kind,
-            "step": position.step,
-            "epoch": position.epoch_shown,
-            **asdict(figures),
-            **more,
-            "seconds": round(position.seconds, 3),
-            "time": round(time.time(), 3),
-        }
+        line = MetricsLine(
+            kind=kind,
+            step=position.step,
+            epoch=position.epoch_shown,
+            loss=figures.loss,
+            accuracy=figures.accuracy,
+            lr=figures.lr,
+            images_per_second=figures.images_per_second,
+            rank_images_per_second=of_ranks or (),
+            seconds=round(position.seconds, 3),
+            time=round(time.time(), 3),
+        )
+        content = asdict(line)
+        if of_ranks is None:
+            del content["rank_images_per_second"]
         if self.board:
             self.board.add(line)
         try:
             with self._path.open("a") as file:
                 # What failed before may have left a torn line.
-                file.write(("\n" if self._failed else "") + json.dumps(line) + "\n")
+                file.write(("\n" if self._failed else "") + json.dumps(content) + "\n")
         except OSError as error:  # a full disk costs the line, never the training
             if not self._failed:
                 log.warning(
@@ -193,8 +206,8 @@ def _bar(done: int, total: int) -> "ProgressBar":
 
 def _kinds_at(path: Path, step: int) -> set[str]:
     try:
-        return {line["kind"] for line in read_json_lines(path) if line.get("step") == step}
-    except (OSError, KeyError):
+        return {line.kind for line in read_lines(MetricsLine, path) if line.step == step}
+    except OSError:
         return set()
 
 

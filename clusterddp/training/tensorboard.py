@@ -2,14 +2,14 @@
 
 import dataclasses
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from clusterddp import log
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.records import MetricsLine
 
 _SHOWN = {
     "train": ("loss", "accuracy", "images_per_second", "lr"),
@@ -30,7 +30,7 @@ class Board:
         self,
         folder: Path,
         config: TrainConfig,
-        history: Iterable[Mapping[str, Any]],
+        history: Iterable[MetricsLine],
     ) -> None:
         """folder: of this attempt alone; what an earlier start of it has left there goes.
 
@@ -60,14 +60,13 @@ class Board:
         if self._writer:
             log.info(f"TensorBoard's files: tensorboard --logdir {shlex.quote(str(folder))}")
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl."""
+    def add(self, line: MetricsLine) -> None:
+        """Add a line of metrics.jsonl."""
         try:
-            for name in _SHOWN.get(str(line.get("kind")), ()):
-                if self._writer and name in line:
-                    self._writer.add_scalar(
-                        f"{line['kind']}/{name}", line[name], line.get("step"), line.get("time")
-                    )
+            for name in _SHOWN.get(line.kind, ()):
+                value = getattr(line, name)
+                if self._writer and value is not None:
+                    self._writer.add_scalar(f"{line.kind}/{name}", value, line.step, line.time)
         except OSError as error:
             self._give_up(error)
 

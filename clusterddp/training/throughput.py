@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from clusterddp.run.records import RankReport
 from clusterddp.training.device import peak_bytes
 
 
@@ -127,15 +128,15 @@ class Paces:
         self._seconds = [a + b for a, b in zip(self._seconds, more._seconds, strict=True)]
 
 
-def of_ranks(paces: Paces, device: torch.device) -> list[dict[str, Any]]:
+def of_ranks(paces: Paces, device: torch.device) -> list[RankReport]:
     """What became of each rank, for the report. Collective over the default process group."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    own = {"host": host, "peak_memory_bytes": peak_bytes(device)}
-    everyone: list[Any] = [None] * dist.get_world_size()
+    own = host, peak_bytes(device)
+    everyone = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     known = [round(rate, 1) for rate in paces.images_per_second]
     rates: Sequence[float | None] = known or [None] * len(everyone)
     return [
-        {"rank": rank, "images_per_second": rate, **found}
-        for rank, (rate, found) in enumerate(zip(rates, everyone, strict=True))
+        RankReport(rank, rate, *each)
+        for rank, (rate, each) in enumerate(zip(rates, everyone, strict=True))
     ]

@@ -1,5 +1,6 @@
 """Joins a rank to the others: it introduces itself, learns what holds for all, enters the group."""
 
+import dataclasses
 import os
 import socket
 import time
@@ -22,8 +23,10 @@ from clusterddp.processes import environment, processors
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import note_clocks
+from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import device as devices
 from clusterddp.training import optimizer
@@ -100,7 +103,7 @@ def _meet(
     def decide(hellos: list[dict[str, Any]]) -> dict[str, Any]:
         agreed = start.decide(config, run_dir, attempt, hellos, _identity(environ), fingerprint)
         speakers.update(rendezvous.time_tellers(hellos))
-        return {**agreed.to_dict(), "tell_time": sorted(speakers), "sent": time.time()}
+        return {**dataclasses.asdict(agreed), "tell_time": sorted(speakers), "sent": time.time()}
 
     # Rank 0 calls a person's own function meanwhile, which may have to fetch its data.
     is_own = user_functions.is_reference(config.dataset)
@@ -110,7 +113,8 @@ def _meet(
     )
     if env.rank in verdict.get("tell_time", ()):
         rendezvous.tell_time(store, env, time.time())
-    agreed = Agreement.from_dict(verdict)
+    agreed = files.load(Agreement, verdict)
+    assert agreed, "rank 0 sends a whole agreement"
     if speakers:
         ahead = rendezvous.collect_clocks(store, env, speakers, verdict["sent"])
         _note_clocks(agreed, {hello.host: 0.0, **ahead})
@@ -145,13 +149,13 @@ def _note_clocks(agreed: Agreement, ahead: dict[str, float]) -> None:
         note_clocks(Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt).outcomes, ahead)
 
 
-def _identity(environ: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "job_id": environ.get("SLURM_JOB_ID", ""),
-        "restart": int(environ.get("SLURM_RESTART_COUNT") or 0),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-    }
+def _identity(environ: Mapping[str, str]) -> AttemptRecord:
+    return AttemptRecord(
+        job_id=environ.get("SLURM_JOB_ID", ""),
+        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
 
 
 def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:

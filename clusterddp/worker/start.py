@@ -19,8 +19,10 @@ from clusterddp.request import user_functions
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
+from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json, write_atomically
+from clusterddp.run.files import write_atomically
+from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.training import metrics, optimizer
@@ -31,7 +33,7 @@ def decide(
     run_dir: Path | None,
     number: int | None,
     hellos: Sequence[Mapping[str, Any]],
-    identity: Mapping[str, Any],
+    identity: AttemptRecord,
     fingerprint: Callable[[], str] | None = None,
 ) -> Agreement:
     """What holds for all ranks of this attempt.
@@ -44,7 +46,7 @@ def decide(
     Raises TrainingError, DataError, CheckpointError, NotStarted or Superseded.
     """
     run = RunDir((run_dir or Path("jobs", time.strftime("train-%Y%m%d-%H%M%S"))).resolve())
-    recorded = read_json(run.resolved)
+    recorded = files.read(Agreement, run.resolved)
     agreed = agreement.decide(config, [Hello(**hello) for hello in hellos], recorded)
     if not user_functions.is_reference(config.dataset):
         prepare.ensure(config.dataset, config.data_dir, may_fetch=False)
@@ -56,11 +58,9 @@ def decide(
         _record_request(run, config, agreed)
         attempt = _attempt(run, number, identity, config)
         agreed = _go_on(config, agreed, attempt, recorded, identity)
-        record = {
-            **agreed.to_dict(),
-            "lr": optimizer.peak_lr(config, agreed.reference_world_size),
-        }
-        write_atomically(run.resolved, (json.dumps(record, indent=2) + "\n").encode())
+        lr = optimizer.peak_lr(config, agreed.reference_world_size)
+        content = json.dumps({**dataclasses.asdict(agreed), "lr": lr}, indent=2)
+        write_atomically(run.resolved, f"{content}\n".encode())
     except OSError as error:
         raise TrainingError(
             f"rank 0 on {socket.gethostname()} cannot write the run directory {run.path}: "
@@ -92,11 +92,11 @@ def _record_request(run: RunDir, config: TrainConfig, agreed: Agreement) -> None
 def _attempt(
     run: RunDir,
     number: int | None,
-    identity: Mapping[str, Any],
+    identity: AttemptRecord,
     config: TrainConfig,
 ) -> Attempt:
     if number is None:
-        attempts.await_silence(run, str(identity["job_id"]), config.rendezvous_timeout)
+        attempts.await_silence(run, identity.job_id, config.rendezvous_timeout)
         return attempts.begin(run)
     attempt = Attempt(run, number)
     if not attempt.path.is_dir():
@@ -111,8 +111,8 @@ def _go_on(
     config: TrainConfig,
     agreed: Agreement,
     attempt: Attempt,
-    recorded: Mapping[str, Any] | None,
-    identity: Mapping[str, Any],
+    recorded: Agreement | None,
+    identity: AttemptRecord,
 ) -> Agreement:
     """Choose the checkpoint, check that it fits, and lay the attempt's folders out."""
     run = attempt.run
@@ -123,8 +123,8 @@ def _go_on(
     source = own or (catalog.find(config.resume) if config.resume else None)
     best = None
     # A run that begins at step 0 again begins with the ranks that there are now.
-    before_now = {} if catalog.given_up_attempt(run) else recorded or {}
-    step, reference = 0, int(before_now.get("reference_world_size") or agreed.world_size)
+    before_now = None if catalog.given_up_attempt(run) else recorded
+    step, reference = 0, (before_now.reference_world_size if before_now else 0) or agreed.world_size
     if source is not None:
         content = state.load(source)
         state.check_fits(source, content, config, data_sha256=agreed.data_sha256)
@@ -153,21 +153,22 @@ def _go_on(
     metrics.copy_history(run.metrics, attempt.metrics, step if own else 0)
     attempt.end.unlink(missing_ok=True)
     # What an attempt has gained counts from its first start.
-    before_it = attempt.read_record()
-    origin = {
-        "step": step,
-        "saved": source.stat().st_mtime if source else None,
-        "resumed_from": _shown(run, source),
-    }
+    origin = attempt.read_record() or AttemptRecord(
+        step=step,
+        saved=source.stat().st_mtime if source else None,
+        resumed_from=_shown(run, source),
+    )
     attempts.publish(
         attempt,
-        {
-            **identity,
-            **{name: before_it.get(name, value) for name, value in origin.items()},
-            "starts_in_job": before_it.get("starts_in_job", 0) + 1,
-            "world_size": agreed.world_size,
-            "hosts": list(agreed.hosts),
-        },
+        dataclasses.replace(
+            identity,
+            step=origin.step,
+            saved=origin.saved,
+            resumed_from=origin.resumed_from,
+            starts_in_job=origin.starts_in_job + 1,
+            world_size=agreed.world_size,
+            hosts=agreed.hosts,
+        ),
     )
     return agreed
 
@@ -179,8 +180,8 @@ def _shown(run: RunDir, source: Path | None) -> str | None:
     return str(path.relative_to(run.path)) if path.is_relative_to(run.path) else str(path)
 
 
-def _check_data(config: TrainConfig, recorded: Mapping[str, Any] | None, agreed: Agreement) -> None:
-    known = (recorded or {}).get("data_sha256")
+def _check_data(config: TrainConfig, recorded: Agreement | None, agreed: Agreement) -> None:
+    known = recorded.data_sha256 if recorded else ""
     if known and known != agreed.data_sha256:
         own = user_functions.is_reference(config.dataset)
         where = config.data_dir if own else mnist.folder(config.dataset, config.data_dir)

@@ -5,7 +5,6 @@ the records mean for the whole run is left to `outcome`.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from clusterddp import log
 from clusterddp.errors import (
@@ -26,9 +25,10 @@ from clusterddp.errors import (
 )
 from clusterddp.processes.signals import Relay, die_with_parent, send
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.run import logs
+from clusterddp.run import files, logs
+from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.task_error import LONGEST_MESSAGE, TaskError
+from clusterddp.run.task_error import LONGEST_MESSAGE
 from clusterddp.run.task_record import TaskRecord
 
 # What Slurm, an agent or a person sends to a task and what must not end its parent.
@@ -91,8 +91,7 @@ def supervise(
         status = _await_end(pid, env)
         error = _read_report(report_reader)
         if error is None and explain:
-            left = explain(status)
-            error = dataclasses.asdict(left) if left else None
+            error = explain(status)
         record.ended(status, error)
     code = os.waitstatus_to_exitcode(status)
     if code == EXIT_PAUSED and not forwards_signals(os.environ):
@@ -213,12 +212,11 @@ def _report(report_writer: int, error: BaseException) -> None:
     os.write(report_writer, json.dumps(content).encode())
 
 
-def _read_report(report_reader: int) -> dict[str, Any] | None:
-    """What the child wrote; not awaited, as a grandchild may still hold the other end."""
+def _read_report(report_reader: int) -> TaskError | None:
+    """Read what the child wrote; not awaited, as a grandchild may still hold the other end."""
     os.set_blocking(report_reader, False)
     with contextlib.suppress(BlockingIOError, ValueError), os.fdopen(report_reader, "rb") as file:
-        content = json.loads(file.read() or b"null")
-        return content if isinstance(content, dict) else None
+        return files.load(TaskError, json.loads(file.read() or b"null"))
     return None
 
 

@@ -16,6 +16,8 @@ from clusterddp.processes.processors import described
 from clusterddp.reporting import plots
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.files import load
+from clusterddp.run.records import Report
 
 ALL = ("single", "dp", "ddp")
 CPUS = Place(gpus=0, on_gpus=False)
@@ -117,7 +119,7 @@ def trial(row: Row, rate: float, **more: Any) -> Trial:
         "hosts": ["h01"], "device": "cpu", "precision": "bf16", "versions": {"torch": "2.9"},
         **more,
     }  # fmt: skip
-    return Trial(row, f"a-{row.name}", DONE, report=report)
+    return Trial(row, f"a-{row.name}", DONE, report=load(Report, report))
 
 
 SINGLE, DP, DDP = plan(CONFIG, ALL, [4], Place(gpus=4, on_gpus=True))
@@ -219,7 +221,9 @@ def test_what_strangers_wrote_moves_no_cursor() -> None:
 def test_unequal_shares_of_the_cpus_are_told() -> None:
     unequal = trial(SINGLE, 100, threads=4), trial(DDP, 200, threads=1)
     assert "unequal shares of the CPUs" in noted(*unequal)
-    on_gpus = [dataclasses.replace(t, report={**t.report, "device": "cuda"}) for t in unequal]
+    on_gpus = [
+        dataclasses.replace(t, report=dataclasses.replace(t.report, device="cuda")) for t in unequal
+    ]
     assert "unequal" not in noted(*on_gpus)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from clusterddp.checkpoints import state
 from clusterddp.data.loader import Loaded
-from clusterddp.distributed.agreement import Agreement
 from clusterddp.models import registry
 from clusterddp.training.loop import train
 from tests.training.ranks import run_ranks
@@ -46,13 +45,13 @@ def _train(rank: int, world_size: int, run: Path, workers: int, stop: int = -1) 
     multiprocessing.set_start_method("fork", force=True)
     registry.MODELS["convnet"] = Draws
     settings = config(run, batch_size=5, eval_every="4steps")
-    box = [agree(settings, run, world_size).to_dict() if rank == 0 else None]
+    box = [agree(settings, run, world_size) if rank == 0 else None]
     dist.broadcast_object_list(box)
     assert box[0] is not None
     ours = build(
         rank,
         settings,
-        Agreement.from_dict(box[0]),
+        box[0],
         train_set=Loaded(Turned([None] * 50), CPU, workers),
         test_set=Loaded(Turned([None] * 20), CPU, workers),
     )

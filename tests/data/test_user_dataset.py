@@ -20,6 +20,7 @@ from clusterddp.data.user_dataset import OwnSets
 from clusterddp.errors import ClusterDDPError, DataError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.learner import check_fit
 from clusterddp.worker import datasets, start
@@ -225,7 +226,7 @@ def test_the_fingerprint_is_of_the_content_or_of_a_datasets_length(
 
 def test_a_run_is_not_gone_on_with_on_another_set(own: Any, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    identity = {"job_id": "7", "restart": 0, "host": "h01", "pid": 1}
+    identity = AttemptRecord(job_id="7", host="h01", pid=1)
 
     def decide(sets: OwnSets) -> str:
         settings = config(data_dir=str(tmp_path))

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from clusterddp.distributed.agreement import POLL_SECONDS, Agreement, Hello, Poll, decide
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.files import load
 from tests.training.ranks import run_ranks
 
 
@@ -61,7 +63,7 @@ def test_nccl_without_gpus_is_refused() -> None:
 
 
 def test_a_run_that_starts_again_takes_its_first_decisions() -> None:
-    first = decide(TrainConfig(), [hello(0, threads=2), hello(1, threads=2)]).to_dict()
+    first = decide(TrainConfig(), [hello(0, threads=2), hello(1, threads=2)])
     again = [hello(0, threads=8), hello(1, threads=8)]
     assert decide(TrainConfig(), again, first).threads == 2
     assert decide(TrainConfig(threads=3), again, first).threads == 3
@@ -84,8 +86,8 @@ def test_it_is_told_who_is_where_and_what_to_know() -> None:
 
 def test_it_travels_as_json() -> None:
     agreed = decide(TrainConfig(), [hello(0), hello(2)])
-    content = json.loads(json.dumps({**agreed.to_dict(), "lr": 0.1}))
-    assert Agreement.from_dict(content) == agreed
+    content = json.loads(json.dumps({**asdict(agreed), "sent": 0.1}))
+    assert load(Agreement, content) == agreed
 
 
 @pytest.mark.parametrize("strategy", ["dp", "single"])

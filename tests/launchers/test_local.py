@@ -339,7 +339,7 @@ def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
     wait_for(lambda: log.exists() and "step 5:" in log.read_text(), "training")
     # However fast the machine is, it is in the middle of its training when the signal comes:
     # the CONT that comes with it lets it go on.
-    os.kill(first.read_record()["pid"], signal.SIGSTOP)
+    os.kill(first.read_record().pid, signal.SIGSTOP)
     (tmp_path / "go").touch()
     limited.communicate(timeout=120)
     assert limited.returncode == 75
@@ -353,7 +353,7 @@ def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
-    assert Attempt(run, 2).read_record()["step"] == left["step"]
+    assert Attempt(run, 2).read_record().step == left["step"]
     sums = [(read_json(tmp_path / f"jobs/{name}/report.json") or {}) for name in ("whole", "a")]
     assert sums[0]["weights_sha256"] == sums[1]["weights_sha256"]
 

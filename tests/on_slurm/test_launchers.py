@@ -211,7 +211,7 @@ def test_a_killed_rank_starts_again_inside_the_job(
     assert [e["event"] for e in read_events(run)] == ["submitted", "started", "ended"]
     assert read_events(run)[-1]["cause"] == "done"
     record = Attempt(run, 1).read_record()
-    assert (record["step"], record["resumed_from"]) == (0, None)
+    assert (record.step, record.resumed_from) == (0, None)
     agents = [path.read_text() for path in run.logs.glob("node-*.log")]
     # Which rank's end an agent sees first, the killed one's or one's that lost it, is chance.
     assert any("failed (exitcode: " in text for text in agents)

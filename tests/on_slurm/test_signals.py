@@ -111,7 +111,7 @@ def stops_and_goes_on(
     assert HELD_AT <= left["step"] < STEPS
     paused = [read_json(first.outcomes / f"rank-{rank}.json") for rank in range(2)]
     assert [(one or {}).get("exit_code") for one in paused] == [EXIT_PAUSED] * 2
-    assert second.read_record()["step"] == left["step"]
+    assert second.read_record().step == left["step"]
     assert not Attempt(run, 3).path.exists()
     told = [event["event"] for event in read_events(run)]
     back = ["requeued"] if requeued else []

@@ -11,6 +11,7 @@ from clusterddp.reporting.figures import Rank, rank_rates, read_evaluation, read
 from clusterddp.reporting.gather import RunReport
 from clusterddp.reporting.plots import scalings
 from clusterddp.run import formatting
+from clusterddp.run.records import EvaluationRecord
 from tests.hostile import CARRIED, REFUSED
 
 
@@ -47,7 +48,9 @@ def test_a_ranks_pace_is_its_median_since_the_ranks_are_as_many(tmp_path: Path) 
 
 
 def test_mistakes_are_told_the_most_common_first() -> None:
-    found = read_evaluation({"confusion": [[9, 1, 0], [3, 9, 1], [0, 0, 9]]}).confusions()
+    found = read_evaluation(
+        EvaluationRecord(confusion=((9, 1, 0), (3, 9, 1), (0, 0, 9)))
+    ).confusions()
     assert [one.describe() for one in found] == [
         "1 taken for 0: 3 times", "0 taken for 1: once", "1 taken for 2: once",
     ]  # fmt: skip

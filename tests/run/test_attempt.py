@@ -15,6 +15,7 @@ import pytest
 from clusterddp import log
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded, await_silence, begin, publish
+from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import add_event
 
@@ -59,19 +60,19 @@ def test_publishing_leads_the_runs_own_names_to_the_attempt(run: RunDir) -> None
     for number in (1, 2):
         made = begin(run)
         made.metrics.write_text(f"{number}\n")
-        publish(made, {"step": 10 * number})
+        publish(made, AttemptRecord(step=10 * number))
         assert run.current.readlink() == Path(f"attempts/{number:04d}")
         assert run.metrics.read_text() == f"{number}\n"
-        assert made.read_record()["step"] == 10 * number
+        assert made.read_record().step == 10 * number
     moved = run.path.rename(run.path.with_name("moved"))
     assert (moved / "metrics.jsonl").read_text() == "2\n"
 
 
 def test_a_superseded_attempt_publishes_nothing(run: RunDir) -> None:
     first, second = begin(run), begin(run)
-    publish(second, {"step": 5})
+    publish(second, AttemptRecord(step=5))
     with pytest.raises(Superseded, match=r"attempt 1 of .* is superseded"):
-        publish(first, {"step": 9})
+        publish(first, AttemptRecord(step=9))
     assert not first.record.exists()
     assert run.current.readlink() == Path("attempts/0002")
     assert (first.is_superseded, second.is_superseded) == (True, False)
@@ -118,7 +119,7 @@ def test_a_sign_of_life_is_one_for_some_seconds(run: RunDir) -> None:
 def at_work(run: RunDir, **record: Any) -> Attempt:
     """An attempt whose rank 0 has just shown its life, on another host."""
     made = begin(run)
-    publish(made, {"job_id": "6", "host": "elsewhere", "pid": 1, **record})
+    publish(made, AttemptRecord(**{"job_id": "6", "host": "elsewhere", "pid": 1, **record}))
     made.show_life(1)
     return made
 

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from clusterddp.run.outcome import (
     note_hung,
     read_outcomes,
 )
+from clusterddp.run.records import TaskError
 
 
 def outcome(rank: int, **fields: Any) -> Outcome:
@@ -31,14 +31,14 @@ def done(rank: int) -> Outcome:
 
 
 def raised(rank: int, ended: float, message: str = "boom", peer_lost: bool = False) -> Outcome:
-    error = {"type": "RuntimeError", "message": message, "peer_lost": peer_lost}
+    error = TaskError("RuntimeError", message, peer_lost)
     return outcome(rank, ended=ended, exit_code=1, error=error)
 
 
 def of_command(rank: int, ended: float, message: str, peer_lost: bool = False) -> Outcome:
     """As it is pieced together from what a command has left."""
-    known = raised(rank, ended, message, peer_lost)
-    return dataclasses.replace(known, error={**(known.error or {}), "of_command": True})
+    error = TaskError("RuntimeError", message, peer_lost, of_command=True)
+    return outcome(rank, ended=ended, exit_code=1, error=error)
 
 
 def lost(rank: int, ended: float) -> Outcome:

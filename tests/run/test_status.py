@@ -12,6 +12,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import restart_policy
 from clusterddp.run.attempt import Attempt, begin, publish
 from clusterddp.run.progress import latest_metrics
+from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import run_status
 from clusterddp.slurm.states import JobState, State
@@ -142,7 +143,7 @@ def test_a_loss_that_is_not_a_number_is_kept_and_such_a_step_is_not(run: RunDir)
 def test_only_the_end_of_long_metrics_is_read(run: RunDir) -> None:
     with run.metrics.open("w") as file:
         file.writelines(json.dumps({"step": n, "loss": 1 / (n + 1)}) + "\n" for n in range(50_000))
-    assert latest_metrics(run.metrics)["step"] == 49_999
+    assert latest_metrics(run.metrics).step == 49_999
 
 
 # -- starts, and what it would go on from ------------------------------------------------------
@@ -330,8 +331,8 @@ def test_a_run_that_waits_after_preemption_takes_no_time(run: RunDir) -> None:
 
 def test_ranks_that_were_started_by_hand_in_a_job_show_it(run: RunDir) -> None:
     attempt = begin(run)
-    publish(attempt, {"job_id": "78", "restart": 0, "host": "h1", "pid": 1})
-    status = run_status(run, {}, now=attempt.read_record()["began"] + 5)
+    publish(attempt, AttemptRecord(job_id="78", restart=0, host="h1", pid=1))
+    status = run_status(run, {}, now=attempt.read_record().began + 5)
     assert (status.state, status.job_id) == ("running", "78")
     assert status.elapsed_seconds == pytest.approx(5)
     os.utime(attempt.alive, (1, 1))
@@ -340,7 +341,7 @@ def test_ranks_that_were_started_by_hand_in_a_job_show_it(run: RunDir) -> None:
     assert "no sign of life" in status.detail
     task = {"rank": 0, "local_rank": 0, "node_rank": 0, "host": "h1", "pid": 5}
     job = {"job_id": "78", "restart": 0, "step_id": "0"}
-    began = attempt.read_record()["began"]
+    began = attempt.read_record().began
     run.outcomes.mkdir()
     earlier, interrupted, failed = (began - 5, 3), (began + 5, 130), (began + 5, 3)
     for (ended_at, code), state in (

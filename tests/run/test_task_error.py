@@ -11,8 +11,9 @@ import pytest
 
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import Outcome, read_outcomes
+from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.task_error import LONGEST_MESSAGE, TaskError, parse_error_file, parse_traceback
+from clusterddp.run.task_error import LONGEST_MESSAGE, parse_error_file, parse_traceback
 from tests.hostile import CARRIED, REFUSED
 
 FRAMES = (
@@ -35,7 +36,7 @@ FRAMES = (
     ],
 )  # fmt: skip
 def test_the_last_traceback_names_the_exception(log: str, type_: str, message: str) -> None:
-    assert parse_traceback(log) == TaskError(type_, message, peer_lost=False)
+    assert parse_traceback(log) == TaskError(type_, message, of_command=True)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_the_loss_of_a_peer_is_told_from_an_error_of_its_own(words: str, lost: b
 def test_torchs_error_file_is_read(tmp_path: Path, content: Any, type_: str, message: str) -> None:
     path = tmp_path / "error-0.json"
     path.write_text(json.dumps(content))
-    assert parse_error_file(path) == TaskError(type_, message, peer_lost=False)
+    assert parse_error_file(path) == TaskError(type_, message, of_command=True)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_torchs_record_decorator_is_heard(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, RECORDED)
     assert (outcome.exit_code, outcome.reason) == (5, "LookupError: as torch")
     assert outcome.error is not None
-    assert outcome.error["message"] == "as torch\nrecords it"
+    assert outcome.error.message == "as torch\nrecords it"
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 import base64
 import random
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from clusterddp.data.in_memory import Images
 from clusterddp.data.loader import Loaded
+from clusterddp.run.records import WorstImage
 from clusterddp.training import evaluation
 from clusterddp.training.evaluation import Result
 from tests.training.ranks import run_ranks
@@ -41,13 +43,13 @@ def evaluated(rank: int, world_size: int) -> dict[str, Any]:
     result = evaluation.evaluate(
         Reads(), floats(), rank=rank, world_size=world_size, device=CPU, autocast=nullcontext
     )
-    return {"accuracy": result.accuracy, "loss": result.loss, **result.to_dict(floats())}
+    return {"accuracy": result.accuracy, "loss": result.loss, **asdict(result.record(7, floats()))}
 
 
 def test_the_result_is_one_at_every_world_size_each_image_counted_once(alone: None) -> None:
     """With more ranks than would fill a batch, and one that has no image at all."""
     one = evaluated(0, 1)
-    assert one["confusion"] == [[2, 0, 0], [0, 1, 1], [0, 2, 1]]
+    assert one["confusion"] == ((2, 0, 0), (0, 1, 1), (0, 2, 1))
     assert one["accuracy"] == 4 / 7
     for world_size in (2, 8):
         for theirs in run_ranks(world_size, evaluated):
@@ -82,7 +84,7 @@ def test_evaluating_takes_no_random_number_from_the_training(alone: None) -> Non
         found = evaluation.evaluate(
             model, test_set, rank=0, world_size=1, device=CPU, autocast=nullcontext
         )
-        found.to_dict(test_set)
+        found.record(7, test_set)
         assert torch.equal(generator_states(), before)
 
 
@@ -99,12 +101,11 @@ def test_the_worst_images_come_first_with_what_they_were_taken_for(alone: None) 
 def test_their_pixels_are_kept_as_bytes() -> None:
     pixels = torch.arange(8, dtype=torch.uint8).view(2, 2, 2)
     labels = torch.tensor([0, 1])
-    row = {"index": 1, "label": 1, "predicted": 0, "loss": 2.0}
-    result = Result(0.5, 1.0, torch.eye(2), [row])
-    [kept] = result.to_dict(Images(pixels, labels, CPU))["worst"]
-    assert kept["shape"] == [2, 2]
-    assert list(base64.b64decode(kept["pixels"])) == [4, 5, 6, 7]
+    result = Result(0.5, 1.0, torch.eye(2), (WorstImage(1, 1, 0, 2.0),))
+    [kept] = result.record(7, Images(pixels, labels, CPU)).worst
+    assert kept.shape == (2, 2)
+    assert list(base64.b64decode(kept.pixels)) == [4, 5, 6, 7]
     # Other values are stretched over the whole range; of several channels it is the first.
     pairs = [(torch.tensor([[[-1.0, 0.0], [0.0, 1.0]]] * 3), 0)] * 2
-    [kept] = result.to_dict(Loaded(pairs, CPU, 0))["worst"]
-    assert list(base64.b64decode(kept["pixels"])) == [0, 127, 127, 255]
+    [kept] = result.record(7, Loaded(pairs, CPU, 0)).worst
+    assert list(base64.b64decode(kept.pixels)) == [0, 127, 127, 255]

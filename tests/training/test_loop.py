@@ -167,12 +167,11 @@ def test_a_request_to_one_rank_stops_all_at_one_step(synthetic_dir: Path, tmp_pa
 def stopped_by_one_rank(
     rank: int, world_size: int, settings: TrainConfig, run: Path
 ) -> tuple[str, int, list[int]]:
-    from clusterddp.distributed.agreement import Agreement
 
-    box = [agree(settings, run, world_size).to_dict() if rank == 0 else None]
+    box = [agree(settings, run, world_size) if rank == 0 else None]
     dist.broadcast_object_list(box)
     assert box[0] is not None
-    ours = build(rank, settings, Agreement.from_dict(box[0]))
+    ours = build(rank, settings, box[0])
     asked = ours.poll.ask
     seen_at: list[int] = []
 
@@ -412,12 +411,11 @@ def test_every_epoch_has_an_order_of_its_own_and_holds_each_image_once(
 
 
 def evaluated(rank: int, world_size: int, settings: TrainConfig, run: Path) -> tuple[float, float]:
-    from clusterddp.distributed.agreement import Agreement
 
-    box = [agree(settings, run, world_size).to_dict() if rank == 0 else None]
+    box = [agree(settings, run, world_size) if rank == 0 else None]
     dist.broadcast_object_list(box)
     assert box[0] is not None
-    training = build(rank, settings, Agreement.from_dict(box[0]))
+    training = build(rank, settings, box[0])
     training.evaluate()
     return training.accuracy, training.loss
 

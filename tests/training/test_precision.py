@@ -144,7 +144,7 @@ def hellos(kind: str, bf16: list[bool]) -> list[Hello]:
 
 
 def decided(
-    options: dict[str, Any], kind: str, bf16: list[bool], recorded: dict[str, Any] | None = None
+    options: dict[str, Any], kind: str, bf16: list[bool], recorded: Agreement | None = None
 ) -> Agreement:
     settings = config(Path("data"), **{"device": "auto", **options})
     return agreement.decide(settings, hellos(kind, bf16), recorded)
@@ -157,7 +157,7 @@ def test_auto_is_bf16_where_every_rank_computes_in_it() -> None:
 
 
 def test_a_run_that_goes_on_keeps_the_precision_it_began_with() -> None:
-    before = {"kind": "cpu", "backend": "gloo", "threads": 1, "world_size": 2, "precision": "fp32"}
+    before = Agreement("gloo", "cpu", threads=1, world_size=2, precision="fp32")
     assert decided({}, "cpu", [True, True], before).precision == "fp32"
     assert decided({}, "cpu", [True], before).precision == "fp32"  # at any world size
     assert decided({"precision": "bf16"}, "cpu", [True, True], before).precision == "bf16"

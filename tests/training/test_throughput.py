@@ -64,14 +64,13 @@ class Slow(nn.Module):
 
 
 def train_with_a_straggler(rank: int, world_size: int, settings: Any, run: Path) -> Any:
-    from clusterddp.distributed.agreement import Agreement
     from clusterddp.models import registry
 
     agreed = agree(settings, run, world_size) if rank == 0 else None
-    box = [agreed.to_dict() if agreed else None]
+    box = [agreed]
     torch.distributed.broadcast_object_list(box)
     registry.MODELS["convnet"] = lambda: Slow(rank == 1)
-    ours = build(rank, settings, Agreement.from_dict(box[0]))
+    ours = build(rank, settings, box[0])
     train(ours)
     return ours.ranks
 

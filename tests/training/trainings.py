@@ -19,6 +19,7 @@ from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.models import nets, registry
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import Inputs, Training, train
 from clusterddp.training.stop import StopRequest
@@ -61,7 +62,7 @@ def agree(
 ) -> Agreement:
     """As rank 0 decides. All starts are of one job, so that none waits for another."""
     hellos = [hello(rank, world_size) for rank in range(world_size)]
-    identity = {"job_id": "7", "restart": 0, "host": "h01", "pid": 1}
+    identity = AttemptRecord(job_id="7", host="h01", pid=1)
     return start.decide(settings, run, number, hellos, identity)
 
 
@@ -88,10 +89,10 @@ def train_rank(
     plain = registry.MODELS["convnet"]
     registry.MODELS["convnet"] = Noisy if noisy else plain
     try:
-        box = [agree(settings, run, world_size).to_dict() if rank == 0 else None]
+        box = [agree(settings, run, world_size) if rank == 0 else None]
         dist.broadcast_object_list(box)
         assert box[0] is not None
-        agreed = Agreement.from_dict(box[0])
+        agreed = box[0]
         random.seed(rank + (999 if agreed.resume else 0))
         np.random.seed(rank + (999 if agreed.resume else 0))
         ours = build(rank, settings, agreed)

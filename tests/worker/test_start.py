@@ -17,6 +17,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded, begin
 from clusterddp.run.files import read_json, read_json_lines
+from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import train
 from clusterddp.worker import start
@@ -27,8 +28,9 @@ from tests.training.trainings import agree, config, hello, train_alone
 
 
 def decide(settings: TrainConfig, run: Path, job_id: str, **identity: Any) -> start.Agreement:
-    who = {"job_id": job_id, "restart": 0, "host": os.uname().nodename, "pid": os.getpid()}
-    return start.decide(settings, run, None, [hello(0, 1)], {**who, **identity})
+    who = {"job_id": job_id, "host": os.uname().nodename, "pid": os.getpid()}
+    identity = AttemptRecord(**{**who, **identity})
+    return start.decide(settings, run, None, [hello(0, 1)], identity)
 
 
 def test_a_first_start_lays_out_its_attempt_and_records_it(
@@ -39,8 +41,8 @@ def test_a_first_start_lays_out_its_attempt_and_records_it(
     assert (agreed.attempt, agreed.resume) == (1, "")
     assert (agreed.global_batch_size, agreed.reference_world_size) == (800, 4)
     record = Attempt(run, 1).read_record()
-    assert (record["number"], record["job_id"], record["step"]) == (1, "7", 0)
-    assert (record["resumed_from"], record["world_size"], record["hosts"]) == (None, 4, ["h01"])
+    assert (record.number, record.job_id, record.step) == (1, "7", 0)
+    assert (record.resumed_from, record.world_size, record.hosts) == (None, 4, ("h01",))
     resolved = read_json(run.resolved)
     assert resolved is not None
     assert (resolved["lr"], resolved["data_sha256"]) == (0.004, agreed.data_sha256)
@@ -62,7 +64,7 @@ def test_a_later_start_goes_on_in_a_folder_of_its_own(
     assert sorted(path.name for path in second.checkpoints.glob("*.pt")) == [
         name_of(2), name_of(4),
     ]  # fmt: skip
-    assert second.read_record()["resumed_from"] == f"attempts/0001/checkpoints/{name_of(4)}"
+    assert second.read_record().resumed_from == f"attempts/0001/checkpoints/{name_of(4)}"
     assert run.current.readlink() == Path("attempts/0002")
     assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 2, 3, 4]
     after = {path.name: path.read_bytes() for path in Attempt(run, 1).path.glob("*.json*")}
@@ -291,8 +293,8 @@ def test_ranks_started_again_inside_a_job_go_on_from_their_attempts_own_checkpoi
     agreed = trainings.agree(settings, run.path, number=number)
     assert Path(agreed.resume) == ours.checkpoints / "step-00000007.pt"
     record = ours.read_record()
-    assert (record["step"], record["starts_in_job"]) == (3, 3)
-    assert record["resumed_from"] == "attempts/0001/checkpoints/step-00000003.pt"
+    assert (record.step, record.starts_in_job) == (3, 3)
+    assert record.resumed_from == "attempts/0001/checkpoints/step-00000003.pt"
     training = trainings.build(0, settings, agreed)
     train(training)
     assert state.weights_sha256(training.model) == whole["sha256"]

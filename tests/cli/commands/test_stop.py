@@ -14,6 +14,7 @@ import pytest
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.run import follow as following
 from clusterddp.run.attempt import Attempt, begin, latest, publish
+from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, read_events
@@ -348,7 +349,7 @@ def test_ranks_that_a_person_started_are_asked_to_leave_and_are_not_cancelled(
 ) -> None:
     run = workplace.run("one")
     attempt = begin(run)
-    publish(attempt, {"job_id": "78", "restart": 0, "host": "h1", "pid": 1})
+    publish(attempt, AttemptRecord(job_id="78", restart=0, host="h1", pid=1))
     got = workplace.invoke("cancel", "78")
     assert "one: its ranks were started by hand" in got.out
     assert not workplace.calls

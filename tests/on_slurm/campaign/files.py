@@ -62,7 +62,7 @@ def _damage(trial: Trial, harm: Callable[[Path], None]) -> str:
     seen = run.check_same(struck, causes=["failed", "done"])
     if f"passing over {newest[0].name}" not in run.rank_logs:
         raise run.differs(f"nobody says that {newest[0].name} is damaged")
-    if run.attempts[1].read_record().get("step") != 40:
+    if run.attempts[1].read_record().step != 40:
         raise run.differs("it did not go on from the one before, step 40")
     return seen
 
@@ -213,7 +213,7 @@ def disk_full_at_the_signal(trial: Trial) -> str:
     filler.remove()
     slurm(trial, "scontrol", "release", run.job_id)
     seen = run.check_same(struck, causes=["signal", "done"])
-    if run.attempts[1].read_record().get("step") != 40:
+    if run.attempts[1].read_record().step != 40:
         raise run.differs("it did not go on from its last checkpoint, step 40")
     return seen
 

@@ -77,7 +77,7 @@ def network_cut_for_good(trial: Trial) -> str:
     trial.cluster.set_link("h02", up=False)
     run.wait_attempt(2)
     seen = run.check_same(struck)
-    hosts = run.attempts[-1].read_record()["hosts"]
+    hosts = run.attempts[-1].read_record().hosts
     if "h02" in hosts:
         raise run.differs(f"it runs on {hosts}")
     return f"{seen}; on {' '.join(hosts)}"

@@ -37,7 +37,7 @@ def first_node_lost_comes_back(trial: Trial) -> str:
 
 def _lost_for_good(trial: Trial, host: str) -> str:
     run, seen = _lose(trial, host)
-    hosts = run.attempts[-1].read_record()["hosts"]
+    hosts = run.attempts[-1].read_record().hosts
     if host in hosts:
         raise run.differs(f"it runs on {hosts}")
     return f"{seen}; on {' '.join(hosts)}"
@@ -70,7 +70,7 @@ def _orphan(trial: Trial, strike: str, *options: str) -> str:
     run.wait_step(45)
     struck = run.struck()
     orphan = run.task(0)
-    host = run.attempts[0].read_record()["hosts"][0]
+    host = run.attempts[0].read_record().hosts[0]
     if strike == "daemons":
         trial.cluster.kill_slurmd(host, steps=True)
     else:

@@ -40,7 +40,7 @@ def _kill_at(trial: Trial, moment: str, rank: int, from_step: int) -> str:
     run.wait_attempt(2)
     seen = run.check_same(struck, causes=["failed", "done"])
     named(run, rank)
-    step = run.attempts[1].read_record().get("step")
+    step = run.attempts[1].read_record().step
     if step != from_step:
         raise run.differs(f"it went on from step {step}, expected {from_step}")
     return seen

@@ -368,7 +368,7 @@ class Run:
             if not later:
                 raise self.differs(f"no step beyond {struck.step} was trained after the strike")
         self.count_loss()
-        steps = [attempt.read_record().get("step") for attempt in self.attempts]
+        steps = [attempt.read_record().step for attempt in self.attempts]
         starts = ", ".join("-" if step is None else str(step) for step in steps)
         how = f" after {'; '.join(self.causes[:-1])}" if len(self.causes) > 1 else ""
         return f"attempts from step {starts}{how}; same weights"

@@ -20,7 +20,7 @@ def more_time(run: Run) -> None:
 
 def saved_when_told(run: Run, struck_step: int) -> None:
     """The ranks saved at the step at which they were told, rather than fell back to an older."""
-    step = run.attempts[1].read_record().get("step", 0)
+    step = run.attempts[1].read_record().step
     if step < struck_step:
         raise run.differs(f"it went on from step {step}, but was told to stop at {struck_step}")
 

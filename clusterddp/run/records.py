@@ -1,0 +1,343 @@
+"""The records of a run, one JSON file each: their types, whoever has written them.
+
+docs/records.md says what each field means, and since which version. What a record does not say has
+the field's default. Times are seconds since the epoch. `events` has the lines of events.jsonl.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clusterddp.errors import EXIT_PAUSED
+from clusterddp.run.files import Loss
+
+ATTEMPT_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """attempt.json: who trains, and from which checkpoint."""
+
+    format: int = ATTEMPT_FORMAT
+    number: int = 0
+    began: float | None = None
+    """When its ranks had met."""
+    job_id: str = ""
+    restart: int = 0
+    """SLURM_RESTART_COUNT."""
+    host: str = ""
+    """Host of rank 0."""
+    pid: int | None = None
+    """Process of rank 0."""
+    step: int = 0
+    """Step of the checkpoint from which the attempt started; 0 without one."""
+    saved: float | None = None
+    """When that checkpoint was written."""
+    resumed_from: str | None = None
+    """Path of that checkpoint, relative to the run's directory where it lies there."""
+    starts_in_job: int = 0
+    """Times that an agent has started the ranks within the attempt."""
+    world_size: int = 0
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LastWord:
+    """end.json: how the ranks of an attempt left together."""
+
+    cause: str = ""
+    """`done` or `stopped`."""
+    reason: str = ""
+    """Request by which they were stopped; empty where the training is done."""
+    step: int | None = None
+    saved: int | None = -1
+    """Step of the last checkpoint that was written; None without one, -1 where it is not said."""
+    trouble: str = ""
+    """Why the checkpoint of the last step could not be written."""
+
+
+@dataclass(frozen=True)
+class SignOfLife:
+    """alive: how far rank 0 has come; renewed every two seconds."""
+
+    step: int | None = None
+    saved: int | None = None
+    """Step of the newest checkpoint."""
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """stop: somebody has asked the attempt to save and leave; empty where the batch script has."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class TaskError:
+    """The exception that ended a task."""
+
+    type: str = ""
+    """Empty for an error of this package, which speaks for itself."""
+    message: str = ""
+    peer_lost: bool = False
+    """True where it only follows from the end of another rank."""
+    of_command: bool = False
+    """True where it is pieced together from what a command left, rather than caught."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """outcomes/rank-R.json: how a rank ended."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    host: str
+    pid: int
+    job_id: str
+    restart: int
+    step_id: str
+    started: float
+    ended: float | None = None
+    """None while it runs, or when its parent was killed too."""
+    exit_code: int | None = None
+    signal: str | None = None
+    error: TaskError | None = None
+    hung: str = ""
+    """Place at which it kept the others waiting, as a watchdog has found (hung.json)."""
+    clock_ahead: float | None = None
+    """Seconds by which its host's clock is ahead of rank 0's, where measured (clocks.json)."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended, and not well."""
+        return self.exit_code is not None and self.exit_code not in (0, EXIT_PAUSED)
+
+    @property
+    def paused(self) -> bool:
+        """Whether it has saved and left because it was asked to, or asks to be started again."""
+        return self.exit_code == EXIT_PAUSED
+
+    @property
+    def peer_lost(self) -> bool:
+        """Whether it says itself that it failed because of another rank."""
+        return bool(self.error and self.error.peer_lost)
+
+    @property
+    def of_command(self) -> bool:
+        """Whether its error is pieced together from what a person's command has left."""
+        return bool(self.error and self.error.of_command)
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, in a few words."""
+        if self.hung:
+            return f"hung: {self.hung}"
+        if self.error:
+            first_line = self.error.message.strip().partition("\n")[0]
+            return f"{self.error.type}: {first_line}".strip(": ")
+        if self.signal:
+            return f"killed by {self.signal}"
+        if self.exit_code is None:
+            return "left no record of its end"
+        if self.exit_code == 0:
+            return "exit code 0 before the others were done"
+        return f"exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class HungRanks:
+    """outcomes/hung.json: which ranks keep the others waiting, and where."""
+
+    ranks: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ClaimHolder:
+    """resubmit-NNNN.claim: the process that resubmits a run."""
+
+    host: str = ""
+    pid: int | None = None
+    time: float | None = None
+    done: bool = False
+    """Whether it has finished, so that the next number is free."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """resolved.json: what the ranks agreed on, where the request said auto too."""
+
+    backend: str = ""
+    kind: str = ""
+    """`cuda` or `cpu`."""
+    threads: int = 0
+    """Compute threads of each rank."""
+    world_size: int = 0
+    precision: str = "fp32"
+    """`fp32`, `bf16` or `fp16`."""
+    cuda_graph: bool = False
+    """Whether the step is captured into a graph."""
+    hosts: tuple[str, ...] = ()
+    """In the order of their lowest rank."""
+    where: tuple[str, ...] = ()
+    """One line a host: which ranks compute on what."""
+    warnings: tuple[str, ...] = ()
+    run_dir: str = ""
+    attempt: int = 0
+    """Number of the attempt."""
+    resume: str = ""
+    """Checkpoint from which all ranks resume; empty without one."""
+    global_batch_size: int = 0
+    """Images of a step over all ranks: as at the run's first attempt, whatever the world size."""
+    reference_world_size: int = 0
+    """World size of the run's first attempt; the learning rate is scaled to it."""
+    data_sha256: str = ""
+    """Fingerprint of the dataset's files."""
+    lr: float | None = None
+    """Peak of the learning rate."""
+
+
+@dataclass(frozen=True)
+class AttemptSummary:
+    """One attempt of a run, as it looks from the next one."""
+
+    attempt: int
+    job_id: str = ""
+    hosts: tuple[str, ...] = ()
+    began: float | None = None
+    """When its ranks had met."""
+    first_step: int | None = None
+    """Step of the checkpoint from which it started."""
+    last_step: int | None = None
+    """How far it came, to within two seconds where it was killed."""
+    cause: str = ""
+    """Why it ended: a word of `restart_policy`, `killed` where nobody could record it, or empty
+    for the latest one."""
+    steps_done_twice: int = 0
+    seconds_lost: float = 0.0
+    """From the saving of what the next attempt resumed until the next one's ranks had met."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank in a report."""
+
+    rank: int
+    images_per_second: float | None = None
+    """Over the time in which it did not wait for others: the lowest is the slowest rank."""
+    host: str = ""
+    peak_memory_bytes: int | None = None
+    """GPU memory that torch allocated, or on CPUs the resident set."""
+
+
+@dataclass(frozen=True)
+class SavingReport:
+    """What checkpoints have cost an attempt: only copying and waiting stop the training."""
+
+    saves: int = 0
+    failed: int = 0
+    copy_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    write_seconds: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """report.json: what a run achieved, where, and with what."""
+
+    accuracy: float | None = None
+    """On the test set, from 0 to 1; so is the loss."""
+    loss: Loss | None = None
+    train_seconds: float | None = None
+    """Training steps of all attempts: reading batches, forward, backward, exchange, update."""
+    total_seconds: float | None = None
+    """The attempt from rank 0's start: imports, rendezvous, data, training, evaluation, saving."""
+    images_per_second: float | None = None
+    """Images of all ranks together over train_seconds."""
+    world_size: int | None = None
+    num_nodes: int | None = None
+    hosts: tuple[str, ...] = ()
+    backend: str = ""
+    device: str = ""
+    strategy: str = ""
+    threads: int | None = None
+    precision: str = ""
+    cuda_graph: bool = False
+    model: str = ""
+    dataset: str = ""
+    parameters: int | None = None
+    steps: int | None = None
+    epochs: int | None = None
+    train_images: int | None = None
+    test_images: int | None = None
+    versions: Mapping[str, str | None] | None = None
+    warnings: tuple[str, ...] = ()
+    peak_memory_bytes: int | None = None
+    """The largest of any rank."""
+    ranks: tuple[RankReport, ...] = ()
+    weights_sha256: str = ""
+    resumed_from: str | None = None
+    """Checkpoint from which the attempt resumed."""
+    attempt: int | None = None
+    starts: int | None = None
+    """Attempts of the run in which ranks met."""
+    steps_done_twice: int = 0
+    seconds_lost: float = 0.0
+    """From each last checkpoint until training went on: work done again, queue, start."""
+    attempts: tuple[AttemptSummary, ...] = ()
+    saving: SavingReport | None = None
+    job_id: str = ""
+    restart: int = 0
+    finished: float | None = None
+
+
+@dataclass(frozen=True)
+class WorstImage:
+    """A test image of high loss."""
+
+    index: int
+    label: int
+    predicted: int
+    loss: Loss | None = None
+    shape: tuple[int, ...] = ()
+    """(height, width)."""
+    pixels: str = ""
+    """Grey values, a byte each, row by row, in base64."""
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """evaluation.json: what the test set showed at the end."""
+
+    step: int | None = None
+    confusion: tuple[tuple[int | None, ...], ...] = ()
+    """(classes, classes) counts: a row a label, a column a prediction."""
+    worst: tuple[WorstImage, ...] = ()
+    """The images of the highest loss, the highest first."""
+
+
+@dataclass(frozen=True)
+class MetricsLine:
+    """A line of metrics.jsonl."""
+
+    kind: str = ""
+    """`train` or `eval`."""
+    step: int = -1
+    """-1 where it is not said."""
+    epoch: int | None = None
+    loss: Loss | None = None
+    accuracy: float | None = None
+    lr: float | None = None
+    images_per_second: float | None = None
+    """Of all ranks together."""
+    rank_images_per_second: tuple[float | None, ...] = ()
+    """Of each rank, over the time in which it did not wait for others; none in an evaluation."""
+    seconds: float | None = None
+    """Of training until then, over all attempts."""
+    time: float | None = None
+
+    @property
+    def tested(self) -> bool:
+        """Whether it is of an evaluation on the test set, not of training."""
+        return self.kind == "eval"
