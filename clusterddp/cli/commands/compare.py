@@ -304,6 +304,6 @@ def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -
 def _hardware(trials: Sequence[Trial]) -> str:
     """Describe the processors of this machine, where it is the one that trained."""
     reports = [trial.report for trial in trials if trial.report]
-    if not reports or any(report.get("hosts") != [socket.gethostname()] for report in reports):
+    if not reports or any(report.hosts != (socket.gethostname(),) for report in reports):
         return ""
-    return processors.described(str(reports[0].get("device")))
+    return processors.described(reports[0].device)
