@@ -1,8 +1,8 @@
-"""Checkpoint files in one folder: named, listed, and read only when their checksum holds.
+"""Names, lists and reads the checkpoint files of one folder, each verified by its checksum.
 
 A file step-00001200.pt lies beside its SHA-256 in the form of sha256sum(1), because torch.load
-accepts a flipped bit without a word; best.json in the same folder names the best of them. Works
-without torch: what is inside is `checkpoint`'s, and `saver` writes.
+accepts a flipped bit silently; best.json in the same folder names the best checkpoint. Works
+without torch: `state` knows the content, and `writer` writes.
 """
 
 import hashlib
@@ -23,19 +23,19 @@ FORMAT = 3
 _READABLE = (2, FORMAT)
 BEST = "best.json"
 _NAME = re.compile(r"step-(\d{8,})\.pt", re.ASCII)
-# What torch.save writes is a zip archive: how it begins, and how its last 22 bytes do.
+# torch.save writes a zip archive: its first bytes, and the first of its last 22.
 _HEAD, _TAIL, _TAIL_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
-# Every checkpoint names the version of clusterddp that wrote it; the archive is not compressed.
+# In the name of the version that wrote a checkpoint; the archive is not compressed.
 _MARK = b"clusterddp"
 
 
 class UnusableError(CheckpointError):
-    """A checkpoint is missing, damaged, or another's file under its name."""
+    """A checkpoint is missing, damaged, or another program's file under its name."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-        """In a few words."""
+        """The cause in a few words."""
 
 
 @dataclass(frozen=True)
@@ -51,35 +51,36 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name, or -1 for any other file."""
+    """Return the step in a checkpoint's name, or -1 for any other file."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 def checksum_of(path: Path) -> Path:
-    """Where the SHA-256 of a checkpoint is kept."""
+    """Path of the SHA-256 of a checkpoint."""
     return path.with_name(path.name + ".sha256")
 
 
 def files(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, whole or not, the highest step first; none without a folder.
+    """List the checkpoints in a folder, valid or not, the highest step first.
 
-    Raises CheckpointError when it cannot be read.
+    Empty without a folder. Raises CheckpointError when it cannot be read.
     """
     try:
-        found = [path for path in folder.iterdir() if step_of(path) >= 0]
+        paths = [path for path in folder.iterdir() if step_of(path) >= 0]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"the folder {folder} cannot be read: {error.strerror}.") from None
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a checkpoint; raises UnusableError when nothing can go on from it.
+    """Return the bytes of a valid checkpoint.
 
-    It is missing, torn, unverified, of another format, or no file of its folder: a symbolic link
-    leads to what nobody keeps for the run, and a FIFO would be waited for.
+    Raises UnusableError when it is missing, torn, unverified, of another format, or no regular
+    file of its folder: the run does not keep the target of a symbolic link, and reading a FIFO
+    would wait for its writer.
     """
     if path.is_symlink():
         reason = "a link" if path.exists() else "a dangling link"
@@ -131,12 +132,12 @@ def read(path: Path) -> bytes:
 
 
 def _format(data: bytes) -> object:
-    """The format that a checkpoint itself names, or None; its pickle is scanned, never run."""
+    """Return the format that a checkpoint names, or None; its pickle is scanned, never run."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             [record] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             words = pickletools.genops(archive.read(record))
-            # Of a dict's items the key comes first; a word for the memo can stand between.
+            # A dict's value follows its key; an opcode of the memo can stand between.
             any(word == "format" for _, word, _ in words)
             return next((word for op, word, _ in words if "INT" in op.name), None)
     except (ValueError, LookupError, RuntimeError, NotImplementedError, zipfile.BadZipFile):
@@ -144,7 +145,7 @@ def _format(data: bytes) -> object:
 
 
 def read_best(folder: Path) -> Best | None:
-    """What best.json in a folder names, if it is there and whole."""
+    """Return the best checkpoint that best.json in a folder names, or None."""
     content = read_json(folder / BEST) or {}
     try:
         return Best(float(content["accuracy"]), int(content["step"]))
@@ -153,15 +154,15 @@ def read_best(folder: Path) -> Best | None:
 
 
 def write_best(folder: Path, best: Best) -> None:
-    """Raises OSError."""
+    """Write best.json into a folder. Raises OSError."""
     content = {"step": best.step, "accuracy": best.accuracy}
     write_atomically(folder / BEST, (json.dumps(content) + "\n").encode())
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed writer has left: temporary files, checksums without a checkpoint.
+    """Delete temporary files and checksums without a checkpoint, which a killed writer leaves.
 
-    Only its one writer may call it. Raises OSError.
+    Only the folder's one writer may call it. Raises OSError.
     """
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         hidden = path.name.startswith((".step-", f".{BEST}."))
@@ -172,6 +173,6 @@ def remove_leftovers(folder: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete a checkpoint and its checksum. Raises OSError."""
-    # In this order: what a kill leaves in between is not taken for a damaged checkpoint.
+    # In this order, so that a kill in between leaves no apparently damaged checkpoint.
     path.unlink(missing_ok=True)
     checksum_of(path).unlink(missing_ok=True)

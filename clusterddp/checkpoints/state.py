@@ -1,8 +1,8 @@
-"""What a checkpoint holds: all of a training's state, copied, loaded, and refused where foreign.
+"""Collects, loads and restores the state of a training: the content of a checkpoint.
 
-Plain torch.save of plain values: `torch.load(FILE, weights_only=True)["model"]` is the bare
-module's state dict, and needs nothing of clusterddp. The files are `checkpoint_file`'s and
-`saver`'s.
+A checkpoint is a plain torch.save of plain values: `torch.load(FILE, weights_only=True)["model"]`
+is the bare module's state dict, and needs nothing of clusterddp. `files` reads the files, and
+`writer` writes them.
 """
 
 import hashlib
@@ -28,13 +28,14 @@ from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.version import __version__
 
-# Of a checkpoint, in one exchange: a network stack may want to hold it twice.
+# Bytes broadcast at once: a network stack may hold them twice.
 _PIECE_BYTES = 64 << 20
+_UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError)
 
 
 @dataclass
 class Position:
-    """How far a run has come."""
+    """Progress of a run."""
 
     step: int = 0
     """Optimizer steps since the start of the run."""
@@ -42,40 +43,40 @@ class Position:
     """The epoch that is being trained, from 0."""
     step_in_epoch: int = 0
     samples: int = 0
-    """Images of this epoch that all ranks have seen together."""
+    """Images of this epoch that all ranks together have seen."""
     seconds: float = 0.0
-    """Spent in training steps since the start of the run, without evaluation and saving."""
+    """Time in training steps since the start of the run, without evaluation and saving."""
     images: int = 0
-    """Images that all ranks have seen together since the start of the run."""
+    """Images that all ranks together have seen since the start of the run."""
 
     @property
     def epoch_shown(self) -> int:
-        """The epoch of the last step, as people count: from 1."""
+        """Number of the epoch of the last step, counted from 1."""
         return self.epoch + 1 if self.step_in_epoch else max(self.epoch, 1)
 
     def advance(self, images: int) -> None:
-        """One step over so many images of all ranks is done."""
+        """Count a step over so many images of all ranks."""
         self.step += 1
         self.step_in_epoch += 1
         self.samples += images
         self.images += images
 
     def next_epoch(self) -> None:
-        """The epoch's last image was seen."""
+        """Begin the next epoch."""
         self.epoch += 1
         self.step_in_epoch = self.samples = 0
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint held besides weights and optimizer state."""
+    """Content of a checkpoint besides weights and optimizer state."""
 
     position: Position
     best: Best | None
     random_states: States | Tensor | None
-    """Of all ranks, from `rng.gather`; a tensor in older checkpoints."""
+    """Result of `rng.gather`; a tensor in older checkpoints."""
     scaler: dict[str, Any]
-    """Of fp16's loss scale; empty at other precisions."""
+    """State of fp16's loss scale; empty at other precisions."""
     world_size: int
     global_batch_size: int
     config: dict[str, Any]
@@ -97,14 +98,20 @@ def collect(
     scaler: dict[str, Any] | None = None,
     precision: str = "fp32",
 ) -> dict[str, Any]:
-    """The content of a checkpoint, every tensor a copy on the CPU: training may go on at once.
+    """Collect the content of a checkpoint, every tensor a copy on the CPU, so training can go on.
 
     model: the bare module, not its DDP wrapper.
-    data_sha256: of the training set, or empty where it is not known.
-    scaler: the state of fp16's loss scale.
-    precision: what the ranks agreed on, where the configuration says auto.
+    data_sha256: fingerprint of the training set; empty where it is not known.
+    scaler: state of fp16's loss scale.
+    precision: as agreed by the ranks, where the configuration says auto.
     """
-    content: dict[str, Any] = _copied({
+    versions = {
+        "clusterddp": __version__,
+        "torch": torch.__version__.split("+")[0],
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+    content = {
         "format": FORMAT,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -117,25 +124,20 @@ def collect(
         "global_batch_size": global_batch_size,
         "data_sha256": data_sha256,
         "config": asdict(config),
-        "versions": {
-            "clusterddp": __version__,
-            "torch": torch.__version__.split("+")[0],
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-    })  # fmt: skip
-    return content
+        "versions": versions,
+    }
+    return {name: _copied(value) for name, value in content.items()}
 
 
 def to_bytes(content: dict[str, Any]) -> bytes:
-    """A content as the bytes of a file."""
+    """Serialise the content of a checkpoint."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint, its tensors on the CPU.
+    """Load the content of a checkpoint, its tensors on the CPU.
 
     Raises CheckpointError when it is missing, torn, has no checksum, or is of another format.
     """
@@ -143,10 +145,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def load_together(path: Path, device: torch.device) -> dict[str, Any]:
-    """As `load`, on every rank, but rank 0 alone reads the file; the others get its bytes.
+    """Load a checkpoint on every rank; rank 0 alone reads the file and broadcasts its bytes.
 
     Collective over the default process group; `device` is this rank's. Raises CheckpointError as
-    `load` does, and PeerError where rank 0 could not read it.
+    `load` does, and on the other ranks PeerError where rank 0 could not read it.
     """
     first = dist.get_rank() == 0
     on = device if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -178,18 +180,16 @@ def load_together(path: Path, device: torch.device) -> dict[str, Any]:
 def _parsed(path: Path, data: bytes) -> dict[str, Any]:
     try:
         return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    except (
-        RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError,
-    ) as error:  # fmt: skip
+    except _UNREADABLE as error:
         raise CheckpointError(f"{path} is no checkpoint of clusterddp: {error}") from None
 
 
 def check_fits(
     path: Path, content: dict[str, Any], config: TrainConfig, *, data_sha256: str = ""
 ) -> None:
-    """Raise CheckpointError when a checkpoint is of another model, dataset or optimizer.
+    """Raise CheckpointError for the checkpoint of another model, dataset or optimizer.
 
-    data_sha256: of this run's training set; empty where it is not known.
+    data_sha256: fingerprint of this run's training set; empty where it is not known.
     """
     for name in ("model", "dataset", "optimizer"):
         theirs, ours = content["config"].get(name), getattr(config, name)
@@ -215,10 +215,12 @@ def restore(
     optimizer: Optimizer,
     content: dict[str, Any] | None = None,
 ) -> Restored:
-    """Load weights and optimizer state from a checkpoint, and return what else it holds.
+    """Restore weights and optimizer state from a checkpoint, and return the rest of it.
 
-    `model` is the bare module, not its DDP wrapper. `content` is what was loaded from `path`
-    already. Raises CheckpointError as `load` does, and when the checkpoint does not fit.
+    model: the bare module, not its DDP wrapper.
+    content: the content of `path`, where it is loaded already.
+
+    Raises CheckpointError as `load` does, and when the checkpoint does not fit.
     """
     content = load(path) if content is None else content
     try:
@@ -242,7 +244,7 @@ def restore(
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """A digest of all weights by name, type, shape and bytes: equal only for equal weights."""
+    """Return a digest of all weights by name, type, shape and bytes, equal for equal weights."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         if not isinstance(value, Tensor):  # a module's extra state
@@ -255,7 +257,7 @@ def weights_sha256(model: nn.Module) -> str:
 
 
 def _copied(value: Any) -> Any:
-    """The same value with every tensor in it copied to the CPU, strides kept."""
+    """Copy a value with every tensor in it to the CPU, with the same strides."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Rank 0's writing of checkpoints: beside the training, durable, and verified before it counts.
+"""Writes rank 0's checkpoints from a background thread, durable and verified.
 
-A file appears under its name only when what the disk gives back of it has the checksum of what was
-written; older ones go only after that.
+A file appears under its name only when the bytes read back from the disk have the checksum of the
+bytes written; older checkpoints are deleted only after that.
 """
 
 import hashlib
@@ -28,38 +28,38 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass
 class Costs:
-    """What saving has taken so far."""
+    """Time and bytes that saving has taken so far."""
 
     saves: int = 0
-    """Written and verified."""
+    """Number of checkpoints that were written and verified."""
     failed: int = 0
     copy_seconds: float = 0.0
-    """Training stood still while the state was copied."""
+    """Time for which training waited while the state was copied."""
     blocked_seconds: float = 0.0
-    """Training stood still until an earlier checkpoint was on disk."""
+    """Time for which training waited for an earlier checkpoint."""
     write_seconds: float = 0.0
-    """From copied to verified, beside the training."""
+    """Time from copied to verified, beside the training."""
     bytes: int = 0
-    """Written, of those that were verified."""
+    """Size of the verified checkpoints together."""
     longest_seconds: float = field(default=0.0, repr=False)
 
     def seconds_of_one(self) -> float:
-        """What one save has taken at most, from the copy to verified on disk."""
+        """Longest time of one save so far, from the copy to verified on disk."""
         return self.longest_seconds
 
 
 class Saver:
-    """Writes one checkpoint after the other into a folder, on a thread of its own."""
+    """Writes one checkpoint after the other into a folder, from a background thread."""
 
     @classmethod
     def of_attempt(cls, attempt: Attempt, keep_last: int) -> "Saver":
-        """That of an attempt's own folder, while no later one supersedes it."""
-        earlier = [one for one in attempts(attempt.run) if one.number < attempt.number]
+        """Write into an attempt's folder while no later attempt supersedes it."""
+        earlier = [each for each in attempts(attempt.run) if each.number < attempt.number]
         return cls(
             attempt.checkpoints,
             keep_last=keep_last,
             may_write=lambda: not attempt.is_superseded,
-            older=[one.checkpoints for one in earlier],
+            older=[each.checkpoints for each in earlier],
         )
 
     def __init__(
@@ -70,10 +70,10 @@ class Saver:
         may_write: Callable[[], bool],
         older: Sequence[Path] = (),
     ) -> None:
-        """The folder is there (see `handing_on.adopt`).
+        """folder: exists already (see `catalog.adopt`).
 
-        keep_last: how many are kept, the best one apart.
-        may_write: asked before each goes under its name; False once another attempt trains.
+        keep_last: checkpoints to keep, besides the best.
+        may_write: called before each gets its name; False once another attempt trains.
         older: checkpoint folders of earlier attempts, emptied once this one has saved.
         """
         assert keep_last >= 1
@@ -83,27 +83,27 @@ class Saver:
         self._error: BaseException | None = None
         self._done = False
         self._warned: set[str] = set()
-        self._whole: dict[str, tuple[int, ...]] = {}  # what was verified, as it was then
+        self._valid: dict[str, tuple[int, ...]] = {}  # signatures of verified checkpoints
         self.costs = Costs()
         self.last_step: int | None = None
-        """Of the newest verified one in the folder."""
+        """Step of the newest valid checkpoint in the folder."""
         self.trouble = ""
-        """Why the last one could not be written; empty where it was."""
-        try:  # where this attempt starts once more, after a kill
+        """Cause for which the last checkpoint could not be written; empty where it was."""
+        try:  # an attempt that starts again after a kill
             checkpoint_file.remove_leftovers(folder)
         except OSError as error:
             log.warning(f"left-overs in {folder} stay: {error.strerror}")
-        found = catalog.newest_in(folder)
-        if found:
-            self._whole[found.name] = _signature(found)
-            self.last_step = step_of(found)
+        newest = catalog.newest_in(folder)
+        if newest:
+            self._valid[newest.name] = _signature(newest)
+            self.last_step = step_of(newest)
 
     def save(self, content: dict[str, Any], copy_seconds: float = 0.0) -> None:
-        """Begin to write what `checkpoint.collect` returned, after any that is being written.
+        """Begin to write the result of `state.collect`, once an earlier one is written.
 
-        copy_seconds: what collecting it took.
+        copy_seconds: time that collecting it took.
 
-        A disk that is full or gone is said, and counted; raises what else went wrong before.
+        A full or lost disk is logged and counted; raises any other error of the earlier one.
         """
         self._join()
         self.costs.copy_seconds += copy_seconds
@@ -114,7 +114,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> bool:
-        """Wait for all that was handed over; whether the last of it is on disk and verified."""
+        """Wait for all checkpoints; returns whether the last is on disk and verified."""
         self._join()
         return self._done
 
@@ -129,14 +129,14 @@ class Saver:
             raise error
 
     def _run(self, content: dict[str, Any], copy_seconds: float) -> None:
-        """The thread."""
+        """Write one checkpoint: runs in the thread."""
         began = time.perf_counter()
         path = self._folder / name_of(content["step"])
         try:
             written = 0
-            # After a resume the first may be the one from which this attempt started. It is the
-            # same state, and to replace it is to risk it.
-            if not self._is_whole(path):
+            # After a resume this may be the checkpoint from which the attempt started: the same
+            # state, which replacing would put at risk.
+            if not self._is_valid(path):
                 data = to_bytes(content)
                 written = len(data)
                 if not self._publish(path, data):
@@ -154,7 +154,7 @@ class Saver:
             self.trouble = f"the checkpoint {path} was not written: {error.strerror or error}"
             log.warning(
                 f"{self.trouble}. "
-                f"Training goes on from memory and the next save tries again; {self._last()}."
+                f"Training continues from memory and the next save tries again; {self._last()}."
             )
         except BaseException as error:
             self._error = error
@@ -162,9 +162,9 @@ class Saver:
             self.costs.write_seconds += time.perf_counter() - began
 
     def _publish(self, path: Path, data: bytes) -> bool:
-        """Put the bytes under their name, verified; False when another attempt trains now.
+        """Write the bytes under their name, verified; False when another attempt trains now.
 
-        Raises OSError, and leaves nothing behind then.
+        Raises OSError, and then leaves nothing behind.
         """
         digest = hashlib.sha256(data).hexdigest()
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -176,7 +176,7 @@ class Saver:
                 os.fsync(file.fileno())
             if _stored_sha256(fresh) != digest:
                 raise OSError("what the disk gave back is not what was written")
-            # The checksum first: so the checkpoint is whole from the moment its name is there.
+            # The checksum first: so the checkpoint is valid from the moment its name exists.
             write_atomically(checksum_of(path), f"{digest}  {path.name}\n".encode())
             if not self._may_write():
                 self._warn_once(
@@ -186,7 +186,7 @@ class Saver:
                 )
                 return False
             fresh.replace(path)
-            self._whole[path.name] = _signature(path)
+            self._valid[path.name] = _signature(path)
             sync_folder(path.parent)
         finally:
             _take_away(fresh)
@@ -195,12 +195,12 @@ class Saver:
         return True
 
     def _tidy(self, best: Best | None) -> None:
-        """Name the best one, and remove what is no longer needed; what fails is only said."""
+        """Name the best checkpoint and delete unneeded ones; failures are only logged."""
         marked = checkpoint_file.read_best(self._folder)
         needed = {marked.step} if marked else set()
         try:
             if best and best != marked and (self._folder / name_of(best.step)).exists():
-                needed.add(best.step)  # both, should the new mark not be written
+                needed.add(best.step)  # both, in case the new mark cannot be written
                 checkpoint_file.write_best(self._folder, best)
                 needed = {best.step}
         except OSError as error:
@@ -219,22 +219,25 @@ class Saver:
             self._warn_once("tidy", f"old checkpoints are kept: {error}")
 
     def _unneeded(self, needed: set[int]) -> list[Path]:
-        """Those before the last whole ones, the best apart; damaged ones among these stay."""
+        """Checkpoints to delete: all but the newest `keep_last` valid ones and the best.
+
+        Damaged ones among the newest stay.
+        """
         kept, unneeded = 0, []
         for path in files(self._folder):
             if kept < self._keep_last:
-                kept += self._is_whole(path)
+                kept += self._is_valid(path)
             elif step_of(path) not in needed:
                 unneeded.append(path)
         return unneeded
 
-    def _is_whole(self, path: Path) -> bool:
-        """Whether a checkpoint is whole; one that did not change since is not read again."""
+    def _is_valid(self, path: Path) -> bool:
+        """Whether a checkpoint is valid; it is read again only where it has changed."""
         try:
             signature = _signature(path)
-            if self._whole.get(path.name) != signature:
+            if self._valid.get(path.name) != signature:
                 checkpoint_file.read(path)
-                self._whole[path.name] = signature
+                self._valid[path.name] = signature
         except (OSError, CheckpointError):
             return False
         return True
@@ -248,7 +251,7 @@ class Saver:
     def _last(self) -> str:
         if self.last_step is None:
             return "there is no checkpoint here yet"
-        return f"the last whole one is that of step {self.last_step}"
+        return f"the last valid one is that of step {self.last_step}"
 
     def _warn_once(self, kind: str, line: str) -> None:
         if kind not in self._warned:
@@ -257,10 +260,10 @@ class Saver:
 
 
 def _stored_sha256(path: Path) -> str:
-    """The digest of what the disk holds, not of what memory still does. Raises OSError."""
+    """Return the digest of the bytes on disk, not of those cached in memory. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        if hasattr(os, "posix_fadvise"):  # clean pages are dropped, so that they are read anew
+        if hasattr(os, "posix_fadvise"):  # drops clean pages, so that they are read anew
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
@@ -268,7 +271,7 @@ def _stored_sha256(path: Path) -> str:
 
 
 def _signature(path: Path) -> tuple[int, ...]:
-    """What changes when a checkpoint or its checksum does. Raises OSError."""
+    """Return numbers that change when a checkpoint or its checksum does. Raises OSError."""
     both = path.lstat(), checksum_of(path).stat()
     return tuple(part for file in both for part in (file.st_ino, file.st_size, file.st_mtime_ns))
 
@@ -277,4 +280,4 @@ def _take_away(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        pass  # a disk that is gone; the next start of the run removes what is left
+        pass  # the disk is lost; the next attempt removes the file

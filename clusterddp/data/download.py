@@ -1,7 +1,4 @@
-"""How MNIST comes to its place: fetched from its mirrors, or imported from a folder or archive.
-
-Either way it is made in a draft folder (`data_draft`), and checked there.
-"""
+"""Fetches MNIST from its mirrors, or imports it from a folder or archive."""
 
 import contextlib
 import gzip
@@ -35,9 +32,9 @@ from clusterddp.data.mnist import (
 )
 from clusterddp.errors import DataError
 
-# A mirror that does not answer: torchvision itself would wait for the kernel's two minutes a try.
+# For a mirror that does not answer: torchvision itself would wait for two minutes a try.
 _NETWORK_TIMEOUT_SECONDS = 30
-# More than any MNIST-shaped set has in a file; what a small archive can unpack to is not bounded.
+# More than a file of any set of MNIST's form; a small archive could unpack to any size.
 _LARGEST_FILE_BYTES = 1 << 30
 _UNREADABLE = (OSError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError)
 
@@ -96,7 +93,7 @@ def _download(draft: Path, data_dir: str) -> None:
 
 
 def _wants_bars() -> bool:
-    """torchvision draws its progress bars wherever stderr leads to."""
+    """Whether torchvision may draw its progress bars, which it does wherever stderr leads."""
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -129,7 +126,7 @@ def import_from(source: Path, data_dir: str) -> DatasetInfo:
 
 @dataclass(frozen=True)
 class _Offer:
-    """One of the four files in some form: where it lies in the source, and how to read it."""
+    """One of the four files in some form: its place in the source, and a function to open it."""
 
     path: PurePath
     open: Callable[[], IO[bytes]]
@@ -137,7 +134,7 @@ class _Offer:
 
 @contextmanager
 def _offered(source: Path) -> Iterator[list[_Offer]]:
-    """All files of the source whose names are known; archive members are only ever streamed."""
+    """List the files of the source with known names; archive members are only ever streamed."""
     if os.path.isdir(source):  # noqa: PTH112 -- answers where Path's raises: no permission
         offers = []
         for place, folders, names in os.walk(source, onerror=_refuse):
@@ -183,7 +180,7 @@ def _member_opener(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Callabl
 
 
 def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
-    """One offer for each of the four files; raises DataError where that is not clear.
+    """Choose one offer for each of the four files; raises DataError where that is not clear.
 
     A folder with all four wins over files that are spread out, and plain files over gzipped ones.
     """
@@ -192,10 +189,10 @@ def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
     for offer in sorted(offers, key=lambda offer: offer.path.suffix != ".gz"):
         name = str(idx.standard_name(offer.path.name))
         folders.setdefault(offer.path.parent, {})[name] = offer  # the plain one comes last
-    for found in folders.values():
-        for name, offer in found.items():
+    for offered in folders.values():
+        for name, offer in offered.items():
             spread.setdefault(name, []).append(offer)
-    complete = {place: found for place, found in folders.items() if len(found) == len(idx.FILES)}
+    complete = {place: each for place, each in folders.items() if len(each) == len(idx.FILES)}
     if len(complete) > 1:
         places = ", ".join(sorted(str(place) for place in complete))
         raise DataError(f"it holds several sets, in {places}. Give the folder of one of them.")
@@ -207,15 +204,15 @@ def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
             f"no {', no '.join(missing)} in it (nor with .gz or .idx in the name). "
             "All four IDX files of one set are needed."
         )
-    for name, found_offers in spread.items():
-        if len(found_offers) > 1:
-            places = ", ".join(sorted(str(offer.path) for offer in found_offers))
+    for name, same in spread.items():
+        if len(same) > 1:
+            places = ", ".join(sorted(str(offer.path) for offer in same))
             raise DataError(f"{name} is in it more than once: {places}. Keep one of them.")
     return {name: spread[name][0] for name in idx.FILES}
 
 
 def _copy(offer: _Offer, target: Path) -> None:
-    """Stream one file into the draft, unpacked; raises DataError where it cannot be read."""
+    """Stream one file into the draft, unpacked; raises DataError for an unreadable one."""
     with target.open("wb") as file:
         try:
             stream = offer.open()
@@ -236,5 +233,5 @@ def _copy(offer: _Offer, target: Path) -> None:
 
 
 def _words(error: BaseException) -> str:
-    """What an exception says, without its number."""
+    """Return the message of an exception without its number."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or repr(error)

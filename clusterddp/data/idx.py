@@ -1,7 +1,7 @@
-"""The four IDX files of an MNIST-shaped dataset: names, headers, digests, and what can be wrong.
+"""Checks and reads the four IDX files of a dataset of MNIST's form: names, headers, digests.
 
-Plain Python, so that checking a dataset costs no import of numpy or torch. A `DataError` raised
-here names the file and what was seen; the caller adds where the file is and what to do.
+Plain Python, so that checking a dataset imports neither numpy nor torch. A `DataError` raised here
+names the file and the fault; the caller adds the folder and the remedy.
 The format: http://yann.lecun.com/exdb/mnist/, "FILE FORMATS FOR THE MNIST DATABASE".
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from clusterddp.errors import DataError
 
 RAW = Path("MNIST", "raw")
-"""Where torchvision's MNIST class looks for the files, below its root."""
+"""Folder of the files below the root of torchvision's MNIST class."""
 TRAIN_IMAGES = "train-images-idx3-ubyte"
 TRAIN_LABELS = "train-labels-idx1-ubyte"
 TEST_IMAGES = "t10k-images-idx3-ubyte"
@@ -23,7 +23,7 @@ TRAIN_FILES = (TRAIN_IMAGES, TRAIN_LABELS)
 TEST_FILES = (TEST_IMAGES, TEST_LABELS)
 FILES = (*TRAIN_FILES, *TEST_FILES)
 SUMS = "SHA256SUMS"
-"""The digests of a set that was placed by us, in the form of sha256sum(1)."""
+"""Digests of a set that clusterddp put into place, in the form of sha256sum(1)."""
 
 SIDE = 28
 """Height and width of an image, pixels."""
@@ -37,7 +37,7 @@ _SUM_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 class Counts(NamedTuple):
-    """What a complete set holds."""
+    """Sizes of a complete set."""
 
     train_images: int
     test_images: int
@@ -53,7 +53,7 @@ def label_header(count: int) -> bytes:
 
 
 def standard_name(name: str) -> str | None:
-    """Which of FILES is offered under this name, plain, gzipped, or as `images.idx3`; or None."""
+    """Map the name of a plain, gzipped or `images.idx3` file to the one in FILES, or None."""
     if not _KNOWN_FORMS.fullmatch(name):
         return None
     return name.removesuffix(".gz").replace(".idx", "-idx")
@@ -62,8 +62,7 @@ def standard_name(name: str) -> str | None:
 def inspect(raw: Path) -> Counts:
     """Check each file's header against its size, and the files against each other.
 
-    Reads 16 bytes of each file. Raises DataError for what is wrong and OSError for a file that
-    cannot be read.
+    Reads 16 bytes of each file. Raises DataError for a fault and OSError for an unreadable file.
     """
     counts = {name: _count_in(raw / name) for name in FILES}
     for images, labels in ((TRAIN_IMAGES, TRAIN_LABELS), (TEST_IMAGES, TEST_LABELS)):
@@ -77,7 +76,7 @@ def inspect(raw: Path) -> Counts:
 
 
 def _count_in(path: Path) -> int:
-    """The images or labels in one file, once its header and its size agree."""
+    """Count the images or labels in one file, once its header and its size agree."""
     images = "images" in path.name
     magic, length = (_IMAGES_MAGIC, 16) if images else (_LABELS_MAGIC, 8)
     size = path.stat().st_size
@@ -89,10 +88,10 @@ def _count_in(path: Path) -> int:
         raise DataError(
             f"{path.name} is truncated: {size} bytes, and its header alone has {length}."
         )
-    seen, count, *shape = struct.unpack(f">{length // 4}I", header)
-    if seen != magic:
+    first, count, *shape = struct.unpack(f">{length // 4}I", header)
+    if first != magic:
         raise DataError(
-            f"{path.name} starts with {seen:#010x}, but an IDX file of "
+            f"{path.name} starts with {first:#010x}, but an IDX file of "
             f"{'images' if images else 'labels'} with {magic:#010x}; it is some other file."
         )
     if images and shape != [SIDE, SIDE]:
@@ -115,7 +114,7 @@ def _count_in(path: Path) -> int:
 
 
 def content(path: Path) -> bytearray:
-    """All images or labels of one file, a byte a pixel or label; `inspect` has passed before."""
+    """Read all images or labels of a file that `inspect` has passed, a byte a pixel or label."""
     with path.open("rb") as file:
         file.seek(16 if "images" in path.name else 8)
         data = bytearray(path.stat().st_size - file.tell())
@@ -124,7 +123,7 @@ def content(path: Path) -> bytearray:
 
 
 def check_labels(raw: Path) -> None:
-    """Raise DataError unless every label is a digit; `inspect` has passed before."""
+    """Raise DataError unless every label of files that `inspect` has passed is a digit."""
     for name in (TRAIN_LABELS, TEST_LABELS):
         labels = (raw / name).read_bytes()[8:]
         if max(labels) >= CLASSES:
@@ -136,7 +135,7 @@ def check_labels(raw: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -145,23 +144,23 @@ def digest(path: Path) -> str:
 
 
 def read_sums(raw: Path) -> dict[str, str]:
-    """File name to digest as recorded beside the files; empty where nothing is recorded."""
+    """Return the recorded digests by file name; empty without a record."""
     try:
         lines = (raw / SUMS).read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return {}
-    found = (_SUM_LINE.fullmatch(line.strip()) for line in lines)
-    return {match[2]: match[1] for match in found if match and match[2] in FILES}
+    matches = (_SUM_LINE.fullmatch(line.strip()) for line in lines)
+    return {match[2]: match[1] for match in matches if match and match[2] in FILES}
 
 
 def write_sums(raw: Path, comment: str) -> None:
-    """Record the digests of the four files, below a comment that says where they come from."""
+    """Record the digests of the four files, below a comment that names their origin."""
     lines = [f"# {comment}", *(f"{digest(raw / name)}  {name}" for name in FILES)]
     (raw / SUMS).write_text("\n".join(lines) + "\n")
 
 
 def read_comment(raw: Path) -> str:
-    """The comment that `write_sums` left, or nothing."""
+    """Return the comment that `write_sums` left, or an empty one."""
     try:
         first, _, _ = (raw / SUMS).read_text(errors="replace").partition("\n")
     except FileNotFoundError:

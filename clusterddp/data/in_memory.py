@@ -1,4 +1,4 @@
-"""A dataset in memory on the rank's device, which images a rank takes, and in what order."""
+"""Keeps a dataset in memory on the rank's device, and deals its images out to the ranks."""
 
 import math
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from torch import Tensor
 from clusterddp.data.mnist import PIXEL_MEAN, PIXEL_STD
 from clusterddp.errors import DataError
 
-# Images that are put in order at once: enough to make it cheap, little beside the set itself.
+# Images put in order at once: enough to make it cheap, few beside the set itself.
 _STRETCH = 8192
 
 
 class Images:
-    """A set of images as two tensors (of bytes, MNIST has 47 MB); a batch is a slice of them.
+    """A set of images as two tensors (MNIST has 47 MB of bytes); a batch is a slice of them.
 
     Batches stay bytes until `as_images` makes images of them, within the step: reading 64 images
-    one by one costs as much as training on them.
+    one by one takes as long as training on them.
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
@@ -31,16 +31,16 @@ class Images:
     def batches(
         self, order: Tensor, batch_size: int, salt: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images as they were given, and labels (N,), in the order of these indices.
+        """Yield images as they were given, and labels (N,), in the order of these indices.
 
-        salt: of what is drawn to read them, see `loader.Loaded`; here nothing is.
+        salt: seeds random transforms in `loader.Loaded`; here there are none.
         """
         stretch = max(_STRETCH // batch_size, 1) * batch_size
         order = order.to(self._labels.device)
         for begin in range(0, len(order), stretch):
             indices = order[begin : begin + stretch]
-            # Copies image by image, where indexing by a tensor goes byte by byte: a seventh of its
-            # time on CPUs.
+            # Copies image by image, in a seventh of the time on CPUs of indexing by a tensor, which
+            # copies byte by byte.
             pixels = self._pixels.index_select(0, indices)
             labels = self._labels.index_select(0, indices)
             for start in range(0, len(indices), batch_size):
@@ -65,11 +65,11 @@ def check_labels(labels: Tensor, classes: int | None) -> None:
 
 
 def as_images(batch: Tensor) -> Tensor:
-    """A batch as normalised images (N, 1, H, W): made of bytes (N, H, W), or as they came.
+    """Return a batch as normalised images (N, 1, H, W), made of bytes (N, H, W) or as given.
 
-    With the very values that torchvision's ToTensor and Normalize give, as it goes their steps.
-    Images of one channel have channels_last's strides: the layouts are the same bytes, but
-    convolutions pick their algorithm by the strides.
+    The values are exactly those of torchvision's ToTensor and Normalize, computed in the same
+    steps. Images of one channel get channels_last's strides: the layouts are the same bytes, but
+    convolutions choose their algorithm by the strides.
     """
     if batch.dtype is not torch.uint8:
         one_channel = batch.dim() == 4 and batch.shape[1] == 1
@@ -79,20 +79,20 @@ def as_images(batch: Tensor) -> Tensor:
 
 
 def _with_a_channel(batch: Tensor) -> Tensor:
-    """(N, H, W) as (N, 1, H, W) in the channels_last layout, without a copy."""
+    """View (N, H, W) as (N, 1, H, W) in the channels_last layout."""
     return batch.unsqueeze(-1).permute(0, 3, 1, 2)
 
 
 def training_order(
     count: int, *, seed: int, epoch: int, rank: int, world_size: int, seen: int = 0
 ) -> Tensor:
-    """The indices that a rank takes in an epoch, after `seen` images of all ranks.
+    """Return the indices that a rank takes in an epoch, after `seen` images of all ranks.
 
-    Exactly the order of torch's DistributedSampler with these arguments, shuffled: one random
-    order of all images, padded from its start to a multiple of the world size, dealt out to the
-    ranks in turn. So what the ranks have seen together is a stretch of that order from its start,
-    whatever their number was: a run goes on from there at another world size. (Where `seen` is
-    no multiple of the world size, up to world size - 1 images are repeated.)
+    The order is exactly that of torch's DistributedSampler with these arguments, shuffled: one
+    random order of all images, padded from its start to a multiple of the world size, dealt out to
+    the ranks in turn. So the ranks together have seen the beginning of that order, whatever their
+    number: a run resumes from there at another world size. (Where `seen` is no multiple of the
+    world size, up to world size - 1 images are repeated.)
     """
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(count, generator=generator)
@@ -102,5 +102,5 @@ def training_order(
 
 
 def evaluation_order(count: int, rank: int, world_size: int) -> Tensor:
-    """The rank's share of `count` images: over all ranks each exactly once, without padding."""
+    """Return the rank's share of `count` images: over all ranks each exactly once, unpadded."""
     return torch.arange(count)[rank::world_size]

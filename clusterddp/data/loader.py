@@ -1,4 +1,4 @@
-"""A dataset of single images, read by torch's DataLoader: for sets that do not fit into memory."""
+"""Reads a dataset of single images with torch's DataLoader: for sets too large for memory."""
 
 import hashlib
 import signal
@@ -14,10 +14,10 @@ from clusterddp.data.in_memory import check_labels
 
 
 class Loaded:
-    """As `images.Images`, over any map-style dataset of (image, label) pairs."""
+    """Any map-style dataset of (image, label) pairs, with the interface of `in_memory.Images`."""
 
     def __init__(self, dataset: Any, device: torch.device, workers: int) -> None:
-        """workers: processes that read ahead; with 0 the rank reads by itself."""
+        """workers: processes that read ahead; with 0 the rank itself reads."""
         self._dataset, self._device, self._workers = dataset, device, workers
         self._classes: int | None = None
 
@@ -27,11 +27,11 @@ class Loaded:
     def batches(
         self, order: Tensor, batch_size: int, salt: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images (N, …) and labels (N,), int64, in the order of these indices.
+        """Yield images (N, …) and labels (N,), int64, in the order of these indices.
 
-        salt: what random transforms start from, with the batch's indices and nothing else. So a
-        training that goes on draws what it would have drawn, whoever reads which batch; the rank's
-        own generators stay what they are.
+        salt: seeds random transforms, together with the batch's indices alone. So a resumed
+        training draws the same numbers, whichever process reads the batch, and the rank's
+        generators are left as they are.
 
         Raises DataError for a label that is none of the classes.
         """
@@ -40,11 +40,11 @@ class Loaded:
         loader: DataLoader[Any] = DataLoader(
             _Salted(self._dataset, salt),
             batch_sampler=[indices[cut : cut + batch_size] for cut in cuts],
-            # One batch, as when the buckets are settled, is not worth a process.
+            # A single batch, as the one that settles DDP's buckets, is not worth a process.
             num_workers=self._workers if len(cuts) > 1 else 0,
             pin_memory=self._device.type == "cuda",
             worker_init_fn=_leave_signals_to_the_rank,
-            # Of its own: the rank's would be drawn from at every epoch, and so at every start.
+            # Else DataLoader draws from the rank's generator at every epoch.
             generator=torch.Generator().manual_seed(salt),
         )
         for images, labels in loader:
@@ -57,20 +57,20 @@ class Loaded:
             )
 
     def expect(self, classes: int) -> None:
-        """Refuse, as they come, labels that are none of so many classes."""
+        """Refuse labels beyond so many classes, batch by batch."""
         self._classes = classes
 
 
 class _Salted(Dataset[Any]):
-    """A dataset every batch of which is read from a random state of its own."""
+    """A dataset that seeds the random generators anew for every batch."""
 
     def __init__(self, dataset: Any, salt: int) -> None:
         self._dataset, self._salt = dataset, salt
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """A batch, as DataLoader asks for it where it can: here, or in a worker."""
+        """Return a batch, as DataLoader asks for one where a dataset can."""
         digest = hashlib.sha256(f"{self._salt} {indices}".encode()).digest()
-        # Not for every item: that would make small images a third dearer to read.
+        # Once a batch: once an item would make reading small images take a third longer.
         with rng.kept(torch.device("cpu")):
             rng.seed_host(int.from_bytes(digest[:8], "big"))
             at_once = getattr(self._dataset, "__getitems__", None)
@@ -78,7 +78,9 @@ class _Salted(Dataset[Any]):
 
 
 def _leave_signals_to_the_rank(_: int) -> None:
-    """Slurm signals every process of a step: a worker that dies of it would fail the rank, which
-    is about to save. Workers go when the rank lets them, or has gone."""
+    """Ignore Slurm's signals in a worker, whose death would fail a rank that is about to save.
+
+    Slurm signals every process of a step. Workers end with their rank.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

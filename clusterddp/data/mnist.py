@@ -1,7 +1,8 @@
-"""The datasets by name: where they are, whether they are whole, and how training reads them.
+"""Locates and checks a dataset of MNIST's form, and moves a new one into place whole.
 
-Checking is plain Python: it runs on a login node in milliseconds, without torch. Where a set
-comes from is left to `data_source` (fetched, imported) and `synthetic` (rendered).
+Checking is plain Python: it takes milliseconds on a login node, without torch. `download` and
+`synthetic` make a set in a draft folder beside its place. It is checked there and then renamed, so
+that an interrupted or concurrent writer never leaves half a set.
 """
 
 import os
@@ -20,8 +21,6 @@ from clusterddp.errors import DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
-"""Takes one line about what is being done."""
-
 PUBLISHED = {
     idx.TRAIN_IMAGES: "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
     idx.TRAIN_LABELS: "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
@@ -30,17 +29,19 @@ PUBLISHED = {
 }
 """SHA-256 of the four files of MNIST as LeCun, Cortes and Burges published them, uncompressed."""
 
+DRAFT_PREFIX = ".draft-"
+
 # Mean and standard deviation of MNIST's training pixels, on a scale of 0 to 1.
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """A dataset that was found whole."""
+    """A whole dataset."""
 
     name: str
     root: Path
-    """What torchvision's MNIST class takes; the files are in MNIST/raw below it."""
+    """Root of torchvision's MNIST class; the files are in MNIST/raw below it."""
     train_images: int
     test_images: int
     bytes: int
@@ -49,7 +50,7 @@ class DatasetInfo:
     """The verified digests are those of MNIST as published, not just the set's own record."""
 
     def describe(self) -> str:
-        """One line: what it is, where, and how much."""
+        """Name, place and size in one line."""
         return (
             f"{self.name} at {self.root / idx.RAW}, {self.train_images:,} training and "
             f"{self.test_images:,} test images"
@@ -57,17 +58,17 @@ class DatasetInfo:
 
 
 def folder(dataset: str, data_dir: str) -> Path:
-    """The root to hand to torchvision's MNIST class."""
+    """Return the root of torchvision's MNIST class."""
     root = Path(data_dir).expanduser()
     return root / "synthetic" if dataset == "synthetic" else root
 
 
 def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
-    """Check headers and sizes, with `checksums` also every byte and label; changes nothing.
+    """Check headers and sizes, with `checksums` also every byte and label; change nothing.
 
-    The digests compared with are the set's own where it has a SHA256SUMS file, as imported and
-    synthetic sets do, and the published ones of MNIST otherwise. Raises DataError with what is
-    wrong and what to do when the set is missing, damaged or cannot be read.
+    The expected digests are those of the set's SHA256SUMS, which imported and synthetic sets have,
+    or else the published ones of MNIST. Raises DataError with the cause and the remedy when the
+    set is missing, damaged or unreadable.
     """
     root = folder(dataset, data_dir)
     missing = missing_files(root)
@@ -87,9 +88,9 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
 
 
 def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
-    """As `check`, for a root whose four files are there; messages name the file only.
+    """Check a root whose four files are there, as `check` does; messages name the file only.
 
-    Raises DataError for what is wrong and OSError for a file that cannot be read.
+    Raises DataError for a damaged file and OSError for an unreadable one.
     """
     raw = root / idx.RAW
     counts = idx.inspect(raw)
@@ -99,13 +100,13 @@ def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
         recorded = idx.read_sums(raw)
         expected = {**(PUBLISHED if dataset == "mnist" else {}), **recorded}
         for name in idx.FILES:
-            seen = idx.digest(raw / name)
+            digest = idx.digest(raw / name)
             if name not in expected:
                 raise DataError(f"{idx.SUMS} has no digest of {name}, so it cannot be verified.")
-            if seen != expected[name]:
+            if digest != expected[name]:
                 source = f"{idx.SUMS} records" if name in recorded else "MNIST was published with"
                 raise DataError(
-                    f"{name} has the SHA-256 digest {seen}, but {source} {expected[name]}; "
+                    f"{name} has the SHA-256 digest {digest}, but {source} {expected[name]}; "
                     "its content was changed or is another dataset's."
                 )
         published = expected == PUBLISHED
@@ -113,7 +114,7 @@ def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
 
 
 def fingerprint(dataset: str, data_dir: str) -> str:
-    """One SHA-256 over the set's four files: by it a run knows a set that was changed meanwhile.
+    """Return one SHA-256 over the set's four files, by which a run detects a changed set.
 
     Raises DataError when a file cannot be read.
     """
@@ -139,11 +140,10 @@ def rendered_by(dataset: str, data_dir: str) -> str:
 
 
 def load(dataset: str, data_dir: str, *, train: bool) -> tuple["Tensor", "Tensor"]:
-    """The set in place as bytes: pixels (N, 28, 28) of 0 to 255, and labels (N,), int64.
+    """Load the set in place: pixels (N, 28, 28) of 0 to 255, uint8, and labels (N,), int64.
 
-    Read from the files themselves: importing torchvision costs more than training on them for a
-    while. Raises DataError when the set is missing or damaged, as on a node without the shared
-    folder.
+    Importing torchvision to read them would take longer than a short training. Raises DataError
+    when the set is missing or damaged, as on a node without the shared folder.
     """
     import torch
 
@@ -161,9 +161,9 @@ def load(dataset: str, data_dir: str, *, train: bool) -> tuple["Tensor", "Tensor
 
 
 def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
-    """Torchvision's MNIST dataset over the set in place: normalised (1, 28, 28) tensors, labels.
+    """Return torchvision's MNIST over the set in place: normalised (1, 28, 28) tensors, labels.
 
-    Raises DataError as `load` does, and without torchvision.
+    Raises DataError as `load` does, and where torchvision is missing.
     """
     root = check(dataset, data_dir, checksums=False).root
     legacy = root / "MNIST" / "processed"
@@ -191,7 +191,7 @@ def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
 
 
 def ways(dataset: str, data_dir: str, *, may_fetch: bool = True) -> str:
-    """The ways to get the dataset or one in its stead, a line each."""
+    """List the ways to get the dataset, or one in its stead, a line each."""
     place = f"--data-dir {shlex.quote(data_dir)}"
     fetch = (f"clusterddp data fetch {place}", "downloads it")
     import_ = (f"clusterddp data import FILE {place}", "takes it from a folder or tar archive")
@@ -205,7 +205,7 @@ def ways(dataset: str, data_dir: str, *, may_fetch: bool = True) -> str:
 
 
 def missing_files(root: Path) -> list[str]:
-    """Which of the four files are not there; raises DataError where that cannot be seen."""
+    """Names of the missing ones of the four files; raises DataError for an unreadable folder."""
     missing = []
     for name in idx.FILES:
         try:
@@ -218,7 +218,7 @@ def missing_files(root: Path) -> list[str]:
 
 
 def under_other_names(root: Path) -> Path | None:
-    """A folder near by that holds all four files in a form which `data import` takes."""
+    """Find a folder near by that holds all four files in a form that `data import` takes."""
     for place in (root / idx.RAW, root / "MNIST", root):
         try:
             names = {idx.standard_name(path.name) for path in place.iterdir()}
@@ -231,12 +231,12 @@ def under_other_names(root: Path) -> Path | None:
 
 def _absence(dataset: str, data_dir: str) -> str:
     root = folder(dataset, data_dir)
-    found = under_other_names(root)
-    if found and dataset == "mnist":
+    packed = under_other_names(root)
+    if packed and dataset == "mnist":
         return (
-            f"the mnist dataset is not unpacked: {found} holds its files compressed, renamed or "
+            f"the mnist dataset is not unpacked: {packed} holds its files compressed, renamed or "
             f"not in {idx.RAW}. Unpack them into place:\n"
-            f"  clusterddp data import {shlex.quote(str(found))} "
+            f"  clusterddp data import {shlex.quote(str(packed))} "
             f"--data-dir {shlex.quote(data_dir)}"
         )
     return (
@@ -246,19 +246,16 @@ def _absence(dataset: str, data_dir: str) -> str:
 
 
 def unreadable(raw: Path, error: OSError) -> DataError:
-    """The error for a dataset whose files cannot be read."""
+    """Build the error for a dataset whose files cannot be read."""
     return DataError(
         f"the dataset at {raw} cannot be read: {error.filename or raw}: {error.strerror}. "
         "Ask its owner for read permission, or choose another folder with --data-dir."
     )
 
 
-DRAFT_PREFIX = ".draft-"
-
-
 @contextmanager
 def draft_beside(root: Path) -> Iterator[Path]:
-    """A root with an empty MNIST/raw, on the file system of the set's place; gone afterwards.
+    """Make a temporary root with an empty MNIST/raw, on the file system of the set's place.
 
     Raises DataError where the folder cannot be made or written.
     """
@@ -295,7 +292,7 @@ def _make_draft(home: Path) -> Path:
 
 
 def put_into_place(draft: Path, root: Path) -> None:
-    """Move a whole set from its draft to its place; a set that is there already stays.
+    """Move a whole set from its draft into place; a set that is there already stays.
 
     Raises DataError when the files in place differ from the draft's: nothing is overwritten.
     """

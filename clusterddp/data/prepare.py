@@ -5,11 +5,11 @@ from clusterddp.data.mnist import DatasetInfo, check, folder, missing_files, und
 
 
 def ensure(dataset: str, data_dir: str, *, may_fetch: bool) -> DatasetInfo:
-    """Check the dataset, and get it first where it is absent and that can be done from here.
+    """Check the dataset, and get it first where it is missing.
 
     A synthetic set is rendered; MNIST is fetched if `may_fetch`. A damaged set is never replaced.
     Safe in several processes at once: each gets a whole set, the first in place stays.
-    Raises DataError when there is no whole set in the end.
+    Raises DataError where no whole set results.
     """
     root = folder(dataset, data_dir)
     if len(missing_files(root)) == len(idx.FILES) and not under_other_names(root):

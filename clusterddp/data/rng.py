@@ -12,7 +12,7 @@ from torch import Tensor
 from clusterddp.errors import CheckpointError
 
 States = dict[str, Tensor]
-"""By generator: of one rank, or a row a rank."""
+"""States by generator: of one rank, or a row a rank."""
 
 # How clusterddp up to 0.1.1 packed the states of a rank, before the bytes of torch's two: their
 # lengths, Python's 625 integers and numpy's 625, each with whether half of a Gaussian pair waits.
@@ -30,13 +30,13 @@ _PACKED = np.dtype(
 
 
 def seed(number: int) -> None:
-    """Start all random generators of this rank, every device's too, from this number."""
+    """Seed all random generators of this rank, the devices' too."""
     torch.manual_seed(number)
     seed_host(number)
 
 
 def seed_host(number: int) -> None:
-    """Seed all but the devices' generators: takes microseconds, and works in any process."""
+    """Seed all generators but the devices': takes microseconds, and works in any process."""
     torch.default_generator.manual_seed(number)
     random.seed(number)
     with suppress(TypeError):  # only the generator that numpy starts with can be seeded
@@ -45,7 +45,7 @@ def seed_host(number: int) -> None:
 
 @contextmanager
 def kept(device: torch.device) -> Iterator[None]:
-    """Leave all random generators of this rank as they are, whatever is drawn meanwhile."""
+    """Restore all random generators of this rank on leaving the context."""
     # Not by `capture`, which takes longer: this runs around every batch.
     cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -60,7 +60,7 @@ def kept(device: torch.device) -> Iterator[None]:
 
 
 def capture(device: torch.device) -> States:
-    """Return the states of this rank's generators, each as long on all ranks of a kind.
+    """Return the states of this rank's generators, each of one length on all ranks of a kind.
 
     torch, cuda: bytes, the latter on a GPU alone. python, numpy: the Mersenne Twister's integers,
     numpy's position, whether half of a Gaussian pair waits, and it, all as float64; numpy's is
@@ -82,9 +82,9 @@ def capture(device: torch.device) -> States:
 def restore(states: States | Tensor | None, rank: int, world: int, device: torch.device) -> None:
     """Give a rank's generators back what `gather` returned for as many ranks as `world`.
 
-    The states of other numbers of ranks, or none, leave them as they are, and so do those of
-    another kind of device its own. A tensor holds the rows of an older checkpoint. Raises
-    CheckpointError when they are damaged, or of a torch whose generator is another.
+    Without states, or with those of another number of ranks, they stay as they are; so does a
+    device's generator with states of another kind of device. A tensor holds the rows of an older
+    checkpoint. Raises CheckpointError for damaged states and for those of another generator.
     """
     if states is None or len(states if isinstance(states, Tensor) else states["torch"]) != world:
         return

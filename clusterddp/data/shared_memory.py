@@ -1,8 +1,8 @@
-"""One copy of the dataset a node: its first rank reads the files, the others map what it has read.
+"""Shares one copy of the dataset on each node: its first rank reads the files, the others map them.
 
 The copy lies in anonymous memory (memfd_create(2)), sealed against changes. It has no name in any
-file system, so nothing is left behind whoever is killed; the others open it through the first
-rank's /proc entry, which only the same user can. Read before torch is imported, beside it.
+file system, so nothing is left behind whichever process is killed. The others open it through the
+first rank's /proc entry, which only the same user can. Reading begins before torch is imported.
 """
 
 import fcntl
@@ -23,28 +23,28 @@ from clusterddp.errors import DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HEADER_BYTES = {True: 16, False: 8}  # of a file of images, of labels
+_HEADER_BYTES = {True: 16, False: 8}  # in a file of images, of labels
 
 
 @dataclass
 class Held:
-    """The four files, one after the other, in memory."""
+    """The four files in memory, one after the other."""
 
     memory: "mmap.mmap | bytearray"
     sizes: tuple[int, ...]
-    """Bytes of each, in the order of idx.FILES."""
+    """Bytes of each file, in the order of idx.FILES."""
     handle: int | None = None
-    """The open file of the memory, where others can map it."""
+    """Descriptor of the memory, where others can map it."""
 
     def tensors(self, *, train: bool) -> tuple["Tensor", "Tensor"]:
-        """Pixels (N, 28, 28) of 0 to 255, uint8, in this very memory; labels (N,), int64."""
+        """Return pixels (N, 28, 28) of 0 to 255, uint8, in this memory; labels (N,), int64."""
         import torch
 
-        found = []
+        tensors = []
         for name in idx.TRAIN_FILES if train else idx.TEST_FILES:
             place = idx.FILES.index(name)
             header = _HEADER_BYTES["images" in name]
-            found.append(
+            tensors.append(
                 torch.frombuffer(
                     self.memory,
                     dtype=torch.uint8,
@@ -52,11 +52,11 @@ class Held:
                     count=self.sizes[place] - header,
                 )
             )
-        pixels, labels = found
+        pixels, labels = tensors
         return pixels.view(-1, idx.SIDE, idx.SIDE), labels.long()
 
     def digest(self) -> str:
-        """As `data.fingerprint`: one SHA-256 over those of the files."""
+        """Return what `mnist.fingerprint` does of the files."""
         begin, digests = 0, []
         with memoryview(self.memory) as content:
             for size in self.sizes:
@@ -66,29 +66,29 @@ class Held:
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def offer(self) -> dict[str, Any]:
-        """What another rank of this node needs to map it; empty where it cannot be mapped."""
+        """Return what another rank of this node needs to map it; empty where it cannot."""
         if self.handle is None:
             return {}
-        seen = os.fstat(self.handle)
+        status = os.fstat(self.handle)
         return {
             "pid": os.getpid(),
             "handle": self.handle,
-            "file": [seen.st_dev, seen.st_ino],
+            "file": [status.st_dev, status.st_ino],
             "sizes": list(self.sizes),
         }
 
     def close(self) -> None:
-        """No longer offer it; tensors keep what they need."""
+        """Withdraw the offer; tensors keep the memory that they need."""
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
 
 
 class Reading:
-    """A dataset that is being read, in a thread of its own."""
+    """Reads a dataset in a background thread."""
 
     def __init__(self, dataset: str, data_dir: str, *, digest: bool) -> None:
-        """`digest`: whether this rank will ask for the fingerprint."""
+        """digest: whether this rank will ask for the fingerprint."""
         self._dataset, self._data_dir = dataset, data_dir
         self._held: Held | None = None
         self._sha256 = ""
@@ -97,9 +97,9 @@ class Reading:
         self._thread.start()
 
     def held(self) -> Held:
-        """What was read; where that failed it is read again, as it can have come meanwhile.
+        """Wait for the dataset; where reading it failed, read again, as it may be there now.
 
-        Raises DataError as `data.load` does.
+        Raises DataError as `mnist.load` does.
         """
         self._thread.join()
         if self._held is None:
@@ -107,14 +107,14 @@ class Reading:
         return self._held
 
     def fingerprint(self) -> str:
-        """As `data.fingerprint`, of the very bytes that are trained on. Raises DataError."""
+        """Return the `mnist.fingerprint` of the bytes that are trained on. Raises DataError."""
         held = self.held()
         if not self._sha256:
             self._sha256 = held.digest()
         return self._sha256
 
     def _run(self) -> None:
-        # Whatever fails here fails again, and is told, where somebody asks for it.
+        # An error here is raised again, and then reported, by `held`.
         with suppress(DataError, OSError, MemoryError):
             if not mnist.missing_files(mnist.folder(self._dataset, self._data_dir)):
                 self._held = read(self._dataset, self._data_dir)
@@ -137,14 +137,14 @@ def take(offer: Mapping[str, Any]) -> Held:
         raise ValueError("it could not be put into memory that ranks can share")
     sizes = tuple(int(size) for size in offer["sizes"])
     place = f"/proc/{int(offer['pid'])}/fd/{int(offer['handle'])}"
-    # Where it is another process's, it can be anything, even a pipe that nobody writes to.
+    # The descriptor of another process can be anything, even a pipe that nobody writes to.
     handle = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        seen = os.fstat(handle)
-        # A process id is another process's where tasks have process ids of their own.
-        if [seen.st_dev, seen.st_ino] != offer["file"] or seen.st_size != sum(sizes):
+        status = os.fstat(handle)
+        # In a PID namespace of this task's own the number names another process.
+        if [status.st_dev, status.st_ino] != offer["file"] or status.st_size != sum(sizes):
             raise ValueError("its process id is another process's here")
-        return Held(_mapped(handle, seen.st_size), sizes)
+        return Held(_mapped(handle, status.st_size), sizes)
     finally:
         os.close(handle)
 
@@ -166,7 +166,7 @@ def _read_to_share(raw: Path) -> Held | None:
 
 
 def _append(handle: int, path: Path) -> int:
-    """Bytes of the file, which are copied to the end of the memory."""
+    """Copy a file to the end of the memory; returns its bytes."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         place = 0
@@ -179,7 +179,7 @@ def _append(handle: int, path: Path) -> int:
 
 
 def _mapped(handle: int, size: int) -> mmap.mmap:
-    # Private: torch wants memory that could be written to, and a sealed file allows no other.
+    # Private, as torch wants writable memory and a sealed file allows no other writable mapping.
     return mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
 
 
@@ -193,7 +193,7 @@ def _read(raw: Path) -> Held:
 
 
 def why_alone(error: Exception, rank: int) -> str:
-    """The line of a rank that has to read the files itself."""
+    """Build the log line of a rank that has to read the files itself."""
     return (
         f"rank {rank} on {socket.gethostname()} reads the dataset itself, as it cannot map the "
         f"copy of its node's first rank: {error}"

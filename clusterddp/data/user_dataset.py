@@ -1,4 +1,4 @@
-"""A person's own dataset: what their function gives, checked, in the form that training reads.
+"""Calls a user function for a dataset, checks the result, and makes it readable for training.
 
 The function is called as `function(data_dir, train=True)` for the training set and with False for
 the test set. It returns a pair of tensors, kept in memory, or a dataset that is read item by item.
@@ -25,7 +25,7 @@ _EXPECTED = (
 
 
 class OwnSets:
-    """The training and the test set of a person's function, which a rank calls for itself."""
+    """The training and the test set of a user function, which each rank calls for itself."""
 
     def __init__(self, config: TrainConfig) -> None:
         """config.dataset is a reference. Nothing is called yet, and torch is not imported."""
@@ -34,11 +34,11 @@ class OwnSets:
         self._sha256 = ""
 
     def load(self) -> None:
-        """Call the function for both sets, once, and check what it gives.
+        """Call the function once for each set, and check what it returns.
 
-        With the same random numbers each time: so a random split is one on all ranks and in both
-        calls. Raises DataError for what cannot be trained on, and TrainingError where the function
-        fails.
+        Each call begins with the same random numbers: so a random split is the same on all ranks
+        and in both calls. Raises DataError for sets that cannot be trained on, and TrainingError
+        where the function fails.
         """
         from clusterddp.data import rng
 
@@ -53,9 +53,9 @@ class OwnSets:
             self._given[train] = self._checked(given, train=train)
 
     def fingerprint(self) -> str:
-        """One SHA-256 over both sets: of tensors over their content, of a dataset over its length.
+        """Return one SHA-256 over both sets: the content of tensors, the length of a dataset.
 
-        By it ranks know that they have the same set, and a run one that was changed meanwhile.
+        By it ranks detect that they have different sets, and a run that its set has changed.
         Raises as `load` does.
         """
         self.load()
@@ -70,10 +70,10 @@ class OwnSets:
         return self._sha256
 
     def on(self, device: "torch.device") -> "tuple[Images | Loaded, Images | Loaded]":
-        """The training and the test set, for a training on this device. Raises as `load` does."""
+        """Return the training and the test set on this device. Raises as `load` does."""
         self.load()
         train, test = (self._readable(self._given[train], device) for train in (True, False))
-        self._given = {}  # a GPU has the tensors in its own memory
+        self._given = {}  # frees the host's memory: a GPU has copies of the tensors
         return train, test
 
     def _readable(self, given: Any, device: "torch.device") -> "Images | Loaded":
@@ -90,7 +90,7 @@ class OwnSets:
         return Loaded(given, device, self._config.workers)
 
     def _checked(self, given: Any, *, train: bool) -> Any:
-        """A pair as (float32 or bytes, int64), a dataset as it is; raises DataError."""
+        """Return a pair as (float32 or bytes, int64), a dataset as it is; raises DataError."""
         what = f"--dataset {self._config.dataset} with train={train}"
         from torch import Tensor
 
@@ -170,7 +170,7 @@ def _is_integer(tensor: "Tensor") -> bool:
 
 
 def _seen(value: Any) -> str:
-    """A value in words, its parts too."""
+    """Describe a value and its parts."""
     from torch import Tensor
 
     if isinstance(value, Tensor):

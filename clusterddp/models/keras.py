@@ -1,9 +1,9 @@
-"""Keras 3 models trained by the loop like any module: Keras on torch, under DDP.
+"""Wraps Keras 3 models on torch as modules that DDP can train.
 
-Keras keeps its variables itself, every one a parameter: moving statistics and the seeds of its
-random numbers too. Here the weights belong to a plain module, and Keras computes with them in a
-`keras.StatelessScope`. So the module has parameters to train and buffers that DDP shares, its state
-dict is neither doubled nor holds seeds, and `to`, DDP and DataParallel treat it as any other.
+Keras itself keeps its variables, every one as a parameter: moving statistics and random seeds too.
+Here the weights belong to a plain module, and Keras computes with them in a `keras.StatelessScope`.
+So the module has parameters to train and buffers that DDP shares, its state dict has no duplicates
+and no seeds, and `to`, DDP and DataParallel treat it like any other.
 """
 
 import os
@@ -28,12 +28,12 @@ _NAME = "keras-convnet"
 class KerasNet(nn.Module):
     """A built Keras model as a module, its weights named `<layer>_<weight>` by their paths.
 
-    Its random layers must have no seed of their own: without one they draw from torch's generator,
-    which is the rank's and is restored with a checkpoint.
+    Its random layers must have no seed: without one they draw from torch's generator, which is
+    restored with a checkpoint.
     """
 
     def __init__(self, model: Any) -> None:
-        """model: a `keras.Model` on torch, whose weights are taken as they stand.
+        """model: a `keras.Model` on torch, whose weights are copied.
 
         Raises TrainingError where two of them have the same path.
         """
@@ -52,7 +52,7 @@ class KerasNet(nn.Module):
             self._variables[name] = variable
 
     def forward(self, images: Tensor) -> Tensor:
-        """What the model makes of a batch; Dropout and BatchNormalization heed `train`, `eval`."""
+        """Apply the model; Dropout and BatchNormalization follow `train` and `eval`."""
         import keras
 
         state = [(variable, getattr(self, name)) for name, variable in self._variables.items()]
@@ -66,14 +66,14 @@ class KerasNet(nn.Module):
         return scores
 
     def to_keras(self) -> Any:
-        """The Keras model with the weights as they are now, for its `save` for one."""
+        """Return the Keras model with the current weights, to `save` it for example."""
         for name, variable in self._variables.items():
             variable.assign(getattr(self, name).detach().cpu())
         return self._model[0]
 
 
 def convnet() -> KerasNet:
-    """The network of `bn_convnet` in Keras, its weights drawn from torch's generator.
+    """Build the network of `nets.BNConvNet` in Keras, its weights drawn from torch's generator.
 
     (N, 1, 28, 28) images to (N, 10) scores. Raises TrainingError where Keras is not installed, or
     has been imported on another backend.
@@ -83,10 +83,10 @@ def convnet() -> KerasNet:
     with keras.device("cpu"):  # the same numbers whatever the rank then trains on
         images = features = keras.Input((1, 28, 28))
         for number, (filters, size, stride, padding) in enumerate(CONVOLUTIONS, 1):
-            features = layers.Conv2D(
-                filters, size, stride, "same" if padding else "valid", order, use_bias=False,
-                kernel_initializer=_drawn(keras), name=f"conv{number}",
-            )(features)  # fmt: skip
+            padded = "same" if padding else "valid"
+            more = {"kernel_initializer": _drawn(keras), "name": f"conv{number}"}
+            convolve = layers.Conv2D(filters, size, stride, padded, order, use_bias=False, **more)
+            features = convolve(features)
             norm = layers.BatchNormalization(axis=1, scale=False, name=f"norm{number}")
             features = layers.ReLU()(norm(features))
         features = layers.GlobalAveragePooling2D(order)(features)
@@ -97,7 +97,7 @@ def convnet() -> KerasNet:
 
 
 def import_keras() -> ModuleType:
-    """Keras on torch, whatever the environment and the person's keras.json say.
+    """Import Keras on torch, whatever the environment and the user's keras.json say.
 
     Raises TrainingError where it is not installed, cannot be imported, or was imported in this
     process on another backend.
@@ -124,11 +124,11 @@ def import_keras() -> ModuleType:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """An environment from which Keras, which reads it once, takes torch and else its defaults.
+    """Set the environment from which Keras, on its import, takes torch and else its defaults.
 
-    Its variables are set for the moment of the import alone, as it can be told in no other way.
-    With /dev/null for a home Keras neither reads nor writes ~/.keras/keras.json: what lies there
-    could change the numbers (floatx), and ranks would write it at the same time.
+    Keras can be configured in no other way. With /dev/null for a home it neither reads nor writes
+    ~/.keras/keras.json, which could change the numbers (floatx), and which all ranks would write
+    at the same time.
     """
     before = _own_variables()
     environment.change({"KERAS_BACKEND": "torch", "KERAS_HOME": os.devnull}, without=before)
@@ -139,7 +139,7 @@ def _settings() -> Iterator[None]:
 
 
 def _own_variables() -> dict[str, str]:
-    """Those that Keras reads, and the one that it sets for TensorFlow."""
+    """Return the variables that Keras reads, and the one that it sets for TensorFlow."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -148,5 +148,5 @@ def _own_variables() -> dict[str, str]:
 
 
 def _drawn(keras: Any) -> Any:
-    """Keras' usual initialiser of kernels, seeded by torch: by itself it would ask `random`."""
+    """Build Keras' usual initialiser of kernels, seeded by torch in place of `random`."""
     return keras.initializers.GlorotUniform(seed=int(torch.randint(2**31 - 1, ())))

@@ -91,7 +91,7 @@ class BNConvNet(nn.Module):
 
 
 def _norm(channels: int) -> nn.BatchNorm2d:
-    """With Keras' constants, and shifts but no scales, which the layer after it would undo.
+    """Normalise with Keras' constants; there is no scale, which the next layer would undo.
 
     torch's scales stay at one. Keras counts the share of the old in the average, torch that of the
     new. (Of one batch torch notes the unbiased variance, Keras the biased one: in a batch of 64
@@ -149,7 +149,7 @@ def _block(
     padding: int = 0,
     pool: bool = False,
 ) -> list[nn.Module]:
-    """Convolution, perhaps the largest of each 2 x 2, normalisation, ReLU."""
+    """Convolution, optionally max-pooling over 2 x 2, normalisation, ReLU."""
     return [
         nn.Conv2d(channels, out, kernel_size, stride, padding, bias=False),
         *([nn.MaxPool2d(2)] if pool else []),
@@ -159,7 +159,7 @@ def _block(
 
 
 def _flat(features: Tensor) -> Tensor:
-    """(N, C, H, W) to (N, H * W * C): in the channels_last layout this copies nothing.
+    """Flatten (N, C, H, W) to (N, H * W * C), in the channels_last layout without a copy.
 
     In torch's usual order the gradient comes back in another layout than the features have, and
     the last ReLU's backward pass takes ten times as long.

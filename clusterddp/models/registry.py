@@ -32,10 +32,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str) -> nn.Module:
-    """The model of that name, its weights drawn from torch's generator as it stands.
+    """Build the model of that name, its weights drawn from torch's generator.
 
-    A name that is none of ours is a person's own function, `package.module:function`. Raises
-    TrainingError where that cannot be imported or returns no module with weights to train.
+    Any name that is not built in is a user function, `package.module:function`. Raises
+    TrainingError where it cannot be imported or returns no module with weights to train.
     """
     if not user_functions.is_reference(name):
         return MODELS[name]()
@@ -46,10 +46,10 @@ def build(name: str) -> nn.Module:
 
 
 def check(name: str, model: object) -> nn.Module:
-    """The model, as it was returned by `--model name`.
+    """Return the model that `--model name` returned, once it is checked.
 
-    Raises TrainingError when it is no module, has nothing to train, is not complete yet, or could
-    not be copied to other ranks or read back from a checkpoint.
+    Raises TrainingError when it is no module, has no parameter to train, has uninitialised ones,
+    or cannot be copied to other ranks or read back from a checkpoint.
     """
     if not isinstance(model, nn.Module):
         raise TrainingError(
@@ -93,9 +93,9 @@ def _check_extra_state(name: str, model: nn.Module) -> None:
 
 
 def check_gradients(name: str, model: nn.Module) -> None:
-    """After a backward pass: DDP exchanges the gradient of every parameter that asks for one.
+    """Check after a backward pass that every parameter that requires a gradient has one.
 
-    Raises TrainingError naming those that took no part.
+    DDP exchanges them all. Raises TrainingError naming the parameters without.
     """
     idle = [
         key for key, value in model.named_parameters() if value.requires_grad and value.grad is None

@@ -265,7 +265,7 @@ def test_nothing_is_removed_and_nothing_published_before_verification(
     assert not writer.wait()
     assert place.holds_only(1)
     assert "what the disk gave back is not what was written" in place.said[0]
-    assert "the last whole one is that of step 1" in place.said[0]
+    assert "the last valid one is that of step 1" in place.said[0]
     monkeypatch.setattr(saver, "_stored_sha256", stored)
     writer.save(content_of(3))
     assert writer.wait() and place.holds_only(3)
@@ -311,7 +311,7 @@ def test_a_failing_write_is_said_and_training_goes_on(
     for line, reason in zip(
         place.said, ("No space left", "Disk quota exceeded", "Input/output error"), strict=True
     ):
-        assert reason in line and "Training goes on from memory" in line
+        assert reason in line and "Training continues from memory" in line
         assert "there is no checkpoint here yet" in line
     writer.save(content_of(4))
     assert writer.wait() and place.holds_only(4)
@@ -392,8 +392,8 @@ with filler.open("wb", buffering=0) as file:
         results.append(error.strerror)
 save(3)
 for step in (1, 2):
-    writer._whole.clear()
-    assert writer._is_whole(place.path(step))
+    writer._valid.clear()
+    assert writer._is_valid(place.path(step))
 filler.unlink()
 save(4)
 print(json.dumps([results, place.said]))
