@@ -67,7 +67,7 @@ def test_importing_the_package_loads_nothing_and_names_are_known() -> None:
         "assert not {'clusterddp.api', 'clusterddp.errors', 'click', 'torch'} & {*sys.modules}\n"
         "from clusterddp import DistEnv, ClusterDDPError, render, submit, launch\n"
         "assert not {'torch', 'torchvision', 'numpy', 'jinja2', 'submitit'} & {*sys.modules}\n"
-        "import clusterddp.launchers.script\n"
+        "import clusterddp.launchers.sbatch\n"
         "assert clusterddp.render is render"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)

@@ -34,7 +34,7 @@ def test_the_wheel_holds_the_templates_where_the_package_looks_for_them(wheel: P
 
 def test_templates_are_found_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    code = "from clusterddp.launchers.script import shipped_folder; print(shipped_folder())"
+    code = "from clusterddp.launchers.sbatch import shipped_folder; print(shipped_folder())"
     shown = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path,

@@ -1,20 +1,73 @@
-"""Launches by sbatch, the default: hands it the rendered script."""
+"""Launches by sbatch, the default: renders a `JobSpec` into its script, and submits that.
 
+Templates are looked up in the user's own folder first and among the shipped ones second; the
+shipped ones are always reachable as `shipped/NAME`, so that a user's template can extend them and
+replace one block. Rendering is pure: the same spec gives the same bytes.
+"""
+
+import contextlib
+import importlib.util
 import os
+import re
+import shlex
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from jinja2 import (
+    BaseLoader,
+    ChoiceLoader,
+    Environment,
+    FileSystemBytecodeCache,
+    FileSystemLoader,
+    PrefixLoader,
+    StrictUndefined,
+    TemplateError,
+    TemplateNotFound,
+    TemplateSyntaxError,
+    nodes,
+)
+from jinja2.bccache import Bucket
+
+from clusterddp.errors import RequestError
 from clusterddp.launchers import Submission
-from clusterddp.launchers import script as rendering
-from clusterddp.request.spec import EXPEDITE, JobSpec, submission_comment
+from clusterddp.request.spec import EXPEDITE, REQUEST, JobSpec, submission_comment
+from clusterddp.slurm import forms
+from clusterddp.version import __version__
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a dry run reads no run
     from clusterddp.run.run_dir import RunDir
 
+SUBMITIT_SETUP = "_submitit.sbatch.j2"
+"""Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
 
-def prepare(spec: JobSpec, template_folder: Path | None) -> str:
-    """Render the script from the chosen template."""
-    return rendering.render(spec, template_folder)
+
+def render(spec: JobSpec, template_folder: Path | None = None) -> str:
+    """Render the whole script; raises RequestError with the line when the template is at fault."""
+    environment = _jinja(template_folder)
+    try:
+        script = environment.get_template(spec.template).render(_context(spec))
+    except TemplateNotFound as error:
+        known = ", ".join(_known(template_folder))
+        raise RequestError(f"template {error.name!r} is not found; there are: {known}.") from None
+    except TemplateSyntaxError as error:
+        raise RequestError(
+            f"template {error.filename or error.name}, line {error.lineno}: {error.message}"
+        ) from None
+    except OSError as error:
+        raise RequestError(f"template {error.filename}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"template {spec.template} is not UTF-8 text.") from None
+    except Exception as error:  # whatever an expression in a person's own template can raise
+        _blame(error, [shipped_folder(), *([template_folder] if template_folder else [])])
+    if template_folder:
+        _check_blocks(environment, spec.template)
+    _check(spec, script)
+    return script
+
+
+prepare = render
 
 
 def submit(spec: JobSpec, script: str, run: "RunDir") -> Submission:
@@ -30,3 +83,248 @@ def submit(spec: JobSpec, script: str, run: "RunDir") -> Submission:
         run.events, events.Submitted, job_id=job_id, launcher="sbatch", folder=str(Path.cwd())
     )
     return Submission(job_id)
+
+
+def shipped_folder() -> Path:
+    """Find the shipped templates: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside, beside = package / "templates", package.parent / "templates"
+    return inside if inside.is_dir() else beside
+
+
+def directives(spec: JobSpec, *, agents: bool = False) -> list[str]:
+    """Give the lines behind `#SBATCH `; `agents` asks for one task a node instead of one a rank."""
+    values = directive_values(spec, agents=agents)
+    return [directive(name, value) for name, value in values.items()]
+
+
+def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | None]:
+    """Give the directives by name, values as they are; None is a bare flag."""
+    resources = spec.resources
+    tasks_per_node = 1 if agents else resources.tasks_per_node
+    ranks_per_task = resources.tasks_per_node // tasks_per_node
+    wanted: dict[str, str | None] = {
+        "job-name": spec.job_name or spec.run_name,
+        "comment": submission_comment(spec.run_name),
+        # The script opens its own log, in a folder that it makes itself: with a folder that is
+        # not there yet, Slurm would end the job without a word.
+        "output": "/dev/null",
+        "nodes": str(resources.nodes),
+        "ntasks": str(resources.nodes * tasks_per_node),
+        "ntasks-per-node": str(tasks_per_node),
+    }
+    if resources.cpus_per_task:
+        wanted["cpus-per-task"] = str(resources.cpus_per_task * ranks_per_task)
+    if resources.gpus_per_node:
+        wanted.update([_gpu_directive(spec, tasks_per_node)])
+    for row in REQUEST:
+        value = getattr(resources, row.parameter, None)
+        if row.directive and isinstance(value, str) and value:
+            wanted[row.directive] = value
+    if resources.exclusive:
+        wanted["exclusive"] = None
+    if spec.requeue is not None:  # an explicit one overrides the site's own default
+        mode = spec.requeue if isinstance(spec.requeue, str) else None
+        wanted["requeue" if spec.requeue else "no-requeue"] = mode
+    if spec.signal:
+        wanted["signal"] = spec.signal
+    if spec.export == "NONE":
+        wanted["export"] = ",".join(spec.pass_environment) or "NONE"
+    wanted.update(spec.sbatch)
+    return {name: value for name, value in wanted.items() if name not in spec.omit_directives}
+
+
+def directive(name: str, value: str | None) -> str:
+    """Write one directive in Slurm's own quoting, which is not the shell's.
+
+    Slurm's reader takes out backslashes everywhere and quotes in pairs, and ends a value at an
+    unquoted blank or `#` (`_get_argument` in its sbatch sources); inside double quotes, a
+    backslash keeps the character after it.
+    """
+    if value is None:
+        return f"--{name}"
+    forms.text(f"--{name}", value)
+    if len(value.encode()) > forms.LONGEST_DIRECTIVE_BYTES:
+        raise RequestError(
+            f"--{name}: the value has {len(value.encode())} bytes; Slurm's reader takes at most "
+            f"{forms.LONGEST_DIRECTIVE_BYTES}."
+        )
+    if _PLAIN.fullmatch(value):
+        return f"--{name}={value}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'--{name}="{escaped}"'
+
+
+def shell_word(value: object) -> str:
+    """Quote the value as one word of bash; a comma too, lest it look like a separator."""
+    text = str(value)
+    quoted = shlex.quote(text)
+    return f"'{text}'" if quoted == text and "," in text else quoted
+
+
+def task_arguments(spec: JobSpec) -> list[str]:
+    """Give the arguments of every rank, after `python -m clusterddp`."""
+    if spec.train:
+        lead = [f"--signal-lead={spec.signal_lead}"] if spec.signal_lead else []
+        return ["train", f"--run-dir={spec.run_dir}", *lead, *spec.train.to_argv()]
+    return ["exec", f"--run-dir={spec.run_dir}", "--", *spec.command]
+
+
+def _gpu_directive(spec: JobSpec, tasks_per_node: int) -> tuple[str, str]:
+    resources = spec.resources
+    count = resources.gpus_per_node
+    prefix = f"{resources.gpu_type}:" if resources.gpu_type else ""
+    if resources.gpu_request == "gres":
+        return "gres", f"gpu:{prefix}{count}"
+    if resources.gpu_request == "gpus-per-task":
+        return "gpus-per-task", f"{prefix}{count // tasks_per_node}"
+    return "gpus-per-node", f"{prefix}{count}"
+
+
+def _context(spec: JobSpec) -> dict[str, object]:
+    """Give the names that a template can use; `docs/templates.md` lists them."""
+    return {
+        "spec": spec,
+        "resources": spec.resources,
+        "version": __version__,
+        "run_name": spec.run_name,
+        "run_dir": spec.run_dir,
+        "python": spec.python,
+        "directives": directives(spec),
+        "agent_directives": directives(spec, agents=True),
+        "environment": spec.environment,
+        "pass_environment": spec.pass_environment,
+        "modules": spec.modules,
+        "setup": spec.setup,
+        "teardown": spec.teardown,
+        "srun_args": spec.srun_args,
+        "network_interface": spec.network_interface,
+        "launch_prefix": spec.launch_prefix,
+        "rank_variables": forms.RANK_VARIABLES,
+        "task_arguments": task_arguments(spec),
+        "spec_json": spec.to_json(),
+    }
+
+
+def _jinja(template_folder: Path | None) -> Environment:
+    folder = shipped_folder()
+    shipped = FileSystemLoader(folder)
+    compiled = importlib.util.cache_from_source(str(folder / "_.py"))
+    loaders: list[BaseLoader] = [shipped, PrefixLoader({"shipped": shipped})]
+    if template_folder:
+        loaders.insert(0, FileSystemLoader(template_folder))
+    environment = Environment(
+        loader=ChoiceLoader(loaders),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+        bytecode_cache=_CompiledTemplates(str(Path(compiled).parent)),
+    )
+    environment.filters["sh"] = shell_word
+    return environment
+
+
+class _CompiledTemplates(FileSystemBytecodeCache):
+    """Keeps compiled templates in `__pycache__`, as Python keeps modules.
+
+    Compiling takes longer than rendering. Nothing is written where PYTHONDONTWRITEBYTECODE is set
+    or the folder is read-only.
+    """
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        try:
+            super().load_bytecode(bucket)
+        except Exception:  # whatever pickle and marshal raise on a damaged file
+            bucket.reset()
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        if sys.dont_write_bytecode:
+            return
+        with contextlib.suppress(OSError):  # another user's installation: it works without
+            Path(self.directory).mkdir(parents=True, exist_ok=True)
+            super().dump_bytecode(bucket)
+            Path(self.directory, self.pattern % (bucket.key,)).chmod(0o644)
+
+
+def _blame(error: Exception, folders: list[Path]) -> NoReturn:
+    """Name the template's file and line: Jinja rewrites tracebacks to point into templates."""
+    import traceback
+
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if any(Path(frame.filename).is_relative_to(folder) for folder in folders)
+    ]
+    if not frames and not isinstance(error, TemplateError):
+        raise error
+    where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "?"
+    kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+    raise RequestError(f"template {where}: {kind}{error}") from None
+
+
+def _check_blocks(environment: Environment, name: str) -> None:
+    """Refuse a block of a person's own template that replaces none of those it extends.
+
+    Jinja would leave it out without a word. A block inside another one is the template's own.
+    """
+    chain = [_parsed(environment, name)]
+    while (parent := _extended(chain[0][0])) is not None:
+        chain.insert(0, _parsed(environment, parent))
+    known: list[str] = []
+    for tree, path in chain:  # the shipped one first
+        for block in tree.body:
+            if isinstance(block, nodes.Block) and known and block.name not in known:
+                import difflib
+
+                near = difflib.get_close_matches(block.name, known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise RequestError(
+                    f"template {path}, line {block.lineno}: there is no block {block.name!r} to "
+                    f"replace; there are {', '.join(known)}.{hint}"
+                )
+        known += [block.name for block in tree.find_all(nodes.Block) if block.name not in known]
+
+
+def _parsed(environment: Environment, name: str) -> tuple[nodes.Template, str]:
+    assert environment.loader is not None
+    source, path, _ = environment.loader.get_source(environment, name)
+    return environment.parse(source, name, path), path or name
+
+
+def _extended(tree: nodes.Template) -> str | None:
+    """Name the template that this one extends; None without one, or for an expression."""
+    extends = tree.find(nodes.Extends)
+    named = extends.template if extends else None
+    return named.value if isinstance(named, nodes.Const) else None
+
+
+def _known(template_folder: Path | None) -> list[str]:
+    folders = [shipped_folder(), *([template_folder] if template_folder else [])]
+    names = {path.name for folder in folders for path in folder.glob("*.j2")}
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def _check(spec: JobSpec, script: str) -> None:
+    """Refuse what sbatch would refuse or silently ignore, with the template's name."""
+    if not script.startswith("#!"):
+        raise RequestError(f"template {spec.template}: the first line is not '#!/bin/bash'.")
+    if "\r" in script or "\0" in script:
+        raise RequestError(
+            f"template {spec.template} has CRLF line ends or NULs, which sbatch refuses; "
+            "save it with plain line ends."
+        )
+    if spec.restart_in_job and "--max-restarts=" not in script:
+        raise RequestError(
+            f"--restart-in-job {spec.restart_in_job}: template {spec.template} starts the ranks "
+            "without an agent that could start them again. Use --template torchrun.sbatch.j2."
+        )
+    body = False
+    for number, line in enumerate(script.split("\n"), 1):
+        if line.startswith("#SBATCH") and body:
+            raise RequestError(
+                f"template {spec.template}: rendered line {number}, {line!r}, stands after the "
+                "first command, where Slurm ignores directives. Move it up."
+            )
+        body = body or bool(line.strip() and not line.startswith("#"))

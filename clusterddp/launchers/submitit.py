@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import EXIT_PAUSED, RequestError
-from clusterddp.launchers import Submission
-from clusterddp.launchers import script as rendering
+from clusterddp.launchers import Submission, sbatch
 from clusterddp.processes import environment
 from clusterddp.request.spec import EXPEDITE, JobSpec
 from clusterddp.run import events, restart_policy
@@ -205,7 +204,7 @@ def _folder(spec: JobSpec) -> Path:
 
 def _by_protocol(spec: JobSpec) -> bool:
     """Return whether submitit can tell what its signal means, by the limit of --time."""
-    timed = "time" in rendering.directive_values(spec)
+    timed = "time" in sbatch.directive_values(spec)
     limit = forms.limit_seconds(spec.resources.time) if timed else None
     return spec.requeues and bool(spec.signal) and limit is not None
 
@@ -215,13 +214,13 @@ def _python(spec: JobSpec) -> str:
 
 
 def _task_argv(spec: JobSpec) -> list[str]:
-    return [spec.python, "-m", "clusterddp", *rendering.task_arguments(spec)]
+    return [spec.python, "-m", "clusterddp", *sbatch.task_arguments(spec)]
 
 
 def _parameters(spec: JobSpec) -> dict[str, Any]:
     """submitit's parameters; directives go through `additional_parameters`, values as they are."""
     resources = spec.resources
-    wanted = rendering.directive_values(spec)
+    wanted = sbatch.directive_values(spec)
     limit = forms.limit_seconds(wanted.get("time") or "")
     if spec.signal:  # to the tasks, where submitit listens
         wanted["signal"] = spec.signal.removeprefix("B:")
@@ -237,7 +236,7 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
         "time": None if limit is None else math.ceil(limit / 60),
         "wckey": None,
         "job_name": _escaped(wanted.pop("job-name", None)),
-        "setup": rendering.render(replace(spec, template=rendering.SUBMITIT_SETUP)).split("\n"),
+        "setup": sbatch.render(replace(spec, template=sbatch.SUBMITIT_SETUP)).split("\n"),
         "additional_parameters": {
             # submitit always asks Slurm for a signal ahead of the time limit, which would end the
             # tasks: unless one was asked for, let it be one that does nothing.

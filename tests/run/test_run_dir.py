@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.launchers import script as rendering
+from clusterddp.launchers import sbatch
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.files import read_json, read_json_lines, write_atomically
 from clusterddp.run.run_dir import RunDir, find_runs
@@ -100,7 +100,7 @@ def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path: Path) -> None:
 
 
 def test_the_script_too_begins_a_new_line_after_a_torn_one(tmp_path: Path) -> None:
-    script = rendering.render(spec())
+    script = sbatch.render(spec())
     record = script[script.index("record() {") :].partition("\n}\n")[0] + "\n}\n"
     run = RunDir(tmp_path)
     run.events.write_text('{"event": "submitted"}\n{"event": "ended", "exi')

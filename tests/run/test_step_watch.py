@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp import log
-from clusterddp.launchers import script as rendering
+from clusterddp.launchers import sbatch
 from clusterddp.run import step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
@@ -189,7 +189,7 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
 
 def test_it_outlives_the_scripts_signals_and_not_the_script(tmp_path: Path) -> None:
     Attempt(RunDir(tmp_path / "run"), 1).outcomes.mkdir(parents=True)
-    rendered = rendering.render(spec())
+    rendered = sbatch.render(spec())
     start = rendered.index("  (trap '' TERM")
     line = rendered[start : rendered.index("\nfi\n", start)]
     script = f"python=$0 run_dir=$1 attempt=1\n{line}\necho $!; wait; read line"

@@ -64,6 +64,6 @@ def copy(name: str, target: Path) -> None:
 
 
 def _read(name: str) -> str:
-    from clusterddp.launchers.script import shipped_folder
+    from clusterddp.launchers.sbatch import shipped_folder
 
     return (shipped_folder() / name).read_text()

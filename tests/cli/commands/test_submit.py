@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from clusterddp.cli.main import cli
 from clusterddp.errors import ClusterDDPError
-from clusterddp.launchers import script as rendering
+from clusterddp.launchers import sbatch
 from tests.hostile import CARRIED, REFUSED
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -97,7 +97,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_whole_script_is_as_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "__version__", "VERSION")
+    monkeypatch.setattr(sbatch, "__version__", "VERSION")
     golden = GOLDEN / f"{name}.sbatch"
     script = dry_run(*SCRIPTS[name])
     if os.environ.get("CLUSTERDDP_TEST_UPDATE_GOLDEN"):
@@ -143,13 +143,13 @@ def test_a_dry_run_needs_neither_slurm_nor_torch_nor_a_writable_folder(
 def test_a_hostile_value_is_carried_or_refused_by_every_option(value: str, elsewhere: Path) -> None:
     quoted = shlex.quote(value)
     for option, given, expected in (
-        ("--job-name", value, f"#SBATCH {rendering.directive('job-name', value or 'demo')}"),
-        ("--env", f"K={value}", f"export K={rendering.shell_word(value)}"),
+        ("--job-name", value, f"#SBATCH {sbatch.directive('job-name', value or 'demo')}"),
+        ("--env", f"K={value}", f"export K={sbatch.shell_word(value)}"),
         ("--setup", f"echo {quoted}", f"\necho {quoted}\n"),
         ("--teardown", f"echo {quoted}", f"    echo {quoted}\n"),
-        ("--sbatch", f"comment={value}", f"#SBATCH {rendering.directive('comment', value)}"),
-        ("--srun-args", quoted, f"  {rendering.shell_word(value)} \\\n"),
-        ("--launch-prefix", quoted, f"prefix=({rendering.shell_word(value)})"),
+        ("--sbatch", f"comment={value}", f"#SBATCH {sbatch.directive('comment', value)}"),
+        ("--srun-args", quoted, f"  {sbatch.shell_word(value)} \\\n"),
+        ("--launch-prefix", quoted, f"prefix=({sbatch.shell_word(value)})"),
     ):
         for launcher in ("sbatch", "local"):
             result = run("--dry-run", *FIXED, "--launcher", launcher, f"{option}={given}")

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from clusterddp.cli.main import cli
 from clusterddp.errors import RequestError
 from clusterddp.launchers import SHIPPED
-from clusterddp.launchers.script import shipped_folder
+from clusterddp.launchers.sbatch import shipped_folder
 
 
 def test_the_listed_templates_are_those_shipped_for_a_person() -> None:

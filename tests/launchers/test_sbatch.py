@@ -13,7 +13,7 @@ import jinja2.compiler
 import pytest
 
 from clusterddp.errors import RequestError
-from clusterddp.launchers import script as rendering
+from clusterddp.launchers import sbatch
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.request.spec import Resources
 from clusterddp.request.train_config import TrainConfig
@@ -37,7 +37,7 @@ FULL: dict[str, Any] = {
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("fields", [{}, FULL, {"command": ("python", *CARRIED)}])
 def test_the_script_is_sound_shell(template: str, fields: dict[str, Any]) -> None:
-    script = rendering.render(spec(template=template, **fields))
+    script = sbatch.render(spec(template=template, **fields))
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     if shutil.which("shellcheck") or os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
         checked = subprocess.run(
@@ -48,7 +48,7 @@ def test_the_script_is_sound_shell(template: str, fields: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_same_request_gives_the_same_bytes(template: str) -> None:
-    assert rendering.render(spec(template=template, **FULL)) == rendering.render(
+    assert sbatch.render(spec(template=template, **FULL)) == sbatch.render(
         spec(template=template, **FULL)
     )
 
@@ -57,7 +57,7 @@ def test_the_same_request_gives_the_same_bytes(template: str) -> None:
 def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
     line = next(
         part
-        for part in rendering.render(spec(environment=(("VALUE", value),))).split("\n")
+        for part in sbatch.render(spec(environment=(("VALUE", value),))).split("\n")
         if part.startswith("export VALUE=")
     )
     seen = subprocess.run(
@@ -70,7 +70,7 @@ def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("value", CARRIED)
 def test_a_command_word_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
-    script = rendering.render(spec(command=("prog", value, "end")))
+    script = sbatch.render(spec(command=("prog", value, "end")))
     array = script[script.index("task=(") : script.index("\n)\n") + 3]
     seen = subprocess.run(
         ["bash", "-c", f'python=python\n{array}printf "%s\\0" "${{task[@]}}"'],
@@ -82,7 +82,7 @@ def test_a_command_word_reaches_bash_as_it_is(value: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("value", CARRIED)
 def test_a_directive_is_one_line_in_slurms_quoting(value: str) -> None:
-    line = rendering.directive("comment", value)
+    line = sbatch.directive("comment", value)
     assert "\n" not in line
     assert read_as_slurm_does(line) == f"--comment={value}"
 
@@ -90,12 +90,12 @@ def test_a_directive_is_one_line_in_slurms_quoting(value: str) -> None:
 @pytest.mark.parametrize("value", REFUSED)
 def test_a_directive_that_would_become_two_lines_is_refused(value: str) -> None:
     with pytest.raises(RequestError, match="--comment"):
-        rendering.directive("comment", value)
+        sbatch.directive("comment", value)
 
 
 def test_a_directive_longer_than_slurms_buffer_is_refused() -> None:
     with pytest.raises(RequestError, match="8001 bytes"):
-        rendering.directive("comment", "x" * 8001)
+        sbatch.directive("comment", "x" * 8001)
 
 
 @pytest.mark.parametrize(
@@ -110,32 +110,32 @@ def test_each_style_asks_for_the_same_gpus(style: str, ddp: str, torchrun: str) 
     request = spec(
         resources=Resources(nodes=2, gpus_per_node=4, gpu_type="a100", gpu_request=style)
     )
-    assert ddp in rendering.directives(request)
-    assert torchrun in rendering.directives(request, agents=True)
+    assert ddp in sbatch.directives(request)
+    assert torchrun in sbatch.directives(request, agents=True)
 
 
 def test_an_agent_gets_the_cpus_of_all_its_ranks() -> None:
     request = spec(resources=Resources(nodes=2, tasks_per_node=4, cpus_per_task=3))
-    assert "--cpus-per-task=3" in rendering.directives(request)
-    assert "--cpus-per-task=12" in rendering.directives(request, agents=True)
-    assert "--ntasks=2" in rendering.directives(request, agents=True)
+    assert "--cpus-per-task=3" in sbatch.directives(request)
+    assert "--cpus-per-task=12" in sbatch.directives(request, agents=True)
+    assert "--ntasks=2" in sbatch.directives(request, agents=True)
 
 
 def test_a_directive_can_be_left_out() -> None:
     request = spec(resources=Resources(mem="1G"), omit_directives=("mem", "comment"))
-    lines = rendering.directives(request)
+    lines = sbatch.directives(request)
     assert not [line for line in lines if line.startswith(("--mem", "--comment"))]
 
 
 def test_without_the_shells_variables_only_those_passed_by_name_come_along() -> None:
-    assert "--export=NONE" in rendering.directives(spec(export="NONE"))
+    assert "--export=NONE" in sbatch.directives(spec(export="NONE"))
     named = spec(export="NONE", pass_environment=("A", "B"))
-    assert "--export=A,B" in rendering.directives(named)
+    assert "--export=A,B" in sbatch.directives(named)
 
 
 @pytest.mark.parametrize(("job", "restart"), [(1, 0), (7, 3), (123456, 0), (4294967, 12)])
 def test_the_scripts_port_is_the_one_that_ranks_derive(job: int, restart: int) -> None:
-    script = rendering.render(spec())
+    script = sbatch.render(spec())
     start = script.index("listening()")
     part = script[start : script.index("export MASTER_PORT", start)]
     for taken in range(3):
@@ -150,7 +150,7 @@ def test_the_scripts_port_is_the_one_that_ranks_derive(job: int, restart: int) -
 
 
 def test_a_log_that_takes_no_divider_does_not_end_the_start(tmp_path: Path) -> None:
-    script = rendering.render(spec())
+    script = sbatch.render(spec())
     start = script.index("  attempt=1\n")
     part = script[start : script.index("  record started", start)]
     (tmp_path / "attempts/0001").mkdir(parents=True)
@@ -186,7 +186,7 @@ def own(folder: Path, content: str) -> str:
 def test_ranks_are_told_by_the_signal_where_no_file_can_tell_them(
     tmp_path: Path, small_disk: Callable[[str], list[str]]
 ) -> None:
-    script = rendering.render(spec(train=TrainConfig(), command=()))
+    script = sbatch.render(spec(train=TrainConfig(), command=()))
     ask = script[script.index("ask_to_stop() {") :].partition("\n}\n")[0] + "\n}\n"
     told = "attempt_dir=$PWD SLURM_JOB_ID=7; sleep 60 & launched=$!; ask_to_stop USR1; "
     ended = "wait $launched; echo $?"
@@ -212,11 +212,11 @@ def test_a_misspelt_block_is_refused_with_those_there_are(tmp_path: Path) -> Non
     ):
         good = "".join(f"{{% block {name} %}}echo {name}\n{{% endblock %}}" for name in blocks)
         text = f'{{% extends "{parent}" %}}\n{good}\n'
-        script = rendering.render(spec(template=own(tmp_path, text)), tmp_path)
+        script = sbatch.render(spec(template=own(tmp_path, text)), tmp_path)
         assert all(f"echo {name}\n" in script for name in blocks)
         bad = text + f"{{% block {misspelt} %}}x{{% endblock %}}\n"
         with pytest.raises(RequestError) as caught:
-            rendering.render(spec(template=own(tmp_path, bad)), tmp_path)
+            sbatch.render(spec(template=own(tmp_path, bad)), tmp_path)
         lines = bad.split("\n")
         line = next(n for n, text in enumerate(lines, 1) if f"block {misspelt}" in text)
         assert f"own.sbatch.j2, line {line}: there is no block {misspelt!r}" in str(caught.value)
@@ -229,7 +229,7 @@ def test_an_own_template_replaces_one_block(tmp_path: Path) -> None:
         tmp_path,
         '{% extends "shipped/ddp.sbatch.j2" %}\n{% block setup %}echo mine\n{% endblock %}\n',
     )
-    script = rendering.render(spec(template=name, setup=("echo theirs",)), tmp_path)
+    script = sbatch.render(spec(template=name, setup=("echo theirs",)), tmp_path)
     assert "\necho mine\n" in script
     assert "\necho theirs\n" not in script
     assert "srun --nodes=1" in script
@@ -239,7 +239,7 @@ def test_an_own_template_can_stand_in_for_a_shipped_one(tmp_path: Path) -> None:
     (tmp_path / "ddp.sbatch.j2").write_text(
         '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}echo instead\n{% endblock %}'
     )
-    assert "echo instead" in rendering.render(spec(), tmp_path)
+    assert "echo instead" in sbatch.render(spec(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_faulty_template_is_blamed_by_file_and_line(
 ) -> None:
     name = own(tmp_path, content)
     with pytest.raises(RequestError) as caught:
-        rendering.render(spec(template=name), tmp_path)
+        sbatch.render(spec(template=name), tmp_path)
     for word in words:
         assert word in str(caught.value)
 
@@ -269,12 +269,12 @@ def test_a_template_with_crlf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.sbatch.j2").write_bytes(b"#!/bin/bash\r\n")
     script_spec = spec(template="own.sbatch.j2", setup=("x",))
     # Jinja itself turns the template's own line ends into plain ones.
-    assert rendering.render(script_spec, tmp_path) == "#!/bin/bash\n"
+    assert sbatch.render(script_spec, tmp_path) == "#!/bin/bash\n"
 
 
 def test_a_template_that_is_not_there_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"gone\.j2.*torchrun\.sbatch\.j2"):
-        rendering.render(spec(template="gone.j2"))
+        sbatch.render(spec(template="gone.j2"))
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """Compiled templates lie in a folder of the test's own, and compilations are counted."""
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    seen = Compiled(tmp_path / "prefix" / rendering.shipped_folder().relative_to("/"))
+    seen = Compiled(tmp_path / "prefix" / sbatch.shipped_folder().relative_to("/"))
     compile_source = jinja2.Environment._compile
 
     def counted(self: Any, source: str, filename: str) -> Any:
@@ -297,10 +297,10 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
 def test_a_shipped_template_is_compiled_once_and_renders_the_same(
     compiled: Compiled, template: str
 ) -> None:
-    first = rendering.render(spec(template=template, **FULL))
+    first = sbatch.render(spec(template=template, **FULL))
     kept = len(compiled.compilations)
     assert len(list(compiled.folder.iterdir())) == kept > 0
-    assert rendering.render(spec(template=template, **FULL)) == first
+    assert sbatch.render(spec(template=template, **FULL)) == first
     assert len(compiled.compilations) == kept
 
 
@@ -309,22 +309,22 @@ def test_an_own_template_is_compiled_anew_where_it_has_changed_and_its_parent_is
 ) -> None:
     for text in ("", "", "more"):
         name = own(tmp_path, '{% extends "shipped/ddp.sbatch.j2" %}' + text)
-        rendering.render(spec(template=name), tmp_path)
+        sbatch.render(spec(template=name), tmp_path)
     assert sorted(compiled.compilations) == ["ddp.sbatch.j2", name, name]
 
 
 @pytest.mark.parametrize("keep", [0, 20, 100, -1])
 def test_a_torn_compiled_template_is_made_anew(compiled: Compiled, keep: int) -> None:
-    first = rendering.render(spec())
+    first = sbatch.render(spec())
     [path] = compiled.folder.iterdir()
     path.write_bytes(path.read_bytes()[:keep])
-    assert rendering.render(spec()) == first
-    assert rendering.render(spec()) == first
+    assert sbatch.render(spec()) == first
+    assert sbatch.render(spec()) == first
     assert compiled.compilations == ["ddp.sbatch.j2"] * 2
 
 
 def test_every_user_of_an_installation_can_read_what_is_compiled(compiled: Compiled) -> None:
-    rendering.render(spec())
+    sbatch.render(spec())
     [path] = compiled.folder.iterdir()
     assert path.stat().st_mode & 0o777 == 0o644
 
@@ -334,10 +334,10 @@ def test_where_nothing_can_or_shall_be_kept_it_renders_all_the_same(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sys, "dont_write_bytecode", True)
-        first = rendering.render(spec())
+        first = sbatch.render(spec())
     assert not compiled.folder.exists()
     (tmp_path / "prefix").write_text("no folder")
-    assert rendering.render(spec()) == first
+    assert sbatch.render(spec()) == first
     assert compiled.compilations == ["ddp.sbatch.j2"] * 2
 
 
