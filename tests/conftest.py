@@ -24,17 +24,35 @@ from tests.data.made_sets import NOBODY
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+HERE = Path(__file__).parent
+# The files that take longest, most of it waiting: begun last, they would leave processors idle.
+LONGEST = (
+    "on_slurm/test_endings.py", "on_slurm/test_faults.py", "on_slurm/test_launchers.py",
+    "on_slurm/test_signals.py", "on_slurm/test_life.py", "cli/commands/test_debug.py",
+    "on_slurm/test_cluster.py", "launchers/test_local.py", "test_articles.py", "kept/test_kept.py",
+    "on_slurm/test_submit.py", "on_slurm/test_client.py", "test_examples.py",
+    "cli/commands/test_train.py", "cli/commands/test_compare.py",
+)  # fmt: skip
+
 _SETTINGS = ("CLUSTERDDP_", "SBATCH_", "SLURM_", "SRUN_", "SALLOC_", "PMI_", "TORCHELASTIC_")
 _MNIST = "CLUSTERDDP_TEST_MNIST"
 # Nothing may be skipped, as in CI; read once, as the tests clear what they see of it.
 _NO_SKIPS = os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Has pytest-xdist take files in the order given here, not by their number of tests."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what needs the real MNIST, so that `-m mnist` runs just that."""
+    """Marks what needs the real MNIST, so that `-m mnist` runs just that; puts LONGEST first."""
     for item in items:
         if "mnist_dir" in getattr(item, "fixturenames", ()):
             item.add_marker("mnist")
+    order = {HERE / file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(autouse=True)
