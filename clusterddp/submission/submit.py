@@ -7,13 +7,84 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from clusterddp import launchers, log
 from clusterddp.errors import RequestError, SlurmError
+from clusterddp.launchers import Submission, load
+from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
+
+
+def submit(
+    spec: JobSpec,
+    script: str,
+    *,
+    snapshot_limit_mb: float,
+    check: bool = False,
+    inputs_are_sure: bool = False,
+) -> tuple[RunDir, Submission]:
+    """Check the files that the tasks will read, make the run's directory, submit the script.
+
+    check: ask Slurm for its forecast first. inputs_are_sure: the caller has checked the files
+    that the tasks read. Raises RequestError, and then leaves nothing; SlurmError where the job may
+    be queued; an interruption is logged, and passed on.
+    """
+    _check_new(spec)
+    _warn_of_launcher(spec)
+    if spec.train and not inputs_are_sure:
+        make_sure(
+            spec.train,
+            may_fetch=True,
+            elsewhere=in_another_python(spec),
+            world_size=spec.world_size,
+        )
+    if check and spec.launcher != "local":
+        _log_outlook(script)
+    with RunDir.create(spec, script) as run:
+        try:
+            _keep_code(spec, run, snapshot_limit_mb)
+            submission = load(spec.launcher).submit(spec, script, run)
+        except KeyboardInterrupt:
+            info(
+                f"interrupted; the job may be queued. Look for it by its comment, "
+                f"{submission_comment(spec.run_name)}; its directory {run.path} is kept."
+            )
+            raise
+        except OSError as error:
+            raise SlurmError(
+                f"the run's records cannot be written: {error}. The job may be queued; look for it "
+                f"by its comment, {submission_comment(spec.run_name)}."
+            ) from None
+    return run, submission
+
+
+def check_own_code(spec: JobSpec) -> None:
+    """Refuse, or warn of, what a dry run can see of a person's code; touches nothing.
+
+    Raises RequestError where the model or the dataset is a function that is not there.
+    """
+    _warn_of_launcher(spec)
+    if spec.train:
+        find_own_functions(spec.train, elsewhere=in_another_python(spec))
+
+
+def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
+    """List the folders in a person's tree that hold no code: runs, and the shipped datasets."""
+    folders = run_folders(run)
+    if spec.train and not user_functions.is_reference(spec.train.dataset):
+        # MNIST, which the tasks find by its absolute path, is larger than any code.
+        folders += [Path(spec.train.data_dir, name) for name in ("MNIST", "synthetic")]
+    return folders
+
+
+def runs_code_of(spec: JobSpec, tree: Path) -> bool:
+    """Return whether the tasks run code of this tree, rather than ours or what is installed."""
+    if spec.train is None:
+        return True
+    files = [user_functions.find(reference, tree) for _, reference in spec.train.own_functions]
+    return any(file and file.is_relative_to(tree) for file in files)
 
 
 def _check_new(spec: JobSpec) -> None:
@@ -39,25 +110,15 @@ def _log_outlook(script: str) -> None:
                 ". Queued all the same, it waits for a node or a partition that is down, or for "
                 "ever: see sinfo."
             )
-    (log.info if found else log.warning)(words)
+    (info if found else warning)(words)
     with suppress(SlurmError):
         for setting in requeue_exits():
-            log.warning(
+            warning(
                 f"slurm.conf has {setting}: Slurm requeues a job that ends with such a "
                 "code, also where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. "
                 "A run that was stopped ends with 75, a failed one with its rank's "
                 "code or 1."
             )
-
-
-def check_own_code(spec: JobSpec) -> None:
-    """Refuse, or warn of, what a dry run can see of a person's code; touches nothing.
-
-    Raises RequestError where the model or the dataset is a function that is not there.
-    """
-    _warn_of_launcher(spec)
-    if spec.train:
-        find_own_functions(spec.train, elsewhere=in_another_python(spec))
 
 
 def _warn_of_launcher(spec: JobSpec) -> None:
@@ -67,7 +128,7 @@ def _warn_of_launcher(spec: JobSpec) -> None:
 
         found = nested_launcher.in_script(spec.command, Path.cwd())
         if found:
-            log.warning(
+            warning(
                 f"{found.script}, line {found.line}, may start {found.name} in each of "
                 f"the tasks, which are ranks already ({spec.layout}): each would train a copy by "
                 "itself. Start the program there without it; --allow-launcher says that it is "
@@ -75,50 +136,7 @@ def _warn_of_launcher(spec: JobSpec) -> None:
             )
 
 
-def submit(
-    spec: JobSpec,
-    script: str,
-    *,
-    snapshot_limit_mb: float,
-    check: bool = False,
-    inputs_are_sure: bool = False,
-) -> tuple[RunDir, launchers.Submission]:
-    """Check the files that the tasks will read, make the run's directory, submit the script.
-
-    check: ask Slurm for its forecast first. inputs_are_sure: the caller has checked the files
-    that the tasks read. Raises RequestError, and then leaves nothing; SlurmError where the job may
-    be queued; an interruption is logged, and passed on.
-    """
-    _check_new(spec)
-    _warn_of_launcher(spec)
-    if spec.train and not inputs_are_sure:
-        make_sure(
-            spec.train,
-            may_fetch=True,
-            elsewhere=in_another_python(spec),
-            world_size=spec.world_size,
-        )
-    if check and spec.launcher != "local":
-        _log_outlook(script)
-    with RunDir.create(spec, script) as run:
-        try:
-            keep_code(spec, run, snapshot_limit_mb)
-            submission = launchers.load(spec.launcher).submit(spec, script, run)
-        except KeyboardInterrupt:
-            log.info(
-                f"interrupted; the job may be queued. Look for it by its comment, "
-                f"{submission_comment(spec.run_name)}; its directory {run.path} is kept."
-            )
-            raise
-        except OSError as error:
-            raise SlurmError(
-                f"the run's records cannot be written: {error}. The job may be queued; look for it "
-                f"by its comment, {submission_comment(spec.run_name)}."
-            ) from None
-    return run, submission
-
-
-def keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
+def _keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
     """Copy the tree of a person's code into the run, or note what it is like without a copy.
 
     Raises RequestError when it is too large or cannot be read.
@@ -135,27 +153,10 @@ def keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
         except RequestError as error:
             if spec.snapshot:  # it was asked for
                 raise
-            log.warning(f"your code is not copied: {error}")
+            warning(f"your code is not copied: {error}")
         else:
             snapshot.warn_of_large(taken, limit_mb)
     if taken is None:
         taken = snapshot.fingerprint(tree, leave_out=leave_out)
     if taken:
         write_atomically(run.code_record, taken.to_json().encode())
-
-
-def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
-    """List the folders in a person's tree that hold no code: runs, and the shipped datasets."""
-    folders = run_folders(run)
-    if spec.train and not user_functions.is_reference(spec.train.dataset):
-        # MNIST, which the tasks find by its absolute path, is larger than any code.
-        folders += [Path(spec.train.data_dir, name) for name in ("MNIST", "synthetic")]
-    return folders
-
-
-def runs_code_of(spec: JobSpec, tree: Path) -> bool:
-    """Return whether the tasks run code of this tree, rather than ours or what is installed."""
-    if spec.train is None:
-        return True
-    files = [user_functions.find(reference, tree) for _, reference in spec.train.own_functions]
-    return any(file and file.is_relative_to(tree) for file in files)
