@@ -11,8 +11,14 @@ import click
 from clusterddp.cli.options import config_from, source
 from clusterddp.errors import OptionError
 from clusterddp.launchers import SHIPPED, full_name
-from clusterddp.request.options import COUNT, NEEDED_DIRECTIVES, PASSED_ON, REPLACED
-from clusterddp.request.settings import Settings, sbatch_directives
+from clusterddp.request.options import (
+    COUNT,
+    NEEDED_DIRECTIVES,
+    PASSED_ON,
+    REPLACED,
+    Settings,
+    sbatch_directives,
+)
 from clusterddp.request.spec import DIRECTIVES, JobSpec, Resources
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms

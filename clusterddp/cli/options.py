@@ -17,10 +17,9 @@ import click
 from click.core import ParameterSource
 
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.request.options import Choice, Option
+from clusterddp.request.options import EXPEDITE, Choice, Option, Settings, find_site, read_site
 from clusterddp.request.recipes import RECIPES
-from clusterddp.request.settings import Settings, find_site, read_site
-from clusterddp.request.spec import EXPEDITE, OPTIONS
+from clusterddp.request.spec import OPTIONS, REQUEST
 from clusterddp.request.train_config import TRAINING, TrainConfig
 
 if TYPE_CHECKING:
@@ -111,10 +110,11 @@ class SettingsCommand(click.Command):
     def _load_settings(self, ctx: click.Context, args: list[str]) -> None:
         given = self._peek(ctx, list(args))
         path = find_site(given.get("site"), os.environ, Path.cwd())
-        settings = read_site(path, given.get("cluster") or os.environ.get("CLUSTERDDP_CLUSTER"))
+        cluster = given.get("cluster") or os.environ.get("CLUSTERDDP_CLUSTER")
+        settings = read_site(path, cluster, OPTIONS)
         parameters = {parameter.name for parameter in self.params}
         if "partition" in parameters:  # only who asks Slurm for something has a use for SBATCH_*
-            settings = settings.with_sbatch(os.environ)
+            settings = settings.with_sbatch(os.environ, REQUEST)
         ctx.obj = settings
         ctx.default_map = {
             OPTIONS[name].parameter: _items(value) if OPTIONS[name].type is tuple else value

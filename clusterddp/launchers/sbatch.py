@@ -31,7 +31,8 @@ from jinja2.bccache import Bucket
 
 from clusterddp.errors import RequestError
 from clusterddp.launchers import Submission
-from clusterddp.request.spec import EXPEDITE, REQUEST, JobSpec, submission_comment
+from clusterddp.request.options import EXPEDITE
+from clusterddp.request.spec import REQUEST, JobSpec, submission_comment
 from clusterddp.slurm import forms
 from clusterddp.version import __version__
 

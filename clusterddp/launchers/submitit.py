@@ -22,7 +22,8 @@ from typing import Any
 from clusterddp.errors import EXIT_PAUSED, RequestError
 from clusterddp.launchers import Submission, sbatch
 from clusterddp.processes import environment
-from clusterddp.request.spec import EXPEDITE, JobSpec
+from clusterddp.request.options import EXPEDITE
+from clusterddp.request.spec import JobSpec
 from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import read_outcomes

@@ -17,6 +17,7 @@ from clusterddp.request.options import (
     ASKED,
     CODE,
     COUNT,
+    EXPEDITE,
     GROUPS,
     INTERRUPTED,
     KEPT,
@@ -49,8 +50,6 @@ from clusterddp.slurm.forms import (
 )
 
 SPEC_FORMAT = 1
-EXPEDITE = "expedite"
-"""Word of sbatch's --requeue that puts a job back at the top of the queue (Slurm 25.11)."""
 MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")

@@ -13,7 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from clusterddp import log
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmError
-from clusterddp.request.spec import EXPEDITE, submission_comment
+from clusterddp.request.options import EXPEDITE
+from clusterddp.request.spec import submission_comment
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events, logs, restart_policy
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded

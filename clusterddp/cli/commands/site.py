@@ -11,7 +11,7 @@ from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import naming_sources, source
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED
-from clusterddp.request.settings import Settings
+from clusterddp.request.options import Settings
 from clusterddp.request.spec import OPTIONS
 
 

@@ -16,9 +16,8 @@ from clusterddp.errors import (
     RequestError,
 )
 from clusterddp.launchers import load
-from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS
-from clusterddp.request.settings import unused_variables
-from clusterddp.request.spec import OPTIONS
+from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
+from clusterddp.request.spec import OPTIONS, REQUEST
 
 
 class SubmitCommand(SettingsCommand):
@@ -73,7 +72,7 @@ def command(
 
     Trains MNIST on every task, or runs COMMAND there with RANK, WORLD_SIZE, MASTER_ADDR … set.
     """
-    for name in unused_variables(os.environ):
+    for name in unused_variables(os.environ, REQUEST):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
     if run_name == "":
         raise RequestError("--run-name is empty; leave it out to have one made up.")
