@@ -1,13 +1,12 @@
-"""The figures of a run, as far as its records can be read.
+"""Reads the figures of a run from its records, as far as these can be read.
 
-Points of the training curve, each rank's speed and the stragglers among them, what the last
-evaluation confused, and the starts of the run.
+They are the points of the training curve, each rank's speed and the stragglers, the mistakes of the
+last evaluation, and the starts of the run.
 """
 
 import base64
-import binascii
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -15,8 +14,19 @@ from clusterddp.run import history
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.files import read_lines
 from clusterddp.run.outcome import first_failure, read_outcomes
-from clusterddp.run.records import AttemptSummary, EvaluationRecord, MetricsLine, Report, WorstImage
+from clusterddp.run.records import (
+    AttemptSummary,
+    EvaluationRecord,
+    MetricsLine,
+    RankReport,
+    Report,
+    WorstImage,
+)
 from clusterddp.run.run_dir import RunDir
+
+SLOW = 0.8
+"""Share of the other ranks' median speed below which a rank is a straggler."""
+_LARGEST_SIDE = 512
 
 
 def read_points(path: Path) -> list[MetricsLine]:
@@ -30,29 +40,14 @@ def read_points(path: Path) -> list[MetricsLine]:
 
 
 def rank_rates(points: list[MetricsLine]) -> list[float | None]:
-    """Each rank's median images/s over the training, as far as it was measured."""
+    """Return each rank's median images/s over the training, as far as it was measured."""
     rates = [point.rank_images_per_second for point in points if not point.tested]
     rows = [row for row in rates if row]
     if not rows:
         return []
-    rows = [row for row in rows if len(row) == len(rows[-1])]  # a start may have had other ranks
+    rows = [row for row in rows if len(row) == len(rows[-1])]  # attempts may differ in world size
     columns = [[rate for rate in column if rate is not None] for column in zip(*rows, strict=True)]
     return [median(column) if column else None for column in columns]
-
-
-SLOW = 0.8
-"""A rank below this part of what the others reach is a straggler."""
-
-
-@dataclass(frozen=True)
-class Rank:
-    """One rank of a run, as far as it is known."""
-
-    rank: int
-    host: str = ""
-    images_per_second: float | None = None
-    """Over the time in which it did not wait for others."""
-    peak_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class Straggler:
 
     @property
     def part(self) -> float:
-        """Of what the others reach."""
+        """Share of the other ranks' median."""
         return self.images_per_second / self.median_of_others
 
     def describe(self) -> str:
@@ -78,24 +73,21 @@ class Straggler:
         )
 
 
-def stragglers(ranks: Sequence[Rank]) -> list[Straggler]:
-    """The ranks whose images/s are below SLOW of the others' median, the slowest first."""
+def stragglers(ranks: Sequence[RankReport]) -> list[Straggler]:
+    """List the ranks whose images/s are below SLOW of the others' median, the slowest first."""
     known = sorted(
-        (one.images_per_second, one.rank, one.host)
-        for one in ranks
-        if one.images_per_second is not None
+        (rank.images_per_second, rank.rank, rank.host)
+        for rank in ranks
+        if rank.images_per_second is not None
     )
     rates = [rate for rate, _, _ in known]
-    found = []
-    for index, (rate, rank, host) in enumerate(known):
+    slow = []
+    for index, (rate, number, host) in enumerate(known):
         others = rates[:index] + rates[index + 1 :]
         if not others or rate >= SLOW * (usual := median(others)):
             break  # the next one is no slower
-        found.append(Straggler(rank, host, rate, usual))
-    return found
-
-
-_LARGEST_SIDE = 512
+        slow.append(Straggler(number, host, rate, usual))
+    return slow
 
 
 @dataclass(frozen=True)
@@ -112,41 +104,29 @@ class Confusion:
 
 
 @dataclass(frozen=True)
-class Worst:
-    """A test image of high loss."""
-
-    index: int
-    label: int
-    predicted: int
-    loss: float | None
-    height: int
-    width: int
-    pixels: bytes
-    """Grey values, row by row."""
-
-
-@dataclass(frozen=True)
 class Evaluation:
-    """The content of evaluation.json."""
+    """Content of evaluation.json, as far as it can be shown."""
 
     matrix: list[list[int]]
     """Counts: a row a label, a column a prediction; empty where the record has none."""
-    worst: list[Worst]
+    worst: list[tuple[WorstImage, bytes]]
+    """Images of the highest loss with their grey values, row by row."""
 
     def confusions(self) -> list[Confusion]:
-        """The mistakes that were made, the most common first."""
-        found = [
+        """List the mistakes, the most common first."""
+        mistakes = [
             Confusion(label, predicted, count)
             for label, row in enumerate(self.matrix)
             for predicted, count in enumerate(row)
             if label != predicted and count > 0
         ]
-        return sorted(found, key=lambda one: (-one.count, one.label, one.predicted))
+        return sorted(mistakes, key=lambda each: (-each.count, each.label, each.predicted))
 
 
 def read_evaluation(record: EvaluationRecord) -> Evaluation:
-    """Take of the record what can be shown."""
-    return Evaluation(_matrix(record), [one for each in record.worst if (one := _worst(each))])
+    """Take from the record what can be shown."""
+    pictures = [(image, _grey_values(image)) for image in record.worst]
+    return Evaluation(_matrix(record), [(image, grey) for image, grey in pictures if grey])
 
 
 def _matrix(record: EvaluationRecord) -> list[list[int]]:
@@ -154,41 +134,23 @@ def _matrix(record: EvaluationRecord) -> list[list[int]]:
     return known if all(len(row) == len(known) for row in known) else []
 
 
-def _worst(record: WorstImage) -> Worst | None:
+def _grey_values(record: WorstImage) -> bytes | None:
+    """Decode an image; None where its record is damaged."""
     try:
         pixels = base64.b64decode(record.pixels, validate=True)
-    except (binascii.Error, ValueError):
+        height, width = record.shape
+    except ValueError:  # binascii.Error is one
         return None
-    if len(record.shape) != 2:
-        return None
-    height, width = record.shape
-    if not (0 < height <= _LARGEST_SIDE and 0 < width <= _LARGEST_SIDE):
-        return None
-    if len(pixels) != height * width:
-        return None
-    label, predicted = record.label, record.predicted
-    return Worst(record.index, label, predicted, record.loss, height, width, pixels)
+    sound = 0 < height <= _LARGEST_SIDE and 0 < width <= _LARGEST_SIDE
+    return pixels if sound and len(pixels) == height * width else None
 
 
 @dataclass(frozen=True)
-class Start:
-    """One attempt of a run; None where its ranks never met."""
+class Start(AttemptSummary):
+    """One attempt of a run; values are None where its ranks never met."""
 
-    attempt: int
-    job_id: str = ""
-    hosts: list[str] = field(default_factory=list)
-    began: float | None = None
-    """When its ranks had met, seconds since the epoch."""
-    first_step: int | None = None
-    """The step of the checkpoint from which it started."""
-    last_step: int | None = None
-    cause: str = ""
-    """Why it ended, a word of `requeue`; `killed` where nobody recorded it; empty of the latest."""
     why: str = ""
-    """More of it: the rank that failed first, the signal."""
-    steps_done_twice: int = 0
-    seconds_lost: float = 0.0
-    """From the saving of what the next attempt went on from until that one's ranks had met."""
+    """Details of the cause: the rank that failed first, the signal."""
 
     @property
     def ended(self) -> str:
@@ -197,16 +159,17 @@ class Start:
 
 
 def read_starts(run: RunDir, report: Report | None) -> list[Start]:
-    """The starts of a run, the latest last, as its report tells them or else its records."""
+    """List the starts of a run, the latest last, from its report or else from its records."""
     summaries = (report.attempts if report else ()) or _from_records(run)
-    told = {each.attempt: _start(each) for each in summaries}
+    starts = {each.attempt: Start(**vars(each)) for each in summaries}
     try:
-        made = attempts(run)
+        known = attempts(run)
     except OSError:
-        made = []
-    for one in made:
-        told[one.number] = _explained(told.get(one.number) or Start(one.number), one)
-    return [told[number] for number in sorted(told)]
+        known = []
+    for attempt in known:
+        start = starts.get(attempt.number) or Start(attempt.number)
+        starts[attempt.number] = _explained(start, attempt)
+    return [starts[number] for number in sorted(starts)]
 
 
 def _from_records(run: RunDir) -> Sequence[AttemptSummary]:
@@ -216,18 +179,12 @@ def _from_records(run: RunDir) -> Sequence[AttemptSummary]:
         return ()
 
 
-def _start(summary: AttemptSummary) -> Start:
-    return Start(**{**vars(summary), "hosts": list(summary.hosts)})
-
-
 def _explained(start: Start, attempt: Attempt) -> Start:
-    """With what the ranks themselves left of their end, where more can be known of it."""
+    """Add the cause that the attempt itself recorded, where it explains more."""
     if start.cause not in ("", "killed", "failed", "stopped"):
         return start
     last_word = attempt.read_last_word()
     if last_word and last_word.cause not in ("", "failed"):
         return replace(start, cause=last_word.cause, why=last_word.reason)
     failure = first_failure(read_outcomes(attempt.outcomes))
-    if failure is None:
-        return start
-    return replace(start, cause="failed", why=failure.describe())
+    return replace(start, cause="failed", why=failure.describe()) if failure else start

@@ -1,17 +1,16 @@
-"""One account of a run from all its records: what `clusterddp report` shows of it.
+"""Gathers the records of a run into one account, which `clusterddp report` shows.
 
-A record that is absent or damaged takes nothing from what the others tell.
+A missing or damaged record costs only its own figures.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterDDPError
 from clusterddp.reporting.figures import (
     Confusion,
     Evaluation,
-    Rank,
     Start,
     Straggler,
     rank_rates,
@@ -26,11 +25,12 @@ from clusterddp.run import files
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.progress import latest_report
-from clusterddp.run.records import EvaluationRecord, MetricsLine, Report, Resolved
+from clusterddp.run.records import EvaluationRecord, MetricsLine, RankReport, Report, Resolved
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import RunStatus
 
 _MOST_CONFUSIONS = 20
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunReport:
 
     name: str
     state: str
-    """As `clusterddp status` tells it: queued, running, done, failed, and so on."""
+    """State in `clusterddp status`: queued, running, done, failed, and so on."""
     detail: str
     first_failure: str
     directory: str
@@ -51,7 +51,7 @@ class RunReport:
     launcher: str
     complete: bool
     command: list[str] = field(default_factory=list)
-    """Of a run that does not train here but runs a person's own command."""
+    """Command of a run that has no training of clusterddp."""
     model: str = ""
     dataset: str = ""
     strategy: str = ""
@@ -59,23 +59,23 @@ class RunReport:
     train_images: int | None = None
     test_images: int | None = None
     accuracy: float | None = None
-    """On the test set, from 0 to 1; so is the loss."""
+    """Share on the test set, from 0 to 1."""
     loss: float | None = None
     train_loss: float | None = None
-    """The latest in metrics.jsonl."""
+    """Latest value in metrics.jsonl."""
     step: int | None = None
     epoch: int | None = None
     train_seconds: float | None = None
-    """Training steps of all attempts."""
+    """Time of the training steps of all attempts."""
     total_seconds: float | None = None
-    """The latest attempt from its start to its end."""
+    """Time of the latest attempt from its start to its end."""
     images_per_second: float | None = None
-    """Of all ranks together."""
+    """Speed of all ranks together."""
     world_size: int | None = None
     num_nodes: int | None = None
     hosts: list[str] = field(default_factory=list)
     where: list[str] = field(default_factory=list)
-    """What each rank ran on: `ranks 0-1 on h01: cpu`."""
+    """Devices of the ranks: `ranks 0-1 on h01: cpu`."""
     device: str = ""
     precision: str = ""
     backend: str = ""
@@ -84,27 +84,27 @@ class RunReport:
     cuda_graph: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
-    """The largest of any rank: allocated by torch on a GPU, resident on a CPU."""
-    ranks: list[Rank] = field(default_factory=list)
+    """Largest of any rank: allocated by torch on a GPU, resident on a CPU."""
+    ranks: list[RankReport] = field(default_factory=list)
     stragglers: list[Straggler] = field(default_factory=list)
-    """The slowest first."""
+    """Slow ranks, the slowest first."""
     starts: int = 0
     steps_done_twice: int = 0
     seconds_lost: float = 0.0
     attempts: list[Start] = field(default_factory=list)
     confusions: list[Confusion] = field(default_factory=list)
-    """The most common mistakes on the test set, the most common first."""
+    """Most common mistakes on the test set, the most common first."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What of the training's configuration is not as by default."""
+    """Fields of the training's configuration that differ from the defaults."""
     warnings: list[str] = field(default_factory=list)
     weights_sha256: str = ""
     finished: float | None = None
-    """Seconds since the epoch."""
+    """Time of the end, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """A run's report and what the page draws beside it."""
+    """Report of a run, and the rest that the page draws."""
 
     run: RunDir
     report: RunReport
@@ -115,18 +115,24 @@ class Gathered:
 
 
 def gather(run: RunDir, status: RunStatus) -> Gathered:
-    """All that the records of a run tell. `status` is how it is doing."""
+    """Gather the account of a run, whose state is `status`, from all its records."""
     spec = _spec(run)
     attempt = _latest_attempt(run)
     final = latest_report(run, attempt.number if attempt else None)
     report = final or Report()
+    resolved = files.read(Resolved, run.resolved) or Resolved(precision="")
+    settled = report if report != Report() else resolved
+    train = spec.train if spec else None
     points = read_points(run.metrics)
-    figures = _figures(report, points)
-    tested = _tested(run, figures["step"])
+    last = points[-1] if points else MetricsLine()
+    trained = next((point for point in reversed(points) if not point.tested), MetricsLine())
+    tested = next((point for point in reversed(points) if point.tested), MetricsLine())
+    step = _first(report.steps, last.step if points else None)
+    evaluation = _evaluation(run, step)
     ranks = _ranks(report, points, attempt)
-    made = read_starts(run, final)
-    if made and not made[-1].cause:
-        made[-1] = dataclasses.replace(made[-1], cause=status.state)
+    starts = read_starts(run, final)
+    if starts and not starts[-1].cause:
+        starts[-1] = dataclasses.replace(starts[-1], cause=status.state)
     account = RunReport(
         name=status.name,
         state=status.state,
@@ -136,35 +142,51 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         job_id=status.job_id,
         launcher=status.launcher,
         complete=final is not None,
-        **_request(spec, report),
-        **figures,
-        **_machines(report, files.read(Resolved, run.resolved) or Resolved(precision=""), status),
+        command=list(spec.command) if spec else [],
+        model=report.model or (train.model if train else ""),
+        dataset=report.dataset or (train.dataset if train else ""),
+        strategy=report.strategy or (train.strategy if train else ""),
+        parameters=report.parameters,
+        train_images=report.train_images,
+        test_images=report.test_images,
+        accuracy=_first(report.accuracy, tested.accuracy),
+        loss=_first(report.loss, tested.loss),
+        train_loss=trained.loss,
+        step=step,
+        epoch=_first(report.epochs, last.epoch),
+        train_seconds=_first(report.train_seconds, last.seconds),
+        total_seconds=report.total_seconds,
+        images_per_second=_first(report.images_per_second, trained.images_per_second),
+        world_size=settled.world_size or status.world_size,
+        num_nodes=report.num_nodes or status.nodes,
+        hosts=list(dict.fromkeys(settled.hosts)) or status.hosts,
+        where=list(resolved.where),
+        device=report.device or resolved.kind,
+        precision=settled.precision,
+        backend=settled.backend,
+        threads=settled.threads or None,
+        cuda_graph=settled.cuda_graph,
+        versions={name: text for name, text in (report.versions or {}).items() if text},
+        peak_memory_bytes=report.peak_memory_bytes,
         ranks=ranks,
         stragglers=stragglers(ranks),
-        starts=report.starts or len(made) or _begun(status),
-        steps_done_twice=sum(one.steps_done_twice for one in made),
-        seconds_lost=round(sum(one.seconds_lost for one in made), 3),
-        attempts=made,
-        confusions=tested.confusions()[:_MOST_CONFUSIONS],
+        starts=report.starts or len(starts) or _started(status),
+        steps_done_twice=sum(start.steps_done_twice for start in starts),
+        seconds_lost=round(sum(start.seconds_lost for start in starts), 3),
+        attempts=starts,
+        confusions=evaluation.confusions()[:_MOST_CONFUSIONS],
+        settings=changed_settings(train) if train else {},
+        warnings=list(settled.warnings),
         weights_sha256=report.weights_sha256,
         finished=report.finished,
     )
-    return Gathered(run, account, points, tested, spec)
-
-
-def _begun(status: RunStatus) -> int:
-    """The starts of a run that left no attempt, as far as its events tell."""
-    return status.restarts + 1 if status.started_time else 0
+    return Gathered(run, account, points, evaluation, spec)
 
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:
-    """The fields of a configuration that are not as by default."""
-    usual = TrainConfig()
-    return {
-        one.name: getattr(config, one.name)
-        for one in dataclasses.fields(config)
-        if getattr(config, one.name) != getattr(usual, one.name)
-    }
+    """Return the fields of a configuration that differ from the defaults."""
+    defaults = vars(TrainConfig())
+    return {name: value for name, value in vars(config).items() if value != defaults[name]}
 
 
 def _spec(run: RunDir) -> JobSpec | None:
@@ -181,82 +203,27 @@ def _latest_attempt(run: RunDir) -> Attempt | None:
         return None
 
 
-def _request(spec: JobSpec | None, report: Report) -> dict[str, Any]:
-    train = spec.train if spec else None
-    return {
-        "command": list(spec.command) if spec else [],
-        "model": report.model or (train.model if train else ""),
-        "dataset": report.dataset or (train.dataset if train else ""),
-        "strategy": report.strategy or (train.strategy if train else ""),
-        "settings": changed_settings(train) if train else {},
-    }
+def _first(final: _Value | None, latest: _Value | None) -> _Value | None:
+    """Prefer a figure of the report to the latest in the metrics."""
+    return latest if final is None else final
 
 
-def _figures(report: Report, points: list[MetricsLine]) -> dict[str, Any]:
-    last = points[-1] if points else None
-    trained = next((one for one in reversed(points) if not one.tested), None)
-    tested = next((one for one in reversed(points) if one.tested), None)
-    figures: dict[str, Any] = {
-        "accuracy": tested.accuracy if tested else None,
-        "loss": tested.loss if tested else None,
-        "step": last.step if last else None,
-        "epoch": last.epoch if last else None,
-        "train_seconds": last.seconds if last else None,
-        "images_per_second": trained.images_per_second if trained else None,
-    }
-    told = {
-        "accuracy": report.accuracy,
-        "loss": report.loss,
-        "step": report.steps,
-        "epoch": report.epochs,
-        "train_seconds": report.train_seconds,
-        "images_per_second": report.images_per_second,
-    }
-    figures |= {name: value for name, value in told.items() if value is not None}
-    return {
-        **figures,
-        "train_loss": trained.loss if trained else None,
-        "total_seconds": report.total_seconds,
-        "parameters": report.parameters,
-        "train_images": report.train_images,
-        "test_images": report.test_images,
-        "peak_memory_bytes": report.peak_memory_bytes,
-    }
+def _started(status: RunStatus) -> int:
+    """Count the starts of a run that left no attempt from its events."""
+    return status.restarts + 1 if status.started_time else 0
 
 
-def _tested(run: RunDir, step: int | None) -> Evaluation:
-    """evaluation.json, unless the run has gone on since."""
+def _evaluation(run: RunDir, step: int | None) -> Evaluation:
+    """Read evaluation.json, unless the run has been resumed since."""
     record = files.read(EvaluationRecord, run.evaluation) or EvaluationRecord()
     return read_evaluation(record if record.step in (None, step) else EvaluationRecord())
 
 
-def _machines(report: Report, resolved: Resolved, status: RunStatus) -> dict[str, Any]:
-    """Where it ran, by its report, else by what the ranks agreed on, else by what was asked."""
-    known = report if report != Report() else resolved
-    return {
-        "world_size": known.world_size or status.world_size,
-        "num_nodes": report.num_nodes or status.nodes,
-        "hosts": list(dict.fromkeys(known.hosts)) or status.hosts,
-        "where": list(resolved.where),
-        "device": report.device or resolved.kind,
-        "precision": known.precision,
-        "backend": known.backend,
-        "threads": known.threads or None,
-        "cuda_graph": known.cuda_graph,
-        "versions": {name: text for name, text in (report.versions or {}).items() if text},
-        "warnings": list(known.warnings),
-    }
-
-
-def _ranks(report: Report, points: list[MetricsLine], attempt: Attempt | None) -> list[Rank]:
-    """Each rank's pace: from the report, or as far as metrics and outcomes tell it."""
-    told = [
-        Rank(one.rank, one.host, one.images_per_second, one.peak_memory_bytes)
-        for one in report.ranks
-    ]
-    if told:
-        return sorted(told, key=lambda one: one.rank)
+def _ranks(report: Report, points: list[MetricsLine], attempt: Attempt | None) -> list[RankReport]:
+    """Return each rank's speed from the report, or as far as metrics and outcomes have it."""
+    if report.ranks:
+        return sorted(report.ranks, key=lambda rank: rank.rank)
     rates = rank_rates(points)
     outcomes = read_outcomes(attempt.outcomes) if rates and attempt else []
-    hosts = {one.rank: str(one.host) for one in outcomes}
-    return [Rank(rank, hosts.get(rank, ""), rate) for rank, rate in enumerate(rates)]
+    hosts = {outcome.rank: str(outcome.host) for outcome in outcomes}
+    return [RankReport(rank, rate, hosts.get(rank, "")) for rank, rate in enumerate(rates)]

@@ -73,8 +73,8 @@ def _run(one: Gathered) -> dict[str, Any]:
         "widest": _widest(one.evaluation),
         "worst": [
             (worst, f"data:image/png;base64,{base64.b64encode(picture).decode()}")
-            for worst in one.evaluation.worst
-            for picture in [plots.png(worst.height, worst.width, worst.pixels)]
+            for worst, grey in one.evaluation.worst
+            for picture in [plots.png(worst.shape, grey)]
         ],
         "settings": _settings(one.spec.train if one.spec else None, TrainConfig()),
         "resources": _settings(one.spec.resources if one.spec else None, Resources()),

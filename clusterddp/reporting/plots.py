@@ -224,12 +224,15 @@ def save_scaling(scaling: Scaling, path: Path, subtitle: Sequence[str]) -> None:
     figure.savefig(path)
 
 
-def png(height: int, width: int, pixels: bytes) -> bytes:
-    """Encode grey values, row by row, as a PNG; Pillow comes with matplotlib."""
+def png(shape: Sequence[int], pixels: bytes) -> bytes:
+    """Encode grey values, row by row, of an image (height, width) as a PNG.
+
+    Pillow comes with matplotlib.
+    """
     from PIL import Image
 
     content = io.BytesIO()
-    Image.frombytes("L", (width, height), pixels).save(content, "PNG")
+    Image.frombytes("L", (shape[1], shape[0]), pixels).save(content, "PNG")
     return content.getvalue()
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from clusterddp.reporting.figures import Rank, rank_rates, read_evaluation, read_points, stragglers
+from clusterddp.reporting.figures import rank_rates, read_evaluation, read_points, stragglers
 from clusterddp.reporting.gather import RunReport
 from clusterddp.reporting.plots import scalings
 from clusterddp.run import formatting
-from clusterddp.run.records import EvaluationRecord
+from clusterddp.run.records import EvaluationRecord, RankReport
 from tests.hostile import CARRIED, REFUSED
 
 
@@ -32,7 +32,7 @@ from tests.hostile import CARRIED, REFUSED
 def test_a_straggler_is_below_four_fifths_of_what_the_others_reach(
     rates: list[float | None], slow: list[int]
 ) -> None:
-    ranks = [Rank(rank, f"h{rank}", rate) for rank, rate in enumerate(rates)]
+    ranks = [RankReport(rank, rate, f"h{rank}") for rank, rate in enumerate(rates)]
     assert [one.rank for one in stragglers(ranks)] == slow
 
 
