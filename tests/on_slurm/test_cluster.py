@@ -59,12 +59,6 @@ def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_job_of_two_nodes_runs_on_both(cluster: SlurmCluster, tmp_path: Path) -> None:
-    job = cluster.sbatch("#!/bin/sh\nsrun hostname\n", "-N2", "--output=log", cwd=tmp_path)
-    assert cluster.wait_job(job) == "COMPLETED"
-    assert sorted((tmp_path / "log").read_text().split()) == ["h01", "h02"]
-
-
 def test_every_host_has_its_own_name_and_address(cluster: SlurmCluster) -> None:
     for host in ("login", *cluster.hosts):
         assert cluster.run_on(host, ["hostname"], check=True).stdout == f"{host}\n"
@@ -81,13 +75,6 @@ def test_every_host_knows_every_name(cluster: SlurmCluster) -> None:
         for name, address in cluster.addresses.items():
             answer = cluster.run_on(host, ["getent", "hosts", name], check=True).stdout.split()
             assert answer == [address, name]
-
-
-def test_hosts_reach_one_another_over_tcp(cluster: SlurmCluster) -> None:
-    server = cluster.popen_on("h02", [sys.executable, "-c", SERVER, "5000"])
-    answer = cluster.run_on("h01", [sys.executable, "-c", CLIENT, "h02", "5000"], check=True)
-    assert answer.stdout == f"h02 greets {cluster.addresses['h01']}\n"
-    assert server.wait(timeout=60) == 0
 
 
 def test_a_port_taken_on_one_host_is_free_on_the_other(cluster: SlurmCluster) -> None:
@@ -184,37 +171,6 @@ def test_cancel_all_empties_the_cluster(cluster: SlurmCluster, tmp_path: Path) -
     assert cluster.run(["squeue", "-h"], check=True).stdout == ""
     for host in cluster.hosts:
         assert "sleep 1000" not in cluster.processes(host).values()
-
-
-def test_a_requeued_job_starts_again(cluster: SlurmCluster, tmp_path: Path) -> None:
-    script = "#!/bin/sh\necho ${SLURM_RESTART_COUNT:-0} >>starts\n[ $SLURM_RESTART_COUNT ] "
-    job = cluster.sbatch(
-        script + "|| sleep 1000\n", "--requeue", "--output=/dev/null", cwd=tmp_path
-    )
-    _eventually((tmp_path / "starts").exists)
-    cluster.run(["scontrol", "requeue", job], check=True)
-    assert cluster.wait_job(job) == "COMPLETED"
-    assert (tmp_path / "starts").read_text().split() == ["0", "1"]
-
-
-def test_the_high_partition_preempts_the_main_one(cluster: SlurmCluster) -> None:
-    low = cluster.sbatch("#!/bin/sh\nsleep 1000\n", "-N2", "--exclusive", "--output=/dev/null")
-    _eventually(lambda: cluster.job_state(low) == "RUNNING")
-    argv = ["srun", "--partition=high", "-N2", "--exclusive", "hostname"]
-    assert sorted(cluster.run(argv, check=True).stdout.split()) == ["h01", "h02"]
-    _eventually(lambda: cluster.job_state(low) == "PENDING")
-
-
-def test_a_job_survives_its_slurmd(cluster: SlurmCluster, tmp_path: Path) -> None:
-    go_on = tmp_path / "go-on"
-    wait = f"while ! [ -e {shlex.quote(str(go_on))} ]; do sleep 0.05; done"
-    job = cluster.sbatch(f"#!/bin/sh\n{wait}\n", "-w", "h01", "--output=/dev/null")
-    _eventually(lambda: cluster.job_state(job) == "RUNNING")
-    cluster.kill_slurmd("h01")
-    cluster.start_slurmd("h01")
-    assert cluster.job_state(job) == "RUNNING"
-    go_on.touch()
-    assert cluster.wait_job(job) == "COMPLETED"
 
 
 def test_a_job_survives_slurmctld(cluster: SlurmCluster) -> None:
