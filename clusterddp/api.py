@@ -31,7 +31,7 @@ from clusterddp.submission import resubmit as resubmission
 from clusterddp.submission import submit as submitting
 from clusterddp.submission.preflight import make_sure
 from clusterddp.submission.resubmit import Resubmission, Terms
-from clusterddp.worker import functions, workstation
+from clusterddp.worker import workstation
 
 T = TypeVar("T")
 
@@ -224,7 +224,7 @@ def launch(
     if run_dir is not None:
         raise RequestError("run_dir is that of a TrainConfig; a function keeps its own records.")
     _check_method(start_method, START_METHODS[1:])
-    return functions.call_on_ranks(target, args, procs, start_method or "fork")
+    return workstation.call_on_ranks(target, args, procs, start_method or "fork")
 
 
 def _check_method(start_method: str | None, known: Sequence[str]) -> None:

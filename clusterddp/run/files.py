@@ -173,7 +173,7 @@ def _converter(annotation: Any) -> Callable[[object], object]:
 
 def _items(value: object, convert: Callable[[object], object], may_be_none: bool) -> object:
     """Convert the items of a list; what cannot be is None where that keeps its place, else left."""
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):  # a tuple: of what this process has not read but made
         return _WRONG
     items = (convert(item) for item in value)
     if may_be_none:

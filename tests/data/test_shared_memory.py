@@ -13,7 +13,7 @@ from clusterddp.distributed import rendezvous
 from clusterddp.errors import DataError, PeerError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.worker import datasets
+from clusterddp.worker import start
 
 TAKES = """
 import json, sys
@@ -107,7 +107,7 @@ def test_a_rank_that_cannot_map_it_says_so_and_reads_the_files(
 
     def take(offer: object) -> Held:
         monkeypatch.setattr(rendezvous, "ask", lambda *_: offer)
-        return datasets._take(config, env, None, "data/0")  # type: ignore[arg-type]
+        return start._take(config, env, None, "data/0")  # type: ignore[arg-type]
 
     assert take(held.offer()).handle is None and not logged
     for offer in ({**held.offer(), "file": [0, 0]}, {}, None, {"sizes": "?"}):

@@ -23,7 +23,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.learner import check_fit
-from clusterddp.worker import datasets, start
+from clusterddp.worker import start
 from clusterddp.worker.task import run_task
 from tests.training.ranks import run_ranks
 from tests.training.trainings import generator_states, hello
@@ -318,7 +318,7 @@ def _obtain(rank: int, world_size: int, folder: str, environ: dict[str, str]) ->
     dist.broadcast_object_list(found)
     store = dist.FileStore(f"{folder}/store", world_size)
     try:
-        train, _, _ = datasets.obtain(
+        train, _, _ = start.obtain(
             settings, env, store, sets, CPU, data_sha256=found[0]
         )  # fmt: skip
     except ClusterDDPError as error:

@@ -53,7 +53,7 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback(method: str) -> 
     words = str(raised.value)
     assert words.startswith("rank 1 of 2 failed first:\nTraceback (most recent call last):\n")
     assert words.endswith("ValueError: boom")
-    assert "called.py" in words and "functions.py" not in words
+    assert "called.py" in words and "workstation.py" not in words
 
 
 @pytest.mark.parametrize(
