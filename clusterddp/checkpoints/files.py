@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import CheckpointError
-from clusterddp.run.files import read_file, read_json, write_atomically
+from clusterddp.run.files import load, read_file, read_json, write_atomically
 from clusterddp.version import __version__
 
 FORMAT = 3
@@ -146,11 +146,7 @@ def _format(data: bytes) -> object:
 
 def read_best(folder: Path) -> Best | None:
     """Return the best checkpoint that best.json in a folder names, or None."""
-    content = read_json(folder / BEST) or {}
-    try:
-        return Best(float(content["accuracy"]), int(content["step"]))
-    except (KeyError, TypeError, ValueError):
-        return None
+    return load(Best, read_json(folder / BEST))
 
 
 def write_best(folder: Path, best: Best) -> None:

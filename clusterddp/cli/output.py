@@ -65,7 +65,7 @@ def follow(
                 err=True,
             )
         return EXIT_INTERRUPTED
-    if status.state == FAILED and not status.first_failure.startswith("rank 0 "):
+    if status.state == FAILED and status.failed_rank != 0:
         # The job log ends with the last words of the rank that failed.
         latest = sys.maxsize if status.attempt is None else status.attempt
         last = of_attempt(run.job_log, latest).rstrip().splitlines()[-_LAST_LINES:]

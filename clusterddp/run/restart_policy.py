@@ -97,7 +97,7 @@ def decide(
     if cause == REQUEUED:
         return Decision(False, "Slurm has put the job back into the queue")
     if not policy.requeue and (cause in _GOES_ON or policy.restart_on_failure):
-        return Decision(False, f"{how or cause}, and requeue is off")
+        return Decision(False, requeue_is_off(how or cause))
     if cause == FAILED:
         crashes = sum(start.cause == FAILED for start in starts)
         if not policy.restart_on_failure:
@@ -112,6 +112,11 @@ def decide(
     if len(last) == _FRUITLESS_STARTS and all(start.gained == 0 for start in last):
         return Decision(False, f"{_FRUITLESS_STARTS} starts in a row have not gained a step")
     return Decision(True, cause)
+
+
+def requeue_is_off(how: str) -> str:
+    """Why a run is not started again that may not be; how: what took place."""
+    return f"{how}, and requeue is off"
 
 
 def capped(max_requeues: int) -> str:

@@ -28,7 +28,6 @@ A run is one directory below the output root. What is in it:
     resubmit-NNNN.claim  who resubmits the run, or did last
 """
 
-import math
 import os
 import shlex
 import tempfile
@@ -36,7 +35,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
@@ -224,16 +222,6 @@ def find_runs(output_root: Path) -> list[RunDir]:
 def run_folders(run: RunDir) -> list[Path]:
     """What lies in a person's tree and is no code: runs, or the folder that holds nothing else."""
     return [run.path.parent, *(one.path for one in find_runs(run.path.parent))]
-
-
-def first_number(*values: object, as_type: type = float) -> Any:
-    """Of values that a record holds, the first that is a number, as that type; else None."""
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if as_type is float or math.isfinite(value):
-            return as_type(value)
-    return None
 
 
 def _undo(made: Path | None, parents: list[Path]) -> None:

@@ -31,8 +31,6 @@ ENDED = frozenset({DONE, FAILED, CANCELLED, STOPPED})
 SETTLE_SECONDS = 60.0
 """How long a job that was put back into the queue may still show how it ended."""
 
-FORGOTTEN = "Slurm no longer knows the job"
-
 _HELD = "job requeued in held state"
 """Slurm's reason of a job with --requeue=expedite that failed on healthy nodes (seen on 26.05)."""
 
@@ -160,8 +158,10 @@ def _judge_ended(
         return FAILED, f"exit code {submission.exit_code}{told}{held}"
     if cause == restart_policy.STOPPED:
         return STOPPED, f"by 'clusterddp stop'{_at(submission)}"
-    own = submission.why.startswith(submission.how or cause)
-    text = f"{submission.why}{_at(submission)}" if own else f"{_how(submission)}; {submission.why}"
+    how = submission.how or cause
+    says_how = submission.why in (how, restart_policy.requeue_is_off(how))
+    text = f"{submission.why}{_at(submission)}"
+    text = text if says_how else f"{_how(submission)}; {submission.why}"
     if cause in _SLURMS_CAUSES and not submission.saved:
         return FAILED, f"{text}; it ended without saving"
     return STOPPED, text
@@ -249,7 +249,7 @@ def _judge_forgotten(
         return UNKNOWN, f"Slurm could not be asked: {job.problem}{finished}"
     if submission.cancelled:
         return CANCELLED, "" if submission.started else "before it started"
-    lost = f"{FORGOTTEN}, and "
+    lost = "Slurm no longer knows the job, and "
     if submission.started:
         return UNKNOWN, f"{lost}it recorded no end: killed, or its node was lost{finished}"
     return UNKNOWN, f"{lost}it never recorded a start: cancelled, or failed before its first line"

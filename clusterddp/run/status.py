@@ -7,6 +7,7 @@ process of a local run (`local_process`) and what the training has left (`progre
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shlex
 import time
 from collections.abc import Mapping
@@ -40,6 +41,8 @@ from clusterddp.slurm.hostlist import expand_nodelist
 from clusterddp.slurm.states import JobState, State
 
 T = TypeVar("T")
+
+_NOT_PRINTED = ("failed_rank", "is_forgotten")
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,15 @@ class RunStatus:
     first_failure: str = ""
     directory: str = ""
     next_command: str = ""
+    failed_rank: int | None = None
+    """Of `first_failure`; not printed, like the next one."""
+    is_forgotten: bool = False
+    """Whether nobody recorded an end of its job, and Slurm no longer knows it."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Return what `clusterddp status --json` prints."""
+        fields = dataclasses.asdict(self)
+        return {name: fields[name] for name in fields if name not in _NOT_PRINTED}
 
     @property
     def has_ended(self) -> bool:
@@ -140,9 +152,18 @@ def run_status(
         warnings=list(figures.warnings),
         exit_code=_exit_code(state, submission, job),
         first_failure=failure.describe() if failure else "",
+        failed_rank=failure.rank if failure else None,
+        is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
         directory=str(run.path),
         next_command=_next_command(run, state, failure, submission, bool(checkpoint)),
     )
+
+
+def _is_forgotten(submission: Submission | None, job: JobState | None) -> bool:
+    if submission is None or submission.is_local or submission.goes_on:
+        return False
+    unknown = job is not None and job.state is State.UNKNOWN and not job.problem
+    return unknown and submission.ended is None
 
 
 def _started_by_hand(run: RunDir) -> Attempt | None:

@@ -11,7 +11,7 @@ from clusterddp.run import events
 from clusterddp.run.attempt import latest
 from clusterddp.run.local_process import process_alive
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.state import CREATED, ENDED, FORGOTTEN, QUEUED, RUNNING, UNKNOWN
+from clusterddp.run.state import CREATED, ENDED, QUEUED, RUNNING, UNKNOWN
 from clusterddp.run.status import RunStatus
 from clusterddp.run.submission import Submission, latest_submission
 from clusterddp.slurm import control
@@ -110,7 +110,7 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
     if status.state in ENDED:
         message = f"{run.name} has already ended: {status.state}"
         return Cancellation(run.name, submission.job_id, False, message)
-    if status.state == UNKNOWN and status.detail.startswith(FORGOTTEN):
+    if status.is_forgotten:
         message = f"{run.name}: Slurm no longer knows job {submission.job_id}: nothing to cancel"
         return Cancellation(run.name, submission.job_id, False, message)
     if submission.is_local and process_alive(submission) is None:

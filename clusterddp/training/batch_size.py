@@ -39,7 +39,6 @@ _SHARE = 0.5
 OUT_OF_MEMORY = "out of memory"
 NEXT_TOO_LARGE = "the next would take too much of the free memory"
 NO_FASTER = "no faster any more"
-STOPPED = "asked to stop: "
 
 
 @dataclass(frozen=True)
@@ -90,17 +89,20 @@ def find(
     report = log.info if rank == 0 else lambda _: None
     trial = Trial(config, agreed, rank, train_set, device)
 
-    def tried(size: int) -> Tried:
-        one = trial(size, lambda: mark(size, Phase.FORWARD))
-        mark(size, Phase.LOG)
-        return _together(replace(one, reason=request.reason), agreed.world_size, device)
-
     reason = ""
+
+    def tried(size: int) -> Tried:
+        nonlocal reason
+        own = trial(size, lambda: mark(size, Phase.FORWARD))
+        mark(size, Phase.LOG)
+        of_all = _together(replace(own, reason=request.reason), agreed.world_size, device)
+        reason = "" if of_all.failed else of_all.reason
+        return of_all
+
     most = len(train_set) // agreed.world_size // config.accumulate
     rows = []
     report(f"{'batch per rank':>14}  {'images/s':>10}  {'memory per rank':>15}")
     for row in search(sizes(config.batch_size, most), tried, to_the_end=device.type == "cuda"):
-        reason = row.note.removeprefix(STOPPED) if row.note.startswith(STOPPED) else ""
         report(
             f"{row.batch_size:>14,}  {row.images_per_second:>10,.0f}  "
             f"{row.memory_bytes / 2**20:>11,.0f} MiB  {row.note}".rstrip()
@@ -137,7 +139,7 @@ def search(
             yield replace(row, note=OUT_OF_MEMORY)
             return
         if one.reason:
-            yield replace(row, note=f"{STOPPED}{one.reason}")
+            yield replace(row, note=f"asked to stop: {one.reason}")
             return
         in_vain = 0 if one.images_per_second > _GAIN * fastest else in_vain + 1
         fastest = fastest if in_vain else one.images_per_second

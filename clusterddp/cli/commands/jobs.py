@@ -1,6 +1,5 @@
 """`clusterddp jobs`: the runs below the output root as a table, the latest last."""
 
-import dataclasses
 import shutil
 import sys
 import time
@@ -43,7 +42,7 @@ def command(last: int | None, state: tuple[str, ...], output_root: Path, as_json
     if state:
         found = [status for status in found if status.state in state][-(last or 0) :]
     if as_json:
-        click.echo(output.as_json([dataclasses.asdict(status) for status in found]))
+        click.echo(output.as_json([status.as_dict() for status in found]))
     elif not found:
         among = f"{' or '.join(state)} " if there else ""
         click.echo(f"no {among}runs below {output_root}", err=True)

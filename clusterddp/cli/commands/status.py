@@ -1,6 +1,5 @@
 """`clusterddp status`: how one run is doing, and what to type next."""
 
-import dataclasses
 import time
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     """
     [status] = statuses([find_run(output_root, run)])
     if as_json:
-        click.echo(output.as_json(dataclasses.asdict(status)))
+        click.echo(output.as_json(status.as_dict()))
     else:
         click.echo(describe(status))
 
