@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.data.synthetic import synthesise
 from clusterddp.launchers.local import job_environment
 from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
@@ -38,12 +40,16 @@ def unpacked(folder: Path, commit: str, name: str) -> None:
     (folder / "digits.py").write_bytes((HERE / "digits.py").read_bytes())
 
 
-def ran(folder: Path, *argv: str, **more: str) -> str:
-    """Standard error of a command, which must exit with 0."""
-    done = subprocess.run(
+def typed(folder: Path, *argv: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         argv, cwd=folder, env={**os.environ, **more}, capture_output=True, text=True, timeout=200,
         check=False, preexec_fn=dying_with_us(),
     )  # fmt: skip
+
+
+def ran(folder: Path, *argv: str, **more: str) -> str:
+    """Standard error of a command, which must exit with 0."""
+    done = typed(folder, *argv, **more)
     logs = "\n".join(log.read_text() for log in folder.rglob("*.log"))
     assert done.returncode == 0, done.stderr + logs
     return done.stderr
@@ -135,14 +141,27 @@ def test_a_stopped_run_resumes_to_the_weights_of_an_uninterrupted_one(
     check_weights(commit, "training", read_json(run.report))
 
 
-def test_a_run_on_synthetic_digits_of_another_generator_goes_on_with_its_files(
-    tmp_path: Path,
-) -> None:
+def test_a_run_on_synthetic_digits_of_another_generator_uses_its_files(tmp_path: Path) -> None:
     unpacked(tmp_path, "46dae3b", "synthetic.tar.xz")
     (tmp_path / "jobs/data").rename(tmp_path / "data")
     run = rehearsed(tmp_path, "synthetic")
     assert "resuming from" in run.rank_log(0).read_text()
     check_weights("46dae3b", "synthetic", read_json(run.report))
+
+
+def test_a_run_on_synthetic_digits_rendered_anew_is_refused_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    unpacked(tmp_path, "46dae3b", "synthetic.tar.xz")
+    synthesise(str(tmp_path / "data"), train_images=256, test_images=64)
+    done = typed(tmp_path, sys.executable, "-m", "clusterddp.launchers.local", "jobs/synthetic")
+    assert done.returncode
+    verdict = RunDir(tmp_path / "jobs/synthetic").job_log.read_text()
+    assert re.search(
+        "rank 0 on 127.0.0.1 failed first: the synthetic dataset at .* has changed since this run "
+        "first started .* rendered other digits",
+        verdict,
+    )
 
 
 @pytest.mark.parametrize("name", requests.REQUESTS)
