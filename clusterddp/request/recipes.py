@@ -2,19 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+FieldValues: TypeAlias = Mapping[str, Any]
+"""Values for fields of TrainConfig."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Values for fields of TrainConfig, for one rank on the real MNIST."""
+    """One recipe, for one rank on the real MNIST."""
 
     summary: str
-    """A line for `--help`."""
-    settings: Mapping[str, Any]
+    """Line in `--help`."""
+    settings: FieldValues
 
 
-_COMMON: Mapping[str, Any] = {
+_COMMON: FieldValues = {
     "optimizer": "adamw",
     "momentum": 0.9,
     # Few steps are made, so what Adam knows of the gradients' size has to be recent.

@@ -10,7 +10,6 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.options import (
@@ -24,7 +23,6 @@ from clusterddp.request.options import (
     START,
     WHOLE,
     Choice,
-    Option,
     check_fields,
     option,
     options_of,
@@ -68,11 +66,7 @@ class Resources:
 
     nodes: int = option(1, "Number of nodes.", COUNT, "--nodes -N")
     gpus_per_node: int = option(
-        0,
-        "GPUs on each node.",
-        WHOLE,
-        "--gpus-per-node SBATCH_GPUS_PER_NODE [TYPE:]N",
-        type=str,
+        0, "GPUs on each node.", WHOLE, "--gpus-per-node SBATCH_GPUS_PER_NODE [TYPE:]N", type=str
     )
     gpu_type: str = ""
     gpu_request: str = option(
@@ -81,11 +75,7 @@ class Resources:
         Choice(("gpus-per-node", "gres", "gpus-per-task")),
     )
     tasks_per_node: int = option(
-        0,
-        "Ranks on each node.",
-        COUNT,
-        "--ntasks-per-node",
-        shown="one per GPU, or one",
+        0, "Ranks on each node.", COUNT, "--ntasks-per-node", shown="one per GPU, or one"
     )
     cpus_per_task: int | None = option(
         None, "CPUs for each rank.", COUNT, "--cpus-per-task -c", shown="the site's"
@@ -467,7 +457,7 @@ class JobSpec:
     def from_json(cls, content: str) -> "JobSpec":
         """Read a record; raises RequestError when it is no record of this format."""
         try:
-            fields: dict[str, Any] = json.loads(content)
+            fields = json.loads(content)
             if fields.pop("format") != SPEC_FORMAT:
                 raise RequestError("spec.json was written by a newer clusterddp; update this one.")
             resources = Resources(**fields.pop("resources"))
@@ -485,47 +475,32 @@ def submission_comment(run_name: str) -> str:
     return f"clusterddp:{run_name}"
 
 
-REQUEST = tuple(
-    sorted(
-        (
-            *options_of(Resources, ASKED),
-            *options_of(JobSpec, START),
-            Option(
-                "Ask Slurm before the submission when it would start (sbatch --test-only), and "
-                "warn when it finds no nodes for it.",
-                name="check",
-                type=bool,
-                default=False,
-                negatable=True,
-            ),
-            Option("Folder of your own templates.", names="DIR", name="template-dir", group=START),
-            Option(
-                "NAME=VALUE is written into the script (not for secrets); NAME passes the variable "
-                "that is set where you submit; repeatable.",
-                names="NAME[=VALUE]",
-                name="env",
-                type=tuple,
-                group=START,
-            ),
-            Option(
-                "Most megabytes that such a copy may have.",
-                names="MB",
-                name="snapshot-limit",
-                type=float,
-                default=50.0,
-                group=CODE,
-            ),
-            Option(
-                "Folder in which runs are kept.",
-                names="DIR",
-                name="output-root",
-                default="jobs",
-                group=KEPT,
-            ),
-        ),
-        key=lambda option: GROUPS.index(option.group),
+@dataclass(frozen=True)
+class _Terms:
+    """Options of a submission that are no fields of its request."""
+
+    check: bool = option(
+        False,
+        "Ask Slurm before the submission when it would start (sbatch --test-only), and warn when "
+        "it finds no nodes for it.",
+        group=ASKED,
+        negatable=True,
     )
-)
+    template_dir: str = option("", "Folder of your own templates.", names="DIR")
+    env: tuple[str, ...] = option(
+        (),
+        "NAME=VALUE is written into the script (not for secrets); NAME passes the variable that "
+        "is set where you submit; repeatable.",
+        names="NAME[=VALUE]",
+    )
+    snapshot_limit: float = option(
+        50.0, "Most megabytes that such a copy may have.", names="MB", group=CODE
+    )
+    output_root: str = option("jobs", "Folder in which runs are kept.", names="DIR", group=KEPT)
+
+
+_ROWS = (*options_of(Resources, ASKED), *options_of(JobSpec, START), *options_of(_Terms, START))
+REQUEST = tuple(sorted(_ROWS, key=lambda option: GROUPS.index(option.group)))
 """Options of what is asked for, in the order of --help."""
 OPTIONS = {option.name: option for option in (*REQUEST, *TRAINING)}
 """Every option by its name, which is also its key in site.cfg."""

@@ -5,7 +5,6 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from clusterddp.errors import OptionError
 from clusterddp.request.options import (
@@ -216,22 +215,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.backend == "nccl" and self.device == "cpu":
-            raise OptionError("--backend", " nccl exchanges between GPUs, but --device is cpu.")
-        if self.sync_batchnorm and self.strategy != "ddp":
-            raise OptionError(
-                "--sync-batchnorm",
-                f" goes over ranks, against --strategy {self.strategy}, which has "
-                "one. Leave one of them.",
-            )
-        if self.compile and self.strategy == "dp":
-            raise OptionError(
-                "--compile",
-                " against --strategy dp, whose copies of the model are new at each step. "
-                "Leave one of them.",
-            )
-        self._check_graph()
-        self._check_keras()
+        self._check_combinations()
         if not self.data_dir:
             raise OptionError("--data-dir", " is empty; name the folder that holds MNIST/raw.")
 
@@ -241,42 +225,49 @@ class TrainConfig:
         values = (("--model", self.model), ("--dataset", self.dataset))
         return tuple((option, value) for option, value in values if ":" in value)
 
-    def _check_graph(self) -> None:
-        if self.cuda_graph != "on":
-            return
-        for flag, given, why in (
-            ("--device cpu", self.device == "cpu", "graphs are replayed by GPUs"),
-            ("--precision fp16", self.precision == "fp16", "its loss scale is chosen step by step"),
-            ("--compile", self.compile, "torch.compile captures by itself"),
+    def _check_combinations(self) -> None:
+        on_cpu, dp, graph = self.device == "cpu", self.strategy == "dp", self.cuda_graph == "on"
+        keras = self.model == "keras-convnet"
+        torchs = "; --model bn-convnet is the same network in plain torch"
+        for given, options, why in (
+            (on_cpu and self.backend == "nccl", "backend nccl,device cpu", "it links GPUs"),
             (
-                "--strategy dp",
-                self.strategy == "dp",
-                "it copies the model to each GPU at each step",
+                self.sync_batchnorm and self.strategy != "ddp",
+                f"sync-batchnorm,strategy {self.strategy}",
+                "it goes over ranks, and there is one",
+            ),
+            (
+                self.compile and dp,
+                "compile,strategy dp",
+                "its copies of the model are new each step",
+            ),
+            (graph and on_cpu, "cuda-graph on,device cpu", "graphs are replayed by GPUs"),
+            (
+                graph and self.precision == "fp16",
+                "cuda-graph on,precision fp16",
+                "its loss scale is chosen step by step",
+            ),
+            (graph and self.compile, "cuda-graph on,compile", "torch.compile captures by itself"),
+            (
+                graph and dp,
+                "cuda-graph on,strategy dp",
+                "it copies the model to each GPU each step",
+            ),
+            (
+                keras and self.sync_batchnorm,
+                "sync-batchnorm,model keras-convnet",
+                f"Keras shares BatchNorm's statistics on TensorFlow alone{torchs}",
+            ),
+            (
+                keras and self.compile,
+                "compile,model keras-convnet",
+                f"torch.compile cuts Keras' calls into pieces, and no step gets faster{torchs}",
             ),
         ):
             if given:
-                raise OptionError("--cuda-graph", f" on against {flag}: {why}. Leave one of them.")
-
-    def _check_keras(self) -> None:
-        if self.model != "keras-convnet":
-            return
-        for flag, given, why in (
-            (
-                "--sync-batchnorm",
-                self.sync_batchnorm,
-                "Keras shares BatchNorm's statistics on TensorFlow alone",
-            ),
-            (
-                "--compile",
-                self.compile,
-                "torch.compile cuts Keras' calls into pieces, and no step gets faster",
-            ),
-        ):
-            if given:
+                option, other = options.split(",")
                 raise OptionError(
-                    flag,
-                    f" against --model keras-convnet: {why}. Leave it out, or take --model "
-                    "bn-convnet, the same network in plain torch.",
+                    f"--{option}", f" against --{other}: {why}. Leave one of them out."
                 )
 
     def lr_factor(self, world_size: int) -> float:
@@ -352,7 +343,7 @@ TRAINING = tuple(options_of(TrainConfig, TRAINED))
 """Options of the training, in the order of their fields."""
 
 
-def changes(before: Mapping[str, Any], after: TrainConfig) -> list[str]:
+def changes(before: Mapping[str, object], after: TrainConfig) -> list[str]:
     """Return what has changed of the options that decide the weights: `--lr 0.001, now 0.01`.
 
     before: the fields of a TrainConfig as a record holds them; one that is absent is passed over.

@@ -63,9 +63,7 @@ TIME_LIMIT = Form(
     "90 (minutes), 45:00, 02:30:00, 1-12 (days-hours), 1-02:30:00 or UNLIMITED",
 )
 MEMORY = Form(
-    r"(?ia)\d+[KMGT]?",
-    "amount of memory",
-    "64G, 500M, 1T, 4000 (megabytes) or 0 (all of a node)",
+    r"(?ia)\d+[KMGT]?", "amount of memory", "64G, 500M, 1T, 4000 (megabytes) or 0 (all of a node)"
 )
 SIGNAL = Form(
     r"(?:(?:B:)?(?:USR1|USR2|TERM)@[0-9]{1,5})?",

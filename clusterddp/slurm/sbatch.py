@@ -21,12 +21,7 @@ _NO_SUCH_OPTION = re.compile(r"unrecognized option|doesn't allow an argument|inv
 _PARSABLE = re.compile(r"(\d+)(?:;\S+)?")
 
 
-def sbatch(
-    script: str,
-    environ: Mapping[str, str],
-    *,
-    comment: str,
-) -> str:
+def sbatch(script: str, environ: Mapping[str, str], *, comment: str) -> str:
     """Queue a script and return the job id.
 
     comment: the job comment that the script itself sets; a submission whose answer was lost is

@@ -244,7 +244,7 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ({"model": "keras-convnet", "compile": True}, "--compile against --model keras-convnet"),
         ({"compile": True, "strategy": "dp"}, "--compile against --strategy dp"),
         ({"strategy": "fsdp"}, "--strategy: 'fsdp' is not one of ddp, dp, single"),
-        ({"sync_batchnorm": True, "strategy": "dp"}, "--sync-batchnorm goes over ranks, against"),
+        ({"sync_batchnorm": True, "strategy": "dp"}, "--sync-batchnorm against --strategy dp"),
         ({"profile": "-1"}, "--profile: '-1' is no rank"),
         ({"profile": "²"}, "--profile: '²' is no rank"),
         ({"model": "resnet"}, "(your own is MODULE:FUNCTION)"),
