@@ -30,7 +30,7 @@ def test_synthesise_then_check(tmp_path: Path) -> None:
         "  bytes         945,973\n"
         "  checksums     verified, the set's own SHA256SUMS\n"
     )
-    assert made.stderr.startswith("rendering 1,200 and 5 digits")
+    assert made.stderr.startswith("clusterddp: rendering 1,200 and 5 digits")
     checked = run("check", "--data-dir", place, "--dataset", "synthetic")
     assert (checked.stdout, checked.stderr) == (made.stdout, "")
 
