@@ -22,9 +22,8 @@ from clusterddp.run import stop as stopping
 from clusterddp.run.events import Failure
 from clusterddp.run.files import read_json
 from clusterddp.run.logs import of_attempt
-from clusterddp.run.lookup import DEFAULT_ROOT, all_runs, statuses
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.status import RunStatus
+from clusterddp.run.status import DEFAULT_ROOT, RunStatus, all_runs, statuses
 from clusterddp.run.stop import Cancellation, Stop
 from clusterddp.run.submission import latest_submission
 from clusterddp.submission import resubmit as resubmission

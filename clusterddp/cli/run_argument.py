@@ -9,9 +9,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError
-from clusterddp.run.lookup import DEFAULT_ROOT, all_runs, statuses
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.status import RunStatus
+from clusterddp.run.status import DEFAULT_ROOT, RunStatus, all_runs, statuses
 
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")

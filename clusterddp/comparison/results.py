@@ -11,12 +11,11 @@ from clusterddp.comparison.plan import Row, label
 from clusterddp.errors import EXIT_INTERRUPTED, RequestError
 from clusterddp.reporting.plots import Scaling, Size, efficiency
 from clusterddp.request.train_config import STRATEGIES
-from clusterddp.run.lookup import all_runs, find_run, statuses
 from clusterddp.run.progress import latest_report
 from clusterddp.run.records import Report
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import FAILED
-from clusterddp.run.status import RunStatus
+from clusterddp.run.status import RunStatus, all_runs, find_run, statuses
 
 DONE = "done"
 NOT_RUN = "not run"

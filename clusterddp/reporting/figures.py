@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from clusterddp.run import history
-from clusterddp.run.attempt import Attempt, attempts
+from clusterddp.run.attempt import Attempt, attempts, summaries
 from clusterddp.run.files import read_lines
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.records import (
@@ -174,7 +173,7 @@ def read_starts(run: RunDir, report: Report | None) -> list[Start]:
 
 def _from_records(run: RunDir) -> Sequence[AttemptSummary]:
     try:
-        return history.summaries(run)
+        return summaries(run)
     except OSError:
         return ()
 

@@ -1,9 +1,9 @@
-"""One start of a run: its own numbered directory, who trains in it, and what supersedes it.
+"""Attempts of a run: a numbered directory each, who trains there, and what they came to.
 
-A requeued job, the next job of a run and a person's second start each make an attempt. Only that
-start writes below its directory, so that a lost node's orphan cannot touch what its successor
-reads: a checkpoint that it still writes lies where nobody looks any more. Made by mkdir, which is
-atomic on network file systems too; no lock outlives a node.
+A requeued job, the next job of a run and a person's own each make an attempt. It alone writes below
+its directory, so that a lost node's orphan cannot touch what its successor reads: a checkpoint that
+it still writes lies where nobody looks any more. The directory is made by mkdir, which is atomic on
+network file systems too; no lock outlives a node.
 """
 
 import contextlib
@@ -13,14 +13,21 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError
 from clusterddp.run import events, files
 from clusterddp.run.files import write_atomically
-from clusterddp.run.records import ATTEMPT_FORMAT, AttemptRecord, LastWord, SignOfLife, StopRequest
+from clusterddp.run.records import (
+    ATTEMPT_FORMAT,
+    AttemptRecord,
+    AttemptSummary,
+    LastWord,
+    SignOfLife,
+    StopRequest,
+)
 from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__
 
@@ -314,3 +321,45 @@ def _link(path: Path, target: str) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
     fresh.replace(path)
+
+
+def summaries(run: RunDir) -> list[AttemptSummary]:
+    """The attempts of a run in which ranks met, the latest last."""
+    causes = {
+        event.attempt: event.cause
+        for event in events.read(run.events)
+        if isinstance(event, events.Ended)
+    }
+    met = [(one, record) for one in attempts(run) if (record := one.read_record())]
+    found = []
+    for index, (attempt, record) in enumerate(met):
+        after = met[index + 1][1] if index + 1 < len(met) else None
+        began = record.began or 0.0
+        resumed_step = after.step if after else 0
+        reached = max(record.step, last_step(attempt), resumed_step)
+        last_word = attempt.read_last_word()
+        own_cause = last_word.cause if last_word else ""
+        summary = AttemptSummary(
+            attempt=attempt.number,
+            job_id=record.job_id,
+            hosts=record.hosts,
+            began=began,
+            first_step=record.step,
+            last_step=reached,
+            cause=causes.get(attempt.number) or own_cause or ("killed" if after else ""),
+        )
+        if after:
+            lost = (after.began or 0.0) - (after.saved or began)
+            summary = replace(
+                summary, steps_done_twice=reached - resumed_step, seconds_lost=round(lost, 3)
+            )
+        found.append(summary)
+    return found
+
+
+def last_step(attempt: Attempt) -> int:
+    """How far an attempt came, as its own last word or its last sign of life tells."""
+    last_word = attempt.read_last_word()
+    if last_word and last_word.step is not None:
+        return last_word.step
+    return attempt.read_sign_of_life().step or 0

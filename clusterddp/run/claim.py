@@ -21,9 +21,9 @@ from clusterddp.errors import RequestError
 from clusterddp.request.spec import submission_comment
 from clusterddp.run import files
 from clusterddp.run.files import write_atomically
-from clusterddp.run.local_process import is_alive
 from clusterddp.run.records import ClaimHolder
 from clusterddp.run.run_dir import RunDir
+from clusterddp.run.state import is_alive
 
 EXPIRES_SECONDS = 900.0
 """A process on another machine, which cannot be looked at, has given up its claim after so long."""

@@ -9,9 +9,8 @@ from clusterddp import log
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.run import events
 from clusterddp.run.attempt import latest
-from clusterddp.run.local_process import process_alive
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.state import CREATED, ENDED, QUEUED, RUNNING, UNKNOWN
+from clusterddp.run.state import CREATED, ENDED, QUEUED, RUNNING, UNKNOWN, process_alive
 from clusterddp.run.status import RunStatus
 from clusterddp.run.submission import Submission, latest_submission
 from clusterddp.slurm import control

@@ -11,7 +11,7 @@ import torch
 
 from clusterddp.checkpoints.state import weights_sha256
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.run import history
+from clusterddp.run.attempt import summaries
 from clusterddp.run.files import write_atomically
 from clusterddp.run.records import AttemptSummary, Report, SavingReport
 from clusterddp.run.run_dir import RunDir
@@ -105,7 +105,7 @@ def _version(name: str) -> str | None:
 
 def _attempts(run: RunDir, step: int) -> list[AttemptSummary]:
     """Sum up the attempts of the run; the latest, this one, is done at `step`."""
-    *earlier, last = history.summaries(run)
+    *earlier, last = summaries(run)
     return [*earlier, replace(last, cause="done", last_step=step)]
 
 

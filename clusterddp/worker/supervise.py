@@ -26,10 +26,9 @@ from clusterddp.errors import (
 from clusterddp.processes.signals import Relay, die_with_parent, send
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run import files, logs
+from clusterddp.run.outcome import LONGEST_MESSAGE, TaskRecord
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.task_error import LONGEST_MESSAGE
-from clusterddp.run.task_record import TaskRecord
 
 # What Slurm, an agent or a person sends to a task and what must not end its parent.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

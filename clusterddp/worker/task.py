@@ -34,8 +34,7 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
-from clusterddp.run.outcome import note_hung
-from clusterddp.run.task_error import is_peer_loss
+from clusterddp.run.outcome import is_peer_loss, note_hung
 from clusterddp.slurm import own_job
 from clusterddp.slurm.own_job import is_rehearsal, own_name
 from clusterddp.training import stop

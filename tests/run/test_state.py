@@ -1,11 +1,17 @@
 """How a run's events and Slurm's answer become one state."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 from clusterddp.run import restart_policy
 from clusterddp.run.events import parse
-from clusterddp.run.state import judge
-from clusterddp.run.submission import jobs_to_ask, latest_submission
+from clusterddp.run.state import judge, process_alive
+from clusterddp.run.submission import Submission, jobs_to_ask, latest_submission
 from clusterddp.slurm.states import JobState, State
 from tests.made_events import (
     FORGOTTEN,
@@ -212,3 +218,26 @@ def test_slurm_is_asked_only_where_it_has_something_to_say() -> None:
     going_on = latest_submission([parse(e) for e in [submitted("4"), started("4")]])
     here = latest_submission([parse(e) for e in [local()]])
     assert jobs_to_ask([settled, failed, given_up, going_on, here, None]) == ["2", "4"]
+
+
+def test_a_local_process_is_seen_until_it_is_gone() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    mine = Submission("1", "local", pid=process.pid, submitted=time.time())
+    try:
+        assert process_alive(mine) is True
+        process.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert process_alive(mine) is False  # a zombie runs nothing
+    finally:
+        process.kill()
+        process.communicate()
+    assert process_alive(mine) is False
+
+
+def test_a_process_that_only_inherited_the_number_is_not_ours() -> None:
+    assert process_alive(Submission("1", "local", pid=os.getpid(), submitted=1000.0)) is False
+
+
+def test_a_process_of_another_machine_cannot_be_seen() -> None:
+    assert process_alive(Submission("1", "local", pid=os.getpid(), host="elsewhere")) is None
+    assert process_alive(Submission("1", "local")) is None

@@ -14,7 +14,7 @@ from clusterddp.cli.run_argument import (
     output_root_option,
     print_failed,
 )
-from clusterddp.run.lookup import find_those
+from clusterddp.run.status import find_those
 from clusterddp.run.stop import cancel
 
 

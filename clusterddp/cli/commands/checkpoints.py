@@ -14,8 +14,8 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
 from clusterddp.errors import CheckpointError
 from clusterddp.run import formatting
-from clusterddp.run.lookup import find_run
 from clusterddp.run.run_dir import RunDir
+from clusterddp.run.status import find_run
 
 _HEADER = ("STEP", "AGE", "SIZE", "", "STATE")
 

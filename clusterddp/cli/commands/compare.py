@@ -33,7 +33,7 @@ from clusterddp.reporting import plots
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.run import formatting
-from clusterddp.run.lookup import DEFAULT_ROOT
+from clusterddp.run.status import DEFAULT_ROOT
 from clusterddp.slurm import forms
 from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
 

@@ -66,8 +66,8 @@ def command(run_dir: Path | None, own_log: bool, attempt: int | None, argv: tupl
 
     # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
     from clusterddp.run.attempt import Attempt
+    from clusterddp.run.outcome import ERROR_FILE_VARIABLE, Traces
     from clusterddp.run.run_dir import RunDir
-    from clusterddp.run.task_error import ERROR_FILE_VARIABLE, Traces
     from clusterddp.worker.supervise import redirect_output, supervise
 
     if own_log:

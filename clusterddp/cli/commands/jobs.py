@@ -11,9 +11,8 @@ from clusterddp.cli import output
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.run_argument import JSON_OPTION, output_root_option
 from clusterddp.run import formatting
-from clusterddp.run.lookup import all_runs, statuses
 from clusterddp.run.state import STATES
-from clusterddp.run.status import RunStatus
+from clusterddp.run.status import RunStatus, all_runs, statuses
 
 _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "WHY")
 

@@ -10,7 +10,7 @@ from clusterddp.cli.output import follow
 from clusterddp.cli.run_argument import RUN, output_root_option
 from clusterddp.errors import RequestError
 from clusterddp.run.follow import LogPrinter, check_logs, default_log
-from clusterddp.run.lookup import find_run, statuses
+from clusterddp.run.status import find_run, statuses
 
 
 @click.command(name="logs", cls=SettingsCommand)

@@ -15,7 +15,7 @@ from clusterddp.errors import RequestError
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.run import formatting
 from clusterddp.run.files import write_atomically
-from clusterddp.run.lookup import find_each, find_run, statuses
+from clusterddp.run.status import find_each, find_run, statuses
 
 _WIDTH = len("straggler") + 2
 _MOST_STARTS = 8

@@ -16,8 +16,8 @@ from clusterddp.errors import EXIT_DONE
 from clusterddp.request.options import ASKED, COUNT, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec, Resources
 from clusterddp.request.train_config import TRAINING
-from clusterddp.run.lookup import find_run
 from clusterddp.run.run_dir import RunDir
+from clusterddp.run.status import find_run
 from clusterddp.slurm import forms
 from clusterddp.submission.resubmit import Resubmission, Terms, resubmit
 

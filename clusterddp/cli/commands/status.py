@@ -9,9 +9,8 @@ from clusterddp.cli import output
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
 from clusterddp.run import formatting
-from clusterddp.run.lookup import find_run, statuses
 from clusterddp.run.state import STOPPED
-from clusterddp.run.status import RunStatus
+from clusterddp.run.status import RunStatus, find_run, statuses
 
 _WIDTH = len("checkpoint") + 2
 _MOST_REASONS = 5

@@ -16,10 +16,9 @@ from clusterddp.cli.run_argument import (
     print_failed,
 )
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from clusterddp.run.lookup import find_those
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import FAILED, UNKNOWN
-from clusterddp.run.status import RunStatus
+from clusterddp.run.status import RunStatus, find_those
 from clusterddp.run.stop import Stop, stop
 
 
