@@ -1,4 +1,4 @@
-"""A group of task processes on this machine: started together, ended together, none left behind.
+"""Group of task processes on this machine: started together, ended together, none left behind.
 
 Waits on events only: process ends come through pidfds (Linux 5.3), output through pipes. How a
 process can begin is left to `start_methods`.
@@ -43,9 +43,9 @@ class TaskGroup:
         self._on_exit = on_exit
         self._show = _shown()
         self.kill_on_bad_exit = kill_on_bad_exit
-        """Whether a task that fails ends the others."""
+        """End the others when a task fails."""
         self.kill_wait_seconds = kill_wait_seconds
-        """From SIGTERM to SIGKILL."""
+        """Time from SIGTERM to SIGKILL."""
         self.first_failed: int | None = None
         """Index of the first task that ended other than with exit code 0."""
         self._tasks: list[_Task] = []
@@ -116,7 +116,7 @@ class TaskGroup:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the tasks, each of them also the id of its process group."""
+        """Process ids of the tasks, each of them also the id of its process group."""
         return [task.process.pid for task in self._tasks]
 
     def wait(self) -> list[int]:
@@ -195,13 +195,13 @@ class TaskGroup:
 
 
 class _Task:
-    """A process, with its output."""
+    """Process with its output."""
 
     def __init__(self, process: _Handle, reader: int | None, log: int | None) -> None:
         self.process = process
         self.status: int | None = None
         self.reader = reader
-        """Where a tee's output comes from."""
+        """Pipe with the output of a tee."""
         self.log = log
         self.closed = False
 
@@ -239,11 +239,11 @@ class _Task:
 
 
 class _Handle(Protocol):
-    """A process of the group, however it began."""
+    """Process of the group, however it began."""
 
     pid: int
     events: int
-    """A descriptor that can be read from once the process has ended."""
+    """Descriptor that can be read from once the process has ended."""
 
     def status(self) -> int:
         """Exit code, or -N for signal N, of a process that has ended.
@@ -256,7 +256,7 @@ class _Handle(Protocol):
 
 
 class _Program:
-    """A process that runs a program."""
+    """Process that runs a program."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -272,7 +272,7 @@ class _Program:
 
 
 class _Call:
-    """A process that multiprocessing has started."""
+    """Process that multiprocessing has started."""
 
     def __init__(self, process: BaseProcess, method: str) -> None:
         assert process.pid is not None, "it has been started"

@@ -22,7 +22,7 @@ class Relay:
     def __init__(self, numbers: Collection[int], pass_on: Callable[[int, int], None]) -> None:
         """`pass_on` takes the signal, and what `number` was before it."""
         self.number = 0
-        """The signal that came; SIGINT counts above the others."""
+        """Signal that came; SIGINT counts above the others."""
         self._numbers, self._pass_on = numbers, pass_on
         self._before = {}
         self._held = contextlib.ExitStack()
@@ -39,6 +39,16 @@ class Relay:
             if number != signal.SIGHUP or handler != signal.SIG_IGN:
                 signal.signal(number, self._take)
         self._held.close()
+
+    def hand_over(self, child: int) -> None:
+        """Send a forked child, which blocks them as well, the signals that came ahead of it.
+
+        They reached this process alone. One that is pending twice is delivered once: so a signal
+        that the child had by itself is not repeated.
+        """
+        for number in signal.sigpending() & set(self._numbers):
+            signal.sigwait({number})
+            os.kill(child, number)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

@@ -75,13 +75,21 @@ def from_flags(
             f"--master-addr: {master_addr!a} is no host name or address; "
             "give that of the host on which rank 0 is."
         )
+    local_world_size = _ranks_of_a_host(rank, world_size, local_rank, local_world_size)
+    return _placed(rank, world_size, master_addr or "127.0.0.1", master_port or 0, local_world_size)
+
+
+def _ranks_of_a_host(
+    rank: int, world_size: int, local_rank: int | None, local_world_size: int | None
+) -> int:
+    """Return the number of ranks on each host. Raises RequestError where the flags do not fit."""
     if local_world_size is None:
         if local_rank is not None:
             raise RequestError(
                 f"--local-rank {local_rank} without --local-world-size: how many ranks are on a "
                 "host? Give it too, or leave both out where all ranks are on one host."
             )
-        local_world_size = world_size
+        return world_size
     _within("--local-world-size", local_world_size, 1, world_size, f" (--world-size {world_size})")
     if world_size % local_world_size:
         raise RequestError(
@@ -95,7 +103,7 @@ def from_flags(
             f"{local_world_size}: expected {rank % local_world_size}, for consecutive ranks share "
             "a host. Leave --local-rank out, or number the ranks host by host."
         )
-    return _placed(rank, world_size, master_addr or "127.0.0.1", master_port or 0, local_world_size)
+    return local_world_size
 
 
 def check_address(addr: str) -> None:

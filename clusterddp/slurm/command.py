@@ -25,7 +25,7 @@ UNREACHABLE = re.compile(
 _CONFIGURATION = (
     "SLURM_CONF SLURM_CONF_SERVER SLURM_CLUSTERS SLURM_JWT SLURM_SACK_JWKS SLURM_SACK_KEY"
 )
-"""Which Slurm to speak to, and with whose key: a login shell has these as well."""
+"""Variables that name the Slurm to speak to, and the key: a login shell has these as well."""
 _JOB_PREFIXES = "SLURM_ SLURMD_ SBATCH_ SRUN_ SALLOC_ PMI TORCHELASTIC_ OMPI_COMM_WORLD_"
 _DEVICES = "CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK"
 """Slurm sets them in a job that was given devices; elsewhere they are the user's own choice."""

@@ -78,11 +78,7 @@ def supervise(
             _become_task(parent, go_reader, report_writer, previous_mask, child, listen)
         os.close(report_writer)
         os.close(go_reader)
-        # What came ahead of the fork reached this process alone. The child still blocks, and a
-        # signal that is pending twice is delivered once: so this repeats nothing.
-        for number in signal.sigpending() & set(SIGNALS):
-            signal.sigwait({number})
-            os.kill(pid, number)
+        relay.hand_over(pid)
         relay.listen()
         os.write(go_writer, b".")
         os.close(go_writer)
@@ -121,7 +117,7 @@ def redirect_output(run_dir: Path, env: DistEnv) -> None:
 
 
 def forwards_signals(environ: Mapping[str, str]) -> bool:
-    """Whether a signal to a task's parent has to be passed on to the task.
+    """Return whether a signal to a task's parent has to be passed on to the task.
 
     Slurm signals every process of a step, and torchrun the process group of a worker, so there
     the task has it already; what a person started by hand is signalled alone.
@@ -220,7 +216,7 @@ def _read_report(report_reader: int) -> TaskError | None:
 
 
 def _in_foreground() -> bool:
-    """Whether a Ctrl-C on the terminal reaches the child by itself: same group, in front."""
+    """Return whether a Ctrl-C reaches the child by itself: its group is the terminal's."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:
