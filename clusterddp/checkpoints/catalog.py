@@ -1,6 +1,6 @@
-"""The checkpoints of a run, over all its attempts: which it would go on from, and what each is.
+"""Catalogues the checkpoints of a run's attempts: which one it resumes from, which are valid.
 
-Works without torch, as `checkpoint_file` does.
+A new attempt gets the checkpoints that it needs as links or copies. Works without torch.
 """
 
 import errno
@@ -29,58 +29,58 @@ class Entry:
     step: int
     bytes: int
     modified: float
-    """When it was written, in seconds of the epoch."""
+    """Time of writing, in seconds since the epoch."""
     problem: str
-    """Why nothing can go on from it; empty when it was verified just now."""
+    """Cause for which the run cannot resume from it; empty when it was just verified."""
     is_best: bool
     is_next: bool
-    """Whether the run would go on from it."""
+    """Whether the run resumes from it."""
     attempt: int
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint of a run, whole or not."""
+class Candidate:
+    """A checkpoint of a run, valid or not."""
 
     path: Path
     attempt: Attempt
     superseded: str
-    """Why it does not count, if so."""
+    """Cause for which it does not count; empty where it does."""
 
 
 def find(resume: str) -> Path:
-    """The checkpoint that `--resume RUN|FOLDER|FILE` names; raises CheckpointError if none."""
+    """Return the checkpoint that `--resume RUN|FOLDER|FILE` names, or raise CheckpointError."""
     path = Path(resume).expanduser()
     if not path.is_dir():
-        path = path.resolve() if path.exists() else path  # a link that a person names is meant
+        path = path.resolve() if path.exists() else path  # a link that the user names is meant
         files.read(path)
         return path
     run = RunDir(path.parent if path.name == "checkpoints" else path)
     if run.attempts.is_dir():
-        found = newest(run)
+        checkpoint = newest(run)
     else:  # one attempt, or a folder of files copied from elsewhere
-        found = newest_in(run.checkpoints if run.checkpoints.is_dir() else path)
-    if found is None:
+        checkpoint = newest_in(run.checkpoints if run.checkpoints.is_dir() else path)
+    if checkpoint is None:
         raise CheckpointError(
-            f"--resume {resume}: there is no whole checkpoint in it. "
+            f"--resume {resume}: there is no valid checkpoint in it. "
             "Name another run directory, or a checkpoint file."
         )
-    return found
+    return checkpoint
 
 
 def source(run: RunDir) -> Path | None:
-    """The checkpoint that a run goes on from, or None while it has saved none; see `newest`.
+    """Return the checkpoint that a run resumes from, or None before its first; see `newest`.
 
-    Raises CheckpointError where it has saved some and can go on from none of them: to begin at step
-    0 again has to be asked for.
+    Raises CheckpointError where it has saved some and can resume from none of them: a run begins
+    at step 0 again only on request.
     """
-    found = newest(run)
-    if found:
-        return found
+    checkpoint = newest(run)
+    if checkpoint:
+        return checkpoint
     anew = f"To begin at step 0 again: clusterddp resubmit {run.shown} --from-scratch"
     if any(not each.superseded for each in all_of(run, None)):
         raise CheckpointError(
-            f"no checkpoint of {run.name} is whole, so it cannot go on: see 'clusterddp "
+            f"no checkpoint of {run.name} is valid, so it cannot resume: see 'clusterddp "
             f"checkpoints {run.shown}'. {anew}"
         )
     step = saved_step(run)
@@ -93,7 +93,7 @@ def source(run: RunDir) -> Path | None:
 
 
 def saved_step(run: RunDir) -> int:
-    """The highest step that a run has saved, as its attempts have noted; 0 without one."""
+    """Return the highest step that a run has saved by its attempts' records; 0 without one."""
     return max(
         (
             step
@@ -115,25 +115,25 @@ def _noted_steps(attempt: Attempt) -> Iterator[int]:
 
 
 def newest(run: RunDir, before: Attempt | None = None) -> Path | None:
-    """The latest whole checkpoint of a run, or of its attempts before one.
+    """Return the latest valid checkpoint of a run, or of its attempts before one.
 
-    One that is damaged is passed over with a warning. What an attempt wrote beyond the step from
-    which a later one went on does not count: a lost node's orphan may have written it.
+    A damaged one is passed over with a warning. Those beyond the step from which a later attempt
+    resumed do not count: the orphan of a lost node may have written them.
 
     Raises CheckpointError when a folder cannot be read.
     """
-    return _first_whole(lambda: (each.path for each in all_of(run, before) if not each.superseded))
+    return _first_valid(lambda: (each.path for each in all_of(run, before) if not each.superseded))
 
 
 def newest_in(folder: Path) -> Path | None:
-    """The latest whole checkpoint in one folder; see `newest`."""
-    return _first_whole(lambda: iter(files.files(folder)))
+    """Return the latest valid checkpoint in one folder; see `newest`."""
+    return _first_valid(lambda: iter(files.files(folder)))
 
 
 def listing(run: RunDir) -> list[Entry]:
-    """Every checkpoint of a run, each read and verified, the highest step first.
+    """List and verify every checkpoint of a run, the highest step first.
 
-    The same one in the folders of several attempts is listed once. Raises CheckpointError when a
+    A checkpoint in the folders of several attempts is listed once. Raises CheckpointError when a
     folder cannot be read.
     """
     entries: dict[tuple[int, str, str], Entry] = {}
@@ -169,18 +169,18 @@ def listing(run: RunDir) -> list[Entry]:
     return sorted(entries.values(), key=lambda entry: (-entry.step, -entry.attempt))
 
 
-def all_of(run: RunDir, before: Attempt | None) -> Iterator[Found]:
-    """The checkpoints of a run in the order in which it would go on from them."""
+def all_of(run: RunDir, before: Attempt | None) -> Iterator[Candidate]:
+    """Yield the checkpoints of a run in the order in which it tries to resume from them."""
     for folder in _folders(run, before):
         for path in files.files(folder.attempt.checkpoints):
             superseded = ""
             if folder.last_step is not None and step_of(path) > folder.last_step:
                 superseded = folder.why
-            yield Found(path, folder.attempt, superseded)
+            yield Candidate(path, folder.attempt, superseded)
 
 
 def bests(run: RunDir, before: Attempt | None) -> Iterator[Best]:
-    """The best of each attempt where it counts, the latest attempt first."""
+    """Yield the best checkpoint of each attempt where it counts, the latest attempt first."""
     for folder in _folders(run, before):
         best = files.read_best(folder.attempt.checkpoints)
         if best and (folder.last_step is None or best.step <= folder.last_step):
@@ -189,16 +189,16 @@ def bests(run: RunDir, before: Attempt | None) -> Iterator[Best]:
 
 @dataclass(frozen=True)
 class _Folder:
-    """The checkpoints of one attempt, and how far they count."""
+    """Checkpoints of one attempt, and the last step that counts."""
 
     attempt: Attempt
     last_step: int | None
-    """Last step that counts; None where all do."""
+    """Last step that counts; None where all count."""
     why: str
 
 
 def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
-    """Those of a run, the latest attempt first."""
+    """Yield the folders of a run, the latest attempt first."""
     last_step, why = None, ""
     given_up = given_up_attempt(run)
     for attempt in reversed(attempts(run)):
@@ -210,17 +210,17 @@ def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
         record = attempt.read_record()
         if record and (last_step is None or record.step < last_step):
             last_step = record.step
-            why = f"superseded: attempt {attempt.number} went on from step {record.step}"
+            why = f"superseded: attempt {attempt.number} resumed from step {record.step}"
 
 
 def given_up_attempt(run: RunDir) -> int:
-    """The attempt up to which a person has given the checkpoints of a run up; 0 for none."""
+    """Return the last attempt whose checkpoints `resubmit --from-scratch` gave up; 0 for none."""
     resubmits = [e for e in events.read(run.events) if isinstance(e, events.Resubmitted)]
     return (resubmits[-1].from_scratch or 0) if resubmits else 0
 
 
-def _first_whole(candidates: Callable[[], Iterator[Path]]) -> Path | None:
-    """The first that can be read; looks anew when one goes away, as it does for a newer one."""
+def _first_valid(candidates: Callable[[], Iterator[Path]]) -> Path | None:
+    """Return the first valid one; looks again when one is deleted, as it is for a newer one."""
     warned = set()
     for _ in range(10):
         vanished = False
@@ -241,7 +241,7 @@ def _first_whole(candidates: Callable[[], Iterator[Path]]) -> Path | None:
     raise CheckpointError("the run's checkpoints change faster than they can be read; try again.")
 
 
-# Of os.link, where the file system or its rules allow no further name for a file.
+# Errors of os.link where the file system or its rules allow no further name for a file.
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.ENOTSUP, errno.EACCES)
 
 
@@ -255,47 +255,47 @@ def adopt(
     """Make the checkpoints folder of a new attempt, whole or not at all.
 
     It gets the checkpoints of the run that are still needed: `source`, the last keep_last with it,
-    and the best up to there. They are hard links, so that neither side can take them from the
-    other, or copies where the file system has no links. A source in another run stays there.
+    and the best up to there. They are hard links, which neither side can delete for the other, or
+    copies where the file system has no links. A source in another run stays there.
 
-    best: as `source` itself holds it; by default the best.json files of the run are asked.
+    best: the one recorded in `source`; by default the best.json files of the run are read.
 
-    Returns where the attempt finds its source. Raises OSError, and CheckpointError when the source
-    is damaged or has gone.
+    Returns the path of the source for the attempt. Raises OSError, and CheckpointError when the
+    source is damaged or deleted.
     """
     draft = Path(tempfile.mkdtemp(prefix=".checkpoints.", dir=attempt.path))
     try:
-        own = source is not None and _is_within(source, attempt.run.attempts)
-        if source is not None and own:
-            _hand_on(attempt, source, keep_last, best, draft)
+        of_run = source is not None and _is_within(source, attempt.run.attempts)
+        if source is not None and of_run:
+            _carry_over(attempt, source, keep_last, best, draft)
         sync_folder(draft)
         draft.replace(attempt.checkpoints)
         sync_folder(attempt.path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return attempt.checkpoints / source.name if source is not None and own else source
+    return attempt.checkpoints / source.name if source is not None and of_run else source
 
 
 def _is_within(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
 
 
-def _hand_on(
+def _carry_over(
     attempt: Attempt,
     source: Path,
     keep_last: int,
     best: Best | None,
     draft: Path,
 ) -> None:
-    """Link into `draft` what is still needed; only what can be read there afterwards stays."""
+    """Link the needed checkpoints into `draft`; those that are not valid there are removed."""
     last = step_of(source)
     try:
         _link(source, draft)
     except FileNotFoundError:
         raise CheckpointError(
-            f"the checkpoint {source} has gone since it was chosen: another start of the run is at "
-            "work. Start this one again."
+            f"the checkpoint {source} was deleted since it was chosen: another attempt of the run "
+            "is training. Start this one again."
         ) from None
     files.read(draft / source.name)
     linked = {last}
@@ -311,7 +311,7 @@ def _hand_on(
         fresh = draft / each.path.name
         try:
             if each.path.is_symlink() or not each.path.is_file():
-                files.read(each.path)  # names what it is; such a thing is not linked
+                files.read(each.path)  # raises the cause: only regular files are linked
             _link(each.path, draft)
             files.read(fresh)
         except (FileNotFoundError, UnusableError) as error:
@@ -326,7 +326,7 @@ def _hand_on(
 
 def _link(path: Path, folder: Path) -> None:
     """Give a checkpoint and its checksum a further name, or a copy, in another folder."""
-    # Links are of what is meant, not of a symbolic link that leads to it.
+    # The target of a symbolic link is linked, not the link itself.
     for file in (checksum_of(path), path):
         target = folder / file.name
         try:

@@ -53,16 +53,16 @@ def dry_run(
 
 
 def _shown_command(row: Row, spec: JobSpec) -> str:
-    """What is started, as it would be typed."""
+    """Format the command of a run as a shell line."""
     hidden = [f"{name}={value}" for name, value in _some_gpus(row).items()]
     return shlex.join([*hidden, *_argv(row, spec)])
 
 
 def train_here(planned: Sequence[tuple[Row, JobSpec]]) -> tuple[list[Trial], int]:
-    """Train one after the other, for two at once would share the machine.
+    """Train one after the other, as two at once would share the machine.
 
-    Returns what became of each, and the signal that asked for an end, or 0. Such a signal is passed
-    on to the run under way; what was to follow is not run. Raises RequestError when a run's
+    Returns the result of each, and the signal that asked for an end, or 0. Such a signal is passed
+    on to the run that trains; the runs after it are not run. Raises RequestError when a run's
     directory cannot be made.
     """
     trials = []
@@ -82,45 +82,43 @@ def train_here(planned: Sequence[tuple[Row, JobSpec]]) -> tuple[list[Trial], int
 
 def _train(row: Row, spec: JobSpec, under_way: "_UnderWay") -> Trial:
     with RunDir.create(spec, None) as run:
-        # Of several ranks each has its own log, and rank 0's is copied to where debug prints.
+        # Each of several ranks has its own log, and debug prints a copy of rank 0's.
         log = run.rank_log(0) if row.ranks == 1 else run.job_log
         with TaskGroup() as group:
             with held_back(_ASKING):  # until it can be passed on
                 group.start(_argv(row, spec), _environment(row), log)
                 under_way.group = group
             [code] = group.wait()
-        found = trial(row, run, run_status(run, {}))
+        result = trial(row, run, run_status(run, {}))
     if code and under_way.requests:
         return Trial(row, run.name, INTERRUPTED)
-    if code and found.state in (CREATED, DONE):  # before it began, or after it had said its end
+    if code and result.state in (CREATED, DONE):  # before its start, or after its recorded end
         return Trial(row, run.name, FAILED, last_words(run) or f"exit code {code}")
-    return found
+    return result
 
 
 def _argv(row: Row, spec: JobSpec) -> list[str]:
-    return [
-        sys.executable, "-m", "clusterddp", "debug", f"--procs={row.ranks}",
-        *row.train.to_argv(), f"--run-dir={spec.run_dir}",
-    ]  # fmt: skip
+    debug = [sys.executable, "-m", "clusterddp", "debug", f"--procs={row.ranks}"]
+    return [*debug, *row.train.to_argv(), f"--run-dir={spec.run_dir}"]
 
 
 def _environment(row: Row) -> dict[str, str]:
-    """Ours without its settings, and without a site.cfg: the command line carries every value."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("CLUSTERDDP_")}
-    return {**own, "CLUSTERDDP_SITE": os.devnull, "PYTHONUNBUFFERED": "1", **_some_gpus(row)}
+    """Return our environment without settings or site.cfg: the command line carries all values."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CLUSTERDDP_")}
+    return {**kept, "CLUSTERDDP_SITE": os.devnull, "PYTHONUNBUFFERED": "1", **_some_gpus(row)}
 
 
 def _some_gpus(row: Row) -> dict[str, str]:
-    """DataParallel takes every GPU that it sees, so it is shown as many as it is to take."""
+    """Show DataParallel, which takes every visible GPU, no more than its row has."""
     if row.strategy != "dp":
         return {}
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = seen.split(",") if seen else [str(index) for index in range(row.devices)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(index) for index in range(row.devices)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[: row.devices])}
 
 
 class _UnderWay:
-    """The run that trains now, to which a request to stop is passed on."""
+    """Passes a request to stop on to the run that trains now."""
 
     def __init__(self) -> None:
         self.group: TaskGroup | None = None
@@ -133,7 +131,7 @@ class _UnderWay:
             return
         if self.requests == 1:
             with suppress(OSError):
-                os.write(sys.stderr.fileno(), _ON_REQUEST)  # print is not for a signal's handler
+                os.write(sys.stderr.fileno(), _ON_REQUEST)  # a signal handler must not print
         if self.requests > 2:  # its ranks die with it
             self.group.signal_all(signal.SIGKILL)
             return
@@ -141,7 +139,7 @@ class _UnderWay:
 
 
 class Interrupted(Exception):
-    """A Ctrl-C while the jobs were submitted or waited for; carries the runs that go on, or may."""
+    """A Ctrl-C interrupted the wait for the jobs of these runs, which may still run."""
 
     def __init__(self, runs: Sequence[RunDir]) -> None:
         super().__init__()
@@ -153,12 +151,11 @@ def train_as_jobs(
     template_folder: Path | None,
     snapshot_limit_mb: float,
 ) -> list[Trial]:
-    """Submit all, wait for their ends; returns what became of each.
+    """Submit all and wait for their ends; returns the result of each.
 
-    The caller has made sure of the dataset, which all of them read.
-
-    A job that is refused after another was queued is a row that has failed. Raises RequestError
-    or SlurmError when the first cannot be queued, Interrupted after a Ctrl-C.
+    The caller has prepared the dataset, which all of them read. A job that is refused after
+    another was queued is a failed row. Raises RequestError or SlurmError when the first cannot be
+    queued, and Interrupted after a Ctrl-C.
     """
     ended: set[str] = set()
     trials = []
@@ -186,8 +183,8 @@ def _submit(
 ) -> list[tuple[Row, RunDir | Trial]]:
     submitted: list[tuple[Row, RunDir | Trial]] = []
     before = ""
-    for row, asked in planned:
-        spec = after(asked, before)
+    for row, request in planned:
+        spec = after(request, before)
         script = launchers.load(spec.launcher).prepare(spec, template_folder)
         try:
             run, submission = submit.submit(

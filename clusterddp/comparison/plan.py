@@ -25,15 +25,15 @@ class Row:
     train: TrainConfig
     nodes: int = 1
     missing: str = ""
-    """What there is too little of for it to run: `needs 2 GPUs`."""
+    """Resource that is too scarce for it to run: `needs 2 GPUs`."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> "Row":
-        """The row that a run belongs to by its request. Raises RequestError for a command's."""
+        """Build the row of a run from its request. Raises RequestError for a command's."""
         if spec.train is None:
             raise RequestError(
                 f"{spec.run_name} runs a command; only trainings can be compared, for they report "
-                "what they achieved."
+                "their figures."
             )
         ranks, gpus = spec.world_size, spec.resources.gpus_per_node
         devices = max(gpus, 1) if spec.train.strategy == "dp" else ranks
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What its runs are called, after the name of the comparison."""
+        """Name of its runs, after that of the comparison."""
         return self.strategy if self.strategy == "single" else f"{self.strategy}-{self.devices}"
 
     @property
@@ -53,9 +53,9 @@ class Row:
         return label(self.strategy, self.devices)
 
     def images_of_a_device(self, train_images: int | None) -> int:
-        """Images of a device in one optimizer step, which all of its rank's images may not fill.
+        """Count the images of a device in one optimizer step: its batch, or a smaller share.
 
-        train_images: of the training set; None where that is not known.
+        train_images: size of the training set; None where it is not known.
         """
         most = self.train.step_size
         if train_images:
@@ -65,14 +65,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rows run: what a host has, and whether there are several."""
+    """Hosts on which the rows run."""
 
     gpus: int
-    """GPUs of one host that its processes can use."""
+    """Usable GPUs of one host."""
     on_gpus: bool
     """Whether ranks compute on GPUs."""
     ranks_per_node: int | None = None
-    """Most ranks on one node of a cluster; None where there is this one host."""
+    """Most ranks on one node of a cluster; None on this workstation."""
 
 
 def plan(
@@ -83,7 +83,7 @@ def plan(
     *,
     fixed_global_batch: bool = False,
 ) -> list[Row]:
-    """The rows: single; dp on each number of GPUs above one; ddp on each number of ranks.
+    """Plan the rows: single; dp on each number of GPUs above one; ddp on each number of ranks.
 
     Each device takes the batch of `config`, so that N of them take N times as many images in a
     step; with `fixed_global_batch` they share that batch. Raises RequestError where it does not
@@ -117,14 +117,14 @@ def plan(
 
 
 def label(strategy: str, devices: int) -> str:
-    """`ddp, 2 ranks`."""
+    """Name a row: `ddp, 2 ranks`."""
     if strategy == "single":
         return strategy
     return f"{strategy}, {counted(devices, 'GPU' if strategy == 'dp' else 'rank')}"
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Count a noun: `1 rank`, `2 ranks`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -174,18 +174,19 @@ Planned = list[tuple[Row, JobSpec]]
 
 
 def workstation(config: TrainConfig) -> Place:
+    """Describe this host."""
     gpus = 0 if config.device == "cpu" else processors.visible_gpus()
     return Place(gpus, on_gpus=config.device == "cuda" or gpus > 0)
 
 
 def cluster(base: JobSpec, config: TrainConfig) -> Place:
-    """Nodes such as `base` asks for."""
+    """Describe nodes as `base` requests them."""
     gpus = 0 if config.device == "cpu" else base.resources.gpus_per_node
     return Place(gpus, config.device == "cuda" or gpus > 0, base.resources.tasks_per_node)
 
 
 def powers_of_two(place: Place) -> list[int]:
-    """2, 4, 8 … as far as the devices of a host go; 2 in any case."""
+    """List 2, 4, 8 … up to the devices of a host, 2 in any case."""
     most = max(place.gpus, place.ranks_per_node or 0, 2)
     return [2**power for power in range(1, most.bit_length())]
 
@@ -193,9 +194,11 @@ def powers_of_two(place: Place) -> list[int]:
 def requests(
     rows: Sequence[Row], name: str, root: str, repeat: int, base: JobSpec | None
 ) -> Planned:
-    """The request of every run, in turns of all rows; on this workstation there is no `base`.
+    """Build the request of every run, in turns of all rows.
 
-    Raises RequestError, before any of them runs, for one that cannot be or is there already.
+    base: the request of jobs; None on this workstation.
+
+    Raises RequestError, before any of them runs, for an impossible run or one that exists.
     """
     planned = []
     for turn in range(1, repeat + 1):
@@ -217,12 +220,12 @@ def requests(
                 (row, _here(row, own, path) if base is None else _job(row, own, path, base))
             )
     if len(planned) > 1 and base is not None:
-        after(base, "1")  # all but the first will wait for the one before
+        after(base, "1")  # raises now what it would raise for all but the first
     return planned
 
 
 def _here(row: Row, name: str, path: str) -> JobSpec:
-    gpus = row.devices if row.strategy == "dp" else 0  # by which the table knows how many it drove
+    gpus = row.devices if row.strategy == "dp" else 0  # from which the table reads their number
     resources = Resources(tasks_per_node=row.ranks, gpus_per_node=gpus)
     return JobSpec(name, path, resources, sys.executable, train=row.train, launcher="local")
 
@@ -242,9 +245,9 @@ def _job(row: Row, name: str, path: str, base: JobSpec) -> JobSpec:
 
 
 def after(spec: JobSpec, job_id: str) -> JobSpec:
-    """The request with the job to wait for as well, however that ends: two could share a node.
+    """Add a job whose end the request waits for, as two at once could share a node.
 
-    Raises RequestError where that cannot be added to what it waits for already.
+    Raises RequestError where it cannot be added to the request's own dependencies.
     """
     if not job_id:
         return spec
@@ -260,5 +263,5 @@ def after(spec: JobSpec, job_id: str) -> JobSpec:
 
 
 def run_name(name: str, row: Row, turn: int, turns: int) -> str:
-    """`NAME-ddp-2`, and `NAME-ddp-2-r3` where each row is repeated."""
+    """Name a run: `NAME-ddp-2`, and `NAME-ddp-2-r3` where each row is repeated."""
     return f"{name}-{row.name}{f'-r{turn}' if turns > 1 else ''}"

@@ -20,24 +20,27 @@ from clusterddp.run.status import RunStatus, all_runs, find_run, statuses
 DONE = "done"
 NOT_RUN = "not run"
 INTERRUPTED = "interrupted"
+_LAST_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a row, or that it was not run, and what became of it."""
+    """One run of a row and its result, or the cause for which it was not run."""
 
     row: Row
     run: str = ""
     state: str = NOT_RUN
-    """A word of `run_state`, NOT_RUN or INTERRUPTED."""
+    """State of the run, NOT_RUN or INTERRUPTED."""
     why: str = ""
     report: Report | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table, as --json prints it; values are medians over the runs that are done,
-    None where nothing is known."""
+    """One line of the table, as --json prints it.
+
+    Values are medians over the runs that are done, None where nothing is known.
+    """
 
     strategy: str
     ranks: int
@@ -45,19 +48,19 @@ class Result:
     """Ranks of ddp, GPUs of dp's one process; 1 of single."""
     nodes: int
     state: str
-    """done, when all of its runs are; else how the first that is not stands."""
+    """`done` when all of its runs are; else the state of the first that is not."""
     why: str
     runs: tuple[str, ...]
     train_seconds: float | None
-    """Of the training steps alone."""
+    """Time of the training steps alone."""
     total_seconds: float | None
-    """From a task's start to its end."""
+    """Time from a task's start to its end."""
     images_per_second: float | None
-    """Of all devices together."""
+    """Speed of all devices together."""
     images_per_second_each: tuple[float, ...]
-    """That of every run."""
+    """Speed of every run."""
     accuracy: float | None
-    """On the test set."""
+    """Accuracy on the test set."""
     peak_memory_bytes: int | None
     """Largest of any rank: torch's on a GPU, the resident set on a CPU."""
     steps: int | None
@@ -68,7 +71,7 @@ class Result:
     speed_up: float | None = None
     """Images per second over those of the baseline."""
     efficiency: float | None = None
-    """The speed-up over what as many times the devices would give at best."""
+    """Speed-up over that of perfect scaling."""
     baseline: bool = False
     """Whether the others are measured against it."""
 
@@ -78,7 +81,7 @@ class Result:
 
 
 def results(trials: Sequence[Trial]) -> list[Result]:
-    """A line for the trials of each row: single first, then dp, then ddp.
+    """Sum up the trials of each row in a line: single first, then dp, then ddp.
 
     The baseline is single, or where it has no figures the row on the fewest devices.
     """
@@ -115,16 +118,16 @@ def _medians(row: Row, trials: Sequence[Trial]) -> Result:
         why = f"{len(trials) - len(done)} of {len(trials)}{': ' if why else ''}{why}"
 
     def values(name: str) -> list[float]:
-        found = (getattr(trial.report, name) for trial in done if trial.report)
-        return [value for value in found if value is not None]
+        known = (getattr(trial.report, name) for trial in done if trial.report)
+        return [value for value in known if value is not None]
 
     def middle(name: str) -> float | None:
-        found = values(name)
-        return median(found) if found else None
+        known = values(name)
+        return median(known) if known else None
 
     def whole(name: str) -> int | None:
-        found = middle(name)
-        return None if found is None else round(found)
+        value = middle(name)
+        return None if value is None else round(value)
 
     return Result(
         strategy=row.strategy,
@@ -158,39 +161,36 @@ def _against(base: Result, line: Result) -> Result:
     )
 
 
-_LAST_BYTES = 4096
-
-
 def trials_of(root: Path, texts: Sequence[str]) -> list[Trial]:
-    """What became of runs; each text is the name of a comparison, or a run as `find_run` finds it.
+    """Read the results of runs; each text names a comparison, or a run as `find_run` takes it.
 
-    A run of a comparison whose request is damaged is left out, which is logged. Raises
-    RequestError where there is none, or one that trains nothing.
+    A run of a comparison with a damaged request is left out, which is logged. Raises RequestError
+    where there is no run, or one that trains nothing.
     """
     known = all_runs(root)
-    found: dict[Path, tuple[Row, RunDir]] = {}
+    rows: dict[Path, tuple[Row, RunDir]] = {}
     for text in texts:
         of_it = re.compile(re.escape(text) + r"-(single|d?dp-\d+)(-r\d+)?")
-        own = [run for run in known if of_it.fullmatch(run.name)]
-        meant = own or [find_run(root, text)]
+        named = [run for run in known if of_it.fullmatch(run.name)]
+        named = named or [find_run(root, text)]
         damaged: list[RequestError] = []
-        for run in meant:
+        for run in named:
             try:
-                found[run.path] = Row.of(run.load_spec()), run
+                rows[run.path] = Row.of(run.load_spec()), run
             except RequestError as error:
                 damaged.append(error)
-        if len(damaged) == len(meant):
+        if len(damaged) == len(named):
             raise damaged[0]
         for why in damaged:
             log.info(f"left out: {why}")
-    current = statuses([run for _, run in found.values()])
+    current = statuses([run for _, run in rows.values()])
     return [
-        trial(row, run, status) for (row, run), status in zip(found.values(), current, strict=True)
+        trial(row, run, status) for (row, run), status in zip(rows.values(), current, strict=True)
     ]
 
 
 def trial(row: Row, run: RunDir, status: RunStatus) -> Trial:
-    """A run as it stands."""
+    """Read the result of a run."""
     if status.state == DONE:
         report = latest_report(run, status.attempt)
         if row.strategy == "dp" and report and report.device == "cpu":
@@ -202,16 +202,16 @@ def trial(row: Row, run: RunDir, status: RunStatus) -> Trial:
 
 
 def last_words(run: RunDir) -> str:
-    """The last line that a run of one process, or the process that controls it, has printed."""
+    """Return the last line printed by a run's only or controlling process."""
     return _last_line(run.job_log) or _last_line(run.rank_log(0))
 
 
 def _why(run: RunDir, status: RunStatus) -> str:
-    said = status.first_failure
-    # A rank that is alone in its process leaves no other record of its error.
-    if not said and status.launcher == "local" and re.fullmatch(r"exit code \d+", status.detail):
-        said = last_words(run)
-    return (said or status.detail).partition("\n")[0]
+    cause = status.first_failure
+    # The only rank of a process leaves no other record of its error.
+    if not cause and status.launcher == "local" and re.fullmatch(r"exit code \d+", status.detail):
+        cause = last_words(run)
+    return (cause or status.detail).partition("\n")[0]
 
 
 def _last_line(path: Path) -> str:

@@ -1,27 +1,25 @@
-"""A comparison as text: the table, and below it what its figures rest on."""
+"""Prints a comparison as a table, with notes on the conditions of its figures."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from clusterddp.comparison.plan import counted
 from clusterddp.comparison.results import DONE, Result, Trial
+from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import formatting
 from clusterddp.run.records import Report
 
-_HEADER = (
-    "STRATEGY", "RANKS", "NODES", "TIME", "TOTAL", "IMAGES/S", "SPEED-UP", "EFFICIENCY",
-    "ACCURACY", "MEMORY",
-)  # fmt: skip
-# Columns that a row without figures has too.
+_NAMES = "STRATEGY RANKS NODES TIME TOTAL IMAGES/S SPEED-UP EFFICIENCY ACCURACY MEMORY"
+_HEADER = _NAMES.split()
+# Columns of a row without figures.
 _OF_ALL = 3
 # The settings in which the rows of one comparison differ on purpose.
 _OF_A_ROW = {"strategy", "batch_size", "lr", "lr_scaling", "sync_batchnorm", "cuda_graph"}
 
 
 def table(lines: Sequence[Result]) -> str:
-    """One line a row; one that has no figures says why in their place."""
-    rows = [list(_HEADER), *(_cells(line) for line in lines)]
+    """Format the table, a line a row; a row without figures gives the cause in their place."""
+    rows = [_HEADER, *(_cells(line) for line in lines)]
     full = [row for row in rows if len(row) >= len(_HEADER)]
     widths = [
         max(len(row[column]) for row in (rows if column < _OF_ALL else full))
@@ -31,43 +29,45 @@ def table(lines: Sequence[Result]) -> str:
 
 
 def notes(trials: Sequence[Trial], lines: Sequence[Result], hardware: str) -> list[str]:
-    """What the figures rest on, a sentence or two a line.
+    """List the conditions of the figures, a sentence or two a line.
 
-    hardware: what is known of the processors beside what the runs report of themselves.
+    hardware: the processors, where they are known; the runs do not report them.
     """
     reports = [trial.report for trial in trials if trial.state == DONE and trial.report]
     measured = [line for line in lines if line.images_per_second is not None]
     base = next((line for line in measured if line.baseline), None)
     if not reports or base is None:
         return []
-    hosts = list(dict.fromkeys(host for one in reports for host in one.hosts))
+    hosts = list(dict.fromkeys(host for report in reports for host in report.hosts))
     shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
     first = trials[0].row.train
-    said = [
+    lines_of_text = [
         f"on {shown}{f' ({hardware})' if hardware else ''}: {_each(reports, 'device')}, "
         f"{_each(reports, 'precision')}, threads per rank {_each(reports, 'threads')}, "
-        f"torch {', '.join(_once(_torch(one) for one in reports))}",
+        f"torch {', '.join(_once(_torch(report) for report in reports))}",
         f"{first.model} on {first.dataset}, {_batch(measured)}; steps {_each(reports, 'steps')}",
         f"speed-up: images/s against {base.label}; efficiency: speed-up per device",
         "time: of the training steps; total: of a task, from its start to its end; memory: the "
         "largest of any rank",
     ]
     if any(len(line.images_per_second_each) > 1 for line in lines):
-        said.append("several runs a row: medians, for images/s with the least and the greatest")
+        lines_of_text.append(
+            "several runs a row: medians, for images/s with the least and the greatest"
+        )
     shares = {line.threads for line in lines if line.threads}
     if len(shares) > 1 and not first.threads and "cuda" not in _each(reports, "device"):
-        said.append(
+        lines_of_text.append(
             "the ranks had unequal shares of the CPUs, all of them when there was one rank: "
             "--threads 1 compares device with device"
         )
     different = _different([trial.row.train for trial in trials])
     if different:
-        said.append(f"the runs differ in {', '.join(different)}")
-    return [formatting.line(note) for note in said]
+        lines_of_text.append(f"the runs differ in {', '.join(different)}")
+    return [formatting.line(note) for note in lines_of_text]
 
 
 def figures(line: Result) -> str:
-    """The most telling ones of a row or a run, in one line."""
+    """Format speed and accuracy of a row or a run in one line."""
     if line.images_per_second is None:
         return _state(line)
     accuracy = f", accuracy {line.accuracy:.2%}" if line.accuracy is not None else ""
@@ -101,7 +101,7 @@ def _cells(line: Result) -> list[str]:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Words to the left, figures to the right; what goes beyond the columns as it is."""
+    """Align words left and figures right; a cell beyond the columns stays as it is."""
     shown = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
     if len(cells) == _OF_ALL + 1:  # the state in place of figures
         return "  ".join([*shown, cells[2].rjust(widths[2]), cells[3]])
@@ -131,13 +131,14 @@ def _each(reports: Sequence[Report], name: str) -> str:
     return ", ".join(_once(getattr(report, name) for report in reports))
 
 
-def _once(values: Any) -> list[str]:
+def _once(values: Iterable[object]) -> list[str]:
     return list(dict.fromkeys(str(value) for value in values if value not in (None, "")))
 
 
-def _different(configs: Sequence[Any]) -> list[str]:
+def _different(configs: Sequence[TrainConfig]) -> list[str]:
     return [
         f"--{field.name.replace('_', '-')}"
         for field in dataclasses.fields(configs[0])
-        if field.name not in _OF_A_ROW and len({getattr(one, field.name) for one in configs}) > 1
+        if field.name not in _OF_A_ROW
+        and len({getattr(config, field.name) for config in configs}) > 1
     ]

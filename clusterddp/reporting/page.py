@@ -1,4 +1,4 @@
-"""The page of `clusterddp report --html`: one file, with no script and nothing from elsewhere."""
+"""Renders the page of `clusterddp report --html`: one file without scripts or external content."""
 
 import base64
 import dataclasses
@@ -27,7 +27,7 @@ _LEFT_OUT = "(left out)"
 
 
 def page(gathered: Sequence[Gathered]) -> str:
-    """The whole page as text. Raises ImportError without matplotlib."""
+    """Render the page. Raises ImportError without matplotlib."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -58,7 +58,7 @@ def page(gathered: Sequence[Gathered]) -> str:
 
 
 def _run(one: Gathered) -> dict[str, Any]:
-    """What the page shows of one run beside its report."""
+    """Collect what the page shows of one run besides its report."""
     ranks = one.report.ranks
     slowest = sorted(ranks, key=lambda rank: rank.images_per_second or float("inf"))
     return {
@@ -83,7 +83,7 @@ def _run(one: Gathered) -> dict[str, Any]:
 
 
 def _settings(asked: Any, usual: Any) -> list[tuple[str, Any, Any, bool]]:
-    """(name, value, default, whether it was changed), those that were changed first."""
+    """List (name, value, default, whether it was changed), the changed ones first."""
     if asked is None:
         return []
     rows = [
@@ -95,7 +95,7 @@ def _settings(asked: Any, usual: Any) -> list[tuple[str, Any, Any, bool]]:
 
 
 def _differences(gathered: Sequence[Gathered]) -> list[tuple[str, list[Any]]]:
-    """The settings in which the runs differ, each with its value in every run."""
+    """List the settings in which the runs differ, each with its value in every run."""
     trained = [one.spec.train for one in gathered if one.spec and one.spec.train]
     if len(trained) < 2 or len(trained) < len(gathered):
         return []
@@ -107,7 +107,7 @@ def _differences(gathered: Sequence[Gathered]) -> list[tuple[str, list[Any]]]:
 
 
 def _shaded(evaluation: Evaluation) -> list[list[tuple[int, float]]]:
-    """Counts with the opacity of their shade: mistakes against the most common one."""
+    """Pair counts with the opacity of their shade, relative to the most common mistake."""
     matrix = evaluation.matrix
     if not 0 < len(matrix) <= _LARGEST_MATRIX:
         return []
@@ -116,15 +116,15 @@ def _shaded(evaluation: Evaluation) -> list[list[tuple[int, float]]]:
 
 
 def _widest(evaluation: Evaluation) -> float:
-    """Width of a cell of the matrix that holds its longest count, as a multiple of the font's."""
+    """Width of a cell that holds the matrix' longest count, as a multiple of the font's size."""
     longest = max((len(str(count)) for row in evaluation.matrix for count in row), default=1)
     return round(0.65 * longest + 1, 2)  # a digit is not wider, and the cell has a margin
 
 
 def _script(one: Gathered) -> str:
-    """The script that ran, without the values of --env: they may be secret, and pages travel."""
+    """Return the script of a run without the values of --env, which may be secret."""
     if one.spec is None:
-        return ""  # nobody knows which of its lines hold such a value
+        return ""  # it is not known which of its lines hold such a value
     try:
         script = one.run.script.read_text(errors="replace")
     except OSError:
@@ -134,7 +134,7 @@ def _script(one: Gathered) -> str:
 
 def _without_values(script: str, spec: JobSpec) -> str:
     for name, value in spec.environment:
-        # Where the templates write it: `export NAME=…`, and the record of the request.
+        # The templates write it as `export NAME=…`, and in the record of the request.
         script = re.sub(rf"\b{re.escape(name)}=.*", f"{name}={_LEFT_OUT}", script)
         script = script.replace(json.dumps([name, value]), json.dumps([name, _LEFT_OUT]))
     return script
@@ -148,7 +148,7 @@ def _when(seconds: float | None) -> str:
 
 
 def _clean(value: object) -> object:
-    """What every expression of the template passes through before it is escaped."""
+    """Make every expression of the template printable before it is escaped."""
     if value is None:
         return ""
     return formatting.clean(value) if type(value) is str else value  # Markup stays what it is

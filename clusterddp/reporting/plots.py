@@ -66,10 +66,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn over the steps of runs."""
+    """Values of runs over their steps."""
 
     label: str
-    """Of the values."""
+    """Label of the values' axis."""
     lines: list[Line]
     marks: list[tuple[int, str]] = field(default_factory=list)
     """Steps at which a run was started again, each with the colour of its run."""
@@ -87,7 +87,7 @@ class Drawing:
     title: str
     svg: Markup
     legend: list[tuple[str, str]]
-    """(colour, what has it)"""
+    """(colour, its meaning)"""
     note: str = ""
 
 
@@ -173,10 +173,8 @@ def pace(one: Gathered) -> Drawing | None:
         lines.append(line(slow[0], ALARM, strong=True))
         legend.append((ALARM, f"{named(slow[0])}, the slowest"))
     picture = Picture("images/s", lines, _marks(one, MUTED), band, from_zero=True)
-    return Drawing(
-        "Images per second of each rank", _over_steps(picture), legend,
-        "Over the time in which a rank did not wait for the others.",
-    )  # fmt: skip
+    note = "Over the time in which a rank did not wait for the others."
+    return Drawing("Images per second of each rank", _over_steps(picture), legend, note)
 
 
 def scalings(reports: Sequence[RunReport]) -> list[Scaling]:
@@ -190,14 +188,15 @@ def scalings(reports: Sequence[RunReport]) -> list[Scaling]:
 
 
 def of_scaling(scaling: Scaling) -> Markup:
-    """Draw images/s and efficiency against ranks as an SVG element: each run a point, lines through
-    the medians, dashed the line of perfect scaling.
+    """Draw images/s and efficiency over ranks as an SVG element.
+
+    Each run is a point, lines lead through the medians, and perfect scaling is dashed.
     """
     return _svg(_scaling_figure(scaling, 3.4))
 
 
 def check_file(path: Path) -> None:
-    """Refuse a picture that could not be drawn once the runs are done, with a RequestError."""
+    """Refuse a file that cannot be drawn, before the runs: raises RequestError."""
     if not can_draw():
         raise RequestError(f"--plot needs matplotlib, which is not installed. Get it: {INSTALL}")
     if path.suffix not in FORMATS:
@@ -207,7 +206,7 @@ def check_file(path: Path) -> None:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed; it is not imported for the answer."""
+    """Whether matplotlib is installed; does not import it."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -278,7 +277,7 @@ def _of_runs(
         return None
     notes = [] if alone or from_zero else ["Thin: training; with marks: the test set."]
     if marks:
-        notes.append("Dotted: started again from there.")
+        notes.append("Dotted: resumed from there.")
     picture = Picture(
         label, lines, marks, logarithmic=logarithmic, percent=percent, from_zero=from_zero
     )
@@ -467,7 +466,7 @@ def _percent(value: float, _position: int) -> str:
 
 
 def _svg(figure: Any) -> Markup:
-    """The figure as an element of an HTML page."""
+    """Export the figure as an element of an HTML page."""
     import matplotlib as mpl
 
     for axes in figure.axes:

@@ -62,8 +62,8 @@ def test_what_an_orphan_wrote_after_its_successor_started_does_not_count(run: Ru
     make(first.checkpoints, 300)
     assert newest(run) == first.checkpoints / name_of(100)
     assert {entry.step: entry.problem for entry in listing(run)} == {
-        300: "superseded: attempt 2 went on from step 100",
-        200: "superseded: attempt 2 went on from step 100",
+        300: "superseded: attempt 2 resumed from step 100",
+        200: "superseded: attempt 2 resumed from step 100",
         100: "",
     }
 
@@ -157,7 +157,7 @@ def test_damaged_checkpoints_alone_do_not_let_a_run_begin_anew(
     run: RunDir, logged: list[str]
 ) -> None:
     DAMAGE["torn"][0](make(attempt(run, 1).checkpoints, 120))
-    with pytest.raises(CheckpointError, match=r"no checkpoint of run is whole.*--from-scratch"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of run is valid.*--from-scratch"):
         source(run)
     assert len(logged) == 1
 
@@ -193,7 +193,7 @@ def test_resume_takes_a_run_its_links_an_attempt_a_folder_or_a_file(run: RunDir)
         assert find(str(named)).samefile(path)
     assert find(str(run.checkpoints / path.name)).samefile(path)
     assert find(str(Attempt(run, 1).checkpoints)) == (Attempt(run, 1).checkpoints / name_of(3))
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
         find(str(run.path.parent))
     with pytest.raises(CheckpointError, match="does not exist"):
         find(str(run.path / "nothing.pt"))
@@ -209,7 +209,7 @@ def test_all_are_listed_once_with_the_best_and_the_next(run: RunDir) -> None:
     DAMAGE["flipped"][0](make(second.checkpoints, 260))
     entries = listing(run)
     assert [(entry.step, entry.attempt, entry.problem) for entry in entries] == [
-        (300, 1, "superseded: attempt 2 went on from step 200"),
+        (300, 1, "superseded: attempt 2 resumed from step 200"),
         (260, 2, "SHA-256 differs"),
         (250, 2, ""),
         (200, 2, ""),
@@ -356,7 +356,7 @@ def test_a_folder_is_handed_on_whole_or_not_at_all(
     with pytest.raises(OSError, match="No space left"):
         adopt(second, first.checkpoints / name_of(200), 2)
     assert list(second.path.iterdir()) == []
-    with pytest.raises(CheckpointError, match="has gone since"):
+    with pytest.raises(CheckpointError, match="was deleted since"):
         adopt(second, first.checkpoints / name_of(999), 2)
     (first.checkpoints / name_of(200)).write_bytes(b"")
     with pytest.raises(UnusableError):

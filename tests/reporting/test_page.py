@@ -272,7 +272,7 @@ def test_starts_are_a_table_and_marks_in_the_curves(workplace: Workplace) -> Non
     assert content.count("stroke-dasharray") == before + 4  # one in each picture
     assert "stopped: interrupt" in page.text
     assert "10 steps done twice" in page.text
-    assert "Dotted: started again from there." in page.text
+    assert "Dotted: resumed from there." in page.text
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 0.0, 1e300])

@@ -216,7 +216,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(
     train_alone(config(synthetic_dir), tmp_path, 2)
     for path in tmp_path.rglob("*.pt"):
         path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole.*clusterddp checkpoints"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is valid.*clusterddp checkpoints"):
         agree(config(synthetic_dir), tmp_path)
 
 

@@ -52,7 +52,7 @@ def test_what_a_superseded_attempt_wrote_is_named(workplace: Workplace) -> None:
     attempt(run, 2, start=100)
     lines = workplace.invoke("checkpoints", "one").out.splitlines()
     assert "next" in lines[1]
-    assert lines[2].endswith("superseded: attempt 2 went on from step 100")
+    assert lines[2].endswith("superseded: attempt 2 resumed from step 100")
 
 
 def test_json_has_every_field(workplace: Workplace) -> None:

@@ -130,7 +130,7 @@ def test_a_run_that_lost_its_checkpoints_begins_anew_only_where_that_is_asked_fo
     else:
         made_checkpoints.DAMAGE[harm][0](path)
     said = refused(workplace, run)
-    assert ("are gone" if harm == "gone" else "no checkpoint of one is whole") in said
+    assert ("are gone" if harm == "gone" else "no checkpoint of one is valid") in said
     assert "clusterddp resubmit one --from-scratch" in said
     assert workplace.invoke("resubmit", "one", "--dry-run").code == 2
     got = accepted(workplace, "one", "--from-scratch")

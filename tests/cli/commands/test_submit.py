@@ -240,7 +240,7 @@ def test_a_wrong_request_is_refused_and_leaves_nothing(
         (b"torn", "0" * 64, "is no checkpoint of clusterddp"),
         (b"PK\3\4 torn", "0" * 64, "damaged"),
         (b"torn", None, "no step-1.pt.sha256"),
-        (None, None, "there is no whole checkpoint"),
+        (None, None, "there is no valid checkpoint"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_it_queues(

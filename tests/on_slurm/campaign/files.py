@@ -123,7 +123,7 @@ def all_torn(trial: Trial) -> str:
             tear(path)
 
     run = _between_starts(trial, [], strike)
-    seen = run.check_failed("no checkpoint of run is whole", "clusterddp checkpoints run")
+    seen = run.check_failed("no checkpoint of run is valid", "clusterddp checkpoints run")
     if len(run.attempts) > 3:
         raise run.differs(f"{len(run.attempts)} attempts")
     return f"{seen}; {len(run.attempts)} attempts"
