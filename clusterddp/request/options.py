@@ -52,7 +52,6 @@ _NO_REQUEUE = "SBATCH_NO_REQUEUE"
 NEEDED_DIRECTIVES = ("nodes", "ntasks", "output")
 """Directives that a run cannot do without."""
 
-_ONE_RUN = "one 'clusterddp submit' for each: a submission is one run"
 _LOGS = "--output-root DIR: logs lie in the run's folder"
 REPLACED = {
     "ntasks": "--nodes N --tasks-per-node N, ranks on each of the nodes",
@@ -63,7 +62,8 @@ REPLACED = {
     "parsable": "--json",
     "wait": "--wait",
     "wrap": "the COMMAND behind '--'",
-    **dict.fromkeys(("array", "het-group"), _ONE_RUN),
+    "array": "'clusterddp submit --dry-run … | sbatch --array=LIST', as a submission is one run",
+    "het-group": "one 'clusterddp submit' for each group, as a submission is one run",
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
 }
 """Options of sbatch that are not taken, and what takes their place."""

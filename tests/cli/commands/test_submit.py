@@ -647,7 +647,7 @@ def test_sbatchs_usual_forms_are_taken() -> None:
         (["-n", "4"], "--nodes N --tasks-per-node N"),
         (["--ntasks=4"], "--nodes N --tasks-per-node N"),
         (["--gres=gpu:4"], "--gpu-request gres"),
-        (["--array", "1-4"], "a submission is one run"),
+        (["--array", "1-4"], "submit --dry-run … | sbatch --array=LIST"),
         (["--wrap", "hostname"], "the COMMAND behind '--'"),
     ],
 )
