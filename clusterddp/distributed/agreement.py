@@ -52,8 +52,8 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Settings that hold on every rank, for one attempt."""
+class Terms:
+    """Settings that follow from the request and the ranks' hellos."""
 
     backend: str
     kind: str
@@ -70,6 +70,12 @@ class Agreement:
     where: tuple[str, ...] = ()
     """One line a host: which ranks compute on what."""
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Agreement(Terms):
+    """Settings that hold on every rank, for one attempt."""
+
     run_dir: str = ""
     attempt: int = 0
     """Number of the attempt, from 1."""
@@ -88,9 +94,7 @@ class Agreement:
         return self.global_batch_size // self.world_size
 
 
-def decide(
-    config: TrainConfig, hellos: Sequence[Hello], recorded: Agreement | None = None
-) -> Agreement:
+def decide(config: TrainConfig, hellos: Sequence[Hello], recorded: Terms | None = None) -> Terms:
     """Check that the ranks can train together, and settle what the request left at auto.
 
     `recorded` is the agreement of an earlier attempt: at the same world size its values
@@ -125,7 +129,7 @@ def decide(
             f"--backend nccl exchanges between GPUs, but {hellos[0].name} computes on the CPU. "
             "Use --backend gloo, or start the ranks where they have GPUs."
         )
-    return Agreement(
+    return Terms(
         backend=backend,
         kind=kind,
         threads=threads,

@@ -1,4 +1,4 @@
-"""Training images changed at random in the way that `--augment` names, drawn by each rank apart."""
+"""Changes training images at random, as `--augment` names it; each rank draws its own numbers."""
 
 import math
 from collections.abc import Callable
@@ -16,13 +16,13 @@ _SHIFT_PIXELS = 2.0
 
 
 def affine(images: Tensor) -> Tensor:
-    """Each image turned, stretched and shifted by amounts of its own, evenly drawn.
+    """Turn, stretch and shift each image by amounts of its own, evenly drawn.
 
-    Up to 10 degrees, a tenth in width and height and two pixels. Takes a batch as `as_images`
-    does, gives images (N, C, H, W);
-    what comes in from outside is the nearest pixel of the edge, so the background goes on. Draws
-    five numbers an image from torch's generator of the CPU, whatever the images' device: it is in
-    checkpoints, so a run that goes on draws what it would have drawn.
+    Up to 10 degrees, a tenth in width and height, and two pixels. Takes a batch as `as_images`
+    does, returns images (N, C, H, W). What comes in from outside is the nearest pixel of the edge,
+    so the background continues. Draws five numbers an image from torch's generator of the CPU,
+    whatever the images' device: it is in checkpoints, so a resumed run draws what it would have
+    drawn.
     """
     images = as_images(images)
     count, _, height, width = images.shape
@@ -37,9 +37,4 @@ def affine(images: Tensor) -> Tensor:
     return grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
-def unchanged(images: Tensor) -> Tensor:
-    """The images themselves; draws nothing."""
-    return images
-
-
-AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": unchanged, "affine": affine}
+AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {"affine": affine}

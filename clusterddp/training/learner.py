@@ -27,10 +27,10 @@ from clusterddp.models import registry
 from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import device as devices
-from clusterddp.training import optimizer, step, sync_batchnorm, throughput
+from clusterddp.training import optimizer, step, sync_batchnorm
 from clusterddp.training.augment import AUGMENTATIONS
 from clusterddp.training.cuda_graph import GraphedStep
-from clusterddp.training.metrics import Tally
+from clusterddp.training.metrics import Tally, Waiting
 from clusterddp.training.step import Compiled, Step
 
 
@@ -66,7 +66,7 @@ class Learner:
         scaler = self._restore(rank, resume_content) if agreed.resume else {}
         self.tally = Tally(device)
         seen = not (agreed.cuda_graph or config.sync_batchnorm)
-        self.waiting = throughput.Waiting(device, knows=agreed.world_size == 1 or seen)
+        self.waiting = Waiting(device, knows=agreed.world_size == 1 or seen)
         self.ddp = step.wrap(
             self.model, config, agreed.world_size,
             precision=agreed.precision, captured=agreed.cuda_graph,
@@ -89,12 +89,12 @@ class Learner:
             if agreed.cuda_graph
             else self.step
         )
-        self._augment = AUGMENTATIONS[config.augment]
+        self._augment = AUGMENTATIONS.get(config.augment)
 
     def learn(self, images: Tensor, labels: Tensor) -> None:
         """Train on a batch, as `images.as_images` takes it, and its labels (N,)."""
         with _naming_the_operation():
-            self._train(self._augment(images), labels)
+            self._train(self._augment(images) if self._augment else images, labels)
         self.position.advance(len(labels) * self.agreed.world_size)
 
     def settle(self, images: Tensor, labels: Tensor) -> None:

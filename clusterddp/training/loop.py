@@ -24,12 +24,13 @@ from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_lines
 from clusterddp.run.records import MetricsLine, RankReport
-from clusterddp.training import evaluation, sync_batchnorm, throughput
+from clusterddp.training import evaluation
 from clusterddp.training.learner import Learner
-from clusterddp.training.metrics import Figures, Journal
+from clusterddp.training.metrics import Figures, Journal, Paces, of_ranks
 from clusterddp.training.optimizer import Schedule
 from clusterddp.training.profiling import Profiler
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
+from clusterddp.training.sync_batchnorm import poor_statistics
 from clusterddp.training.tensorboard import Board
 
 # Until then an attempt has saved once, so that it knows what that costs.
@@ -51,7 +52,8 @@ def train(training: "Training") -> str:
             learner.step.set_lr(training.schedule.lr(position))
             learner.learn(images, labels)
             training.journal.step()
-            training.profiler.step()
+            if training.profiler:
+                training.profiler.step()
             if position.step % config.log_every == 0:
                 training.log()
             training.evaluate_and_save_if_due("step", position.step)
@@ -63,11 +65,12 @@ def train(training: "Training") -> str:
         if not reason and position.samples >= len(training.train_set):
             position.next_epoch()
             training.evaluate_and_save_if_due("epoch", position.epoch)
-    training.profiler.close()
+    if training.profiler:
+        training.profiler.close()
     training.log()
     if not reason:
         training.evaluate()
-        training.ranks = throughput.of_ranks(training.paces, training.device)
+        training.ranks = of_ranks(training.paces, training.device)
     training.checkpoints.save()
     training.checkpoints.finish(must=not reason)
     training.progress.mark(position.step, Phase.DONE)
@@ -119,9 +122,11 @@ class Training:
         if config.tensorboard and rank == 0:
             history = read_lines(MetricsLine, attempt.metrics)
             self.journal.board = Board(attempt.path / "tensorboard", config, history)
-        self.profiler = Profiler(attempt.path / "profile", rank, config.profile, inputs.device)
+        self.profiler = None
+        if config.profile and int(config.profile) == rank:
+            self.profiler = Profiler(attempt.path / "profile", rank, inputs.device)
         self.checkpoints = Checkpoints(self.learner, attempt, rank, self.progress)
-        self.paces = throughput.Paces()
+        self.paces = Paces()
         self.ranks: list[RankReport] = []
         """Host, memory and throughput of each rank, once all is done."""
         self.result: evaluation.Result | None = None
@@ -131,8 +136,8 @@ class Training:
         self._evaluating = Interval.parse(config.eval_every)
         self.warnings = list(inputs.agreed.warnings)
         """What the user should know."""
-        poor = sync_batchnorm.poor_statistics(self.model, config, inputs.agreed)
-        if poor:
+        several = inputs.agreed.world_size > 1
+        if several and (poor := poor_statistics(self.model, config, inputs.agreed)):
             self.warnings.append(poor)
             if rank == 0:
                 log.warning(poor)

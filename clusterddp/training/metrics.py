@@ -1,11 +1,17 @@
-"""What rank 0 tells: lines in its log or a bar on a terminal, metrics.jsonl."""
+"""Measures and logs a training: lines or a progress bar, metrics.jsonl, each rank's throughput.
+
+All ranks take a step together, so their pace is one; a straggler is the rank that never waits. A
+rank's own work on a step is done when its last gradient is there: from then until the backward
+pass returns it waits for the others and for the network.
+"""
 
 import json
 import math
 import os
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,15 +19,16 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json_lines, read_lines, write_atomically
-from clusterddp.run.records import MetricsLine
+from clusterddp.run.records import MetricsLine, RankReport
+from clusterddp.training.device import peak_bytes
 from clusterddp.training.tensorboard import Board
-from clusterddp.training.throughput import Paces
 
 if TYPE_CHECKING:
     from clusterddp.training.progress_bar import ProgressBar
@@ -54,7 +61,7 @@ class Journal:
         self._known = _kinds_at(self._path, start.step) if self._path else set()
 
     def train(self, position: Position, figures: Figures, of_ranks: Sequence[float] = ()) -> None:
-        """Loss and accuracy are means over the images of all ranks since the last such line.
+        """Log means over the images of all ranks since the last such line.
 
         of_ranks: images/s of each rank by itself, as `Paces` has them.
         """
@@ -72,7 +79,7 @@ class Journal:
         self._write("train", position, figures, tuple(shown))
 
     def evaluation(self, position: Position, figures: Figures) -> None:
-        """Loss and accuracy over the whole test set."""
+        """Log loss and accuracy over the whole test set."""
         if self._path is None:
             return
         log.info(
@@ -82,7 +89,7 @@ class Journal:
         self._write("eval", position, figures)
 
     def step(self) -> None:
-        """One optimizer step is done."""
+        """Count an optimizer step."""
         if self._bar is not None:
             self._bar.update()
 
@@ -137,7 +144,7 @@ class Journal:
 
 
 class Tally:
-    """Loss and hits since the last line of metrics, summed where they arise.
+    """Sums loss and hits since the last line of metrics, on the device where they arise.
 
     Only `collect` moves them to the CPU, so that a GPU is not kept waiting at every step.
     """
@@ -151,7 +158,7 @@ class Tally:
 
     @property
     def sums(self) -> list[Tensor]:
-        """What `add` changes."""
+        """The tensors that `add` changes."""
         return [self._loss, self._correct]
 
     def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
@@ -160,12 +167,12 @@ class Tally:
         self._correct.add_((scores.argmax(1) == labels).sum())
 
     def count(self, images: int) -> None:
-        """One step over so many images of this rank is done."""
+        """Count a step over so many images of this rank."""
         self._count += images
         self.steps += 1
 
-    def collect(self, waited: float | None = 0.0) -> tuple[float, float, Paces]:
-        """Mean loss and accuracy over all ranks, and each rank's pace; starts a new sum.
+    def collect(self, waited: float | None = 0.0) -> "tuple[float, float, Paces]":
+        """Return mean loss and accuracy over all ranks, and each rank's pace; starts a new sum.
 
         waited: seconds that this rank has waited for others since the last lap or restart; None
             where that is not known.
@@ -184,7 +191,7 @@ class Tally:
         return sum(losses) / count, sum(correct) / count, Paces(images, seconds)
 
     def lap(self) -> float:
-        """Seconds since the last lap or restart."""
+        """Return the seconds since the last lap or restart."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         return seconds
@@ -212,6 +219,127 @@ def _kinds_at(path: Path, step: int) -> set[str]:
 
 
 def copy_history(source: Path, target: Path, step: int) -> None:
-    """Begin an attempt's metrics with what earlier ones wrote up to the step it starts from."""
+    """Begin an attempt's metrics with the lines of earlier ones up to the step it starts from."""
     kept = [line for line in read_json_lines(source) if line.get("step", 0) <= step and step > 0]
     write_atomically(target, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+
+class Waiting:
+    """Sums up the time that one rank waits; without parameters to watch it counts nothing."""
+
+    def __init__(self, device: torch.device, *, knows: bool = True) -> None:
+        """knows: True where ranks wait for each other in the exchange of gradients alone, and it
+        can be seen; not within a graph, nor where layers exchange something, too.
+        """
+        self._knows = knows
+        self._on_gpu = device.type == "cuda"
+        self._latest: Tensor | None = None
+        self._ready: float | torch.cuda.Event | None = None
+        self._seconds = 0.0
+        # On a GPU what happens when is asked later, so that it never stands still for it.
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def learn(self, model: nn.Module) -> "_Learning":
+        """Learn in a context around one backward pass which gradient comes last."""
+        return _Learning(self, model)
+
+    def done(self) -> None:
+        """Count the wait that ends as the backward pass returns."""
+        if self._ready is None:
+            return
+        if isinstance(self._ready, float):
+            self._seconds += time.perf_counter() - self._ready
+        else:
+            self._events.append((self._ready, _event()))
+        self._ready = None
+
+    def take(self) -> float | None:
+        """Return the seconds since the last call, if known; a GPU has to be synchronised before."""
+        for begin, end in self._events:
+            self._seconds += begin.elapsed_time(end) / 1000.0
+        seconds, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return seconds if self._knows else None
+
+    def watch(self, parameter: Tensor) -> None:
+        """Take its gradient as a step's last one."""
+        _hook(parameter, self._note)
+
+    def _note(self, _: Tensor) -> None:
+        self._ready = _event() if self._on_gpu else time.perf_counter()
+
+
+class _Learning:
+    def __init__(self, waiting: Waiting, model: nn.Module) -> None:
+        self._waiting, self._model = waiting, model
+        self._last: Tensor | None = None
+
+    def __enter__(self) -> None:
+        self._handles = [
+            _hook(parameter, self._note)
+            for parameter in self._model.parameters()
+            if parameter.requires_grad
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._last is not None:
+            self._waiting.watch(self._last)
+
+    def _note(self, parameter: Tensor) -> None:
+        self._last = parameter
+
+
+def _hook(parameter: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `note` when the gradient is there; before DDP's own hook, which begins to exchange."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _event() -> "torch.cuda.Event":
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+class Paces:
+    """Images that each rank has trained, and its seconds without the waiting for others."""
+
+    def __init__(self, images: Sequence[float] = (), seconds: Sequence[float] = ()) -> None:
+        """One number a rank in each."""
+        self._images, self._seconds = list(images), list(seconds)
+
+    @property
+    def images(self) -> float:
+        """Images of all ranks together."""
+        return sum(self._images)
+
+    @property
+    def images_per_second(self) -> list[float]:
+        """Throughput of each rank by itself; empty where the time they wait is not known."""
+        if any(math.isnan(seconds) for seconds in self._seconds):
+            return []
+        both = zip(self._images, self._seconds, strict=True)
+        return [images / max(seconds, 1e-9) for images, seconds in both]
+
+    def add(self, more: "Paces") -> None:
+        """Add those of a later span, of the same ranks."""
+        if not self._images:
+            self._images, self._seconds = [0.0] * len(more._images), [0.0] * len(more._images)
+        self._images = [a + b for a, b in zip(self._images, more._images, strict=True)]
+        self._seconds = [a + b for a, b in zip(self._seconds, more._seconds, strict=True)]
+
+
+def of_ranks(paces: Paces, device: torch.device) -> list[RankReport]:
+    """Return host, memory and throughput of each rank. Collective over the default group."""
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    own = host, peak_bytes(device)
+    everyone = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    known = [round(rate, 1) for rate in paces.images_per_second]
+    rates: Sequence[float | None] = known or [None] * len(everyone)
+    return [
+        RankReport(rank, rate, *each)
+        for rank, (rate, each) in enumerate(zip(rates, everyone, strict=True))
+    ]

@@ -1,4 +1,4 @@
-"""What one rank spends its time on: a few steps of it under torch.profiler, as a trace."""
+"""Profiles a few steps of one rank with torch.profiler, and writes the trace."""
 
 import gzip
 import shutil
@@ -19,42 +19,31 @@ _ROWS = 10
 
 
 class Profiler:
-    """Records steps 11 to 15 of the rank that is wanted; on every other rank it does nothing."""
+    """Records steps 11 to 15 of a rank."""
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        wanted: str,
-        device: torch.device,
-    ) -> None:
-        """folder: for the trace; made when there is one.
-
-        wanted: the rank to record, or nothing.
-        """
+    def __init__(self, folder: Path, rank: int, device: torch.device) -> None:
+        """folder: for the trace; made when there is one."""
         self._path = folder / f"rank-{rank}.trace.json.gz"
         self._device = device
-        self._profile: profile | None = None
-        if wanted and int(wanted) == rank:
-            kinds = [ProfilerActivity.CPU]
-            if device.type == "cuda":
-                kinds.append(ProfilerActivity.CUDA)
-            self._profile = profile(
-                activities=kinds,
-                schedule=schedule(wait=_WAIT, warmup=_WARM_UP, active=_RECORDED, repeat=1),
-                on_trace_ready=self._keep,
-            )
-            self._profile.start()
+        kinds = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            kinds.append(ProfilerActivity.CUDA)
+        self._profile: profile | None = profile(
+            activities=kinds,
+            schedule=schedule(wait=_WAIT, warmup=_WARM_UP, active=_RECORDED, repeat=1),
+            on_trace_ready=self._keep,
+        )
+        self._profile.start()
 
     def step(self) -> None:
-        """One optimizer step is done."""
+        """Count an optimizer step; after the last recorded one the trace is written."""
         if self._profile:
             self._carefully(self._profile.step)
         if self._profile and self._profile.step_num == _LAST:
             self._end()
 
     def close(self) -> None:
-        """The training has ended: keep what was recorded, or say that nothing was."""
+        """Keep what was recorded when the training ends, or log that nothing was."""
         if self._profile:
             done = self._profile.step_num
             self._end()
@@ -70,7 +59,7 @@ class Profiler:
         self._profile = None
 
     def _carefully(self, act: Callable[[], None]) -> None:
-        """torch.profiler's own failure, as beside another profiler, costs the trace alone."""
+        """Call torch.profiler; its failure, as beside another profiler, costs the trace alone."""
         try:
             act()
         except RuntimeError as error:
@@ -78,7 +67,7 @@ class Profiler:
             log.warning(f"torch.profiler failed: {error}; training goes on without it")
 
     def _keep(self, recorded: profile) -> None:
-        """Write the trace, and say what took the most time."""
+        """Write the trace, and log the slowest operations."""
         count = recorded.step_num - _FIRST + 1
         if count < 1:
             return
@@ -108,7 +97,7 @@ class Profiler:
             )
 
     def _write(self, recorded: profile) -> None:
-        """The trace whole or not at all. Raises OSError, and RuntimeError where torch wrote none.
+        """Write the trace whole or not at all. Raises OSError; RuntimeError where torch wrote none.
 
         Compressed here: torch would write it to the temporary folder first, and is silent when
         that is full.

@@ -1,7 +1,5 @@
-"""Starts an attempt: rank 0 settles what is auto, makes the folders, chooses the checkpoint.
-
-Then each rank obtains its two sets: from its node's one copy in memory, read image by image, or
-from a user's own function.
+"""Starts an attempt: rank 0 agrees, checks the data, chooses the checkpoint and publishes; then
+every rank obtains its two sets.
 """
 
 import dataclasses
@@ -10,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from clusterddp.data.in_memory import Images
 from clusterddp.data.loader import Loaded
 from clusterddp.data.user_dataset import OwnSets
 from clusterddp.distributed import agreement, rendezvous
-from clusterddp.distributed.agreement import Agreement, Hello
+from clusterddp.distributed.agreement import Agreement, Hello, Terms
 from clusterddp.errors import CheckpointError, ClusterDDPError, DataError, PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request import user_functions
@@ -40,8 +39,6 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.training import metrics, optimizer
 
-Sets = tuple[Images | Loaded, Images | Loaded, shared_memory.Held | None]
-
 
 def decide(
     config: TrainConfig,
@@ -51,7 +48,7 @@ def decide(
     identity: AttemptRecord,
     fingerprint: Callable[[], str] | None = None,
 ) -> Agreement:
-    """What holds for all ranks of this attempt.
+    """Decide on rank 0 what holds for all ranks of this attempt, and publish it.
 
     number: the attempt that the starting side has made; without it one is made here.
     identity: job_id, restart, host and pid, for attempt.json.
@@ -62,40 +59,53 @@ def decide(
     """
     run = RunDir((run_dir or Path("jobs", time.strftime("train-%Y%m%d-%H%M%S"))).resolve())
     recorded = files.read(Agreement, run.resolved)
-    agreed = agreement.decide(config, [Hello(**hello) for hello in hellos], recorded)
-    if not user_functions.is_reference(config.dataset):
-        prepare.ensure(config.dataset, config.data_dir, may_fetch=False)
-    sha256 = fingerprint() if fingerprint else mnist.fingerprint(config.dataset, config.data_dir)
-    agreed = dataclasses.replace(agreed, run_dir=str(run.path), data_sha256=sha256)
-    _check_data(config, recorded, agreed)
+    terms = agreement.decide(config, [Hello(**hello) for hello in hellos], recorded)
+    data_sha256 = _check_data(config, recorded, fingerprint)
     try:
         run.make(run.attempts)
-        _record_request(run, config, agreed)
+        _record_request(run, config, terms)
         attempt = _attempt(run, number, identity, config)
-        agreed = _go_on(config, agreed, attempt, recorded, identity)
-        lr = optimizer.peak_lr(config, agreed.reference_world_size)
-        content = json.dumps({**dataclasses.asdict(agreed), "lr": lr}, indent=2)
-        write_atomically(run.resolved, f"{content}\n".encode())
+        origin = _choose_checkpoint(config, attempt, recorded, terms.world_size, data_sha256)
+        return _publish(config, attempt, terms, origin, data_sha256, identity)
     except OSError as error:
         raise TrainingError(
             f"rank 0 on {socket.gethostname()} cannot write the run directory {run.path}: "
             f"{error.strerror}. Choose a folder that this host can write."
         ) from None
-    return agreed
 
 
-def _record_request(run: RunDir, config: TrainConfig, agreed: Agreement) -> None:
-    """Of ranks that nobody submitted, so that `report` and the other commands know the run."""
+def _check_data(
+    config: TrainConfig, recorded: Agreement | None, fingerprint: Callable[[], str] | None
+) -> str:
+    """Return the dataset's fingerprint. Raises DataError where the run had another before."""
+    is_own = user_functions.is_reference(config.dataset)
+    if not is_own:
+        prepare.ensure(config.dataset, config.data_dir, may_fetch=False)
+    sha256 = fingerprint() if fingerprint else mnist.fingerprint(config.dataset, config.data_dir)
+    known = recorded.data_sha256 if recorded else ""
+    if known and known != sha256:
+        where = config.data_dir if is_own else mnist.folder(config.dataset, config.data_dir)
+        raise DataError(
+            f"the {config.dataset} dataset at {where} has changed since this run first started "
+            f"(SHA-256 {known[:12]}…, now {sha256[:12]}…): it would not train to the "
+            f"same weights.{mnist.rendered_by(config.dataset, config.data_dir)} Put the "
+            f"{'images' if is_own else 'files'} back, or submit a new run."
+        )
+    return sha256
+
+
+def _record_request(run: RunDir, config: TrainConfig, terms: Terms) -> None:
+    """Record a request for ranks that nobody submitted, so that all commands know the run."""
     if run.spec.exists() or not forms.RUN_NAME.fullmatch(run.name):
         return
-    nodes = len(agreed.hosts)
-    even = agreed.world_size % nodes == 0
+    nodes = len(terms.hosts)
+    even = terms.world_size % nodes == 0
     spec = JobSpec(
         run_name=run.name,
         run_dir=str(run.path),
         resources=Resources(
             nodes=nodes if even else 1,
-            tasks_per_node=agreed.world_size // (nodes if even else 1),
+            tasks_per_node=terms.world_size // (nodes if even else 1),
         ),
         python=sys.executable,
         train=config,
@@ -122,69 +132,108 @@ def _attempt(
     return attempt
 
 
-def _go_on(
+@dataclass(frozen=True)
+class _Origin:
+    """The checkpoint from which an attempt resumes, if any, and what it settles."""
+
+    reference_world_size: int
+    source: Path | None = None
+    is_own: bool = False
+    """It is one of this run."""
+    step: int = 0
+    best: Best | None = None
+    precision: str = ""
+    """The precision it was trained at, where the configuration leaves it open."""
+
+
+def _choose_checkpoint(
     config: TrainConfig,
-    agreed: Agreement,
     attempt: Attempt,
     recorded: Agreement | None,
-    identity: AttemptRecord,
-) -> Agreement:
-    """Choose the checkpoint, check that it fits, and lay the attempt's folders out."""
-    run = attempt.run
+    world_size: int,
+    data_sha256: str,
+) -> _Origin:
+    """Choose the checkpoint to resume from, and check that it fits."""
     # An agent starts the ranks of an attempt again, within the job, when one of them has failed.
     again = attempt.checkpoints.is_dir()
-    own = catalog.newest_in(attempt.checkpoints) if again else None
-    own = own or catalog.source(run)
+    own = (catalog.newest_in(attempt.checkpoints) if again else None) or catalog.source(attempt.run)
     source = own or (catalog.find(config.resume) if config.resume else None)
-    best = None
-    # A run that begins at step 0 again begins with the ranks that there are now.
-    before_now = None if catalog.given_up_attempt(run) else recorded
-    step, reference = 0, (before_now.reference_world_size if before_now else 0) or agreed.world_size
-    if source is not None:
+    if source is None:
+        # A run that begins at step 0 again begins with the ranks that there are now.
+        earlier = None if catalog.given_up_attempt(attempt.run) else recorded
+        origin = _Origin((earlier.reference_world_size if earlier else 0) or world_size)
+    else:
         content = state.load(source)
-        state.check_fits(source, content, config, data_sha256=agreed.data_sha256)
+        state.check_fits(source, content, config, data_sha256=data_sha256)
         _check_configuration(source, content["config"], config)
-        step, earlier = int(content["step"]), content["config"]
-        before = earlier["batch_size"] * earlier.get("accumulate", 1)
-        best = Best(**content["best"]) if content["best"] else None
-        if config.precision == "auto":
-            agreed = dataclasses.replace(agreed, precision=content.get("precision", "fp32"))
-        reference = config.reference_world_size(
-            agreed.world_size, content["global_batch_size"], before
+        before = content["config"]
+        images = before["batch_size"] * before.get("accumulate", 1)
+        origin = _Origin(
+            config.reference_world_size(world_size, content["global_batch_size"], images),
+            source,
+            is_own=own is not None,
+            step=int(content["step"]),
+            best=Best(**content["best"]) if content["best"] else None,
+            precision=content.get("precision", "fp32") if config.precision == "auto" else "",
         )
-    agreed = dataclasses.replace(
-        agreed,
-        attempt=attempt.number,
-        reference_world_size=reference,
-        global_batch_size=config.step_size * reference,
-    )
-    problem = config.uneven_batch(reference, agreed.world_size)
+    problem = config.uneven_batch(origin.reference_world_size, world_size)
     if problem:
         raise TrainingError(problem)
-    found = source
-    if not again:
-        found = catalog.adopt(attempt, source, config.keep_last, best=best)
-    agreed = dataclasses.replace(agreed, resume=str(found.resolve()) if found else "")
-    metrics.copy_history(run.metrics, attempt.metrics, step if own else 0)
+    return origin
+
+
+def _check_configuration(source: Path, before: Mapping[str, Any], config: TrainConfig) -> None:
+    changed = changes(before, config)
+    if changed and not config.allow_changed:
+        raise CheckpointError(
+            f"the checkpoint {source} was trained with another configuration: "
+            f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
+        )
+
+
+def _publish(
+    config: TrainConfig,
+    attempt: Attempt,
+    terms: Terms,
+    origin: _Origin,
+    data_sha256: str,
+    identity: AttemptRecord,
+) -> Agreement:
+    """Lay the attempt's folders out, and record what was agreed on."""
+    run, source = attempt.run, origin.source
+    if not attempt.checkpoints.is_dir():
+        source = catalog.adopt(attempt, source, config.keep_last, best=origin.best)
+    settled = {**dataclasses.asdict(terms), "precision": origin.precision or terms.precision}
+    agreed = Agreement(
+        **settled,
+        run_dir=str(run.path),
+        attempt=attempt.number,
+        resume=str(source.resolve()) if source else "",
+        global_batch_size=config.step_size * origin.reference_world_size,
+        reference_world_size=origin.reference_world_size,
+        data_sha256=data_sha256,
+    )
+    metrics.copy_history(run.metrics, attempt.metrics, origin.step if origin.is_own else 0)
     attempt.end.unlink(missing_ok=True)
     # What an attempt has gained counts from its first start.
-    origin = attempt.read_record() or AttemptRecord(
-        step=step,
-        saved=source.stat().st_mtime if source else None,
-        resumed_from=_shown(run, source),
+    began = attempt.read_record() or AttemptRecord(
+        step=origin.step,
+        saved=origin.source.stat().st_mtime if origin.source else None,
+        resumed_from=_shown(run, origin.source),
     )
-    attempts.publish(
-        attempt,
-        dataclasses.replace(
-            identity,
-            step=origin.step,
-            saved=origin.saved,
-            resumed_from=origin.resumed_from,
-            starts_in_job=origin.starts_in_job + 1,
-            world_size=agreed.world_size,
-            hosts=agreed.hosts,
-        ),
+    record = dataclasses.replace(
+        identity,
+        step=began.step,
+        saved=began.saved,
+        resumed_from=began.resumed_from,
+        starts_in_job=began.starts_in_job + 1,
+        world_size=agreed.world_size,
+        hosts=agreed.hosts,
     )
+    attempts.publish(attempt, record)
+    peak = optimizer.peak_lr(config, agreed.reference_world_size)
+    resolved = {**dataclasses.asdict(agreed), "lr": peak}
+    write_atomically(run.resolved, (json.dumps(resolved, indent=2) + "\n").encode())
     return agreed
 
 
@@ -195,26 +244,7 @@ def _shown(run: RunDir, source: Path | None) -> str | None:
     return str(path.relative_to(run.path)) if path.is_relative_to(run.path) else str(path)
 
 
-def _check_data(config: TrainConfig, recorded: Agreement | None, agreed: Agreement) -> None:
-    known = recorded.data_sha256 if recorded else ""
-    if known and known != agreed.data_sha256:
-        own = user_functions.is_reference(config.dataset)
-        where = config.data_dir if own else mnist.folder(config.dataset, config.data_dir)
-        raise DataError(
-            f"the {config.dataset} dataset at {where} has changed since this run first started "
-            f"(SHA-256 {known[:12]}…, now {agreed.data_sha256[:12]}…): it would not train to the "
-            f"same weights.{mnist.rendered_by(config.dataset, config.data_dir)} Put the "
-            f"{'images' if own else 'files'} back, or submit a new run."
-        )
-
-
-def _check_configuration(source: Path, before: Mapping[str, Any], config: TrainConfig) -> None:
-    changed = changes(before, config)
-    if changed and not config.allow_changed:
-        raise CheckpointError(
-            f"the checkpoint {source} was trained with another configuration: "
-            f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
-        )
+Sets = tuple[Images | Loaded, Images | Loaded, shared_memory.Held | None]
 
 
 def obtain(

@@ -85,7 +85,8 @@ def test_it_is_told_who_is_where_and_what_to_know() -> None:
 
 
 def test_it_travels_as_json() -> None:
-    agreed = decide(TrainConfig(), [hello(0), hello(2)])
+    terms = decide(TrainConfig(), [hello(0), hello(2)])
+    agreed = Agreement(**asdict(terms), run_dir="runs/one", attempt=2, global_batch_size=64)
     content = json.loads(json.dumps({**asdict(agreed), "sent": 0.1}))
     assert load(Agreement, content) == agreed
 

@@ -434,3 +434,14 @@ def test_evaluation_counts_each_image_once_at_every_world_size(
 def test_training_learns(synthetic_dir: Path, tmp_path: Path, alone: None) -> None:
     settings = config(synthetic_dir, batch_size=64, warmup_steps=10)
     assert train_alone(settings, tmp_path, noisy=False)["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize(("wanted", "recorded"), [("", False), ("0", True), ("1", False)])
+def test_a_rank_is_profiled_where_it_is_the_one_named(
+    wanted: str, recorded: bool, synthetic_dir: Path, tmp_path: Path, alone: None
+) -> None:
+    agreed = agree(config(synthetic_dir), tmp_path)
+    training = build(0, config(synthetic_dir, profile=wanted), agreed)
+    assert bool(training.profiler) is recorded
+    if training.profiler:
+        training.profiler.close()

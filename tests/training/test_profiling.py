@@ -17,14 +17,12 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
 
 
-def profiled(
-    folder: Path, steps: int, wanted: str = "1", rank: int = 1, device: str = "cpu"
-) -> list[str]:
+def profiled(folder: Path, steps: int, rank: int = 1, device: str = "cpu") -> list[str]:
     """What a rank says of so many steps of a small model."""
     said: list[str] = []
     model = torch.nn.Linear(8, 4)
     with log.to(said.append):
-        profiler = Profiler(folder, rank, wanted, torch.device(device))
+        profiler = Profiler(folder, rank, torch.device(device))
         for _ in range(steps):
             model(torch.ones(2, 8)).sum().backward()
             profiler.step()
@@ -64,15 +62,6 @@ def test_a_training_that_is_too_short_says_so(tmp_path: Path, steps: int) -> Non
     [told] = profiled(tmp_path / "profile", steps)
     assert f"not enough steps: the training has ended after {steps}," in told
     assert "steps 11 to 15 are recorded" in told
-    assert not (tmp_path / "profile").exists()
-
-
-@pytest.mark.parametrize("wanted", ["", "0"])
-def test_other_ranks_record_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
-) -> None:
-    monkeypatch.setattr("clusterddp.training.profiling.profile", None)
-    assert profiled(tmp_path / "profile", 20, wanted) == []
     assert not (tmp_path / "profile").exists()
 
 
