@@ -81,16 +81,10 @@ class Resources:
         None, "CPUs for each rank.", COUNT, "--cpus-per-task -c", shown="the site's"
     )
     mem: str = option(
-        "",
-        "Memory of each node, such as 64G; 0 is all of it.",
-        MEMORY,
-        "--mem SBATCH_MEM_PER_NODE SIZE",
+        "", "Memory of each node, as 64G; 0 is all.", MEMORY, "--mem SBATCH_MEM_PER_NODE SIZE"
     )
     time: str = option(
-        "",
-        "Wall-clock limit, such as 90, 02:30:00 or 1-12.",
-        TIME_LIMIT,
-        "--time -t SBATCH_TIMELIMIT LIMIT",
+        "", "Time limit: 90, 02:30:00 or 1-12.", TIME_LIMIT, "--time -t SBATCH_TIMELIMIT LIMIT"
     )
     partition: str = option(
         "", "Partition, or several with commas.", PARTITIONS, "--partition -p SBATCH_PARTITION"
@@ -98,10 +92,7 @@ class Resources:
     account: str = option("", "Account to charge.", ACCOUNT, "--account -A SBATCH_ACCOUNT NAME")
     qos: str = option("", "Quality of service.", QOS, "--qos -q SBATCH_QOS NAME")
     constraint: str = option(
-        "",
-        "Features that nodes must have.",
-        CONSTRAINT,
-        "--constraint -C SBATCH_CONSTRAINT FEATURES",
+        "", "Features of the nodes.", CONSTRAINT, "--constraint -C SBATCH_CONSTRAINT FEATURES"
     )
     reservation: str = option(
         "", "Reservation to use.", RESERVATIONS, "--reservation SBATCH_RESERVATION NAME"
@@ -176,11 +167,7 @@ class JobSpec:
     """Absolute path of the run's directory."""
     resources: Resources
     python: str = option(
-        sys.executable,
-        "Interpreter of the tasks; it needs clusterddp installed.",
-        LINE,
-        "FILE",
-        shown="this one",
+        sys.executable, "Interpreter of the tasks, with clusterddp.", LINE, "FILE", shown="this one"
     )
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
@@ -198,9 +185,7 @@ class JobSpec:
         group=KEPT,
     )
     launcher: str = option(
-        "sbatch",
-        "Launcher that starts the tasks; local rehearses the run on this workstation.",
-        Choice(LAUNCHERS),
+        "sbatch", "Launcher; local rehearses the run on this workstation.", Choice(LAUNCHERS)
     )
     template: str = option(
         DEFAULT_TEMPLATE, "Script template; see 'clusterddp templates list'.", names="NAME|FILE"

@@ -113,9 +113,7 @@ class TrainConfig:
         decisive=True,
     )
     deterministic: bool = option(
-        False,
-        "On GPUs use only algorithms that repeat bit for bit; an operation that has none is an "
-        "error.",
+        False, "Use only algorithms that repeat bit for bit on GPUs, or fail."
     )
     precision: str = option(
         "auto",
@@ -150,13 +148,11 @@ class TrainConfig:
         Choice(("auto", "on", "off")),
     )
     compile: bool = option(
-        False,
-        "Compile the model with torch.compile, which takes its time at the start.",
-        decisive=True,
+        False, "Compile the model with torch.compile; the start takes longer.", decisive=True
     )
     data_pipeline: str = option(
         "memory",
-        "Keep the set in memory on the device, or read it by torch's DataLoader.",
+        "Keep the set in memory, or read it by torch's DataLoader.",
         Choice(("memory", "loader")),
     )
     workers: int = option(2, "Processes of each rank that read for --data-pipeline loader.", NUMBER)
@@ -169,21 +165,15 @@ class TrainConfig:
     )
     keep_last: int = option(3, "Checkpoints to keep, beside the best one.", COUNT)
     eval_every: str = option(
-        "1epoch",
-        "Interval of evaluation, such as 1epoch or 500steps; once at the end in any case.",
-        INTERVAL,
-        "INTERVAL",
+        "1epoch", "Interval of evaluation; one at the end in any case.", INTERVAL, "INTERVAL"
     )
     log_every: int = option(100, "Steps between two lines of metrics.", COUNT)
     max_steps: int = option(
-        0,
-        "Stop after that many steps of the run; 0 is no limit. The learning rate goes by "
-        "--epochs all the same.",
-        NUMBER,
+        0, "Steps of the run to stop after, 0 is none; the learning rate goes by --epochs.", NUMBER
     )
     resume: str = option(
         "",
-        "Run directory or checkpoint to start from; a run's own checkpoints come first.",
+        "Run or checkpoint to start from; a run's own come first.",
         LINE,
         "RUN|FILE",
         shown="none",
@@ -208,9 +198,7 @@ class TrainConfig:
         600, "Seconds that a rank waits for the others in an exchange.", COUNT
     )
     watchdog: int = option(
-        60,
-        "Seconds without progress after which the rank that hangs is named; 0 for never.",
-        NUMBER,
+        60, "Seconds without progress until the hanging rank is named; 0 is never.", NUMBER
     )
 
     def __post_init__(self) -> None:
