@@ -108,7 +108,7 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     if end.failure:
         _show_last_words(attempt, end.failure)
     for line in end.lines:
-        log.info(f"{line}")
+        log.info(line)
     is_stop_asked = stop_asked(attempt, job_id)
     earlier = [start for start in starts_since_submission(run) if start.attempt != attempt.number]
     starts = [*earlier, Start(attempt.number, end.cause, gained(attempt))]
@@ -136,7 +136,7 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     if end.cause == restart_policy.REQUEUED:
         if is_stop_asked:
             _withdraw(run, job_id)
-        log.info(f"{decision.why}")
+        log.info(decision.why)
         return 0
     # Of a failure Slurm itself decides whether it was the hardware's, and starts the job again.
     if end.cause not in (restart_policy.DONE, restart_policy.FAILED, restart_policy.SUPERSEDED):
@@ -201,8 +201,7 @@ def _make_attempt(run: RunDir, job_id: str, max_requeues: int, patience: float) 
                 f"not started again: {restart_policy.capped(max_requeues)}. "
                 f"Go on with: {run.resubmission}"
             )
-        with log.to(lambda line: log.info(f"{line}")):
-            attempts.await_silence(run, job_id, patience)
+        attempts.await_silence(run, job_id, patience)
         attempt = attempts.begin(run)
         attempt.set_room_aside()
         logs.divide(attempt, job_id)
@@ -285,7 +284,7 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
         _in_place_of(run, attempt, job_id, why)
         return False
     except (Superseded, _Cancelled) as error:
-        log.info(f"{error}")
+        log.info(str(error))
         return False
     except SlurmError as error:
         _give_up(attempt, job_id, why, error)
@@ -381,7 +380,7 @@ def _withdraw(run: RunDir, job_id: str) -> None:
         own = job_id == os.environ.get("SLURM_JOB_ID")
         control.cancel(own_name(os.environ, job_id) if own else job_id)
     except SlurmError as error:
-        log.info(f"{error}")
+        log.info(str(error))
     log.info(f"job {job_id} is cancelled: a person has taken it back")
 
 
@@ -398,7 +397,7 @@ def _let_job_end(run: RunDir, job_id: str, *, preempted: bool) -> None:
         if (preempted and _slurm_requeues(name)) or run.load_spec().requeue == EXPEDITE:
             control.forbid_requeue(name)
     except ClusterDDPError as error:
-        log.info(f"{error}")
+        log.info(str(error))
 
 
 def _give_up(attempt: Attempt, job_id: str, why: str, error: Exception) -> None:

@@ -79,7 +79,7 @@ def _cancel(step: str) -> bool:
         control.cancel(step)
     except SlurmError as error:
         # The hosts have told the controller that the step is over: srun alone does not know.
-        log.info(f"{error}")
+        log.info(str(error))
         return False
     return True
 
