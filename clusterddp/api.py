@@ -13,7 +13,8 @@ from typing import Any, TypeVar, overload
 
 from clusterddp import launchers
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, RequestError, TrainingError
-from clusterddp.ranks.from_flags import MOST_PROCS, START_METHODS
+from clusterddp.processes import START_METHODS
+from clusterddp.ranks.dist_env import MOST_PROCS
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clusterddp.errors import RequestError
 from clusterddp.processes import processors
-from clusterddp.ranks.from_flags import MOST_PROCS
+from clusterddp.ranks.dist_env import MOST_PROCS
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from types import FrameType
 
-from clusterddp import log
+from clusterddp.log import warning
 
 REASONS = ("", "signal", "SIGTERM", "interrupt", "stop", "time limit")
 """What can ask for a stop; ranks exchange the place in this list, and the last of them counts."""
@@ -118,7 +118,7 @@ class Deadline:
         self._checked = True
         if self._signal_lead < lead_seconds + _MARGIN_SECONDS:
             enough = math.ceil(lead_seconds + _MARGIN_SECONDS + _SLURM_SECONDS)
-            log.warning(
+            warning(
                 f"Slurm's signal comes {self._signal_lead} s ahead of the time limit, but to "
                 f"finish a step and save takes {lead_seconds:.1f} s here, and Slurm can be "
                 f"{_SLURM_SECONDS:.0f} s late: ask for --signal B:USR1@{enough} or more. The ranks "

@@ -26,7 +26,7 @@ from clusterddp.errors import (
 from clusterddp.processes import start_methods
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import Relay, held_back, send
-from clusterddp.ranks import from_flags
+from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
@@ -100,7 +100,7 @@ def train(
     attempt = attempts.begin(run)
     logs.divide(attempt, "")
     with TaskGroup() as group, _stopping(group, attempt) as relay:
-        for env in from_flags.local_ranks(procs, free_port()):
+        for env in dist_env.local_ranks(procs, free_port()):
             _start_rank(group, start_method, config, attempt, env)
         relay.listen()
         statuses = group.wait()
@@ -155,7 +155,7 @@ def _rank(config: TrainConfig, attempt: Attempt, env: DistEnv) -> None:
 
 def rank_environment(env: DistEnv) -> dict[str, str]:
     """All variables of a rank that this process starts: its own ones, without a job's."""
-    foreign = from_flags.foreign(os.environ)
+    foreign = dist_env.foreign(os.environ)
     own = {name: value for name, value in os.environ.items() if name not in foreign}
     return {**own, **env.to_environ(), "PYTHONUNBUFFERED": "1"}
 
@@ -210,7 +210,7 @@ def call_on_ranks(
     if start_method != "fork":
         called = _pickled(function, arguments)
     start_methods.get_ready(start_method)
-    ranks = from_flags.local_ranks(procs, free_port())
+    ranks = dist_env.local_ranks(procs, free_port())
     with tempfile.TemporaryDirectory(prefix="clusterddp-launch-") as name, TaskGroup() as group:
         folder = Path(name)
         with held_back({signal.SIGINT}):  # a rank that starts meanwhile would be left running

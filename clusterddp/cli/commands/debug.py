@@ -10,8 +10,8 @@ import click
 from clusterddp import log
 from clusterddp.cli.options import SettingsCommand, config_from, options
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
-from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.from_flags import MOST_PROCS, START_METHODS
+from clusterddp.processes import START_METHODS
+from clusterddp.ranks.dist_env import MOST_PROCS, DistEnv
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.run_dir import RunDir

@@ -9,7 +9,7 @@ import click
 from clusterddp.cli import main
 from clusterddp.cli.options import config_from, options
 from clusterddp.processes import environment
-from clusterddp.ranks import from_flags
+from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TRAINING
 from clusterddp.training import stop
@@ -72,13 +72,13 @@ def command(
     A run directory that holds checkpoints is gone on with, from its newest.
     """
     config = config_from(values, click.get_current_context())
-    env = from_flags.from_flags(
+    env = dist_env.from_flags(
         rank, world_size, master_addr, master_port, local_rank, local_world_size
     )
     if env:
-        from_flags.check_address(env.master_addr)
+        dist_env.check_address(env.master_addr)
         # Those of a job in whose shell it was typed are of no other rank.
-        environment.change({}, without=from_flags.foreign(os.environ))
+        environment.change({}, without=dist_env.foreign(os.environ))
         if env.world_size > 1:
             click.echo(
                 f"clusterddp: rank {env.rank} waits up to {config.rendezvous_timeout} s for all "
