@@ -4,11 +4,10 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
-from clusterddp.cli.options import config_from, source
+from clusterddp.cli.options import Values, config_from, source
 from clusterddp.errors import OptionError
 from clusterddp.launchers import SHIPPED, full_name
 from clusterddp.request.options import (
@@ -28,7 +27,7 @@ _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
 """Directives of sbatch(1) that --sbatch and --omit-directive can name, and no shortened form."""
 
 
-def job_spec(ctx: click.Context, run_name: str, values: Mapping[str, Any]) -> JobSpec:
+def job_spec(ctx: click.Context, run_name: str, values: Values) -> JobSpec:
     """Return the checked request; raises RequestError or click's UsageError for one that is not."""
     assert isinstance(ctx.obj, Settings)
     task_command = ctx.meta["command"]
@@ -45,6 +44,7 @@ def job_spec(ctx: click.Context, run_name: str, values: Mapping[str, Any]) -> Jo
     words = [forms.words("--srun-args", line) for line in values["srun_args"]]
     fields = {
         **fields_given(JobSpec, given),
+        "run_name": run_name,
         # A relative path is meant from here, a bare name from the PATH of the tasks.
         "python": _absolute(values["python"]) if "/" in values["python"] else values["python"],
         "template": _template(ctx, values["template"], values["template_dir"]),
@@ -56,7 +56,6 @@ def job_spec(ctx: click.Context, run_name: str, values: Mapping[str, Any]) -> Jo
         "signal": "" if values["signal"] == "none" else values["signal"],
     }
     spec = JobSpec(
-        run_name=run_name,
         run_dir=f"{_absolute(values['output_root'])}/{run_name}",
         resources=resources,
         train=train,
@@ -69,13 +68,13 @@ def job_spec(ctx: click.Context, run_name: str, values: Mapping[str, Any]) -> Jo
     return spec
 
 
-def fields_given(record: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def fields_given(record: type, given: Values) -> Values:
     """Return those of the given values that are fields of a request's dataclass."""
     names = {field.name for field in dataclasses.fields(record)}
     return {name: value for name, value in given.items() if name in names}
 
 
-def template_folder(values: Mapping[str, Any]) -> Path | None:
+def template_folder(values: Values) -> Path | None:
     """Return the folder of a person's own templates; raises OptionError where it is not there."""
     path = Path(values["template"])
     is_path = "/" in values["template"]
@@ -95,7 +94,7 @@ def _absolute(path: str) -> str:
     return os.path.abspath(path)
 
 
-def _resources(given: Mapping[str, Any], train: TrainConfig | None) -> Resources:
+def _resources(given: Values, train: TrainConfig | None) -> Resources:
     fields = fields_given(Resources, given)
     fields["gpu_type"], fields["gpus_per_node"] = forms.gpu_count(
         "--gpus-per-node", given["gpus_per_node"]
@@ -124,7 +123,7 @@ def _template(ctx: click.Context, value: str, folder: str | None) -> str:
     return full_name(value, Path(folder) if folder else None)
 
 
-def _train_config(ctx: click.Context, values: Mapping[str, Any]) -> TrainConfig:
+def _train_config(ctx: click.Context, values: Values) -> TrainConfig:
     paths = {"data_dir": _absolute(values["data_dir"]) if values["data_dir"] else ""}
     if values["resume"]:
         paths["resume"] = _resume_path(values["resume"], values["output_root"])

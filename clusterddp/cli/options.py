@@ -25,7 +25,9 @@ from clusterddp.request.train_config import TRAINING, TrainConfig
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
+Values = dict[str, Any]
+"""Values of a command's parameters by name, as click has converted them."""
 
 
 def options(
@@ -52,7 +54,7 @@ def options(
     return add
 
 
-def config_from(params: Mapping[str, Any], ctx: click.Context) -> TrainConfig:
+def config_from(params: Values, ctx: click.Context) -> TrainConfig:
     """Return the checked configuration that a command's parameters give; others are left aside.
 
     A recipe gives those that have their default in `ctx`, the command's. Raises RequestError for
@@ -66,7 +68,7 @@ def config_from(params: Mapping[str, Any], ctx: click.Context) -> TrainConfig:
     return TrainConfig(**values)
 
 
-def recipe_settings(name: str | None) -> Mapping[str, Any]:
+def recipe_settings(name: str | None) -> Mapping[str, object]:
     """Return what a recipe gives to fields of TrainConfig, which itself refuses an unknown name."""
     return RECIPES[name].settings if name in RECIPES else {}
 
@@ -270,16 +272,16 @@ def _templates(ctx: click.Context, _incomplete: str) -> Iterable[str]:
     return dict.fromkeys([*SHIPPED, *own])
 
 
-_SPECIAL: dict[str, dict[str, Any]] = {
+_SPECIAL: dict[str, Values] = {
     "partition": {"type": Completed("partition", _partitions)},
     "template": {"type": Completed("template", _templates, files=True)},
     "requeue": {"type": Requeue(), "cls": RequeueOption},
 }
 
 
-def _keywords(row: Option) -> dict[str, Any]:
+def _keywords(row: Option) -> Values:
     """Return the keyword arguments of click.option."""
-    keywords: dict[str, Any] = {
+    keywords: Values = {
         "help": row.help,
         "metavar": row.metavar,
         "default": row.default,

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from clusterddp import log
 from clusterddp.errors import RequestError
@@ -68,7 +68,7 @@ class Snapshot:
     def from_json(cls, content: str) -> "Snapshot":
         """Read a record back; raises RequestError when it is none."""
         try:
-            fields: dict[str, Any] = json.loads(content)
+            fields = json.loads(content)
             return cls(
                 files=int(fields["files"]),
                 bytes=int(fields["bytes"]),

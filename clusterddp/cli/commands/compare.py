@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -16,6 +15,7 @@ from clusterddp.cli import output
 from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import (
     SettingsCommand,
+    Values,
     config_from,
     naming_sources,
     options,
@@ -158,7 +158,7 @@ def command(
     dry_run: bool,
     plot: str | None,
     as_json: bool,
-    **values: Any,
+    **_values: object,
 ) -> int:
     """Train the same on one device, with DataParallel and with DistributedDataParallel.
 
@@ -171,6 +171,7 @@ def command(
     jobs run one after the other. On CPUs a rank takes its share of them, so that one rank takes
     all: --threads 1 compares device with device.
     """
+    values = ctx.params
     if dry_run and as_json:
         raise click.UsageError("--dry-run prints commands or scripts, none of them as --json.", ctx)
     if plot is not None:
@@ -208,7 +209,7 @@ def command(
 
 
 def _rows(
-    ctx: click.Context, name: str, where: str, values: dict[str, Any]
+    ctx: click.Context, name: str, where: str, values: Values
 ) -> tuple[TrainConfig, JobSpec | None, list[Row]]:
     """Return the configuration, the request of Slurm jobs (None for this machine) and the rows."""
     base = None

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -23,7 +22,7 @@ def _data_dir(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     return value
 
 
-def _with_data_dir(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_data_dir(function: Callable[..., object]) -> Callable[..., object]:
     return click.option(
         "--data-dir",
         metavar="FOLDER",

@@ -3,7 +3,6 @@
 import os
 import shlex
 import time
-from typing import Any
 
 import click
 
@@ -52,7 +51,7 @@ from clusterddp.submission.preflight import make_sure
     "--run-dir",
     metavar="DIR",
     show_default="OUTPUT_ROOT/RUN_NAME",
-    help="The run's directory itself; one that holds checkpoints is gone on with.",
+    help="The run's directory itself; one that holds checkpoints is resumed.",
 )
 def command(
     procs: int,
@@ -60,7 +59,7 @@ def command(
     run_name: str | None,
     output_root: str,
     run_dir: str | None,
-    **values: Any,
+    **_values: object,
 ) -> int:
     """Train here and now, without Slurm.
 
@@ -70,7 +69,8 @@ def command(
     """
     from clusterddp.worker import workstation  # after --help, which needs no multiprocessing
 
-    config = config_from(values, click.get_current_context())
+    ctx = click.get_current_context()
+    config = config_from(ctx.params, ctx)
     if run_dir is not None and run_name is not None:
         raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
     if run_dir == "":
@@ -94,7 +94,7 @@ def command(
 
 
 def _again(config: TrainConfig, run: RunDir, procs: int, start_method: str | None) -> str:
-    """The command that goes on with a run from its newest checkpoint."""
+    """Return the command that resumes a run from its newest checkpoint."""
     usual = TrainConfig().to_argv()
     more = [word for word in config.to_argv() if word not in usual]
     shown = os.path.relpath(run.path)

@@ -3,13 +3,11 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
-from clusterddp.cli.options import SettingsCommand, options, recipe_settings
+from clusterddp.cli.options import SettingsCommand, Values, options, recipe_settings
 from clusterddp.cli.output import follow_submitted
 from clusterddp.cli.run_argument import RUN, output_root_option
 from clusterddp.errors import EXIT_DONE
@@ -89,7 +87,7 @@ def command(
     wait: bool,
     output_root: Path,
     as_json: bool,
-    **values: Any,
+    **_values: object,
 ) -> int:
     """Submit RUN once more: it resumes from its last checkpoint, in its own directory.
 
@@ -110,7 +108,7 @@ def command(
     run_dir = find_run(output_root, run)
     given = {
         name: value
-        for name, value in values.items()
+        for name, value in ctx.params.items()
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     }
     terms = Terms(
@@ -146,12 +144,12 @@ def _print(run: RunDir, done: Resubmission, *, wait: bool, as_json: bool) -> int
     )
 
 
-def changed_request(ctx: click.Context, before: JobSpec, given: Mapping[str, Any]) -> JobSpec:
+def changed_request(ctx: click.Context, before: JobSpec, given: Values) -> JobSpec:
     """Return the request with the typed options in place of the recorded ones.
 
     Raises RequestError, or UsageError for options of the training where the run has none.
     """
-    fields: dict[str, Any] = {}
+    fields: Values = {}
     resources = _resources(before.resources, given)
     if resources != before.resources:
         fields["resources"] = resources
@@ -177,7 +175,7 @@ def changed_request(ctx: click.Context, before: JobSpec, given: Mapping[str, Any
     return dataclasses.replace(before, **fields)
 
 
-def _resources(before: Resources, given: Mapping[str, Any]) -> Resources:
+def _resources(before: Resources, given: Values) -> Resources:
     names = {field.name for field in dataclasses.fields(Resources)}
     fields = {name: value for name, value in given.items() if name in names}
     if "gpus_per_node" in fields:

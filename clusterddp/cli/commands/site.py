@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import click
 
@@ -58,7 +57,7 @@ def _check(ctx: click.Context) -> None:
         )
 
 
-def _print_table(site: Settings, rows: Mapping[str, Mapping[str, Any]]) -> None:
+def _print_table(site: Settings, rows: Mapping[str, Mapping[str, object]]) -> None:
     click.echo(f"site.cfg: {site.path or 'none found'}")
     if site.clusters:
         click.echo(f"clusters: {', '.join(site.clusters)}")
@@ -70,7 +69,7 @@ def _print_table(site: Settings, rows: Mapping[str, Mapping[str, Any]]) -> None:
         click.echo(f"{variable}={value}  {site.path} [environment]")
 
 
-def _row(ctx: click.Context, name: str) -> dict[str, Any]:
+def _row(ctx: click.Context, name: str) -> dict[str, object]:
     value = ctx.params[name]
     return {
         "value": list(value) if isinstance(value, tuple) else value,
@@ -78,7 +77,7 @@ def _row(ctx: click.Context, name: str) -> dict[str, Any]:
     }
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if value is None or value == []:
         return "-"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,20 +1,15 @@
-"""`clusterddp submit`: render, check, make the run's directory, submit."""
+"""`clusterddp submit`: renders a request, checks it, and submits it as a run."""
 
 import json
 import os
 import time
-from typing import Any
 
 import click
 
 from clusterddp.cli import main
 from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import SettingsCommand, naming_sources, options, site_options
-from clusterddp.errors import (
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    RequestError,
-)
+from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, RequestError
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
 from clusterddp.request.spec import OPTIONS, REQUEST
@@ -66,12 +61,13 @@ def command(
     dry_run: bool,
     wait: bool,
     as_json: bool,
-    **values: Any,
+    **_values: object,
 ) -> int:
     """Render an sbatch script, check it, and submit it as a run.
 
     Trains MNIST on every task, or runs COMMAND there with RANK, WORLD_SIZE, MASTER_ADDR … set.
     """
+    values = ctx.params
     for name in unused_variables(os.environ, REQUEST):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
     if run_name == "":

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -59,7 +58,7 @@ def command(
     own_log: bool,
     attempt: int | None,
     signal_lead: int,
-    **values: Any,
+    **_values: object,
 ) -> int:
     """Train as one rank, which this process learns from its environment, or from --rank.
 
@@ -69,9 +68,10 @@ def command(
     clusterddp train --rank 0 --world-size 2 --master-port N   by hand: --rank 1 in another shell
     clusterddp train                                           a single process
 
-    A run directory that holds checkpoints is gone on with, from its newest.
+    A run directory that holds checkpoints is resumed from its newest.
     """
-    config = config_from(values, click.get_current_context())
+    ctx = click.get_current_context()
+    config = config_from(ctx.params, ctx)
     env = dist_env.from_flags(
         rank, world_size, master_addr, master_port, local_rank, local_world_size
     )
