@@ -32,11 +32,20 @@ _DEVICES = "CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ZE_AFFI
 
 
 def ask(
-    argv: Sequence[str], environ: Mapping[str, str], seconds: float, stdin: str | None = None
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+    stdin: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command that shows, tries or cancels jobs; SlurmError when it is missing or silent."""
+    """Run a command that shows, tries or cancels jobs.
+
+    environ: os.environ by default. seconds: QUERY_SECONDS by default. Raises SlurmError when the
+    command is missing or silent.
+    """
     import subprocess
 
+    environ = os.environ if environ is None else environ
+    seconds = QUERY_SECONDS if seconds is None else seconds
     # A user's own SQUEUE_PARTITION, say, would hide jobs: seen on 22.05.
     plain = {n: v for n, v in environ.items() if not n.startswith(_QUERY_PREFIXES)}
     try:

@@ -1,10 +1,10 @@
-"""Changes to a queued or running job: cancel, signal its script, requeue."""
+"""Changes what becomes of a job: cancels it, signals its script, requeues it."""
 
-import os
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 
 from clusterddp.errors import SlurmError
-from clusterddp.slurm.command import QUERY_SECONDS, ask
+from clusterddp.slurm.command import ask
 
 
 class RequeueRefused(SlurmError):
@@ -16,30 +16,27 @@ def cancel(job_id: str, environ: Mapping[str, str] | None = None) -> None:
 
     Raises SlurmError with scancel's own words.
     """
-    environ = os.environ if environ is None else environ
-    answer = ask(["scancel", job_id], environ, QUERY_SECONDS)
+    argv = ["scancel", job_id]
+    answer = ask(argv, environ)
     if answer.returncode:
-        words = answer.stderr.strip() or f"exit code {answer.returncode}"
-        raise SlurmError(f"scancel {job_id}: {words}")
+        raise _refusal(argv, answer)
 
 
 def signal_script(job_id: str, environ: Mapping[str, str] | None = None) -> None:
     """Send USR1 to a job's batch script alone. Raises SlurmError with scancel's own words."""
-    environ = os.environ if environ is None else environ
-    answer = ask(["scancel", "--batch", "--signal=USR1", job_id], environ, QUERY_SECONDS)
+    argv = ["scancel", "--batch", "--signal=USR1", job_id]
+    answer = ask(argv, environ)
     # For a job that does not run, scancel complains and may yet exit with 0.
     if answer.returncode or "error" in answer.stderr.lower():
-        words = answer.stderr.strip() or f"exit code {answer.returncode}"
-        raise SlurmError(f"scancel --batch --signal=USR1 {job_id}: {words}")
+        raise _refusal(argv, answer)
 
 
 def forbid_requeue(job_id: str, environ: Mapping[str, str] | None = None) -> None:
-    """Take a job's leave to be requeued away. Raises SlurmError with scontrol's own words."""
-    environ = os.environ if environ is None else environ
-    answer = ask(["scontrol", "update", f"JobId={job_id}", "Requeue=0"], environ, QUERY_SECONDS)
+    """Forbid Slurm to requeue a job. Raises SlurmError with scontrol's own words."""
+    argv = ["scontrol", "update", f"JobId={job_id}", "Requeue=0"]
+    answer = ask(argv, environ)
     if answer.returncode:
-        words = answer.stderr.strip() or f"exit code {answer.returncode}"
-        raise SlurmError(f"scontrol update JobId={job_id} Requeue=0: {words}")
+        raise _refusal(argv, answer)
 
 
 def requeue(job_id: str, environ: Mapping[str, str] | None = None) -> None:
@@ -47,8 +44,12 @@ def requeue(job_id: str, environ: Mapping[str, str] | None = None) -> None:
 
     Raises RequeueRefused where that is not allowed, SlurmError where Slurm does not answer.
     """
-    environ = os.environ if environ is None else environ
-    answer = ask(["scontrol", "requeue", job_id], environ, QUERY_SECONDS)
+    answer = ask(["scontrol", "requeue", job_id], environ)
     words = f"{answer.stdout} {answer.stderr}".strip()
     if answer.returncode and "pending execution" not in words:
         raise RequeueRefused(words or f"scontrol requeue: exit code {answer.returncode}")
+
+
+def _refusal(argv: Sequence[str], answer: "subprocess.CompletedProcess[str]") -> SlurmError:
+    words = answer.stderr.strip() or f"exit code {answer.returncode}"
+    return SlurmError(f"{' '.join(argv)}: {words}")

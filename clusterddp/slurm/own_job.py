@@ -1,12 +1,11 @@
 """Questions of a process to the job around it: its name, why it ends, how long it has."""
 
-import os
 import re
 from collections.abc import Mapping
 from enum import Enum
 
 from clusterddp.errors import SlurmError
-from clusterddp.slurm.command import QUERY_SECONDS, ask
+from clusterddp.slurm.command import ask
 from clusterddp.slurm.queries import reaches
 from clusterddp.slurm.states import State, parse_state
 
@@ -51,7 +50,6 @@ def ending(job_id: str, restart: int, environ: Mapping[str, str] | None = None) 
     Restarts by then, preemption with a grace leaves the job RUNNING with a PreemptTime, and the
     time limit and scancel differ only in how long the job ran.
     """
-    environ = os.environ if environ is None else environ
     try:
         fields = _job_fields(job_id, environ)
     except SlurmError:
@@ -85,8 +83,7 @@ def requeued_after_grace(job_id: str, environ: Mapping[str, str] | None = None) 
     done or not. False where it cannot be told, as with modes that belong to a QOS. Raises
     SlurmError where Slurm could not be asked.
     """
-    environ = os.environ if environ is None else environ
-    config = ask(["scontrol", "show", "config"], environ, QUERY_SECONDS).stdout
+    config = ask(["scontrol", "show", "config"], environ).stdout
     version = re.search(r"^SLURM_VERSION\s*=\s*(\d+\.\d+)", config, re.MULTILINE)
     if not version or not reaches(version[1], REQUEUE_AFTER_GRACE_SINCE):
         return False
@@ -96,13 +93,13 @@ def requeued_after_grace(job_id: str, environ: Mapping[str, str] | None = None) 
     if fields.get("Requeue") != "1" or "Partition" not in fields:
         return False
     show = ["scontrol", "show", "partition", "-o", fields["Partition"]]
-    mode = re.search(r" PreemptMode=(\S*)", ask(show, environ, QUERY_SECONDS).stdout)
+    mode = re.search(r" PreemptMode=(\S*)", ask(show, environ).stdout)
     return mode is not None and "REQUEUE" in mode[1].split(",")
 
 
-def _job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
+def _job_fields(job_id: str, environ: Mapping[str, str] | None) -> dict[str, str]:
     """Return the fields of `scontrol show job`; none for an unknown job. Raises SlurmError."""
-    answer = ask(["scontrol", "show", "job", "-o", job_id], environ, QUERY_SECONDS)
+    answer = ask(["scontrol", "show", "job", "-o", job_id], environ)
     # The last of each name: a job's name and comment, which can hold anything, stand before them.
     fields = dict(re.findall(r" ([A-Za-z]+)=(\S*)", answer.stdout.partition(" Command=")[0]))
     return {} if answer.returncode else fields
@@ -110,9 +107,8 @@ def _job_fields(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 def seconds_left(job_id: str, environ: Mapping[str, str] | None = None) -> float | None:
     """Return the seconds until the job's time limit; None without one, or where it is unknown."""
-    environ = os.environ if environ is None else environ
     try:
-        answer = ask(["squeue", "-h", "-j", job_id, "-o", "%L"], environ, QUERY_SECONDS)
+        answer = ask(["squeue", "-h", "-j", job_id, "-o", "%L"], environ)
     except SlurmError:
         return None
     return _seconds(answer.stdout.strip())

@@ -1,12 +1,11 @@
 """Questions to Slurm: how jobs are doing, its partitions, its version, its RequeueExit."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clusterddp.errors import SlurmError
-from clusterddp.slurm.command import QUERY_SECONDS, ask
+from clusterddp.slurm.command import ask
 from clusterddp.slurm.states import JobState, State, other_word, parse_exit_code, parse_state
 
 COMPLETION_SECONDS = 3.0
@@ -28,7 +27,6 @@ def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> d
     Never raises: a job that no command knows, an id that is none of Slurm's, and every job on a
     machine without Slurm are `State.UNKNOWN`; `problem` says when Slurm could not be asked.
     """
-    environ = os.environ if environ is None else environ
     valid_ids = [job_id for job_id in dict.fromkeys(job_ids) if _JOB_ID.fullmatch(job_id)]
     unknown = JobState(State.UNKNOWN)
     jobs: dict[str, JobState] = {}
@@ -46,7 +44,6 @@ def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> d
 
 def partitions(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the names of the partitions; none where no Slurm answers quickly."""
-    environ = os.environ if environ is None else environ
     try:
         answer = ask(["sinfo", "-h", "-o", "%R"], environ, COMPLETION_SECONDS)
     except SlurmError:
@@ -54,10 +51,10 @@ def partitions(environ: Mapping[str, str] | None = None) -> list[str]:
     return list(dict.fromkeys(answer.stdout.split())) if answer.returncode == 0 else []
 
 
-def version(environ: Mapping[str, str]) -> str:
+def version(environ: Mapping[str, str] | None) -> str:
     """Return the version of sbatch, `22.05.8`; empty where it cannot be told."""
     try:
-        answer = ask(["sbatch", "--version"], environ, QUERY_SECONDS)
+        answer = ask(["sbatch", "--version"], environ)
     except SlurmError:
         return ""
     number = re.search(r"\d+\.\d+(?:\.\d+)?", answer.stdout)
@@ -76,8 +73,7 @@ def requeue_exits(environ: Mapping[str, str] | None = None) -> list[str]:
     They list exit codes for which Slurm requeues a job. Raises SlurmError where Slurm could not be
     asked.
     """
-    environ = os.environ if environ is None else environ
-    answer = ask(["scontrol", "show", "config"], environ, QUERY_SECONDS)
+    answer = ask(["scontrol", "show", "config"], environ)
     return [f"{name}={codes}" for name, codes in _REQUEUE_EXIT.findall(answer.stdout)]
 
 
@@ -90,10 +86,10 @@ def lists_exit_code(setting: str, exit_code: int) -> bool:
     return False
 
 
-def _squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState]:
+def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
     """Return the jobs that the controller remembers, ended ones too; may raise SlurmError."""
     argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i %A|%T|%r|%k"]
-    answer = ask(argv, environ, QUERY_SECONDS)
+    answer = ask(argv, environ)
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
         raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
     jobs: dict[str, JobState] = {}
@@ -127,12 +123,12 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, Job
     return jobs
 
 
-def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str]) -> None:
+def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str] | None) -> None:
     ended = [job_id for job_id, job in jobs.items() if job.state.is_final]
     for job_id in ended[-MOST_SCONTROL_CALLS:]:
         try:
             name = jobs[job_id].element or job_id
-            answer = ask(["scontrol", "show", "job", "-o", name], environ, QUERY_SECONDS)
+            answer = ask(["scontrol", "show", "job", "-o", name], environ)
         except SlurmError:
             return  # the states are known; only their exit codes are not
         record = _SCONTROL.search(answer.stdout)
@@ -142,11 +138,11 @@ def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str]) -> No
             jobs[job_id] = replace(jobs[job_id], exit_code=code, source="scontrol")
 
 
-def _sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, JobState]:
+def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
     """Return the jobs that accounting remembers; none where it is off, as on many sites."""
     fields = ["-P", "-n", "-D", "-X", "-j", ",".join(job_ids), "-o", "JobIDRaw,State,ExitCode"]
     try:
-        answer = ask(["sacct", *fields], environ, QUERY_SECONDS)
+        answer = ask(["sacct", *fields], environ)
     except SlurmError:
         return {}
     jobs: dict[str, JobState] = {}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.slurm.command import QUERY_SECONDS, UNREACHABLE, ask, call
+from clusterddp.slurm.command import UNREACHABLE, ask, call
 from clusterddp.slurm.queries import reaches, version
 
 SBATCH_SECONDS = 60.0
@@ -70,7 +70,7 @@ def outlook(script: str, environ: Mapping[str, str]) -> tuple[bool, str]:
     for a drained node or a partition that is down. What it can tell for certain, such as an unknown
     feature, sbatch itself refuses. Raises SlurmError when Slurm could not be asked.
     """
-    answer = ask(["sbatch", "--test-only"], environ, QUERY_SECONDS, stdin=script)
+    answer = ask(["sbatch", "--test-only"], environ, stdin=script)
     lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
     # `Job 24`: the number is not the one that it will have.
     lead = r"(?:sbatch: |error: |allocation failure: |Job \d+ )*"
@@ -112,7 +112,7 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
         time.sleep(pause)  # the controller may still be working on the submission
         try:
             argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
-            answer = ask(argv, environ, QUERY_SECONDS)
+            answer = ask(argv, environ)
         except SlurmError:
             continue
         rows = [line.split("|", 2) for line in answer.stdout.splitlines()]

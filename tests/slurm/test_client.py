@@ -326,7 +326,7 @@ def test_a_forgotten_job_without_accounting_is_unknown_and_never_done(fake: Fake
 def test_a_silent_controller_is_a_problem_and_not_a_forgotten_job(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    monkeypatch.setattr("clusterddp.slurm.queries.QUERY_SECONDS", 0.5)
+    monkeypatch.setattr("clusterddp.slurm.command.QUERY_SECONDS", 0.5)
     seen = query(["1"], fake(squeue=body, sacct=NO_ACCOUNTING))["1"]
     assert seen.state is State.UNKNOWN
     assert seen.problem.startswith("squeue")
