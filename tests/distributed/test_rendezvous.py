@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
 from torch.distributed.distributed_c10d import Store
@@ -455,3 +456,8 @@ def test_an_empty_nonce_is_no_nonce_and_refused(port: int) -> None:
 
 def test_a_traceback_does_not_show_the_nonce() -> None:
     assert NONCE not in repr(Identity.from_environ(RUN_A))
+
+
+def test_the_private_abort_of_a_group_is_where_it_was_seen() -> None:
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    assert callable(abort), f"seen in torch 2.15, here {torch.__version__}"
