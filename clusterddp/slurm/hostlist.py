@@ -7,13 +7,10 @@ that scontrol refuses, is understood, and what scontrol silently repairs (`a[1`,
 `a b`) is refused, because Slurm itself never writes it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NoReturn
 
 from clusterddp.errors import RequestError
@@ -26,6 +23,14 @@ MAX_DIGITS = 20
 
 _HOSTLIST_EXAMPLE = "gpu[01-03,07] or r[1-2]n[01-16],login"
 _TASKS_EXAMPLE = "4(x2),3"
+# Zero tasks or zero repeats cannot be: Slurm gives a step no node that runs none of its tasks.
+_TASKS = re.compile(r"0*([1-9][0-9]{0,8})(?:\(x0*([1-9][0-9]{0,8})\))?")
+_FOREIGN_CHARACTER = re.compile(r"[^A-Za-z0-9._:,\[\]-]")
+_NAME = re.compile(r"[^\[\],]*(?:\[[^\[\]]*\][^\[\],]*)*")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+
+_Range = tuple[int, int, int]
+"""First and last number, and the digits of the first as written: shorter ones are padded to it."""
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -37,25 +42,16 @@ def expand_nodelist(text: str) -> list[str]:
     of more than 1,000,000 hosts.
     """
     names = list(_parse(text))
-    total = sum(name.count for name in names)
+    total = sum(
+        math.prod(sum(last - first + 1 for first, last, _ in bracket) for bracket in brackets)
+        for _, brackets in names
+    )
     if total > MAX_HOSTS:
         raise RequestError(
             f"host list {_excerpt(text)} stands for {total} hosts; "
             f"at most {MAX_HOSTS} are expanded. Check the ranges in it."
         )
-    hosts: list[str] = []
-    for name in names:
-        hosts.extend(name.expand())
-    return hosts
-
-
-def first_host(text: str) -> str:
-    """Return the first host of a Slurm host list without expanding, or reading, the rest.
-
-    Raises RequestError as `expand_nodelist` does, but only for characters that no list may hold
-    and for faults in the first name.
-    """
-    return next(_parse(text)).first()
+    return [host for literals, brackets in names for host in _expand(literals, brackets)]
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
@@ -79,112 +75,68 @@ def expand_tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-# Zero tasks or zero repeats cannot be: Slurm gives a step no node that runs none of its tasks.
-_TASKS = re.compile(r"0*([1-9][0-9]{0,8})(?:\(x0*([1-9][0-9]{0,8})\))?")
-_FOREIGN_CHARACTER = re.compile(r"[^A-Za-z0-9._:,\[\]-]")
-_LITERAL = re.compile(r"[^\[\],]*")
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+def _expand(literals: list[str], brackets: list[list[_Range]]) -> list[str]:
+    """Return the hosts of one name: a literal, and one after each bracket."""
+    if not brackets:
+        return literals
+    labels = [
+        [f"{number:0{width}}" for first, last, width in b for number in range(first, last + 1)]
+        for b in brackets
+    ]
+    # scontrol's order: the last bracket runs fastest, then the first, the second, and so on,
+    # because _push_range_list resolves the prefix from its last bracket backwards.
+    fastest, suffix = labels.pop(), literals[-1]
+    hosts: list[str] = []
+    for chosen in itertools.product(*reversed(labels)):
+        pairs = zip(literals, [*reversed(chosen), ""], strict=False)
+        prefix = "".join(itertools.chain.from_iterable(pairs))
+        hosts += [prefix + label + suffix for label in fastest]
+    return hosts
 
 
-@dataclass(frozen=True)
-class _Range:
-    first: int
-    last: int
-    width: int  # digits of the first number as written; shorter numbers are padded to it
-
-    def labels(self) -> list[str]:
-        numbers = map(str, range(self.first, self.last + 1))
-        if len(str(self.first)) == self.width:
-            return list(numbers)
-        return [number.zfill(self.width) for number in numbers]
-
-
-@dataclass(frozen=True)
-class _Name:
-    """One item of a host list: a literal, then any number of (bracket, literal) pairs."""
-
-    literals: tuple[str, ...]
-    brackets: tuple[tuple[_Range, ...], ...]
-
-    @property
-    def count(self) -> int:
-        return math.prod(sum(r.last - r.first + 1 for r in bracket) for bracket in self.brackets)
-
-    def first(self) -> str:
-        labels = [str(bracket[0].first).zfill(bracket[0].width) for bracket in self.brackets]
-        return self._join([*labels, ""])
-
-    def expand(self) -> list[str]:
-        if not self.brackets:
-            return [self.literals[0]]
-        labels = [
-            [label for part in bracket for label in part.labels()] for bracket in self.brackets
-        ]
-        # scontrol's order: the last bracket runs fastest, then the first, the second, and so on,
-        # because _push_range_list resolves the prefix from its last bracket backwards.
-        last, suffix = labels.pop(), self.literals[-1]
-        hosts: list[str] = []
-        for chosen in itertools.product(*reversed(labels)):
-            prefix = self._join([*reversed(chosen), ""])
-            hosts.extend([prefix + label + suffix for label in last])
-        return hosts
-
-    def _join(self, labels: list[str]) -> str:
-        return "".join(itertools.chain.from_iterable(zip(self.literals, labels, strict=False)))
-
-    @property
-    def longest(self) -> int:
-        widest = (max(max(r.width, len(str(r.last))) for r in bracket) for bracket in self.brackets)
-        return sum(map(len, self.literals)) + sum(widest)
-
-
-def _parse(text: str) -> Iterator[_Name]:
+def _parse(text: str) -> Iterator[tuple[list[str], list[list[_Range]]]]:
+    """Yield each name's literals, and the brackets between them."""
     if not text:
         raise RequestError(f"the host list is empty; a valid one looks like {_HOSTLIST_EXAMPLE}.")
     foreign = _FOREIGN_CHARACTER.search(text)
     if foreign is not None:
         _refuse_hosts(text, foreign.start(), f"{foreign[0]!r} cannot be part of a host list")
     start = 0
-    while True:
-        name, end = _parse_name(text, start)
-        if name.longest > MAX_NAME_LENGTH:
+    while start <= len(text):
+        name = _NAME.match(text, start)
+        assert name is not None  # it matches the empty string
+        _check_end(text, name.end())
+        if not name[0]:
+            _refuse_hosts(text, start, "there is an empty item")
+        pieces = re.split(r"[\[\]]", name[0])
+        brackets: list[list[_Range]] = []
+        position = start
+        for index, piece in enumerate(pieces):
+            if index % 2:
+                brackets.append(list(_parse_ranges(text, position, piece)))
+            position += len(piece) + 1
+        widest = (max(max(w, len(str(last))) for _, last, w in bracket) for bracket in brackets)
+        if sum(map(len, pieces[::2])) + sum(widest) > MAX_NAME_LENGTH:
             _refuse_hosts(text, start, f"the name is longer than {MAX_NAME_LENGTH} characters")
-        yield name
-        if end == len(text):
-            return
-        start = end + 1
+        yield pieces[::2], brackets
+        start = name.end() + 1
 
 
-def _parse_name(text: str, start: int) -> tuple[_Name, int]:
-    """Return the name that starts at `start`, and where it ends: at a comma or at the end."""
-    literals: list[str] = []
-    brackets: list[tuple[_Range, ...]] = []
-    position = start
-    while True:
-        literal = _LITERAL.match(text, position)
-        assert literal is not None  # it matches the empty string
-        literals.append(literal[0])
-        position = literal.end()
-        if position == len(text) or text[position] == ",":
-            if position == start:
-                _refuse_hosts(text, position, "there is an empty item")
-            return _Name(tuple(literals), tuple(brackets)), position
-        if text[position] == "]":
-            _refuse_hosts(text, position, "']' closes no '['")
-        close = text.find("]", position)
+def _check_end(text: str, end: int) -> None:
+    """Refuse a name that is ended by a bracket which does not belong there."""
+    if text[end : end + 1] == "]":
+        _refuse_hosts(text, end, "']' closes no '['")
+    if text[end : end + 1] == "[":
+        close = text.find("]", end)
         if close < 0:
-            _refuse_hosts(text, position, "'[' is never closed")
-        brackets.append(tuple(_parse_ranges(text, position + 1, close)))
-        position = close + 1
+            _refuse_hosts(text, end, "'[' is never closed")
+        _refuse_hosts(text, text.index("[", end + 1), "'[' inside a bracket")
 
 
-def _parse_ranges(text: str, start: int, end: int) -> Iterator[_Range]:
-    for item in text[start:end].split(","):
+def _parse_ranges(text: str, start: int, content: str) -> Iterator[_Range]:
+    for item in content.split(","):
         match = _RANGE.fullmatch(item)
         if match is None:
-            inner = item.find("[")
-            if inner >= 0:
-                _refuse_hosts(text, start + inner, "'[' inside a bracket")
             what = f"{_excerpt(item)} is no number or range" if item else "there is an empty item"
             _refuse_hosts(text, start, what)
         low, high = match[1], match[2] or match[1]
@@ -192,7 +144,7 @@ def _parse_ranges(text: str, start: int, end: int) -> Iterator[_Range]:
             _refuse_hosts(text, start, f"a number has more than {MAX_DIGITS} digits")
         if int(low) > int(high):
             _refuse_hosts(text, start, f"the range {item} runs backwards")
-        yield _Range(int(low), int(high), len(low))
+        yield int(low), int(high), len(low)
         start += len(item) + 1
 
 

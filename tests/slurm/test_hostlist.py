@@ -3,7 +3,7 @@
 import pytest
 
 from clusterddp.errors import RequestError
-from clusterddp.slurm.hostlist import MAX_HOSTS, expand_nodelist, expand_tasks_per_node, first_host
+from clusterddp.slurm.hostlist import MAX_HOSTS, expand_nodelist, expand_tasks_per_node
 from tests.counting import count_calls
 
 READABLE = {
@@ -37,11 +37,6 @@ READABLE = {
 @pytest.mark.parametrize("text", READABLE)
 def test_a_list_expands_to_its_hosts_in_order(text: str) -> None:
     assert expand_nodelist(text) == READABLE[text].split()
-
-
-@pytest.mark.parametrize("text", READABLE)
-def test_first_host_is_the_first_of_the_expansion(text: str) -> None:
-    assert first_host(text) == READABLE[text].split()[0]
 
 
 UNREADABLE = {
@@ -89,12 +84,6 @@ def test_an_unreadable_list_is_refused_with_the_place_and_an_example(text: str) 
     assert len(message) < 300
 
 
-@pytest.mark.parametrize("text", ["", "a[", "a]", "a[]", "a[3-1]", ",a", "a b", "b,a\n"])
-def test_first_host_refuses_a_faulty_first_name_and_foreign_characters(text: str) -> None:
-    with pytest.raises(RequestError):
-        first_host(text)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -111,10 +100,6 @@ def test_an_expansion_that_would_fill_the_memory_is_refused_before_it_begins(tex
             expand_nodelist(text)
 
     assert count_calls(refused) < 2_000
-
-
-def test_first_host_expands_nothing() -> None:
-    assert first_host("a[0-18446744073709551615]b[07-9],c") == "a0b07"
 
 
 def test_ten_thousand_nodes_take_about_a_call_each() -> None:
