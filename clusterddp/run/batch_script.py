@@ -23,7 +23,8 @@ from clusterddp.run.logs import of_attempt, print_to_job_log
 from clusterddp.run.restart_policy import Policy, Start, decide, gained, starts_since_submission
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.verdict import judge, stop_asked
-from clusterddp.slurm import control, queries
+from clusterddp.slurm import command as slurm
+from clusterddp.slurm import queries
 from clusterddp.slurm.own_job import (
     Ending,
     ending,
@@ -279,7 +280,7 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
         return False  # and it has not ended well, should Slurm not do it
     try:
         _patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart))
-    except control.RequeueRefused as refused:
+    except slurm.RequeueRefused as refused:
         log.info(f"requeue is refused here ({refused}); submitting the next job")
         _in_place_of(run, attempt, job_id, why)
         return False
@@ -313,7 +314,7 @@ def _requeue(name: str, restart: int) -> None:
         raise SlurmError("Slurm does not say how the job is doing")
     if word is Ending.CANCELLED:
         raise _Cancelled("the job was cancelled, and is not put back into the queue")
-    control.requeue(name)
+    slurm.requeue(name)
 
 
 def _patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
@@ -330,7 +331,7 @@ def _patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
             )
         try:
             return ask()
-        except control.RequeueRefused:
+        except slurm.RequeueRefused:
             raise
         except SlurmError as error:
             if time.monotonic() > deadline:
@@ -378,7 +379,7 @@ def _withdraw(run: RunDir, job_id: str) -> None:
     _record(run, events.CancelAsked, job_id=job_id)
     try:
         own = job_id == os.environ.get("SLURM_JOB_ID")
-        control.cancel(own_name(os.environ, job_id) if own else job_id)
+        slurm.cancel(own_name(os.environ, job_id) if own else job_id)
     except SlurmError as error:
         log.info(str(error))
     log.info(f"job {job_id} is cancelled: a person has taken it back")
@@ -395,7 +396,7 @@ def _let_job_end(run: RunDir, job_id: str, *, preempted: bool) -> None:
     name = own_name(os.environ, job_id)
     try:
         if (preempted and _slurm_requeues(name)) or run.load_spec().requeue == EXPEDITE:
-            control.forbid_requeue(name)
+            slurm.forbid_requeue(name)
     except ClusterDDPError as error:
         log.info(str(error))
 

@@ -17,7 +17,7 @@ from clusterddp.errors import SlurmError
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import read_outcome, read_outcomes
-from clusterddp.slurm import control
+from clusterddp.slurm import command as slurm
 
 GRACE_SECONDS = 20.0
 """After the last task's recorded end, for srun to end by itself: it usually takes less than one."""
@@ -76,7 +76,7 @@ def watch(
 
 def _cancel(step: str) -> bool:
     try:
-        control.cancel(step)
+        slurm.cancel(step)
     except SlurmError as error:
         # The hosts have told the controller that the step is over: srun alone does not know.
         log.info(str(error))

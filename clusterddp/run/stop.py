@@ -13,7 +13,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import CREATED, ENDED, QUEUED, RUNNING, UNKNOWN, process_alive
 from clusterddp.run.status import RunStatus
 from clusterddp.run.submission import Submission, latest_submission
-from clusterddp.slurm import control
+from clusterddp.slurm import command as slurm
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
     job = status.array_element or submission.job_id
     try:
         if not submission.is_local:
-            control.cancel(job)
+            slurm.cancel(job)
         elif submission.pid is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(submission.pid, signal.SIGTERM)
@@ -157,7 +157,7 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
     command = run.load_spec().command
     if command and not submission.is_local:
         job = status.array_element or submission.job_id
-        control.signal_script(job)
+        slurm.signal_script(job)
         return (
             f"sent SIGUSR1 to its command through the script of job {job}; it is not started again"
         )

@@ -25,7 +25,7 @@ def client(cluster: SlurmCluster, code: str, *arguments: str, **env: str) -> Any
     """What `code` (an expression on modules of `slurm`, `args` and `os`) gives on a login host."""
     program = (
         "import dataclasses, json, os, sys\n"
-        "from clusterddp.slurm import control, queries, sbatch\n"
+        "from clusterddp.slurm import command, queries, sbatch\n"
         "args = sys.argv[1:]\n"
         f"print(json.dumps({code}, default=dataclasses.asdict))\n"
     )
@@ -60,7 +60,7 @@ def test_states_of_real_jobs(cluster: SlurmCluster) -> None:
     wait_state(cluster, running, "RUNNING")
     wait_state(cluster, cancelled, "RUNNING")
     wait_state(cluster, overdue, "RUNNING")
-    client(cluster, "[control.cancel(a) for a in args]", cancelled, dropped)
+    client(cluster, "[command.cancel(a) for a in args]", cancelled, dropped)
     cluster.wait_job(cancelled)
     # A limit is looked at every 30 s and is a minute at least: bring the end forward.
     cluster.run(["scontrol", "update", f"jobid={overdue}", "EndTime=now"], check=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.slurm import control
+from clusterddp.slurm import command
 from clusterddp.slurm.command import submission_environment
 from clusterddp.slurm.queries import partitions, query
 from clusterddp.slurm.sbatch import check_expedite, sbatch
@@ -378,12 +378,12 @@ def test_cancel_passes_scancels_words_on(fake: Fake) -> None:
     words = "scancel: error: Kill job error on job id 1: Access/permission denied"
     environ = fake(scancel=f"echo '{words}' >&2; exit 1")
     with pytest.raises(SlurmError, match=f"scancel 1: {words}"):
-        control.cancel("1", environ)
+        command.cancel("1", environ)
 
 
 def test_cancel_without_slurm_says_so(tmp_path: Path) -> None:
     with pytest.raises(SlurmError, match="no scancel on PATH"):
-        control.cancel("1", {"PATH": str(tmp_path)})
+        command.cancel("1", {"PATH": str(tmp_path)})
 
 
 def test_partitions_are_named_once(fake: Fake) -> None:
