@@ -39,7 +39,7 @@ def page(gathered: Sequence[Gathered]) -> str:
     environment.filters.update(
         percent=formatting.percent,
         loss=formatting.loss,
-        seconds=formatting.seconds,
+        seconds=formatting.duration,
         rate=formatting.rate,
         memory=formatting.memory,
         when=_when,

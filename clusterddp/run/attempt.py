@@ -48,11 +48,11 @@ class Superseded(ClusterDDPError):
 
 @dataclass(frozen=True)
 class Attempt:
-    """The directory of one start."""
+    """Directory of one attempt."""
 
     run: RunDir
     number: int
-    """From 1."""
+    """Number of the attempt, from 1."""
 
     @property
     def path(self) -> Path:
@@ -60,7 +60,7 @@ class Attempt:
 
     @property
     def record(self) -> Path:
-        """Who trains, and from which checkpoint."""
+        """Record of who trains, and from which checkpoint."""
         return self.path / "attempt.json"
 
     @property
@@ -81,7 +81,7 @@ class Attempt:
 
     @property
     def stop(self) -> Path:
-        """There once this attempt was asked to stop: `{"reason": …}`."""
+        """Mark of a request to stop: `{"reason": …}`."""
         return self.path / "stop"
 
     @property
@@ -91,7 +91,7 @@ class Attempt:
 
     @property
     def end(self) -> Path:
-        """How the ranks left together: `{"reason": …, "step": …}`."""
+        """Record of how the ranks left together."""
         return self.path / "end.json"
 
     @property
@@ -148,7 +148,7 @@ class Attempt:
             write_atomically(path, content)
 
     def trouble_writing(self) -> str:
-        """Why nothing can be written in the attempt's directory; empty where it can."""
+        """Return why nothing can be written in the attempt's directory; empty where it can."""
         try:
             with tempfile.TemporaryFile(dir=self.path) as file:
                 file.write(os.urandom(_RESERVE_BYTES // 4))
@@ -167,18 +167,18 @@ class Attempt:
         return files.read(LastWord, self.end)
 
     def read_sign_of_life(self) -> SignOfLife:
-        """The step that rank 0 has come to, and the newest one that it has saved."""
+        """Read the step that rank 0 has come to, and the newest one that it has saved."""
         return files.read(SignOfLife, self.alive) or SignOfLife()
 
     @property
     def is_of_newer_version(self) -> bool:
-        """Whether a version has written its record that keeps another format."""
+        """Return whether a version has written its record that keeps another format."""
         record = self.read_record()
         return record is not None and record.format > ATTEMPT_FORMAT
 
     @property
     def is_superseded(self) -> bool:
-        """Whether a later attempt of the run has begun."""
+        """Return whether a later attempt of the run has begun."""
         return Attempt(self.run, self.number + 1).path.exists()
 
     def ask_to_stop(self, reason: str) -> None:
@@ -186,7 +186,7 @@ class Attempt:
         write_atomically(self.stop, json.dumps({"reason": reason}).encode())
 
     def asked_to_stop(self) -> str | None:
-        """The reason for which it was asked to stop, if it was."""
+        """Return the reason for which it was asked to stop, if it was."""
         if not self.stop.exists():
             return None
         # The batch script leaves an empty file: its one reason is Slurm's signal ahead of the end.
@@ -205,7 +205,7 @@ class Attempt:
         fresh.replace(self.alive)
 
     def is_alive(self) -> bool:
-        """Whether rank 0 has given a sign of life lately, by the file system's own clock."""
+        """Return whether rank 0 has given a sign of life lately, by the file system's own clock."""
         try:
             last = self.alive.stat().st_mtime
         except OSError:
@@ -215,7 +215,7 @@ class Attempt:
 
 
 def attempts(run: RunDir) -> list[Attempt]:
-    """The attempts of a run, the latest last. Raises OSError where they cannot be seen."""
+    """List the attempts of a run, the latest last. Raises OSError where they cannot be seen."""
     try:
         names = [entry.name for entry in os.scandir(run.attempts)]
     except FileNotFoundError:
@@ -224,7 +224,7 @@ def attempts(run: RunDir) -> list[Attempt]:
 
 
 def latest(run: RunDir) -> Attempt | None:
-    """The attempt that began last, or None before the first."""
+    """Return the attempt that began last, or None before the first."""
     found = attempts(run)
     return found[-1] if found else None
 
@@ -324,7 +324,7 @@ def _link(path: Path, target: str) -> None:
 
 
 def summaries(run: RunDir) -> list[AttemptSummary]:
-    """The attempts of a run in which ranks met, the latest last."""
+    """Sum up the attempts of a run in which ranks met, the latest last."""
     causes = {
         event.attempt: event.cause
         for event in events.read(run.events)
@@ -358,7 +358,7 @@ def summaries(run: RunDir) -> list[AttemptSummary]:
 
 
 def last_step(attempt: Attempt) -> int:
-    """How far an attempt came, as its own last word or its last sign of life tells."""
+    """Return how far an attempt came, as its last word or its last sign of life tells."""
     last_word = attempt.read_last_word()
     if last_word and last_word.step is not None:
         return last_word.step

@@ -1,4 +1,4 @@
-"""The claim by which one process at a time resubmits a run: a file in the run's directory.
+"""Claims on a run: files by which one process at a time resubmits it.
 
 Claims are numbered and made by an exclusive create, which is atomic on network file systems too.
 The highest number counts: it is held, done, or left by a process that has died, after which the
@@ -32,7 +32,7 @@ _NAME = re.compile(r"resubmit-(\d{1,9})\.claim", re.ASCII)
 
 @dataclass
 class Claim:
-    """The right to resubmit a run."""
+    """Right to resubmit a run."""
 
     run: RunDir
     number: int

@@ -1,4 +1,4 @@
-"""The events of a run, one line of `events.jsonl` each: their types, one reader, one writer.
+"""Events of a run, one line of `events.jsonl` each: their types, one reader, one writer.
 
 docs/records.md says what each field means, and since which version. What an event does not say has
 the field's default. Times are seconds since the epoch.
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What all events have in common; alone, an event that this version does not know."""
+    """Fields that all events share; alone, an event that this version does not know."""
 
     kind: ClassVar[str] = ""
     time: float | None = None
@@ -30,7 +30,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Failure:
-    """The rank that failed first, and why."""
+    """Rank that failed first, and why."""
 
     rank: int
     host: str
@@ -40,21 +40,21 @@ class Failure:
     exit_code: int | None = None
 
     def describe(self) -> str:
-        """One line: `rank 3 on h02 failed first: RuntimeError: boom (logs/rank-3.log)`."""
+        """Return a line: `rank 3 on h02 failed first: RuntimeError: boom (logs/rank-3.log)`."""
         host = f" on {self.host}" if self.host else ""
         return f"rank {self.rank}{host} failed first: {self.reason} ({self.log})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted(Event):
-    """A job was submitted, by a person or by the job in whose place it goes on."""
+    """Submission of a job, by a person or by the job that it replaces."""
 
     kind: ClassVar[str] = "submitted"
     launcher: str = ""
     folder: str = ""
     """Folder in which the person typed the command."""
     pid: int | None = None
-    """Of a local run: the process that controls it, on `host`."""
+    """Process that controls a local run, on `host`."""
     host: str | None = None
     in_place_of: str = ""
     """Job that it replaces; empty where a person submitted it."""
@@ -63,7 +63,7 @@ class Submitted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resubmitted(Event):
-    """A person submits the run once more; stands before the job's `Submitted`."""
+    """Request of a person to submit the run once more; stands before the job's `Submitted`."""
 
     kind: ClassVar[str] = "resubmit"
     changes: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Resubmitted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Event):
-    """A job has begun an attempt; without a number where the attempt could not be made."""
+    """Start of an attempt; without a number where the attempt could not be made."""
 
     kind: ClassVar[str] = "started"
     restart: int = 0
@@ -84,7 +84,7 @@ class Started(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StartedInVain(Event):
-    """Slurm has started a job once more whose run is done."""
+    """Start by Slurm of a job whose run is done."""
 
     kind: ClassVar[str] = "not_started"
     restart: int = 0
@@ -94,29 +94,29 @@ class StartedInVain(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Ended(Event):
-    """An attempt has ended; `cause` is empty where no batch script judged it."""
+    """End of an attempt; `cause` is empty where no batch script judged it."""
 
     kind: ClassVar[str] = "ended"
     restart: int = 0
     exit_code: int | None = None
     cause: str = ""
-    """How it ended: a word of `requeue`."""
+    """Cause of its end: a word of `restart_policy`."""
     how: str = ""
-    """What took place, where the word of the cause would say another thing."""
+    """Event that ended it, where the word of the cause would say another thing."""
     step: int | None = None
     """Step at which the ranks left."""
     saved: bool = True
     """True where it has left something to resume from."""
     first_failure: Failure | None = None
     trouble: str = ""
-    """Why a checkpoint or a record could not be written."""
+    """Reason for which a checkpoint or a record could not be written."""
     why: str = ""
-    """Why no other attempt follows by itself; empty where one does."""
+    """Reason for which no other attempt follows by itself; empty where one does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requeued(Event):
-    """The job was put back into the queue."""
+    """Return of the job to the queue."""
 
     kind: ClassVar[str] = "requeued"
     why: str = ""
@@ -124,7 +124,7 @@ class Requeued(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RequeueFailed(Event):
-    """The job could not be put back into the queue."""
+    """Failure to put the job back into the queue."""
 
     kind: ClassVar[str] = "requeue_failed"
     why: str = ""
@@ -132,32 +132,32 @@ class RequeueFailed(Event):
 
 
 class CancelAsked(Event):
-    """A person has cancelled the job."""
+    """Cancellation of the job by a person."""
 
     kind: ClassVar[str] = "cancelled"
 
 
 class CancelFailed(Event):
-    """The cancellation before it did not reach the job."""
+    """Failure of the cancellation before it to reach the job."""
 
     kind: ClassVar[str] = "cancel_failed"
 
 
 class StopAsked(Event):
-    """A person has asked the run to save and leave."""
+    """Request of a person to save and leave."""
 
     kind: ClassVar[str] = "stop_asked"
 
 
 class StopFailed(Event):
-    """The request before it did not reach the run."""
+    """Failure of the request before it to reach the run."""
 
     kind: ClassVar[str] = "stop_failed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnded(Event):
-    """The step watch ended srun's step, whose exit code then says nothing of the tasks."""
+    """End of srun's step by the step watch; srun's exit code then says nothing of the tasks."""
 
     kind: ClassVar[str] = "step_ended"
     step_id: str = ""
@@ -165,14 +165,14 @@ class StepEnded(Event):
 
 
 class TimeLimitReached(Event):
-    """A rehearsal has reached its time limit."""
+    """End of a rehearsal's time limit."""
 
     kind: ClassVar[str] = "time_limit"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeChanged(Event):
-    """An attempt uses code that differs from what was submitted, as no copy was made of it."""
+    """Difference of an attempt's code from what was submitted, where no copy was made of it."""
 
     kind: ClassVar[str] = "code_changed"
     changes: tuple[str, ...] = ()

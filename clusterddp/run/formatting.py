@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def percent(value: float | None) -> str:
-    """`99.65%`; `-` when unknown, like the others."""
+    """Format a fraction as `99.65%`; `-` when unknown, like the others."""
     return "-" if value is None else f"{value:.2%}"
 
 
@@ -12,25 +12,13 @@ def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def seconds(value: float | None) -> str:
-    """`14.7 s`, `12:05 min`, `3:07:45 h`."""
-    if value is None:
-        return "-"
-    if value < 100:
-        return f"{value:.1f} s"
-    whole = round(value)
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600:,}:{whole % 3600 // 60:02d}:{whole % 60:02d} h"
-
-
 def duration(seconds: float | None) -> str:
-    """`45s`, `12m05s`, `3h07m`, `2d04h`; `-` when unknown."""
+    """Format a time as `14.7s`, `12m05s`, `3h07m`, `2d04h`."""
     if seconds is None:
         return "-"
     whole = max(0, int(seconds))
     if whole < 60:
-        return f"{whole}s"
+        return f"{max(0.0, seconds):.1f}s"
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     if whole < 86400:
@@ -39,12 +27,12 @@ def duration(seconds: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Images per second: `8,422`."""
+    """Format images per second: `8,422`."""
     return "-" if value is None else f"{value:,.0f}"
 
 
 def memory(count: int | None) -> str:
-    """`812 MiB`, `1.2 GiB`: powers of 1024, in which memory is sold."""
+    """Format bytes as `812 MiB`, `1.2 GiB`: powers of 1024, in which memory is sold."""
     if count is None:
         return "-"
     mebibytes = count / 2**20
@@ -52,23 +40,23 @@ def memory(count: int | None) -> str:
 
 
 def count(value: int, noun: str) -> str:
-    """`1 rank`, `2,048 ranks`."""
+    """Format a count with its noun: `1 rank`, `2,048 ranks`."""
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
 def some(items: Sequence[str], most: int) -> str:
-    """The first of them, and how many more there are."""
+    """Join the first of them, and say how many more there are."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return " ".join(items[:most]) + more
 
 
 def line(text: str) -> str:
-    """As one line that is safe on a terminal."""
+    """Join the lines of a text into one that is safe on a terminal."""
     return clean(" ".join(text.splitlines()).replace("\t", " "))
 
 
 def clean(text: str) -> str:
-    """What neither moves a terminal's cursor nor turns its text around; line ends and tabs stay."""
+    """Escape what moves a terminal's cursor or turns its text around; line ends and tabs stay."""
     return "".join(
         each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text
     )

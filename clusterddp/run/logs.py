@@ -1,4 +1,4 @@
-"""The logs of a run: written on a disk that may be full, and divided into attempts.
+"""Logs of a run: written on a disk that may be full, and divided into attempts.
 
 Every log is appended to by all attempts. The start of an attempt puts a line into each log that
 is there, before any of its tasks can write.

@@ -23,6 +23,7 @@ from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.files import write_atomically
+from clusterddp.run.formatting import clean
 from clusterddp.run.records import HungRanks, Outcome, TaskError
 from clusterddp.run.run_dir import RunDir
 
@@ -31,7 +32,7 @@ _CLOCKS = "clocks.json"
 
 
 def failure_of(outcome: Outcome) -> Failure:
-    """The failure that a rank's own record tells of."""
+    """Return the failure that a rank's own record tells of."""
     reason = outcome.reason
     if outcome.hung:  # what ended it in the end says nothing of why
         return Failure(outcome.rank, outcome.host, reason, _log(outcome.rank), EXIT_FAILED)
@@ -77,7 +78,7 @@ def read_outcome(folder: Path, rank: int) -> Outcome | None:
 
 
 def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:
-    """The rank that failed first, or None where no rank is known to have failed.
+    """Find the rank that failed first; None where no rank is known to have failed.
 
     `job_log_text` is what srun and Slurm said in the batch script's log. In this order: the
     rank above which something was killed before srun saw any other end; errors of a rank's own and
@@ -124,7 +125,7 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
 
 
 def first_killed(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:
-    """The rank that srun saw killed, itself or what stands above it, before any other end.
+    """Find the rank that srun saw killed, itself or what stands above it, before any other end.
 
     srun then ends the other ranks, which save and leave as if somebody had asked them to.
     """
@@ -136,7 +137,7 @@ def first_killed(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure
 
 
 def _killed_above(outcomes: Sequence[Outcome], said: Sequence["_Report"]) -> Failure | None:
-    """A rank whose end is recorded although srun's task, first of all, was killed.
+    """Find a rank whose end is recorded although srun's task, first of all, was killed.
 
     That task is then no rank: an agent of torchrun's, submitit's process, a launch prefix.
     """
@@ -165,14 +166,14 @@ def _killed_at_first(said: Sequence["_Report"]) -> "_Report | None":
 
 
 def _left_early(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Ranks that ended with exit code 0 while others still counted on them."""
+    """Find ranks that ended with exit code 0 while others still counted on them."""
     lost = [outcome for outcome in outcomes if outcome.peer_lost]
     left = [o for o in outcomes if o.exit_code == 0 and o.ended is not None]
     return left if lost else []
 
 
 def _earliest(group: Sequence[Outcome], said: Sequence["_Report"]) -> Outcome:
-    """The one that ended first: by the clock on one host, by what clocks do not tell on several.
+    """Find the rank that ended first: by the clock on one host, by srun's order on several.
 
     Where the ranks have not measured how far the clocks are apart, srun's lines stand in the order
     in which it saw tasks end; under torchrun these are the agents, so their hosts are compared.
@@ -190,13 +191,13 @@ def _earliest(group: Sequence[Outcome], said: Sequence["_Report"]) -> Outcome:
 
 
 def _short(host: str) -> str:
-    """The name without its domain, which Slurm and the host itself may or may not give."""
+    """Return the name without its domain, which Slurm and the host itself may or may not give."""
     return host if host.replace(".", "").isdigit() else host.partition(".")[0]
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What srun said of one task."""
+    """End of one task in srun's words."""
 
     rank: int
     host: str
@@ -206,12 +207,12 @@ class _Report:
 
     @property
     def word(self) -> str:
-        """The signal, in strsignal(3)'s words, if it was one."""
+        """Signal, in strsignal(3)'s words, if it was one."""
         return self.reason.removesuffix(" (core dumped)")
 
 
 def _is_missing(report: _Report, outcome: Outcome | None) -> bool:
-    """Whether srun's line is all that is known of the task's end.
+    """Return whether srun's line is all that is known of the task's end.
 
     Under torchrun srun's tasks are the agents: the line of agent 3 is not about rank 3.
     """
@@ -397,7 +398,7 @@ class Traces:
             self._log_start = seen.st_size
 
     def error(self, status: int) -> TaskError | None:
-        """The error behind the command's wait status; None where nothing tells of one."""
+        """Find the error behind the command's wait status; None where nothing tells of one."""
         code = os.waitstatus_to_exitcode(status)
         if code in (0, EXIT_PAUSED):
             return None
@@ -407,7 +408,7 @@ class Traces:
         return error
 
     def _read_log(self) -> str:
-        """The end of what the command has printed, if that went to a file."""
+        """Read the end of what the command has printed, if that went to a file."""
         if self._log_start is None:
             return ""
         try:
@@ -446,7 +447,7 @@ def parse_error_file(path: Path) -> TaskError | None:
 
 
 def parse_traceback(log: str) -> TaskError | None:
-    """The exception of a log's last traceback; None without one."""
+    """Parse the exception of a log's last traceback; None without one."""
     lines = [_RANK.sub("", line) for line in log.splitlines()]
     headers = [number for number, line in enumerate(lines) if line == _HEADER]
     if not headers:
@@ -461,10 +462,6 @@ def parse_traceback(log: str) -> TaskError | None:
 
 
 def _error(kind: str, message: str | None) -> TaskError:
-    text = _printable(message or "")[:LONGEST_MESSAGE]
+    text = clean(message or "")[:LONGEST_MESSAGE]
     lost = bool(_TORCHS_ERROR.fullmatch(kind)) and any(mark in text for mark in PEER_LOST)
-    return TaskError(_printable(kind)[:_LONGEST_TYPE], text, lost, of_command=True)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    return TaskError(clean(kind)[:_LONGEST_TYPE], text, lost, of_command=True)

@@ -1,4 +1,4 @@
-"""How far the training of a run has come, by the files that it has left: cheap looks, no proof."""
+"""Progress of a run's training, by the files that it has left: cheap looks, no proof."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CHECKPOINT = re.compile(r"step-(\d+)\.pt", re.ASCII)
 
 @dataclass(frozen=True)
 class Latest:
-    """The latest values in metrics.jsonl."""
+    """Latest values in metrics.jsonl."""
 
     step: int | None = None
     epoch: int | None = None
     loss: float | None = None
-    """Of training."""
+    """Loss of training."""
     test_accuracy: float | None = None
 
 
@@ -42,7 +42,7 @@ def latest_metrics(path: Path) -> Latest:
 
 
 def newest_checkpoint(run: RunDir) -> tuple[int, float] | None:
-    """The step and the time of the checkpoint with the highest step; not verified, so cheap."""
+    """Find step and time of the checkpoint with the highest step; not verified, so cheap."""
     try:
         with os.scandir(run.checkpoints) as entries:
             found = [
@@ -66,13 +66,13 @@ def latest_report(run: RunDir, attempt: int | None) -> Report | None:
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """The step of a checkpoint, by its name; None for a file of another name."""
+    """Return the step of a checkpoint, by its name; None for a file of another name."""
     name = _CHECKPOINT.fullmatch(path.name)
     return int(name[1]) if name else None
 
 
 def recorded_batch(run: RunDir) -> tuple[int, int] | None:
-    """Images of a step over all ranks, and of one rank at the run's start, as its ranks agreed."""
+    """Return images of a step over all ranks, and of one rank at the run's start, as agreed."""
     agreed = files.read(Resolved, run.resolved) or Resolved()
     images, reference = agreed.global_batch_size, agreed.reference_world_size
     return (images, images // reference) if 1 <= reference <= images else None

@@ -1,4 +1,4 @@
-"""The records of a run, one JSON file each: their types, whoever has written them.
+"""Records of a run, one JSON file each: their types, whoever has written them.
 
 docs/records.md says what each field means, and since which version. What a record does not say has
 the field's default. Times are seconds since the epoch. `events` has the lines of events.jsonl.
@@ -20,7 +20,7 @@ class AttemptRecord:
     format: int = ATTEMPT_FORMAT
     number: int = 0
     began: float | None = None
-    """When its ranks had met."""
+    """Time at which its ranks had met."""
     job_id: str = ""
     restart: int = 0
     """SLURM_RESTART_COUNT."""
@@ -31,7 +31,7 @@ class AttemptRecord:
     step: int = 0
     """Step of the checkpoint from which the attempt started; 0 without one."""
     saved: float | None = None
-    """When that checkpoint was written."""
+    """Time at which that checkpoint was written."""
     resumed_from: str | None = None
     """Path of that checkpoint, relative to the run's directory where it lies there."""
     starts_in_job: int = 0
@@ -52,7 +52,7 @@ class LastWord:
     saved: int | None = -1
     """Step of the last checkpoint that was written; None without one, -1 where it is not said."""
     trouble: str = ""
-    """Why the checkpoint of the last step could not be written."""
+    """Reason for which the checkpoint of the last step could not be written."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class TaskError:
-    """The exception that ended a task."""
+    """Exception that ended a task."""
 
     type: str = ""
     """Empty for an error of this package, which speaks for itself."""
@@ -109,27 +109,27 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended, and not well."""
+        """Return whether it has ended, and not well."""
         return self.exit_code is not None and self.exit_code not in (0, EXIT_PAUSED)
 
     @property
     def paused(self) -> bool:
-        """Whether it has saved and left because it was asked to, or asks to be started again."""
+        """Return whether it has saved and left as it was asked to, or asks to be started again."""
         return self.exit_code == EXIT_PAUSED
 
     @property
     def peer_lost(self) -> bool:
-        """Whether it says itself that it failed because of another rank."""
+        """Return whether it says itself that it failed because of another rank."""
         return bool(self.error and self.error.peer_lost)
 
     @property
     def of_command(self) -> bool:
-        """Whether its error is pieced together from what a person's command has left."""
+        """Return whether its error is pieced together from what a command has left."""
         return bool(self.error and self.error.of_command)
 
     @property
     def reason(self) -> str:
-        """Why it ended, in a few words."""
+        """Return why it ended, in a few words."""
         if self.hung:
             return f"hung: {self.hung}"
         if self.error:
@@ -160,7 +160,7 @@ class ClaimHolder:
     pid: int | None = None
     time: float | None = None
     done: bool = False
-    """Whether it has finished, so that the next number is free."""
+    """True once it has finished, so that the next number is free."""
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,11 @@ class Resolved:
     precision: str = "fp32"
     """`fp32`, `bf16` or `fp16`."""
     cuda_graph: bool = False
-    """Whether the step is captured into a graph."""
+    """True where the step is captured into a graph."""
     hosts: tuple[str, ...] = ()
-    """In the order of their lowest rank."""
+    """Hosts in the order of their lowest rank."""
     where: tuple[str, ...] = ()
-    """One line a host: which ranks compute on what."""
+    """Line for each host: which ranks compute on what."""
     warnings: tuple[str, ...] = ()
     run_dir: str = ""
     attempt: int = 0
@@ -199,32 +199,32 @@ class Resolved:
 
 @dataclass(frozen=True)
 class AttemptSummary:
-    """One attempt of a run, as it looks from the next one."""
+    """Attempt of a run, as it looks from the next one."""
 
     attempt: int
     job_id: str = ""
     hosts: tuple[str, ...] = ()
     began: float | None = None
-    """When its ranks had met."""
+    """Time at which its ranks had met."""
     first_step: int | None = None
     """Step of the checkpoint from which it started."""
     last_step: int | None = None
-    """How far it came, to within two seconds where it was killed."""
+    """Step that it came to, to within two seconds where it was killed."""
     cause: str = ""
-    """Why it ended: a word of `restart_policy`, `killed` where nobody could record it, or empty
+    """Cause of its end: a word of `restart_policy`, `killed` where nobody could record it, empty
     for the latest one."""
     steps_done_twice: int = 0
     seconds_lost: float = 0.0
-    """From the saving of what the next attempt resumed until the next one's ranks had met."""
+    """Seconds from the saving of what the next attempt resumed until that one's ranks had met."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank in a report."""
+    """Rank in a report."""
 
     rank: int
     images_per_second: float | None = None
-    """Over the time in which it did not wait for others: the lowest is the slowest rank."""
+    """Throughput over the time in which it did not wait for others: the lowest is the slowest."""
     host: str = ""
     peak_memory_bytes: int | None = None
     """GPU memory that torch allocated, or on CPUs the resident set."""
@@ -232,7 +232,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class SavingReport:
-    """What checkpoints have cost an attempt: only copying and waiting stop the training."""
+    """Cost of an attempt's checkpoints: only copying and waiting stop the training."""
 
     saves: int = 0
     failed: int = 0
@@ -247,12 +247,12 @@ class Report:
     """report.json: what a run achieved, where, and with what."""
 
     accuracy: float | None = None
-    """On the test set, from 0 to 1; so is the loss."""
+    """Accuracy on the test set, from 0 to 1; so is the loss."""
     loss: Loss | None = None
     train_seconds: float | None = None
     """Training steps of all attempts: reading batches, forward, backward, exchange, update."""
     total_seconds: float | None = None
-    """The attempt from rank 0's start: imports, rendezvous, data, training, evaluation, saving."""
+    """Duration of the attempt: imports, rendezvous, data, training, evaluation, saving."""
     images_per_second: float | None = None
     """Images of all ranks together over train_seconds."""
     world_size: int | None = None
@@ -274,7 +274,7 @@ class Report:
     versions: Mapping[str, str | None] | None = None
     warnings: tuple[str, ...] = ()
     peak_memory_bytes: int | None = None
-    """The largest of any rank."""
+    """Largest of any rank."""
     ranks: tuple[RankReport, ...] = ()
     weights_sha256: str = ""
     resumed_from: str | None = None
@@ -284,7 +284,7 @@ class Report:
     """Attempts of the run in which ranks met."""
     steps_done_twice: int = 0
     seconds_lost: float = 0.0
-    """From each last checkpoint until training went on: work done again, queue, start."""
+    """Seconds from each last checkpoint until training went on: work done again, queue, start."""
     attempts: tuple[AttemptSummary, ...] = ()
     saving: SavingReport | None = None
     job_id: str = ""
@@ -314,7 +314,7 @@ class EvaluationRecord:
     confusion: tuple[tuple[int | None, ...], ...] = ()
     """(classes, classes) counts: a row a label, a column a prediction."""
     worst: tuple[WorstImage, ...] = ()
-    """The images of the highest loss, the highest first."""
+    """Images of the highest loss, the highest first."""
 
 
 @dataclass(frozen=True)
@@ -330,14 +330,14 @@ class MetricsLine:
     accuracy: float | None = None
     lr: float | None = None
     images_per_second: float | None = None
-    """Of all ranks together."""
+    """Throughput of all ranks together."""
     rank_images_per_second: tuple[float | None, ...] = ()
-    """Of each rank, over the time in which it did not wait for others; none in an evaluation."""
+    """Throughput of each rank while it did not wait for others; none in an evaluation."""
     seconds: float | None = None
-    """Of training until then, over all attempts."""
+    """Seconds of training until then, over all attempts."""
     time: float | None = None
 
     @property
     def tested(self) -> bool:
-        """Whether it is of an evaluation on the test set, not of training."""
+        """Return whether it is of an evaluation on the test set, not of training."""
         return self.kind == "eval"

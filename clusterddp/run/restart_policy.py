@@ -66,7 +66,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Start:
-    """One attempt, as the run's events tell."""
+    """Attempt, as the run's events tell."""
 
     attempt: int
     cause: str = ""
@@ -115,18 +115,18 @@ def decide(
 
 
 def requeue_is_off(how: str) -> str:
-    """Why a run is not started again that may not be; how: what took place."""
+    """Say why a run is not started again that may not be; how: what took place."""
     return f"{how}, and requeue is off"
 
 
 def capped(max_requeues: int) -> str:
-    """Why a run is not started once more."""
+    """Say why a run is not started once more."""
     times = f"{max_requeues + 1} times" if max_requeues else "once"
     return f"it has been started {times} (--max-requeues {max_requeues})"
 
 
 def starts_since_submission(run: RunDir) -> list[Start]:
-    """The attempts since a person last submitted the run, the latest last."""
+    """List the attempts since a person last submitted the run, the latest last."""
     return starts_of(run, events.read(run.events))
 
 

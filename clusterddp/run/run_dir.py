@@ -1,4 +1,4 @@
-"""Every path of a run in one object, and the runs of an output root.
+"""Paths of a run in one object, and the runs of an output root.
 
 A run is one directory below the output root. What is in it:
 
@@ -43,7 +43,7 @@ from clusterddp.run.files import write_atomically
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory of one run."""
+    """Directory of one run."""
 
     path: Path
 
@@ -53,7 +53,7 @@ class RunDir:
 
     @property
     def shown(self) -> str:
-        """What names the run in a command that is typed in this folder: its name or its path."""
+        """Name or path by which a command that is typed in this folder finds the run."""
         usual = Path(os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or "jobs")
         path = self.path.absolute()
         return self.name if path.parent == usual.absolute() else shlex.quote(str(path))
@@ -71,7 +71,7 @@ class RunDir:
 
     @property
     def resubmission(self) -> str:
-        """Command that has the run go on; the script of an array's element starts all of them."""
+        """Command that resumes the run; the script of an array's element starts all of them."""
         if self.array_index:
             script = shlex.quote(str(self.script.absolute()))
             return f"sbatch --array={self.array_index} {script}"
@@ -122,7 +122,7 @@ class RunDir:
 
     @property
     def code_record(self) -> Path:
-        """The digests of the person's tree at submission."""
+        """Digests of the person's tree at submission."""
         return self.path / "code.json"
 
     @property
@@ -139,12 +139,12 @@ class RunDir:
 
     @property
     def batch_sizes(self) -> Path:
-        """How fast each batch size was, where they were tried."""
+        """Throughput of each batch size, where they were tried."""
         return self.path / "batch_sizes.json"
 
     @property
     def evaluation(self) -> Path:
-        """What classes were confused in the end, and the images of the highest loss."""
+        """Classes that were confused in the end, and the images of the highest loss."""
         return self.path / "evaluation.json"
 
     @classmethod
@@ -196,7 +196,7 @@ class RunDir:
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def load_spec(self) -> JobSpec:
-        """The request as recorded; raises RequestError when there is none or it is damaged."""
+        """Read the request; raises RequestError when there is none or it is damaged."""
         try:
             return JobSpec.from_json(self.spec.read_text(errors="replace"))
         except OSError as error:
@@ -208,7 +208,7 @@ class RunDir:
 
 
 def find_runs(output_root: Path) -> list[RunDir]:
-    """The runs below an output root that this user can read, the latest last."""
+    """List the runs below an output root that this user can read, the latest last."""
     if not output_root.is_dir():
         return []
     found = [
@@ -220,7 +220,7 @@ def find_runs(output_root: Path) -> list[RunDir]:
 
 
 def run_folders(run: RunDir) -> list[Path]:
-    """What lies in a person's tree and is no code: runs, or the folder that holds nothing else."""
+    """List what lies in a person's tree and is no code: runs, or the folder of runs alone."""
     return [run.path.parent, *(one.path for one in find_runs(run.path.parent))]
 
 

@@ -16,22 +16,22 @@ from clusterddp.run.submission import Submission
 from clusterddp.slurm.states import JobState, State
 
 CREATED = "created"
-"""The run directory is there; nothing was submitted."""
+"""Run directory without a submission."""
 QUEUED = "queued"
 RUNNING = "running"
 DONE = "done"
 FAILED = "failed"
 CANCELLED = "cancelled"
 STOPPED = "stopped"
-"""It can go on from its last checkpoint, but does not by itself."""
+"""Resumable from its last checkpoint, but not by itself."""
 UNKNOWN = "unknown"
-"""The job recorded no end, and Slurm cannot say or no longer knows."""
+"""Job without a recorded end, of which Slurm cannot say or no longer knows."""
 
 STATES = (CREATED, QUEUED, RUNNING, DONE, FAILED, CANCELLED, STOPPED, UNKNOWN)
 ENDED = frozenset({DONE, FAILED, CANCELLED, STOPPED})
 
 SETTLE_SECONDS = 60.0
-"""How long a job that was put back into the queue may still show how it ended."""
+"""Time for which a job that was put back into the queue may still show how it ended."""
 
 _HELD = "job requeued in held state"
 """Slurm's reason of a job with --requeue=expedite that failed on healthy nodes (seen on 26.05)."""
@@ -77,7 +77,7 @@ def judge(
     alive: bool | None,
     now: float | None = None,
 ) -> tuple[str, str]:
-    """The state of a run and the reason for it, with what trouble its end had with the disk.
+    """Judge the state of a run and the reason for it, with the trouble its end had with the disk.
 
     See `_judge`.
     """
@@ -93,7 +93,7 @@ def _judge(
     alive: bool | None,
     now: float | None = None,
 ) -> tuple[str, str]:
-    """The state of a run and the reason for it.
+    """Judge the state of a run and the reason for it.
 
     report: None without one.
     job: what Slurm says; None when it was not asked.
@@ -172,7 +172,7 @@ def _judge_ended(
 def _judge_going_on(
     submission: Submission, job: JobState | None, now: float | None
 ) -> tuple[str, str]:
-    """Of a job that was put back into the queue, or submitted in another one's place."""
+    """Judge a job that was put back into the queue, or submitted in another one's place."""
     again = f"goes on after {_AFTER.get(submission.goes_on, submission.goes_on)}"
     if job is None or job.problem:
         problem = job.problem if job else "Slurm was not asked"
@@ -194,7 +194,7 @@ def _judge_going_on(
 def _judge_undecided(
     submission: Submission, job: JobState | None, alive: bool | None
 ) -> tuple[str, str]:
-    """Its end is recorded, and that it is to go on, but not that it was put back."""
+    """Judge a job whose end is recorded, and that it is to go on, but not that it was put back."""
     after = f"after {_AFTER.get(submission.cause, submission.cause)}"
     if submission.is_local:
         if alive:
@@ -210,7 +210,7 @@ def _judge_undecided(
 
 
 def _judge_code(code: int | None, job: JobState | None) -> tuple[str, str]:
-    """From the exit code alone, as of a script that came to no verdict of its own."""
+    """Judge from the exit code alone, as of a script that came to no verdict of its own."""
     if job and job.state is State.CANCELLED:
         return CANCELLED, "by scancel"
     if job and job.state in _WHY_FAILED and job.state is not State.FAILED:
@@ -280,7 +280,7 @@ def _at(submission: Submission) -> str:
 
 
 def process_alive(submission: Submission) -> bool | None:
-    """Whether the process that controls a local run is there; None for another machine's."""
+    """Return whether the process that controls a local run is there; None for another machine's."""
     return is_alive(submission.pid, submission.host, submission.submitted)
 
 

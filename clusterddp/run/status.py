@@ -50,16 +50,16 @@ _NOT_PRINTED = ("failed_rank", "is_forgotten")
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run, as `clusterddp status --json` prints it; None where nothing is known."""
+    """Status of a run; None where nothing is known."""
 
     name: str
     state: str
     """created, queued, running, done, failed, cancelled, stopped or unknown."""
     detail: str = ""
-    """Why it is in that state: what it waits for, how it failed."""
+    """Reason for the state: what it waits for, how it failed."""
     job_id: str = ""
     array_element: str = ""
-    """The name by which Slurm's commands take the job, 89_0, where it is an array's element."""
+    """Name by which Slurm's commands take the job, 89_0, where it is an array's element."""
     launcher: str = ""
     nodes: int | None = None
     tasks_per_node: int | None = None
@@ -68,36 +68,36 @@ class RunStatus:
     """`2 nodes x 4 tasks = 8 ranks`."""
     hosts: list[str] = field(default_factory=list)
     attempt: int | None = None
-    """The latest start's number, over all jobs of the run."""
+    """Number of the latest attempt, over all jobs of the run."""
     restarts: int = 0
     """Starts after the first since a person last submitted the run."""
     restart_reasons: list[str] = field(default_factory=list)
     goes_on_after: str = ""
-    """Why it waits to start again, if it does."""
+    """Reason for which it waits to start again, if it does."""
     checkpoint_step: int | None = None
-    """Of the newest checkpoint, by its name: 'clusterddp checkpoints' verifies them."""
+    """Step of the newest checkpoint, by its name: 'clusterddp checkpoints' verifies them."""
     checkpoint_time: float | None = None
     step: int | None = None
     epoch: int | None = None
     loss: float | None = None
-    """Of the training, the latest in metrics.jsonl."""
+    """Loss of the training, the latest in metrics.jsonl."""
     accuracy: float | None = None
-    """On the test set: from the report when there is one, otherwise the latest evaluation."""
+    """Accuracy on the test set: from the report if there is one, else the latest evaluation."""
     warnings: list[str] = field(default_factory=list)
     created_time: float | None = None
     submitted_time: float | None = None
     started_time: float | None = None
     ended_time: float | None = None
     elapsed_seconds: float | None = None
-    """From the latest start to the end, or to now; None while it waits in the queue."""
+    """Seconds from the latest start to the end, or to now; None while it waits in the queue."""
     exit_code: int | None = None
     first_failure: str = ""
     directory: str = ""
     next_command: str = ""
     failed_rank: int | None = None
-    """Of `first_failure`; not printed, like the next one."""
+    """Rank of `first_failure`; not printed, like the next one."""
     is_forgotten: bool = False
-    """Whether nobody recorded an end of its job, and Slurm no longer knows it."""
+    """True where nobody recorded an end of its job, and Slurm no longer knows it."""
 
     def as_dict(self) -> dict[str, object]:
         """Return what `clusterddp status --json` prints."""
@@ -112,7 +112,7 @@ class RunStatus:
 def run_status(
     run: RunDir, slurm_states: Mapping[str, JobState], now: float | None = None
 ) -> RunStatus:
-    """The status of a run; `slurm_states` is what `slurm.queries` answers for `jobs_to_ask`."""
+    """Put the status together; `slurm_states`: what `slurm.queries` answers for `jobs_to_ask`."""
     now = time.time() if now is None else now
     submission = latest_submission(events.read(run.events))
     job = slurm_states.get(submission.job_id) if submission else None
@@ -170,7 +170,7 @@ def _is_forgotten(submission: Submission | None, job: JobState | None) -> bool:
 
 
 def _started_by_hand(run: RunDir) -> Attempt | None:
-    """The latest attempt of a run that nothing submitted: `srun clusterddp train`, say."""
+    """Find the latest attempt of a run that nothing submitted: `srun clusterddp train`, say."""
     try:
         attempt = latest(run)
     except OSError:
@@ -179,7 +179,7 @@ def _started_by_hand(run: RunDir) -> Attempt | None:
 
 
 def _judge_by_hand(attempt: Attempt, report: Report | None) -> tuple[str, str]:
-    """From the attempt's own records alone: the job can be one in which much else goes on."""
+    """Judge from the attempt's own records alone: much else may go on in the job."""
     how = "its ranks were started by hand"
     last_word = attempt.read_last_word()
     if last_word:
@@ -197,7 +197,7 @@ def _judge_by_hand(attempt: Attempt, report: Report | None) -> tuple[str, str]:
 
 
 def _failure_by_hand(attempt: Attempt) -> Failure | None:
-    """The rank that failed first since the ranks met; one that was interrupted has not.
+    """Find the rank that failed first since the ranks met; one that was interrupted has not.
 
     Without a script the tasks know no number of their start, and record their ends in the run.
     """
@@ -300,7 +300,7 @@ def _exit_code(state: str, submission: Submission | None, job: JobState | None) 
 
 
 def _first_failure(run: RunDir) -> Failure | None:
-    """As the ranks' own outcomes tell it, where the script came to no verdict."""
+    """Find it in the ranks' own outcomes, where the script came to no verdict."""
     attempt = latest(run)
     return first_failure(read_outcomes(attempt.outcomes if attempt else run.outcomes))
 

@@ -22,7 +22,7 @@ from clusterddp.slurm import command as slurm
 GRACE_SECONDS = 20.0
 """After the last task's recorded end, for srun to end by itself: it usually takes less than one."""
 REPORT_SECONDS = 120.0
-"""The same after rank 0's last word, where the end of some task is not recorded."""
+"""Grace after rank 0's last word, where the end of some task is not recorded."""
 # srun waits for KillWait (30 s by default) and two seconds more once its step is cancelled.
 _CANCEL_SECONDS = 35.0
 _POLL_SECONDS = 2.0
@@ -141,7 +141,7 @@ def _last_sign(attempt: Attempt) -> float | None:
 
 
 def _srun_of(script: int, run_dir: Path) -> int | None:
-    """The process id of the script's srun that starts the run's tasks, None where it has ended.
+    """Find the process of the script's srun that starts the run's tasks, None where it has ended.
 
     Its command line names the run's directory, in which the logs are; set-up lines may have left
     another srun at work.

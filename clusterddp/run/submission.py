@@ -1,4 +1,4 @@
-"""The latest submission of a run, as the run's own events tell of it.
+"""Latest submission of a run, as the run's own events tell of it.
 
 Whether what they tell is still so is judged elsewhere (`run_state`), with Slurm's word beside it.
 """
@@ -29,52 +29,52 @@ _REASONS = {restart_policy.REQUEUED: "requeued by Slurm", "": "node lost or kill
 
 @dataclass(frozen=True)
 class Submission:
-    """What the events say of the latest submission of a run."""
+    """Latest submission of a run."""
 
     job_id: str
     launcher: str
     array_element: str = ""
     """Name by which Slurm's commands take the job, 89_0, where it is an array's element."""
     pid: int | None = None
-    """Of a local run: the process that controls it, on `host`."""
+    """Process that controls a local run, on `host`."""
     host: str | None = None
     submitted: float | None = None
     """Times are seconds since the epoch."""
     first_started: float | None = None
     started: float | None = None
-    """Of the latest start: a requeued job starts several times."""
+    """Time of the latest start: a requeued job starts several times."""
     restart: int = 0
     nodelist: str = ""
     ended: float | None = None
     exit_code: int | None = None
     first_failure: Failure | None = None
     cancelled: bool = False
-    """Whether `clusterddp cancel` asked for its end."""
+    """True where `clusterddp cancel` asked for its end."""
     attempt: int | None = None
-    """The run's latest; None where the scripts number none."""
+    """Number of the run's latest; None where the scripts number none."""
     restarts: int = 0
     """Starts after the first since a person last submitted the run."""
     reasons: tuple[str, ...] = ()
-    """Why each of them followed, in a few words."""
+    """Reason for each of them, in a few words."""
     cause: str = ""
-    """How it ended: a word of `requeue`; empty in the records of other scripts."""
+    """Cause of its end: a word of `restart_policy`; empty in the records of other scripts."""
     how: str = ""
-    """What took place, where the word of the cause would say another thing."""
+    """Event that ended it, where the word of the cause would say another thing."""
     why: str = ""
-    """Why it does not go on after that."""
+    """Reason for which it does not go on after that."""
     saved: bool = True
     """True where its latest attempt has left something to resume from."""
     step: int | None = None
-    """At which the ranks left."""
+    """Step at which the ranks left."""
     trouble: str = ""
-    """Why a checkpoint or a record could not be written at its end."""
+    """Reason for which a checkpoint or a record could not be written at its end."""
     goes_on: str = ""
-    """The reason for which it was put back into the queue, until it has started again."""
+    """Reason for which it was put back into the queue, until it has started again."""
     goes_on_since: float | None = None
     requeue_error: str = ""
-    """Why it could not be put back."""
+    """Reason for which it could not be put back."""
     stop_asked: bool = False
-    """Whether `clusterddp stop` asked the latest attempt to save and leave."""
+    """True where `clusterddp stop` asked the latest attempt to save and leave."""
 
     @property
     def is_local(self) -> bool:
@@ -82,7 +82,7 @@ class Submission:
 
 
 def latest_submission(told: Sequence[Event]) -> Submission | None:
-    """The latest submission in a run's events, or None when nothing was submitted.
+    """Find the latest submission in a run's events; None when nothing was submitted.
 
     Of a run that was resumed in another job it is that job, with the time at which a person
     submitted the first. A script that was given to sbatch by hand has `started` as its first event.
@@ -120,7 +120,7 @@ def latest_submission(told: Sequence[Event]) -> Submission | None:
 
 
 def jobs_to_ask(submissions: Sequence[Submission | None]) -> list[str]:
-    """The job ids of which Slurm has something to say that the run's own records do not.
+    """List the job ids of which Slurm has something to say that the run's own records do not.
 
     An end with exit code 0 is final. Another may be followed by a requeue, or be a cancellation
     that somebody else asked for.
@@ -133,7 +133,7 @@ def jobs_to_ask(submissions: Sequence[Submission | None]) -> list[str]:
 
 
 def reason(cause: str) -> str:
-    """Why a start followed another one, in a few words, from how that one ended."""
+    """Say why an attempt followed another one, in a few words, from how that one ended."""
     return _REASONS.get(cause, cause)
 
 
@@ -146,7 +146,7 @@ _NO_END = {name: getattr(Submission, name) for name in _OF_THE_END}
 
 
 def _after(before: Submission, event: Event) -> Submission:
-    """What is known of a submission once this event of its is known too."""
+    """Take in one of its events."""
     if isinstance(event, Submitted):
         after = replace(before, submitted=event.time, pid=event.pid, host=event.host)
         if not event.in_place_of or before.started is not None:

@@ -37,7 +37,7 @@ class End:
     """Verdict on an attempt."""
 
     cause: str
-    """One of the words in `requeue`."""
+    """Cause: one of the words in `restart_policy`."""
     exit_code: int
     failure: Failure | None = None
     step: int | None = None
@@ -353,7 +353,7 @@ def _trains(run: RunDir) -> bool:
 
 
 def _achieved(run: RunDir) -> str:
-    """One line of the report; a person's command leaves none."""
+    """Sum the report up in a line; a command leaves none."""
     report = files.read(Report, run.report)
     if report is None:
         return "done: every task ended with exit code 0"

@@ -103,7 +103,7 @@ def test_a_page_holds_the_run_and_nothing_from_elsewhere(workplace: Workplace) -
     assert [word for word in page.words if word in titles] == titles
     assert len(page.all("svg")) == 4
     for told in (
-        "98.76%", "12.5 s", "2,250", "1.0 GiB", "no GPU was found",
+        "98.76%", "12.5s", "2,250", "1.0 GiB", "no GPU was found",
         "Straggler: rank 2 on h02: 500 images/s, 50% of the other ranks' median, 1,000",
         "4 taken for 9: 12 times", "loss 6.5000, no. 77", "torch 2.9.0", "echo <hi>",
     ):  # fmt: skip

@@ -90,10 +90,17 @@ def test_on_cpus_runs_with_other_threads_are_no_comparison() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(None, "-"), (0.0, "0.0 s"), (99.94, "99.9 s"), (725.2, "12:05 min"), (11265.0, "3:07:45 h")],
+    [
+        (None, "-"),
+        (0.0, "0.0s"),
+        (59.94, "59.9s"),
+        (725.2, "12m05s"),
+        (11265.0, "3h07m"),
+        (187e3, "2d03h"),
+    ],
 )
 def test_seconds_are_shown_to_their_size(seconds: float | None, shown: str) -> None:
-    assert formatting.seconds(seconds) == shown
+    assert formatting.duration(seconds) == shown
 
 
 @pytest.mark.parametrize(

@@ -361,7 +361,7 @@ FRAMES = (
         (f"{FRAMES}KeyError: 'a'\n\nDuring handling …:\n\n{FRAMES}OSError: b", "OSError", "b"),
         (f"{FRAMES}AssertionError\n", "AssertionError", ""),
         (f"{FRAMES}torch.OutOfMemoryError: CUDA: x\n", "torch.OutOfMemoryError", "CUDA: x"),
-        (f"{FRAMES}Grün: \x1b[31mred\n", "Grün", "?[31mred"),
+        (f"{FRAMES}Grün: \x1b[31mred\n", "Grün", "\\x1b[31mred"),
         ("".join(f"[rank3]: {line}\n" for line in f"{FRAMES}ValueError: b".splitlines()),
          "ValueError", "b"),
         ('  File "t.py", line 1\n    )\n    ^\nSyntaxError: no\n', "SyntaxError", "no"),

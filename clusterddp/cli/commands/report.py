@@ -110,11 +110,11 @@ def _result(report: RunReport) -> str:
 def _training(report: RunReport) -> str:
     parts = []
     if report.train_seconds is not None:
-        parts.append(formatting.seconds(report.train_seconds))
+        parts.append(formatting.duration(report.train_seconds))
     if report.images_per_second is not None:
         parts.append(f"{formatting.rate(report.images_per_second)} images/s")
     if report.total_seconds is not None:
-        parts.append(f"the latest start took {formatting.seconds(report.total_seconds)} in all")
+        parts.append(f"the latest start took {formatting.duration(report.total_seconds)} in all")
     return ", ".join(parts)
 
 
@@ -158,7 +158,7 @@ def _starts(report: RunReport) -> list[tuple[str, str]]:
     if report.starts < 2:
         return []
     shown = f"{report.starts}, {formatting.count(report.steps_done_twice, 'step')} done twice"
-    lines = [("starts", f"{shown}, {formatting.seconds(report.seconds_lost)} lost")]
+    lines = [("starts", f"{shown}, {formatting.duration(report.seconds_lost)} lost")]
     if len(report.attempts) > _MOST_STARTS:
         lines.append(("", f"… the latest {_MOST_STARTS}:"))
     for one in report.attempts[-_MOST_STARTS:]:

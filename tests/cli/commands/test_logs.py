@@ -174,7 +174,7 @@ def test_follow_tells_the_states_and_ends_with_the_run(
     assert [line.removeprefix("clusterddp: one: ") for line in err.splitlines()] == [
         "queued as job 7: Resources",
         "running on h01 h02",
-        "done: took 0s",
+        "done: took 0.0s",
     ]
 
 
