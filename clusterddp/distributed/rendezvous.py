@@ -38,6 +38,9 @@ from clusterddp.errors import ClusterDDPError, PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.slurm.forms import NONCE_VARIABLE
 
+Message = dict[str, Any]
+"""JSON object that one rank leaves for others."""
+
 # Seconds for which a rank waits for the verdict beyond those that rank 0 waits for the last rank.
 GRACE_SECONDS = 10.0
 # Before the keys of a run, in a store that may hold other things.
@@ -94,11 +97,11 @@ def open_store(
 def agree(
     store: Store,
     env: DistEnv,
-    hello: Mapping[str, Any],
-    decide: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    hello: Message,
+    decide: Callable[[list[Message]], Message],
     timeout: float,
     decision_seconds: float = GRACE_SECONDS,
-) -> dict[str, Any]:
+) -> Message:
     """Collect every rank's `hello`, let rank 0 `decide`, and return its verdict on every rank.
 
     A hello holds at least the rank's `world_size`. decision_seconds: the time that rank 0 has to
@@ -172,7 +175,7 @@ def break_off(env: DistEnv) -> None:
         log.info(f"leaving the process group: {error or 'it did not answer'}")
 
 
-def time_tellers(hellos: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+def time_tellers(hellos: Sequence[Message]) -> dict[int, str]:
     """Give the first rank of each host but rank 0's, with the host: these tell their time."""
     first: dict[str, int] = {}
     for hello in hellos:
@@ -292,17 +295,17 @@ def nobody(env: DistEnv) -> PeerError:
     )
 
 
-def put(store: Store, key: str, content: Mapping[str, Any]) -> None:
+def put(store: Store, key: str, content: Mapping[str, object]) -> None:
     """Leave a message for other ranks of this run."""
     store.set(key, json.dumps(dict(content)))
 
 
-def ask(store: Store, env: DistEnv, key: str, what: str) -> dict[str, Any] | None:
+def ask(store: Store, env: DistEnv, key: str, what: str) -> Message | None:
     """Take a message that was left before now, or None."""
     return take(store, env, key, what) if store.check([key]) else None
 
 
-def take(store: Store, env: DistEnv, key: str, what: str) -> dict[str, Any]:
+def take(store: Store, env: DistEnv, key: str, what: str) -> Message:
     """Read a message; raises TrainingError, naming it `what`, for anything but a JSON object."""
     message = store.get(key)
     try:
@@ -356,7 +359,7 @@ def printable(text: str) -> str:
     return text if text.isprintable() and len(text) <= 200 else ascii(text[:200])
 
 
-def _roll_call(store: Store, env: DistEnv, timeout: float) -> list[dict[str, Any]]:
+def _roll_call(store: Store, env: DistEnv, timeout: float) -> list[Message]:
     """Collect every rank's hello, in the order of the ranks."""
     keys = [f"hello/{rank}" for rank in range(env.world_size)]
     await_ranks(store, env, keys, timeout)

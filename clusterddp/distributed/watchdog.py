@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
@@ -128,12 +127,7 @@ class Watchdog:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def latest_suspect(self) -> str:

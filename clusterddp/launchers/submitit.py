@@ -146,7 +146,7 @@ class Task:
         if ended and ended[0].exit_code == EXIT_PAUSED:
             raise SystemExit(0)
 
-    def checkpoint(self) -> Any:
+    def checkpoint(self) -> object:
         """Have the ranks save and leave; returns what submitit requeues, or None for no requeue."""
         import submitit
 
