@@ -4,10 +4,6 @@
 `torch.multiprocessing` means these words: in a copy of this process, in a fresh interpreter, and in
 a copy of a process that has done nothing yet. `fork` alone takes what only this process knows, a
 function of a notebook's cell say; it is refused where the copies could not compute.
-
-multiprocessing's fork server imports this module at its start, and so leaves the terminal's
-session: its processes die with it, so what ends a terminal's programs must reach it as little as
-them.
 """
 
 import contextlib
@@ -33,9 +29,6 @@ from clusterddp.processes.signals import die_with_parent
 
 _HARD = 2  # omp_pause_hard (OpenMP 5.0, omp_pause_resource_all)
 
-if any("multiprocessing.forkserver" in word for word in sys.orig_argv):
-    os.setsid()
-
 
 def get_ready(method: str) -> None:
     """Prepare this process for a group's first process, once a group.
@@ -49,7 +42,9 @@ def get_ready(method: str) -> None:
         # Before anybody holds signals back: its start sets the mask of SIGINT and SIGTERM anew.
         multiprocessing.resource_tracker.ensure_running()
     if method == "forkserver":
-        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(
+            ["clusterddp.processes.fork_server"]
+        )
         multiprocessing.forkserver.ensure_running()
 
 

@@ -147,6 +147,25 @@ def _session(entry: Path) -> int:
         return 0
 
 
+def test_a_fork_server_that_runs_already_starts_tasks_as_well(tmp_path: Path) -> None:
+    program = (
+        "import multiprocessing, os, sys; from pathlib import Path\n"
+        "multiprocessing.get_context('forkserver').Process(target=print).start()\n"
+        "from clusterddp.processes import start_methods\n"
+        "from clusterddp.processes.group import TaskGroup\n"
+        "from tests.worker import called\n"
+        "start_methods.get_ready('forkserver')\n"
+        "with TaskGroup() as group:\n"
+        "    group.call('forkserver', called.ends, (3,), os.environ)\n"
+        "    sys.exit(group.wait() != [3])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=200,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_process_that_has_used_cuda_is_not_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
