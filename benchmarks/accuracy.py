@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from benchmarks import hardware
 from clusterddp.data import mnist
-from clusterddp.data.in_memory import Images
+from clusterddp.data.loader import Images
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.request.recipes import RECIPES
 from clusterddp.request.train_config import TrainConfig

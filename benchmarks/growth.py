@@ -39,7 +39,7 @@ def main() -> None:
 
     from clusterddp import log
     from clusterddp.data import mnist
-    from clusterddp.data.in_memory import Images
+    from clusterddp.data.loader import Images
     from clusterddp.data.synthetic import synthesise
     from clusterddp.distributed.agreement import Agreement
     from clusterddp.request.train_config import TrainConfig

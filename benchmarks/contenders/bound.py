@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.contenders.serving import request, serve
 from benchmarks.contenders.timing import timed
 from clusterddp.data import mnist
-from clusterddp.data.in_memory import Images
+from clusterddp.data.loader import Images
 from clusterddp.models import registry
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import optimizer

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders.serving import request, serve
 from clusterddp.data import mnist
-from clusterddp.data.in_memory import Images
+from clusterddp.data.loader import Images
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import begin

@@ -10,7 +10,7 @@ from benchmarks.contenders.article import ConvNet, step_of
 from benchmarks.contenders.serving import request, serve
 from benchmarks.contenders.timing import timed
 from clusterddp.data import mnist
-from clusterddp.data.in_memory import Images, as_images
+from clusterddp.data.loader import Images, as_images
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ class Entry:
     """Cause for which the run cannot resume from it; empty when it was just verified."""
     is_best: bool
     is_next: bool
-    """Whether the run resumes from it."""
+    """True for the checkpoint from which the run resumes."""
     attempt: int
 
 

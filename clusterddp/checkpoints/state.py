@@ -28,6 +28,9 @@ from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.version import __version__
 
+Content = dict[str, Any]
+"""Plain values and tensors, which torch.load reads with `weights_only`."""
+
 # Bytes broadcast at once: a network stack may hold them twice.
 _PIECE_BYTES = 64 << 20
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError)
@@ -75,11 +78,11 @@ class Restored:
     best: Best | None
     random_states: States | Tensor | None
     """Result of `rng.gather`; a tensor in older checkpoints."""
-    scaler: dict[str, Any]
+    scaler: Content
     """State of fp16's loss scale; empty at other precisions."""
     world_size: int
     global_batch_size: int
-    config: dict[str, Any]
+    config: Content
     """The TrainConfig that was trained, as a dict."""
     data_sha256: str
 
@@ -95,9 +98,9 @@ def collect(
     data_sha256: str,
     best: Best | None,
     random_states: States | None,
-    scaler: dict[str, Any] | None = None,
+    scaler: Content | None = None,
     precision: str = "fp32",
-) -> dict[str, Any]:
+) -> Content:
     """Collect the content of a checkpoint, every tensor a copy on the CPU, so training can go on.
 
     model: the bare module, not its DDP wrapper.
@@ -129,14 +132,14 @@ def collect(
     return {name: _copied(value) for name, value in content.items()}
 
 
-def to_bytes(content: dict[str, Any]) -> bytes:
+def to_bytes(content: Content) -> bytes:
     """Serialise the content of a checkpoint."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> Content:
     """Load the content of a checkpoint, its tensors on the CPU.
 
     Raises CheckpointError when it is missing, torn, has no checksum, or is of another format.
@@ -144,7 +147,7 @@ def load(path: Path) -> dict[str, Any]:
     return _parsed(path, files.read(path))
 
 
-def load_together(path: Path, device: torch.device) -> dict[str, Any]:
+def load_together(path: Path, device: torch.device) -> Content:
     """Load a checkpoint on every rank; rank 0 alone reads the file and broadcasts its bytes.
 
     Collective over the default process group; `device` is this rank's. Raises CheckpointError as
@@ -177,16 +180,14 @@ def load_together(path: Path, device: torch.device) -> dict[str, Any]:
     return _parsed(path, data)
 
 
-def _parsed(path: Path, data: bytes) -> dict[str, Any]:
+def _parsed(path: Path, data: bytes) -> Content:
     try:
         return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
     except _UNREADABLE as error:
         raise CheckpointError(f"{path} is no checkpoint of clusterddp: {error}") from None
 
 
-def check_fits(
-    path: Path, content: dict[str, Any], config: TrainConfig, *, data_sha256: str = ""
-) -> None:
+def check_fits(path: Path, content: Content, config: TrainConfig, *, data_sha256: str = "") -> None:
     """Raise CheckpointError for the checkpoint of another model, dataset or optimizer.
 
     data_sha256: fingerprint of this run's training set; empty where it is not known.
@@ -213,7 +214,7 @@ def restore(
     config: TrainConfig,
     model: nn.Module,
     optimizer: Optimizer,
-    content: dict[str, Any] | None = None,
+    content: Content | None = None,
 ) -> Restored:
     """Restore weights and optimizer state from a checkpoint, and return the rest of it.
 

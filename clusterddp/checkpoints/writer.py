@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints import files as checkpoint_file
 from clusterddp.checkpoints.files import Best, checksum_of, files, name_of, step_of
-from clusterddp.checkpoints.state import to_bytes
+from clusterddp.checkpoints.state import Content, to_bytes
 from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.files import sync_folder, write_atomically
@@ -98,7 +97,7 @@ class Saver:
             self._valid[newest.name] = _signature(newest)
             self.last_step = step_of(newest)
 
-    def save(self, content: dict[str, Any], copy_seconds: float = 0.0) -> None:
+    def save(self, content: Content, copy_seconds: float = 0.0) -> None:
         """Begin to write the result of `state.collect`, once an earlier one is written.
 
         copy_seconds: time that collecting it took.
@@ -128,7 +127,7 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def _run(self, content: dict[str, Any], copy_seconds: float) -> None:
+    def _run(self, content: Content, copy_seconds: float) -> None:
         """Write one checkpoint: runs in the thread."""
         began = time.perf_counter()
         path = self._folder / name_of(content["step"])
@@ -232,7 +231,7 @@ class Saver:
         return unneeded
 
     def _is_valid(self, path: Path) -> bool:
-        """Whether a checkpoint is valid; it is read again only where it has changed."""
+        """Verify a checkpoint, reading it again only where it has changed."""
         try:
             signature = _signature(path)
             if self._valid.get(path.name) != signature:

@@ -70,7 +70,7 @@ class Place:
     gpus: int
     """Usable GPUs of one host."""
     on_gpus: bool
-    """Whether ranks compute on GPUs."""
+    """True where ranks compute on GPUs."""
     ranks_per_node: int | None = None
     """Most ranks on one node of a cluster; None on this workstation."""
 

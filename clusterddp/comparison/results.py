@@ -73,7 +73,7 @@ class Result:
     efficiency: float | None = None
     """Speed-up over that of perfect scaling."""
     baseline: bool = False
-    """Whether the others are measured against it."""
+    """True for the line against which the others are measured."""
 
     @property
     def label(self) -> str:

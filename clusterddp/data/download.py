@@ -93,7 +93,7 @@ def _download(draft: Path, data_dir: str) -> None:
 
 
 def _wants_bars() -> bool:
-    """Whether torchvision may draw its progress bars, which it does wherever stderr leads."""
+    """Allow torchvision's progress bars, which it draws wherever stderr leads, on a terminal."""
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
 
 

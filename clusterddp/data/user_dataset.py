@@ -5,7 +5,7 @@ the test set. It returns a pair of tensors, kept in memory, or a dataset that is
 """
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from clusterddp.errors import DataError
 from clusterddp.request import user_functions
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from clusterddp.data.in_memory import Images
-    from clusterddp.data.loader import Loaded
+    from clusterddp.data.loader import Images, Loaded
 
 _EXPECTED = (
     "a pair of tensors (images, labels), or a dataset with a length whose items are pairs of an "
@@ -79,8 +78,7 @@ class OwnSets:
     def _readable(self, given: Any, device: "torch.device") -> "Images | Loaded":
         from torch.utils.data import TensorDataset
 
-        from clusterddp.data.in_memory import Images
-        from clusterddp.data.loader import Loaded
+        from clusterddp.data.loader import Images, Loaded
 
         if isinstance(given, tuple):
             images, labels = given
@@ -155,12 +153,12 @@ def _pair(what: str, images: "Tensor", labels: "Tensor") -> "tuple[Tensor, Tenso
     return images, labels.long()
 
 
-def _is_label(value: Any) -> bool:
+def _is_label(value: object) -> bool:
     from torch import Tensor
 
     if isinstance(value, Tensor):
         return value.dim() == 0 and _is_integer(value) and value.item() >= 0
-    return hasattr(value, "__index__") and not isinstance(value, bool) and int(value) >= 0
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _is_integer(tensor: "Tensor") -> bool:
@@ -169,7 +167,7 @@ def _is_integer(tensor: "Tensor") -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
-def _seen(value: Any) -> str:
+def _seen(value: object) -> str:
     """Describe a value and its parts."""
     from torch import Tensor
 

@@ -1,1 +1,1 @@
-"""What a run achieved: its records gathered into one account, and the page that shows it."""
+"""Gathers the records of a run into one account, and renders the page of it."""

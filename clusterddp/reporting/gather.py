@@ -5,7 +5,7 @@ A missing or damaged record costs only its own figures.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from clusterddp.errors import ClusterDDPError
 from clusterddp.reporting.figures import (
@@ -94,7 +94,7 @@ class RunReport:
     attempts: list[Start] = field(default_factory=list)
     confusions: list[Confusion] = field(default_factory=list)
     """Most common mistakes on the test set, the most common first."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, object] = field(default_factory=dict)
     """Fields of the training's configuration that differ from the defaults."""
     warnings: list[str] = field(default_factory=list)
     weights_sha256: str = ""
@@ -183,7 +183,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     return Gathered(run, account, points, evaluation, spec)
 
 
-def changed_settings(config: TrainConfig) -> dict[str, Any]:
+def changed_settings(config: TrainConfig) -> dict[str, object]:
     """Return the fields of a configuration that differ from the defaults."""
     defaults = vars(TrainConfig())
     return {name: value for name, value in vars(config).items() if value != defaults[name]}

@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -57,7 +56,7 @@ def page(gathered: Sequence[Gathered]) -> str:
     )
 
 
-def _run(one: Gathered) -> dict[str, Any]:
+def _run(one: Gathered) -> dict[str, object]:
     """Collect what the page shows of one run besides its report."""
     ranks = one.report.ranks
     slowest = sorted(ranks, key=lambda rank: rank.images_per_second or float("inf"))
@@ -82,7 +81,9 @@ def _run(one: Gathered) -> dict[str, Any]:
     }
 
 
-def _settings(asked: Any, usual: Any) -> list[tuple[str, Any, Any, bool]]:
+def _settings(
+    asked: TrainConfig | Resources | None, usual: TrainConfig | Resources
+) -> list[tuple[str, object, object, bool]]:
     """List (name, value, default, whether it was changed), the changed ones first."""
     if asked is None:
         return []
@@ -94,7 +95,7 @@ def _settings(asked: Any, usual: Any) -> list[tuple[str, Any, Any, bool]]:
     return sorted(rows, key=lambda row: not row[3])
 
 
-def _differences(gathered: Sequence[Gathered]) -> list[tuple[str, list[Any]]]:
+def _differences(gathered: Sequence[Gathered]) -> list[tuple[str, list[object]]]:
     """List the settings in which the runs differ, each with its value in every run."""
     trained = [one.spec.train for one in gathered if one.spec and one.spec.train]
     if len(trained) < 2 or len(trained) < len(gathered):

@@ -15,13 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from markupsafe import Markup
 
 from clusterddp.errors import RequestError
 from clusterddp.reporting.gather import Gathered, RunReport
 from clusterddp.run.records import MetricsLine
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLOURS = "#3b7dd8 #e07b28 #2e9e6b #a563c9 #b3a125 #1fa8b8 #d672b0 #a0714f #6f7fa8 #7a9a3a"
 PALETTE = tuple(_COLOURS.split())
@@ -206,7 +210,7 @@ def check_file(path: Path) -> None:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed; does not import it."""
+    """Look for matplotlib without importing it."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -354,7 +358,7 @@ def _compared(group: Sequence[RunReport]) -> Scaling:
     return Scaling(title, sorted(sizes, key=lambda size: size.world_size))
 
 
-def _scaling_figure(scaling: Scaling, height: float) -> Any:
+def _scaling_figure(scaling: Scaling, height: float) -> "Figure":
     figure = _figure(9.6, height)
     left, right = figure.subplots(1, 2)
     counts = sorted({size.world_size for size in scaling.sizes})
@@ -396,6 +400,8 @@ def _scaling_figure(scaling: Scaling, height: float) -> Any:
 
 def _over_steps(picture: Picture) -> Markup:
     """Draw lines over steps as an SVG element."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = _figure(5.6, 3.2)
     axes = figure.subplots()
     for line in picture.lines:
@@ -423,7 +429,7 @@ def _over_steps(picture: Picture) -> Markup:
     elif picture.from_zero:
         axes.set_ylim(bottom=0, top=max(values, default=1.0) * 1.08 or 1.0)
     axes.yaxis.set_major_formatter(_percent if picture.percent else _plain)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(_plain)
     axes.set_xlabel("step")
     axes.set_ylabel(picture.label)
@@ -443,13 +449,13 @@ def _drawable(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _logarithmic(axes: Any) -> None:
+def _logarithmic(axes: "Axes") -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_yscale("log")
@@ -457,15 +463,15 @@ def _logarithmic(axes: Any) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _plain(value: float, _position: int) -> str:
+def _plain(value: float, _position: float) -> str:
     return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:g}"
 
 
-def _percent(value: float, _position: int) -> str:
+def _percent(value: float, _position: float) -> str:
     return f"{100 * value:g}%"
 
 
-def _svg(figure: Any) -> Markup:
+def _svg(figure: "Figure") -> Markup:
     """Export the figure as an element of an HTML page."""
     import matplotlib as mpl
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from clusterddp.data.in_memory import as_images
+from clusterddp.data.loader import as_images
 
 _ROTATION_DEGREES = 10.0
 _STRETCH = 0.1

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from clusterddp import log
-from clusterddp.data.in_memory import Images, training_order
-from clusterddp.data.loader import Loaded
+from clusterddp.data.loader import Images, Loaded, training_order
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from clusterddp.data import rng
-from clusterddp.data.in_memory import Images, as_images, evaluation_order
-from clusterddp.data.loader import Loaded
+from clusterddp.data.loader import Images, Loaded, as_images, evaluation_order
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.run.records import EvaluationRecord, WorstImage
 

@@ -17,8 +17,7 @@ from clusterddp.checkpoints import state
 from clusterddp.checkpoints.files import Best
 from clusterddp.checkpoints.state import Position
 from clusterddp.data import rng
-from clusterddp.data.in_memory import Images, as_images
-from clusterddp.data.loader import Loaded
+from clusterddp.data.loader import Images, Loaded, as_images
 from clusterddp.data.rng import States
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.distributed.heartbeat import Phase

@@ -14,8 +14,7 @@ from clusterddp import log
 from clusterddp.checkpoints.files import Best
 from clusterddp.checkpoints.writer import Saver
 from clusterddp.data import rng
-from clusterddp.data.in_memory import Images, training_order
-from clusterddp.data.loader import Loaded
+from clusterddp.data.loader import Images, Loaded, training_order
 from clusterddp.data.rng import States
 from clusterddp.distributed.agreement import Agreement, Poll
 from clusterddp.distributed.heartbeat import Phase, Progress

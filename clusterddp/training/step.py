@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from clusterddp.data.in_memory import as_images
+from clusterddp.data.loader import as_images
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig

@@ -20,8 +20,7 @@ from clusterddp import log
 from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.files import Best
 from clusterddp.data import mnist, prepare, shared_memory
-from clusterddp.data.in_memory import Images
-from clusterddp.data.loader import Loaded
+from clusterddp.data.loader import Images, Loaded
 from clusterddp.data.user_dataset import OwnSets
 from clusterddp.distributed import agreement, rendezvous
 from clusterddp.distributed.agreement import Agreement, Hello, Terms

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from clusterddp.checkpoints.writer import Saver
-    from clusterddp.data.in_memory import Images
-    from clusterddp.data.loader import Loaded
+    from clusterddp.data.loader import Images, Loaded
     from clusterddp.distributed.heartbeat import Progress
     from clusterddp.distributed.watchdog import Verdict, Watchdog
     from clusterddp.training.loop import Training

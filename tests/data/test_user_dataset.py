@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clusterddp.data.in_memory import Images
-from clusterddp.data.loader import Loaded
+from clusterddp.data.loader import Images, Loaded
 from clusterddp.data.user_dataset import OwnSets
 from clusterddp.errors import ClusterDDPError, DataError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks import accuracy
 from clusterddp.checkpoints.state import Position
 from clusterddp.data import mnist
-from clusterddp.data.in_memory import Images
+from clusterddp.data.loader import Images
 from clusterddp.models import registry
 from clusterddp.request.recipes import RECIPES
 from clusterddp.request.train_config import AUGMENTATIONS, TrainConfig

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp import log
-from clusterddp.data.in_memory import Images
+from clusterddp.data.loader import Images
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
 from clusterddp.models import registry

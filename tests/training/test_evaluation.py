@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clusterddp.data.in_memory import Images
-from clusterddp.data.loader import Loaded
+from clusterddp.data.loader import Images, Loaded
 from clusterddp.run.records import WorstImage
 from clusterddp.training import evaluation
 from clusterddp.training.evaluation import Result

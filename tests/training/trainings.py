@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.checkpoints import state
 from clusterddp.data import mnist, rng
-from clusterddp.data.in_memory import Images
+from clusterddp.data.loader import Images
 from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.models import nets, registry
 from clusterddp.request.train_config import TrainConfig

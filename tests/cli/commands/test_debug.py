@@ -312,7 +312,7 @@ def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
 # A training whose steps after the thirtieth never end: it cannot save.
 HANGING = """
 import signal, sys
-from clusterddp.data.in_memory import Images
+from clusterddp.data.loader import Images
 batches, seen = Images.batches, []
 def hang(self, *order):
     for batch in batches(self, *order):

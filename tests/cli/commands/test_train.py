@@ -29,7 +29,7 @@ import clusterddp.worker.supervise
 fork = clusterddp.worker.supervise.supervise
 def supervise(run_dir, env, child, **more):
     def failing():
-        from clusterddp.data.in_memory import Images
+        from clusterddp.data.loader import Images
         batches, seen = Images.batches, []
         def failing_batches(self, *order):
             for batch in batches(self, *order):
