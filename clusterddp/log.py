@@ -49,7 +49,7 @@ def _logger() -> "logging.Logger":
     import logging  # 5 ms, which a dry run with nothing to log does without
 
     class Lines(logging.Handler):
-        """Writes each record where `to` says; a full disk or a closed log costs the line alone."""
+        """Writes each record; a full disk or a closed log costs the line alone."""
 
         def format(self, record: logging.LogRecord) -> str:
             severe = record.levelno >= logging.WARNING

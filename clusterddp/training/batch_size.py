@@ -1,7 +1,7 @@
-"""Which batch size suits a model and its processors: growing ones tried in turn, without training.
+"""Finds the batch size that suits a model and its processors: tries growing ones, without training.
 
 Each rank computes by itself, without DDP, so that one whose memory is used up leaves no other in an
-exchange; after each size the ranks agree on what came out.
+exchange; after each size the ranks agree on the outcome.
 """
 
 import json
@@ -33,7 +33,7 @@ _STEPS_OF_GPU = 5  # between two looks at the clock, for which a GPU has to come
 _GAIN = 1.05
 """A size that is not faster by this factor is no faster."""
 _SHARE = 0.5
-"""Of the memory that is free, what the next size may be expected to take on a CPU."""
+"""Share of the free memory that the next size may be expected to take on a CPU."""
 
 OUT_OF_MEMORY = "out of memory"
 NEXT_TOO_LARGE = "the next would take too much of the free memory"
@@ -42,13 +42,13 @@ NO_FASTER = "no faster any more"
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of one size on one rank, or on all together."""
+    """The outcome of a size on one rank, or on all together."""
 
     images_per_second: float = 0.0
     memory_bytes: int = 0
     """The most that a rank has held."""
     failed: bool = False
-    """It did not fit."""
+    """It does not fit."""
     full: bool = False
     """The next size is not worth the risk."""
     reason: str = ""
@@ -62,7 +62,7 @@ class Row:
     batch_size: int
     """Images of a rank in one forward pass."""
     images_per_second: float
-    """Of all ranks together."""
+    """Throughput of all ranks together."""
     memory_bytes: int
     """The most that a rank has held."""
     note: str = ""
@@ -78,7 +78,7 @@ def find(
     request: StopRequest,
     mark: Callable[[int, int], None] = lambda *_: None,
 ) -> tuple[list[Row], str]:
-    """Try sizes until one does not fit or, on CPUs, is no faster; rank 0 says what came out.
+    """Try sizes until one does not fit or, on CPUs, is no faster; rank 0 logs the outcomes.
 
     Collective over the default process group; every rank returns the same rows, and the reason
     where a rank was asked to stop meanwhile (`request`), which ends it after that size. mark: as
@@ -92,9 +92,9 @@ def find(
 
     def tried(size: int) -> Tried:
         nonlocal reason
-        own = trial(size, lambda: mark(size, Phase.FORWARD))
+        alone = trial(size, lambda: mark(size, Phase.FORWARD))
         mark(size, Phase.LOG)
-        of_all = _together(replace(own, reason=request.reason), agreed.world_size, device)
+        of_all = _together(replace(alone, reason=request.reason), agreed.world_size, device)
         reason = "" if of_all.failed else of_all.reason
         return of_all
 
@@ -113,43 +113,43 @@ def find(
 
 
 def sizes(wanted: int, most: int) -> list[int]:
-    """Doubling ones, such that the wanted one is among them, up to the share of a rank (`most`)."""
+    """Return sizes that double, the wanted one among them, up to the share of a rank (`most`)."""
     size = wanted
     while size >= 2 * _SMALLEST and size % 2 == 0:
         size //= 2
-    found = [max(min(size, most), 1)]
-    while 2 * found[-1] <= most:
-        found.append(2 * found[-1])
-    return found
+    doubled = [max(min(size, most), 1)]
+    while 2 * doubled[-1] <= most:
+        doubled.append(2 * doubled[-1])
+    return doubled
 
 
 def search(
     sizes: Iterable[int], tried: Callable[[int], Tried], *, to_the_end: bool
 ) -> Iterator[Row]:
-    """The sizes worth trying, as they are done. `tried` tells what came of one on all ranks.
+    """Yield the sizes worth trying, as they are done. `tried` returns the outcome on all ranks.
 
     to_the_end: until one does not fit; else it ends as well when two in turn were no faster.
     """
     fastest, in_vain = 0.0, 0
     for size in sizes:
-        one = tried(size)
-        row = Row(size, round(one.images_per_second, 1), one.memory_bytes)
-        if one.failed:
+        outcome = tried(size)
+        row = Row(size, round(outcome.images_per_second, 1), outcome.memory_bytes)
+        if outcome.failed:
             yield replace(row, note=OUT_OF_MEMORY)
             return
-        if one.reason:
-            yield replace(row, note=f"asked to stop: {one.reason}")
+        if outcome.reason:
+            yield replace(row, note=f"asked to stop: {outcome.reason}")
             return
-        in_vain = 0 if one.images_per_second > _GAIN * fastest else in_vain + 1
-        fastest = fastest if in_vain else one.images_per_second
-        if one.full or (in_vain == 2 and not to_the_end):
-            yield replace(row, note=NEXT_TOO_LARGE if one.full else NO_FASTER)
+        in_vain = 0 if outcome.images_per_second > _GAIN * fastest else in_vain + 1
+        fastest = fastest if in_vain else outcome.images_per_second
+        if outcome.full or (in_vain == 2 and not to_the_end):
+            yield replace(row, note=NEXT_TOO_LARGE if outcome.full else NO_FASTER)
             return
         yield row
 
 
 def best(rows: Sequence[Row]) -> Row:
-    """The smallest that is about as fast as the fastest: what is larger only learns in fewer steps.
+    """Return the smallest that is about as fast as the fastest: larger ones only take fewer steps.
 
     Raises TrainingError where none did fit.
     """
@@ -164,7 +164,7 @@ def best(rows: Sequence[Row]) -> Row:
 
 
 def advice(config: TrainConfig, rows: Sequence[Row]) -> str:
-    """The size to use, and a learning rate that goes with it. Raises TrainingError as `best`."""
+    """Return the advice: a size, and a learning rate that suits it. Raises as `best` does."""
     size = best(rows).batch_size
     factor = size / config.batch_size
     if factor == 1:
@@ -178,13 +178,13 @@ def advice(config: TrainConfig, rows: Sequence[Row]) -> str:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """The rows as a JSON list. Raises OSError."""
+    """Write the rows as a JSON list. Raises OSError."""
     content = json.dumps([asdict(row) for row in rows], indent=2) + "\n"
     write_atomically(path, content.encode())
 
 
 class Trial:
-    """One rank's steps at a size: as in the training, but for the exchange between ranks."""
+    """Tries steps of one rank at a size: as in the training, but for the exchange between ranks."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class Trial:
         )
 
     def __call__(self, size: int, mark: Callable[[], None] = lambda: None) -> Tried:
-        """What came of it on this rank; `mark` is called as it goes on."""
+        """Return the outcome on this rank; `mark` is called at each phase of a step."""
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -222,7 +222,7 @@ class Trial:
         return Tried(speed, peak, failed=not speed, full=full)
 
     def _speed(self, size: int, mark: Callable[[], None]) -> float:
-        """Images per second."""
+        """Return the images per second."""
         learner, count = self._learner(size, mark), size * self._config.accumulate
         [(images, labels)] = self._train_set.batches(self._order[:count], count)
 
@@ -241,7 +241,7 @@ class Trial:
         return done * len(labels) / max(now - began, 1e-9)
 
     def _learner(self, size: int, mark: Callable[[], None]) -> Learner:
-        """The training's own, as for a rank alone; all anew, so that no size owes another."""
+        """Build the training's own, as for a rank alone; anew, so that no size owes another."""
         if self._config.compile:
             torch.compiler.reset()
         images = size * self._config.accumulate
@@ -254,30 +254,33 @@ class Trial:
         )
 
     def _is_risky(self, growth: int) -> bool:
-        """Whether twice the size, which takes about that much more, could use up the host: there
-        the kernel kills a process where a GPU's allocator says no.
+        """Return whether twice the size, which takes about that much more, could use up the host.
+
+        There the kernel kills a process where a GPU's allocator refuses.
         """
         free = self._free()
         neighbours = math.ceil(self._agreed.world_size / max(len(self._agreed.hosts), 1))
         return free is not None and growth > _SHARE * free / neighbours
 
 
-def _together(one: Tried, world_size: int, device: torch.device) -> Tried:
-    """What came of a size on all ranks: they keep the pace of the slowest."""
-    most = torch.tensor(
-        [
-            -one.images_per_second, one.memory_bytes, one.failed, one.full,
-            REASONS.index(one.reason),
-        ],
-        dtype=torch.float64, device=device,
-    )  # fmt: skip
+def _together(outcome: Tried, world_size: int, device: torch.device) -> Tried:
+    """Return the outcome of a size on all ranks, which keep the pace of the slowest."""
+    reason = REASONS.index(outcome.reason)
+    values = [
+        -outcome.images_per_second,
+        outcome.memory_bytes,
+        outcome.failed,
+        outcome.full,
+        reason,
+    ]
+    most = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    slowest, held, failed, full, reason = most.tolist()
-    return Tried(-slowest * world_size, int(held), bool(failed), bool(full), REASONS[int(reason)])
+    slowest, held, failed, full, code = most.tolist()
+    return Tried(-slowest * world_size, int(held), bool(failed), bool(full), REASONS[int(code)])
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Also where it is the cause of a capture that failed, and as cuBLAS and the CPU put it."""
+    """Return whether memory ran out, also as cuBLAS and the CPU say it, or in a failed capture."""
     if error is None or isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return error is not None
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")

@@ -1,5 +1,5 @@
-"""The step as one CUDA graph: a small network's kernels take less time than launching them one by
-one does, so a GPU replays the whole step at a single launch.
+"""Captures the step as one CUDA graph: a small network's kernels take less time than launching them
+one by one does, so a GPU replays the whole step at a single launch.
 
 Follows the rules of torch's documentation, "CUDA Graphs": static inputs, warm-up on a side stream,
 gradients and optimizer state that stay where they are.
@@ -85,7 +85,7 @@ class GraphedStep:
         return replay
 
     def _state(self) -> list[Tensor]:
-        """Every tensor that a step changes."""
+        """Return every tensor that a step changes."""
         states = self._step.optimizer.state.values()
         kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         own = [*self._model.parameters(), *self._model.buffers()]

@@ -30,7 +30,7 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What a rank computes on, and what the user should know about it."""
+    """The processor that a rank computes on, and a warning for the user."""
 
     kind: str
     """`cuda` or `cpu`."""
@@ -54,7 +54,7 @@ def choose(
 ) -> Choice:
     """Choose for `--device wanted` from what torch sees (`visible`) and Slurm `granted`.
 
-    `driver` says that the host has an NVIDIA driver. Raises TrainingError when the ranks of the
+    driver: the host has an NVIDIA driver. Raises TrainingError when the ranks of the
     host outnumber its visible GPUs, when CUDA is wanted and absent, and when GPUs were granted on
     a host with a driver but torch sees none: a CPU run would waste them.
     """
@@ -85,7 +85,7 @@ def choose(
 
 
 def computes_in_bf16(kind: str) -> bool:
-    """Whether this process's processor has instructions for bf16, of which emulations are slow."""
+    """Return whether the processor has instructions for bf16; an emulation is slow."""
     import torch
 
     if kind == "cuda":
@@ -96,7 +96,7 @@ def computes_in_bf16(kind: str) -> bool:
 
 
 def granted_gpus(environ: Mapping[str, str]) -> int:
-    """How many GPUs Slurm gave this task, by its variables; 0 where it gave none."""
+    """Count the GPUs that Slurm gave this task, by its variables."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         # Set but empty, -1 or NoDevFiles: the GPUs were hidden on purpose.
         shown = environ["CUDA_VISIBLE_DEVICES"]
@@ -109,8 +109,8 @@ def granted_gpus(environ: Mapping[str, str]) -> int:
 
 
 def _length(part: str) -> int:
-    found = re.fullmatch(r"(\d+)-(\d+)", part)
-    return int(found[2]) - int(found[1]) + 1 if found else 1
+    span = re.fullmatch(r"(\d+)-(\d+)", part)
+    return int(span[2]) - int(span[1]) + 1 if span else 1
 
 
 def _unused(granted: int, why: str) -> str:
@@ -137,8 +137,8 @@ def keep_freed() -> None:
 
 
 def peak_bytes(device: "torch.device") -> int:
-    """The most that this process has held: on a GPU what torch allocated there, on a CPU the
-    resident set of the whole process, its libraries included (getrusage(2), in KiB on Linux).
+    """Return the most bytes that this process has held: those that torch allocated on a GPU, or the
+    resident set of the process on a CPU, its libraries included (getrusage(2), in KiB on Linux).
     """
     if device.type == "cuda":
         import torch
@@ -148,9 +148,9 @@ def peak_bytes(device: "torch.device") -> int:
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:
-    """What the host has available, or less where a cgroup above this process allows less.
+    """Return the bytes that the host has available, or fewer where a cgroup allows fewer.
 
-    None where the host does not tell (not on Linux). root: of the file system that is asked.
+    None where it is not known (not on Linux). root: of the file system to read.
     """
     available = _number(root / "proc/meminfo", "MemAvailable:")
     if available is None:
@@ -182,7 +182,7 @@ def _left_in_cgroups(root: Path) -> list[int]:
 
 
 def _number(path: Path, name: str = "") -> int | None:
-    """The number that follows `name` in a file, or that the file holds; None where there is none.
+    """Read the number that follows `name` in a file, or that the file holds, if there is one.
 
     A limit of `max` is none.
     """

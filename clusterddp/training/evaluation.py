@@ -1,4 +1,4 @@
-"""The test set evaluated over all ranks: accuracy, loss, which classes are confused, what is worst.
+"""Evaluates the test set over all ranks: accuracy, loss, confusion of classes, worst images.
 
 Every image counts once, whatever the number of ranks: nothing is padded.
 """
@@ -25,7 +25,7 @@ _WORST = 24
 
 @dataclass(frozen=True)
 class Result:
-    """What an evaluation came to; the same on every rank."""
+    """The result of an evaluation, the same on every rank."""
 
     accuracy: float
     loss: float
@@ -36,7 +36,7 @@ class Result:
     """The images of the highest loss, the highest first, without their pixels."""
 
     def record(self, step: int, test_set: Images | Loaded) -> EvaluationRecord:
-        """As a record, with the worst images themselves."""
+        """Return the record of this result, with the worst images themselves."""
         order = torch.tensor([image.index for image in self.worst], dtype=torch.int64)
         shown = [image for batch, _ in test_set.batches(order, BATCH) for image in batch.cpu()]
         return EvaluationRecord(
@@ -59,12 +59,12 @@ def evaluate(
     """Evaluate the bare module: shares may differ in length, and DDP's forward would wait for ranks
     that have no batch left. Collective over the default process group.
 
-    mark: told of each phase as it begins.
+    mark: called with each phase as it begins.
     """
     for buffer in model.buffers():  # of rank 0, as saved; DDP does so before each forward
         dist.broadcast(buffer, src=0)
     share = evaluation_order(len(test_set), rank, world_size)
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    batches: list[tuple[Tensor, Tensor, Tensor]] = []
     classes = torch.zeros((), dtype=torch.int64, device=device)
     model.eval()
     # Random numbers of its own, so that training draws the same however often this is done.
@@ -74,16 +74,16 @@ def evaluate(
             with autocast():
                 scores = model(as_images(images))
             losses = cross_entropy(scores.float(), labels, reduction="none")
-            found.append((labels, scores.argmax(1), losses))
+            batches.append((labels, scores.argmax(1), losses))
             classes.fill_(scores.shape[1])
     model.train()
     mark(Phase.COUNT)
     dist.all_reduce(classes, dist.ReduceOp.MAX)  # a rank can have had no image at all
-    return _joined(found, share, int(classes), len(test_set), device)
+    return _joined(batches, share, int(classes), len(test_set), device)
 
 
 def _joined(
-    found: list[tuple[Tensor, Tensor, Tensor]],
+    batches: list[tuple[Tensor, Tensor, Tensor]],
     share: Tensor,
     classes: int,
     count: int,
@@ -92,14 +92,15 @@ def _joined(
     nothing = [torch.zeros(0, dtype=torch.int64, device=device)] * 2
     nothing.append(torch.zeros(0, device=device))
     labels, predicted, losses = (
-        torch.cat([batch[part] for batch in found]) if found else nothing[part] for part in range(3)
+        torch.cat([batch[part] for batch in batches]) if batches else nothing[part]
+        for part in range(3)
     )
     confusion = torch.bincount(labels * classes + predicted, minlength=classes * classes).double()
     totals = torch.cat([confusion, losses.double().sum().view(1)])
     dist.all_reduce(totals)
     confusion, loss_sum = totals[:-1].view(classes, classes), float(totals[-1])
-    seen = int(confusion.sum())
-    assert seen == count, f"{seen} of {count} images were counted"
+    counted = int(confusion.sum())
+    assert counted == count, f"{counted} of {count} images were counted"
     highest = losses.topk(min(_WORST, len(losses))).indices
     own = torch.full((_WORST, 4), -1.0, dtype=torch.float64, device=device)
     own[: len(highest)] = torch.stack(

@@ -1,4 +1,4 @@
-"""What learns: a model with its optimizer and its step; built, restored and collected as a whole.
+"""The learner: a model with its optimizer and its step, built, restored and collected as a whole.
 
 Everything that a checkpoint holds is here, and nothing of when one is written.
 """
@@ -34,7 +34,7 @@ from clusterddp.training.step import Compiled, Step
 
 
 class Learner:
-    """One rank's, at the start or where a checkpoint left it."""
+    """A rank's model, optimizer and step, at the start or where a checkpoint left them."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class Learner:
         mark: Callable[[Phase], None],
         resume_content: dict[str, Any] | None = None,
     ) -> None:
-        """mark: told of each phase of a step as it begins.
+        """mark: called with each phase of a step as it begins.
 
-        resume_content: what the checkpoint to go on from holds, where it was loaded already.
+        resume_content: what the checkpoint to resume from holds, where it was loaded already.
         """
         self.config, self.agreed, self.device = config, agreed, device
         if device.type == "cpu":
@@ -64,12 +64,15 @@ class Learner:
         rng.seed(config.seed + rank)  # from here on each rank draws its own numbers
         scaler = self._restore(rank, resume_content) if agreed.resume else {}
         self.tally = Tally(device)
-        seen = not (agreed.cuda_graph or config.sync_batchnorm)
-        self.waiting = Waiting(device, knows=agreed.world_size == 1 or seen)
+        is_seen = not (agreed.cuda_graph or config.sync_batchnorm)
+        self.waiting = Waiting(device, knows=agreed.world_size == 1 or is_seen)
         self.ddp = step.wrap(
-            self.model, config, agreed.world_size,
-            precision=agreed.precision, captured=agreed.cuda_graph,
-        )  # fmt: skip
+            self.model,
+            config,
+            agreed.world_size,
+            precision=agreed.precision,
+            captured=agreed.cuda_graph,
+        )
         self.step = Step(
             Compiled(self.ddp) if config.compile else self.ddp,
             self.optimizer,
@@ -97,12 +100,12 @@ class Learner:
         self.position.advance(len(labels) * self.agreed.world_size)
 
     def settle(self, images: Tensor, labels: Tensor) -> None:
-        """One pass before the first step, after which all steps are done alike.
+        """Do one pass before the first step, after which all steps are done alike.
 
         DDP arranges its buckets once, in the order in which the first backward pass yields
-        gradients; sums over four ranks and more can depend on the arrangement. So a run that goes
-        on from a checkpoint would do its first step with other sums than a run in one piece.
-        (torch's Reducer, `rebuild_buckets`.) The same pass shows which gradient comes last.
+        gradients; sums over four ranks and more can depend on the arrangement. So a run that
+        resumes would do its first step with other sums than a run in one piece (torch's Reducer,
+        `rebuild_buckets`). The same pass shows which gradient comes last.
         """
         self.model.eval()  # so that no statistics and no random numbers are touched
         learning = nullcontext() if self.agreed.cuda_graph else self.waiting.learn(self.model)
@@ -131,7 +134,7 @@ class Learner:
         )
 
     def _restore(self, rank: int, content: dict[str, Any] | None) -> dict[str, Any]:
-        """Take up a checkpoint; returns the state of fp16's scaler, for when there is one."""
+        """Restore a checkpoint; returns the state of fp16's scaler, for when there is one."""
         path = Path(self.agreed.resume)
         with optimizer.settings_kept(self.optimizer):
             restored = state.restore(path, self.config, self.model, self.optimizer, content)
@@ -144,7 +147,7 @@ class Learner:
 def check_fit(
     config: TrainConfig, model: nn.Module, train_set: Images | Loaded, test_set: Images | Loaded
 ) -> None:
-    """Try one image, and hold the labels to the classes that the model scores.
+    """Check that model and sets fit: try one image, and compare labels with the model's classes.
 
     The rank's random numbers stay what they were, and so do the model's statistics. Raises
     TrainingError for a model that cannot take the images or gives no scores, DataError for labels
@@ -172,10 +175,10 @@ def check_fit(
             "MODULE:FUNCTION, or images of that shape."
         ) from None
     model.train(was_training)
-    seen = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     if not (isinstance(scores, Tensor) and scores.dim() == 2 and len(scores) == 1):
         raise TrainingError(
-            f"{what}: a model has to give scores (N, classes) for N images, and gave {seen} for 1."
+            f"{what}: a model has to give scores (N, classes) for N images, and gave {shape} for 1."
         )
     try:
         for each in (train_set, test_set):
@@ -198,12 +201,14 @@ def _channels_last(model: nn.Module) -> None:
 
 @contextmanager
 def _naming_the_operation() -> Iterator[None]:
-    """Where torch has no algorithm that repeats itself, say of what, and what can be done."""
+    """Name the operation for which torch has no deterministic algorithm, and the remedy."""
     try:
         yield
     except RuntimeError as error:
-        operation, found, _ = str(error).partition(" does not have a deterministic implementation")
-        if not found:
+        operation, is_named, _ = str(error).partition(
+            " does not have a deterministic implementation"
+        )
+        if not is_named:
             raise
         raise TrainingError(
             f"--deterministic: {operation} has no algorithm on {os.uname().nodename} that gives "

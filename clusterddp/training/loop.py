@@ -79,7 +79,7 @@ def train(training: "Training") -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one rank trains with."""
+    """Everything that one rank trains with."""
 
     config: TrainConfig
     agreed: Agreement
@@ -134,7 +134,7 @@ class Training:
         self._saving = Interval.parse(config.save_every)
         self._evaluating = Interval.parse(config.eval_every)
         self.warnings = list(inputs.agreed.warnings)
-        """What the user should know."""
+        """Warnings for the user, also in the report."""
         several = inputs.agreed.world_size > 1
         if several and (poor := poor_statistics(self.model, config, inputs.agreed)):
             self.warnings.append(poor)

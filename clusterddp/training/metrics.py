@@ -43,7 +43,7 @@ class Figures:
     lr: float
     """The learning rate of the step that comes next."""
     images_per_second: float
-    """Of all ranks together."""
+    """Throughput of all ranks together."""
 
 
 class Journal:
@@ -135,7 +135,7 @@ class Journal:
         except OSError as error:  # a full disk costs the line, never the training
             if not self._failed:
                 log.warning(
-                    f"cannot write {self._path}: {error.strerror}; training goes on, its "
+                    f"cannot write {self._path}: {error.strerror}; training continues, its "
                     "metrics are in this log alone while that lasts"
                 )
             self._failed = True

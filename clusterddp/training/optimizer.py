@@ -1,4 +1,4 @@
-"""The optimizer, and the learning rate over the course of a run."""
+"""Builds the optimizer, and schedules the learning rate over the course of a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from clusterddp.request.train_config import TrainConfig
 def build(
     config: TrainConfig, model: nn.Module, *, fused: bool = True, captured: bool = False
 ) -> optim.Optimizer:
-    """The optimizer that the configuration names; `momentum` is Adam's first beta too.
+    """Build the optimizer that the configuration names; `momentum` is Adam's first beta too.
 
     fused: all parameters in one kernel, on CPUs and GPUs that have it.
     captured: its state and its rate stay in tensors on the device, for a CUDA graph to read.
@@ -34,8 +34,8 @@ def build(
 
 @contextmanager
 def settings_kept(optimizer: optim.Optimizer) -> Iterator[None]:
-    """Around the loading of a state: the settings stay this configuration's, as they may have been
-    changed on purpose; what is counted lies where this optimizer counts.
+    """Keep this configuration's settings while a state is loaded: they may have been changed on
+    purpose. Counts of steps move to where this optimizer counts.
     """
     own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     yield
@@ -47,7 +47,7 @@ def settings_kept(optimizer: optim.Optimizer) -> Iterator[None]:
 
 
 def peak_lr(config: TrainConfig, world_size: int) -> float:
-    """The full learning rate at this world size, that of the run's first start."""
+    """Return the full learning rate at this world size, that of the run's first attempt."""
     return config.lr * config.lr_factor(world_size)
 
 
@@ -55,7 +55,7 @@ def peak_lr(config: TrainConfig, world_size: int) -> float:
 class Schedule:
     """A linear rise over the warm-up, and a linear fall to zero over all epochs.
 
-    The fall goes by images, so that a run can go on at another world size; `max_steps` does not
+    The fall goes by images, so that a run can resume at another world size; `max_steps` does not
     change it, so that a run cut in two trains as one in a piece.
     """
 
@@ -64,7 +64,7 @@ class Schedule:
     images_per_epoch: int
 
     def lr(self, position: Position) -> float:
-        """The rate of the step that comes after this position."""
+        """Return the rate of the step that comes after this position."""
         done = position.epoch + min(position.samples / self.images_per_epoch, 1.0)
         rise = min(1.0, (position.step + 1) / max(self.config.warmup_steps, 1))
         fall = max(1.0 - done / self.config.epochs, 0.0)

@@ -13,10 +13,10 @@ _ASKING = frozenset({"builtins.breakpoint", "builtins.input", "sys.settrace"})
 
 
 class ProgressBar(tqdm):  # type: ignore[misc] # tqdm has no types
-    """Steps done and left, on stderr.
+    """Shows steps done and left, on stderr.
 
     A debugger that stops the training finds an empty line. As long as it traces, nothing is drawn:
-    it would stand where the person types.
+    it would stand where the user types.
     """
 
     monitor_interval = 0
@@ -54,7 +54,7 @@ _present: weakref.ref[ProgressBar] | None = None
 
 @functools.cache
 def _listen() -> None:
-    """Hear of what asks, from the first call on: an audit hook cannot be taken away again."""
+    """Listen for prompts from the first call on: an audit hook cannot be removed."""
     sys.addaudithook(_hear)
 
 

@@ -58,7 +58,7 @@ class Step:
         self.tally.count(len(labels))
 
     def compute(self, images: Tensor, labels: Tensor) -> None:
-        """All of it that happens on the device, and so can be captured into a graph."""
+        """Do what happens on the device, and so can be captured into a graph."""
         self.optimizer.zero_grad()
         size = -(-len(labels) // self.accumulate)
         cuts = range(0, len(labels), size)
@@ -79,7 +79,7 @@ class Step:
         self.scaler.update()
 
     def set_lr(self, rate: float) -> None:
-        """The learning rate of the steps to come."""
+        """Set the learning rate of the steps to come."""
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):  # of a captured step, which reads it from there
                 group["lr"].fill_(rate)
@@ -87,7 +87,7 @@ class Step:
                 group["lr"] = rate
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context in which the model computes at the precision that was agreed on."""
+        """Return the context in which the model computes at the precision that was agreed on."""
         if self._dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self._dtype)
@@ -106,7 +106,7 @@ class Compiled:
         """model: DDP's wrapper where there is one."""
         self._model = model
         # With shapes as they come: torch would generalise over them after the first odd batch, and
-        # a run that goes on from a checkpoint would compute with other code than one in a piece.
+        # a run that resumes would compute with other code than one in a piece.
         self._call = torch.compile(model, dynamic=False)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def wrap(
     precision: str = "fp32",
     captured: bool = False,
 ) -> nn.Module:
-    """The model as it is trained: under DDP or DataParallel, or by itself where nothing is shared.
+    """Wrap the model as it is trained: in DDP or DataParallel, or not where nothing is shared.
 
     precision: what was agreed on.
     captured: its passes will be captured into a graph, so DDP has to be made on a stream of its own
@@ -180,7 +180,7 @@ class AtPrecision(nn.Module):
 
 
 def gpus_of_one_process(strategy: str, kind: str) -> int:
-    """How many GPUs this process drives by itself; 0 on a CPU. `kind` is `cuda` or `cpu`."""
+    """Count the GPUs that this process drives by itself; 0 on a CPU. `kind` is `cuda` or `cpu`."""
     if kind != "cuda":
         return 0
     return torch.cuda.device_count() if strategy == "dp" else 1

@@ -16,7 +16,7 @@ from types import FrameType
 from clusterddp.log import warning
 
 REASONS = ("", "signal", "SIGTERM", "interrupt", "stop", "time limit")
-"""What can ask for a stop; ranks exchange the place in this list, and the last of them counts."""
+"""Reasons to stop; ranks exchange the place in this list, and the last of them counts."""
 _OF_SIGNAL = {
     signal.SIGUSR1: "signal",
     signal.SIGUSR2: "signal",

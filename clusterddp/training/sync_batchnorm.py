@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics are those of all ranks' batches together, on GPUs and on CPUs.
+"""Synchronises BatchNorm: statistics of all ranks' batches together, on GPUs and on CPUs.
 
 torch's SyncBatchNorm computes on GPUs alone; on CPUs its forward is done here, by two sums over
 the ranks and autograd.
@@ -20,7 +20,7 @@ _SMALL_BATCH = 16
 
 
 def convert(model: nn.Module, name: str) -> nn.Module:
-    """The model, on its device, with every BatchNorm synchronised; its tensors stay the same.
+    """Synchronise every BatchNorm of a model on its device; its tensors stay the same.
 
     name: the model's, for messages. Raises TrainingError when it has no BatchNorm to convert.
     """
@@ -39,12 +39,12 @@ def convert(model: nn.Module, name: str) -> nn.Module:
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Whether any of its modules normalises over the batch."""
+    """Return whether any module of the model normalises over the batch."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def poor_statistics(model: nn.Module, config: TrainConfig, agreed: Agreement) -> str:
-    """The warning where ranks normalise by small batches of their own; empty where they do not."""
+    """Return a warning where ranks normalise by small batches of their own, else nothing."""
     of_one_pass = agreed.batch_size // config.accumulate
     small = of_one_pass < _SMALL_BATCH and agreed.world_size > 1
     if not small or config.sync_batchnorm or not has_batchnorm(model):
@@ -56,10 +56,10 @@ def poor_statistics(model: nn.Module, config: TrainConfig, agreed: Agreement) ->
 
 
 class SyncBatchNorm(_BatchNorm):
-    """As torch's of that name, on CPUs (of which DDP refuses torch's own)."""
+    """The counterpart on CPUs of torch's class, which computes on GPUs alone."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, ...) of this rank, normalised by mean and variance over all ranks' N."""
+        """Normalise this rank's (N, C, ...) by mean and variance over all ranks' N."""
         if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
             alone: Tensor = super().forward(input)
             return alone
@@ -92,7 +92,7 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(variance, share or 0.0)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Of any number of dimensions: what it was made of has its own rule."""
+        """Accept any number of dimensions: the class that was converted has its own rule."""
 
 
 class _Sum(torch.autograd.Function):

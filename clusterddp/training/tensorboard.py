@@ -1,4 +1,4 @@
-"""The metrics as TensorBoard's files, beside metrics.jsonl, which has every one of them."""
+"""Writes the metrics as TensorBoard's files, beside metrics.jsonl, which has all of them."""
 
 import dataclasses
 import shlex
@@ -22,7 +22,7 @@ class Board:
     """Rank 0's writer of `train/loss`, `eval/accuracy` and so on; no failure of it is training's.
 
     SummaryWriter writes from a thread of its own, so the error of a full disk is raised at a later
-    call (and its traceback is in the log). It cannot go on after that: the next attempt writes the
+    call (and its traceback is in the log). It cannot write after that: the next attempt writes the
     whole curve again.
     """
 
@@ -71,7 +71,7 @@ class Board:
             self._give_up(error)
 
     def close(self) -> None:
-        """Have everything on the disk."""
+        """Flush everything to the disk."""
         try:
             if self._writer:
                 self._writer.flush()  # which raises what close would keep to itself
@@ -87,12 +87,12 @@ class Board:
                 # Not SummaryWriter's own close, which would leave before the thread has ended.
                 writer.file_writer.close()
         log.warning(
-            f"cannot write TensorBoard's files to {self._folder}: {error.strerror}; training goes "
-            "on without them"
+            f"cannot write TensorBoard's files to {self._folder}: {error.strerror}; training "
+            "continues without them"
         )
 
 
 def _listed(config: TrainConfig) -> str:
-    """As a block of code in Markdown, which needs no quoting."""
+    """List the configuration as a block of code in Markdown, which needs no quoting."""
     fields = dataclasses.asdict(config).items()
     return "\n".join(f"    {name}: {value}" for name, value in fields)

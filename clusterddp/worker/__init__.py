@@ -1,1 +1,1 @@
-"""What every task runs, and the small parent that records its end."""
+"""Runs a task, under a small parent that records its end."""

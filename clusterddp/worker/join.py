@@ -105,7 +105,7 @@ def _meet(
         speakers.update(rendezvous.time_tellers(hellos))
         return {**dataclasses.asdict(agreed), "tell_time": sorted(speakers), "sent": time.time()}
 
-    # Rank 0 calls a person's own function meanwhile, which may have to fetch its data.
+    # Rank 0 calls a user function meanwhile, which may have to fetch its data.
     is_own = user_functions.is_reference(config.dataset)
     patience = _OWN_DATA_SECONDS if is_own else rendezvous.GRACE_SECONDS
     verdict = rendezvous.agree(

@@ -51,7 +51,7 @@ def decide(
 
     number: the attempt that the starting side has made; without it one is made here.
     identity: job_id, restart, host and pid, for attempt.json.
-    fingerprint: gives the dataset's where it was read already, or is a person's own; else its
+    fingerprint: gives the dataset's where it was read already, or is a user's own; else its
         files are read for it.
 
     Raises TrainingError, DataError, CheckpointError, NotStarted or Superseded.
@@ -255,16 +255,16 @@ def obtain(
     *,
     data_sha256: str,
 ) -> Sets:
-    """The training set, the test set, and what this rank holds of them for others until `close`.
+    """Obtain the training set, the test set, and what this rank holds for others until `close`.
 
     Collective over the default process group. With --data-pipeline memory the first rank of a node
-    reads the files and the others map what it has read; a rank that cannot says so and reads them.
-    reading: on the first rank of a node, what it has begun to read; of a person's own dataset on
+    reads the files and the others map what it has read; a rank that cannot logs it and reads them.
+    reading: on the first rank of a node, what it has begun to read; of a user dataset on
         every rank.
-    data_sha256: the fingerprint that rank 0 has found; an own set has to be that on every rank.
+    data_sha256: the fingerprint on rank 0; a user dataset has to have it on every rank.
 
     Raises DataError when there is no whole set here, PeerError where the rank that was to read
-    it failed, and TrainingError where a person's function fails.
+    it failed, and TrainingError where a user function fails.
     """
     key = f"data/{env.node_rank}"
     if isinstance(reading, OwnSets):
@@ -331,7 +331,7 @@ def _take(config: TrainConfig, env: DistEnv, store: Store, key: str) -> shared_m
 
 
 def _offer_of_first(store: Store, env: DistEnv, key: str) -> dict[str, Any]:
-    """What the first rank of this node has put there; raises PeerError where it has failed."""
+    """Return the offer of this node's first rank; raises PeerError where it has failed."""
     offer = rendezvous.ask(store, env, key, "the offer of its node's first rank") or {}
     if "error" in offer:
         raise PeerError(f"the first rank of this node has no dataset: {offer['error']}")

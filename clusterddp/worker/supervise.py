@@ -30,7 +30,7 @@ from clusterddp.run.outcome import LONGEST_MESSAGE, TaskRecord
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
 
-# What Slurm, an agent or a person sends to a task and what must not end its parent.
+# Signals that Slurm, an agent or a user sends to a task, and that must not end its parent.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
@@ -45,7 +45,7 @@ def supervise(
 ) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
-    attempt: the start of the run to which this task belongs, where the starting side made one.
+    attempt: the number of the attempt to which this task belongs, where the starting side made it.
     listen: installs the child's signal handlers, before any signal can reach it.
     explain: the error behind a wait status, where the child has execed and reports none itself.
 
@@ -120,24 +120,22 @@ def forwards_signals(environ: Mapping[str, str]) -> bool:
     """Return whether a signal to a task's parent has to be passed on to the task.
 
     Slurm signals every process of a step, and torchrun the process group of a worker, so there
-    the task has it already; what a person started by hand is signalled alone.
+    the task has it already; what a user started by hand is signalled alone.
     """
     return "SLURM_STEP_ID" not in environ and "TORCHELASTIC_RUN_ID" not in environ
 
 
 def _await_end(pid: int, env: DistEnv) -> int:
-    """The child's status; a child that somebody stopped is told of, for it cannot tell."""
+    """Wait for the child, and return its status; log when somebody stops it, as it cannot."""
     while True:
         _, status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)
         if not (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
             return status
-        seen = (
-            "is stopped (SIGSTOP); kill -CONT lets it go on"
-            if os.WIFSTOPPED(status)
-            else ("goes on after a stop")
-        )
+        change = "continues after a stop"
+        if os.WIFSTOPPED(status):
+            change = "is stopped (SIGSTOP); kill -CONT lets it continue"
         host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        log.info(f"process {pid}, rank {env.rank} on {host}, {seen}")
+        log.info(f"process {pid}, rank {env.rank} on {host}, {change}")
 
 
 def _become_task(
@@ -201,7 +199,7 @@ def _report(report_writer: int, error: BaseException) -> None:
     # It has to fit into the pipe's buffer, or the task would wait for a parent that waits.
     message = str(error)[:LONGEST_MESSAGE]
     peer_lost = bool(getattr(error, "peer_lost", False))
-    # Our own errors speak for themselves; of others the type is half of what they say.
+    # Our own errors are clear by themselves; of others the type is half the message.
     kind = "" if isinstance(error, ClusterDDPError) else type(error).__name__
     content = {"type": kind, "message": message, "peer_lost": peer_lost}
     os.write(report_writer, json.dumps(content).encode())

@@ -90,7 +90,7 @@ def run_task(
 
 @dataclass(frozen=True)
 class _Task:
-    """What a task was started with."""
+    """Everything that a task was started with."""
 
     config: TrainConfig
     run_dir: Path | None
@@ -355,14 +355,14 @@ def _find_batch_size(
             _note_end(joined.attempt, reason, 0)
         except OSError as error:
             raise TrainingError(
-                f"rank 0 on {socket.gethostname()} cannot write what it found to {run.path}: "
+                f"rank 0 on {socket.gethostname()} cannot write the batch sizes to {run.path}: "
                 f"{error.strerror}."
             ) from None
     return reason
 
 
 def _note_hung(attempt: Attempt, verdict: "Verdict | None") -> None:
-    """Notes which rank hangs: the verdict then names it before those that gave up waiting."""
+    """Record which rank hangs: the verdict then names it before those that gave up waiting."""
     if verdict and verdict.kind == "alone":
         return  # a rank that sees no other
     with suppress(OSError):
@@ -373,13 +373,13 @@ def _note_hung(attempt: Attempt, verdict: "Verdict | None") -> None:
 
 
 def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = None) -> None:
-    """By this the batch script knows how the ranks left; srun's exit code could not tell.
+    """Record how the ranks left, for the batch script: srun's exit code does not show it.
 
     Raises OSError where a training that is done cannot note it: one that was asked to stop leaves
     in any case, and the script looks at the disk itself.
     """
     if reason:
-        log.info(f"stopped at step {step} ({reason}); start the run again to go on from there")
+        log.info(f"stopped at step {step} ({reason}); start the run again to resume from there")
     end = {
         "cause": "stopped" if reason else "done",
         "reason": reason,
@@ -404,9 +404,9 @@ class Presence:
     ) -> None:
         """`superseded` is called when a later attempt has begun; by default the process ends."""
         self.step: Callable[[], int] = lambda: 0
-        """How far the training is."""
+        """Returns the training's step."""
         self.saved: Callable[[], int | None] = lambda: None
-        """The step of its newest checkpoint, if it has one."""
+        """Returns the step of its newest checkpoint, if it has one."""
         self._attempt = attempt
         self._request = request
         self._superseded = superseded or self._leave
@@ -462,7 +462,7 @@ class Presence:
                 log.warning(f"attempt {self._attempt.number} {line}")
 
     def _leave(self) -> None:
-        """Whatever this attempt still did would be work done twice."""
+        """End this attempt: whatever it still did would be work done twice."""
         later = self._attempt.number + 1
         self._end(f"superseded: attempt {later} of the run has begun, and trains on")
 

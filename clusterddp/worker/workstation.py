@@ -49,7 +49,7 @@ _ON_REQUEST = (
 def recorded(
     path: str, config: TrainConfig, procs: int, *, may_exist: bool
 ) -> Iterator[tuple[RunDir, Callable[..., None]]]:
-    """The run's directory with the records by which `jobs` and `status` know it.
+    """Make the run's directory, with the records by which `jobs` and `status` know it.
 
     Gives the directory and a function that records the exit code and the first Failure, if any.
     Raises RequestError where the run exists, unless it may.
@@ -130,16 +130,21 @@ def _start_rank(
     environ = rank_environment(env)
     if start_method == "exec":
         argv = [
-            sys.executable, "-m", "clusterddp", "train", *config.to_argv(), f"--run-dir={run.path}",
+            sys.executable,
+            "-m",
+            "clusterddp",
+            "train",
+            *config.to_argv(),
+            f"--run-dir={run.path}",
             f"--attempt={attempt.number}",
-        ]  # fmt: skip
+        ]
         group.start(argv, environ, rank_log, tee=tee)
     else:
         group.call(start_method, _rank, (config, attempt, env), environ, rank_log, tee=tee)
 
 
 def _rank(config: TrainConfig, attempt: Attempt, env: DistEnv) -> None:
-    """What `clusterddp train` does, in a process that multiprocessing has started."""
+    """Do what `clusterddp train` does, in a process that multiprocessing has started."""
     from clusterddp.training import stop
     from clusterddp.worker.supervise import supervise
 
@@ -154,14 +159,14 @@ def _rank(config: TrainConfig, attempt: Attempt, env: DistEnv) -> None:
 
 
 def rank_environment(env: DistEnv) -> dict[str, str]:
-    """All variables of a rank that this process starts: its own ones, without a job's."""
+    """Return all variables of a rank that this process starts: its own ones, without a job's."""
     foreign = dist_env.foreign(os.environ)
     own = {name: value for name, value in os.environ.items() if name not in foreign}
     return {**own, **env.to_environ(), "PYTHONUNBUFFERED": "1"}
 
 
 def free_port() -> int:
-    """A port below the kernel's ephemeral range on which nobody listens at this moment."""
+    """Find a port below the kernel's ephemeral range on which nobody listens at this moment."""
     for port in random.SystemRandom().sample(range(12000, 32000), 100):
         with socket.socket() as probe:
             try:
@@ -200,7 +205,7 @@ def _stopping(group: TaskGroup, attempt: Attempt) -> Iterator[Relay]:
 def call_on_ranks(
     function: Callable[..., Any], arguments: Sequence[Any], procs: int, start_method: str
 ) -> list[Any]:
-    """Call it in so many processes, each with its rank in os.environ; what they return, by rank.
+    """Call a function in so many processes, each a rank; return their results, by rank.
 
     All print where this process does. When one fails the others are ended. Raises TrainingError
     with the traceback of the rank that failed first, and RequestError where the function cannot go
@@ -224,7 +229,7 @@ def call_on_ranks(
 
 
 def _pickled(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
-    """The function by its name, for a process that imports it anew."""
+    """Pickle the function by its name, for a process that imports it anew."""
     try:
         main = sys.modules["__main__"]
         if function.__module__ == "__main__" and not hasattr(main, "__file__"):
@@ -239,7 +244,7 @@ def _pickled(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
 
 
 def _call(called: Any, folder: Path, rank: int) -> None:
-    """In a rank's process. It has its environment by now: an import may read that already."""
+    """Call the function in a rank's process, whose environment is set: an import may read it."""
     try:
         function, arguments = pickle.loads(called) if isinstance(called, bytes) else called
         value = function(*arguments)
@@ -278,18 +283,18 @@ def _read_result(folder: Path, rank: int) -> Any:
 
 
 def _first_failure(folder: Path, statuses: Sequence[int], first: int | None) -> str:
-    """Which rank failed first, and its own words.
+    """Name the rank that failed first, with its own words.
 
     first: the one whose process ended first; another may have raised before, and ended later.
     """
-    said: dict[int, dict[str, Any]] = {}
+    failures: dict[int, dict[str, Any]] = {}
     for rank in range(len(statuses)):
         path = _failure(folder, rank)
         if path.exists():
-            said[rank] = pickle.loads(path.read_bytes())
-    if first in said or first is None:
-        first = min(said, key=lambda rank: float(said[rank]["time"]))
-        return f"rank {first} of {len(statuses)} failed first:\n{said[first]['words']}"
+            failures[rank] = pickle.loads(path.read_bytes())
+    if first in failures or first is None:
+        first = min(failures, key=lambda rank: float(failures[rank]["time"]))
+        return f"rank {first} of {len(statuses)} failed first:\n{failures[first]['words']}"
     status = statuses[first]
     words = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
     return f"rank {first} of {len(statuses)} failed first: {words}."

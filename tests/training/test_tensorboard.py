@@ -1,7 +1,7 @@
 import errno
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.records import MetricsLine
 from clusterddp.training.tensorboard import Board
 
 pytest.importorskip("tensorboard", reason="an extra: pip install 'clusterddp[tensorboard]'")
@@ -16,19 +17,16 @@ pytest.importorskip("tensorboard", reason="an extra: pip install 'clusterddp[ten
 CONFIG = TrainConfig(data_dir="/a|b `c`")
 
 
-def train(step: int, loss: float = 0.5) -> dict[str, Any]:
-    return {
-        "kind": "train", "step": step, "epoch": 1, "loss": loss, "accuracy": 0.75, "lr": 0.01,
-        "images_per_second": 1234.0, "rank_images_per_second": [1234.0], "seconds": 1.5,
-        "time": 1000.0 + step,
-    }  # fmt: skip
+def train(step: int, loss: float = 0.5, kind: str = "train") -> MetricsLine:
+    rate, seconds, at = 1234.0, 1.5, 1000.0 + step
+    return MetricsLine(kind, step, 1, loss, 0.75, 0.01, rate, (rate,), seconds, at)
 
 
-def evaluation(step: int) -> dict[str, Any]:
-    return {**train(step, 0.25), "kind": "eval"}
+def evaluation(step: int) -> MetricsLine:
+    return train(step, 0.25, "eval")
 
 
-def board(folder: Path, history: Iterable[Mapping[str, Any]] = ()) -> Board:
+def board(folder: Path, history: Iterable[MetricsLine] = ()) -> Board:
     return Board(folder, CONFIG, history)
 
 
@@ -84,7 +82,8 @@ def test_an_attempt_has_the_whole_curve_without_the_steps_that_were_lost(tmp_pat
 
 
 def test_lines_of_other_versions_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
-    ours = board(tmp_path, [{"kind": "train", "step": 1, "loss": 2.0}, {"kind": "other"}, {}])
+    lines = [MetricsLine("train", 1, loss=2.0), MetricsLine("other"), MetricsLine()]
+    ours = board(tmp_path, lines)
     ours.close()
     assert read(tmp_path).Tags()["scalars"] == ["train/loss"]
 
@@ -124,4 +123,4 @@ def test_a_disk_that_fills_up_costs_the_files_alone(
         ours.add(train(step))
     ours.close()
     [_, told] = logged
-    assert "No space left on device; training goes on without them" in told
+    assert "No space left on device; training continues without them" in told

@@ -260,9 +260,9 @@ def test_a_stopped_task_is_named_by_its_parent_which_can_still_speak(task: Any) 
     child = int(started.read_line())
     os.kill(child, signal.SIGSTOP)
     name = f"clusterddp: process {child}, rank 0 on h02, "
-    assert started.read_line("stderr") == f"{name}is stopped (SIGSTOP); kill -CONT lets it go on"
+    assert started.read_line("stderr") == f"{name}is stopped (SIGSTOP); kill -CONT lets it continue"
     os.kill(child, signal.SIGCONT)
-    assert started.read_line("stderr") == f"{name}goes on after a stop"
+    assert started.read_line("stderr") == f"{name}continues after a stop"
     started.process.terminate()
     assert started.end() == 143
 

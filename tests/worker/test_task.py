@@ -184,7 +184,7 @@ def test_a_signal_has_it_save_leave_and_go_on_another_time(
     assert (first.checkpoints / name_of(end["step"])).exists()
     assert not (tmp_path / "report.json").exists()
     said = capsys.readouterr().out
-    assert f"stopped at step {end['step']} ({reason}); start the run again to go on" in said
+    assert f"stopped at step {end['step']} ({reason}); start the run again to resume" in said
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
 
     more = make_config(synthetic_dir, max_steps=end["step"] + 1, epochs=50)
