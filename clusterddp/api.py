@@ -244,7 +244,7 @@ def _train(
         raise KeyboardInterrupt
     report = read_json(run.report)
     if code == EXIT_DONE and report is not None:
-        return report
+        return dict(report)
     if code == EXIT_PAUSED:
         raise TrainingError(f"it was stopped and has saved; go on with run_dir={str(path)!r}.")
     raise TrainingError(_how_it_failed(run, failure))

@@ -49,7 +49,7 @@ def load(kind: type[T], content: object, *, strict: bool = False) -> T | None:
         return None
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, object] | None:
     """Read the object in a JSON file; None where it is absent or torn."""
     try:
         value = json.loads(read_file(path))
@@ -64,7 +64,7 @@ def number(value: object) -> float | None:
     return found if isinstance(found, float) else None
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path) -> Iterator[dict[str, object]]:
     """Yield the objects of a JSON-lines file, but not a line that a killed writer has torn."""
     if not path.is_file():
         return
@@ -76,7 +76,7 @@ def read_lines(kind: type[T], path: Path) -> Iterator[T]:
     return (record for line in read_json_lines(path) if (record := load(kind, line)) is not None)
 
 
-def parse_json_lines(content: bytes) -> Iterator[dict[str, Any]]:
+def parse_json_lines(content: bytes) -> Iterator[dict[str, object]]:
     """Yield the objects in a part of a JSON-lines file; the lines at its ends may be torn."""
     for line in content.decode(errors="replace").splitlines():
         try:

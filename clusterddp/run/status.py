@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError, RequestError
-from clusterddp.request.spec import submission_comment
+from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Failure
@@ -136,16 +136,24 @@ def run_status(
             failure = failure or _first_failure(run)
     elif state == FAILED and by_hand:
         failure = _failure_by_hand(by_hand)
-    return RunStatus(
+    spec = _spec(run)
+    known = submission or Submission("", "")
+    status = RunStatus(
         name=run.name,
         state=state,
         detail=detail,
-        array_element=(submission.array_element if submission else "")
-        or (job.element if job else ""),
-        **_request(run),
-        **_times(run, submission, state, now),
-        **(_of_attempt(by_hand, state, now) if by_hand else {}),
-        **_starts(submission),
+        job_id=known.job_id,
+        array_element=known.array_element or (job.element if job else ""),
+        launcher=known.launcher,
+        nodes=spec.resources.nodes if spec else None,
+        tasks_per_node=spec.resources.tasks_per_node if spec else None,
+        world_size=spec.world_size if spec else None,
+        layout=spec.layout if spec else "",
+        hosts=_hosts(known.nodelist),
+        attempt=known.attempt,
+        restarts=known.restarts,
+        restart_reasons=list(known.reasons),
+        goes_on_after=reason(known.goes_on) if known.goes_on else "",
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
         step=_first(figures.steps, latest.step),
@@ -153,13 +161,19 @@ def run_status(
         loss=latest.loss,
         accuracy=_first(figures.accuracy, latest.test_accuracy),
         warnings=list(figures.warnings),
+        created_time=_created(run),
+        submitted_time=known.submitted,
+        started_time=known.started,
+        ended_time=known.ended if state in ENDED else None,
+        elapsed_seconds=_elapsed(known, state, now),
         exit_code=_exit_code(state, submission, job),
         first_failure=failure.describe() if failure else "",
-        failed_rank=failure.rank if failure else None,
-        is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
         directory=str(run.path),
         next_command=_next_command(run, state, failure, submission, bool(checkpoint)),
+        failed_rank=failure.rank if failure else None,
+        is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
+    return _with_attempt(status, by_hand, now) if by_hand else status
 
 
 def _is_forgotten(submission: Submission | None, job: JobState | None) -> bool:
@@ -212,22 +226,25 @@ def _failure_by_hand(attempt: Attempt) -> Failure | None:
     )
 
 
-def _of_attempt(attempt: Attempt, state: str, now: float) -> dict[str, Any]:
-    """The job in which an attempt was started, if any, and when."""
+def _with_attempt(status: RunStatus, attempt: Attempt, now: float) -> RunStatus:
+    """Add the job in which ranks were started by hand, if any, and when they met."""
     record = attempt.read_record() or AttemptRecord()
     began = record.began
-    running = began is not None and state == RUNNING
-    return {
-        "job_id": record.job_id,
-        "attempt": attempt.number,
-        "started_time": began,
-        "elapsed_seconds": round(max(now - began, 0.0), 3) if began and running else None,
-    }
+    running = began is not None and status.state == RUNNING
+    return dataclasses.replace(
+        status,
+        job_id=record.job_id,
+        attempt=attempt.number,
+        started_time=began,
+        elapsed_seconds=round(max(now - began, 0.0), 3) if began and running else None,
+    )
 
 
 def is_another_runs(run: RunDir, job: JobState) -> bool:
-    """Whether the job is one that another run submitted: a restarted controller that has lost its
-    latest jobs gives their numbers out a second time."""
+    """Return whether another run submitted the job.
+
+    A restarted controller that has lost its latest jobs gives their numbers out a second time.
+    """
     own = {submission_comment(run.name)}
     name, _, index = run.name.rpartition("-")
     if job.element and job.element.endswith(f"_{index}"):
@@ -235,53 +252,27 @@ def is_another_runs(run: RunDir, job: JobState) -> bool:
     return job.comment.startswith(submission_comment("")) and job.comment not in own
 
 
-def _request(run: RunDir) -> dict[str, Any]:
+def _spec(run: RunDir) -> JobSpec | None:
     try:
-        spec = run.load_spec()
+        return run.load_spec()
     except ClusterDDPError:
-        return {}  # a damaged record takes nothing from what else is known
-    return {
-        "nodes": spec.resources.nodes,
-        "tasks_per_node": spec.resources.tasks_per_node,
-        "world_size": spec.world_size,
-        "layout": spec.layout,
-    }
+        return None  # a damaged record takes nothing from what else is known
 
 
-def _times(run: RunDir, submission: Submission | None, state: str, now: float) -> dict[str, Any]:
+def _created(run: RunDir) -> float | None:
     try:
-        created = run.spec.stat().st_mtime
+        return run.spec.stat().st_mtime
     except OSError:
-        created = None
-    if submission is None:
-        return {"created_time": created}
-    elapsed = None
-    if submission.started is not None:
-        if submission.ended is not None and state != QUEUED:  # one that waits takes no time
-            elapsed = submission.ended - submission.started
-        elif state == RUNNING:
-            elapsed = now - submission.started
-    return {
-        "created_time": created,
-        "job_id": submission.job_id,
-        "launcher": submission.launcher,
-        "hosts": _hosts(submission.nodelist),
-        "submitted_time": submission.submitted,
-        "started_time": submission.started,
-        "ended_time": submission.ended if state in ENDED else None,
-        "elapsed_seconds": None if elapsed is None else round(max(elapsed, 0.0), 3),
-    }
+        return None
 
 
-def _starts(submission: Submission | None) -> dict[str, Any]:
-    if submission is None:
-        return {}
-    return {
-        "attempt": submission.attempt,
-        "restarts": submission.restarts,
-        "restart_reasons": list(submission.reasons),
-        "goes_on_after": reason(submission.goes_on) if submission.goes_on else "",
-    }
+def _elapsed(submission: Submission, state: str, now: float) -> float | None:
+    """Return the seconds from the latest start to the end, or to now; none in the queue."""
+    if submission.started is None:
+        return None
+    if submission.ended is not None and state != QUEUED:  # one that waits takes no time
+        return round(max(submission.ended - submission.started, 0.0), 3)
+    return round(max(now - submission.started, 0.0), 3) if state == RUNNING else None
 
 
 def _hosts(nodelist: str) -> list[str]:

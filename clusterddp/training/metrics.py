@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json_lines, read_lines, write_atomically
+from clusterddp.run.files import number, read_json_lines, read_lines, write_atomically
 from clusterddp.run.records import MetricsLine, RankReport
 from clusterddp.training.device import peak_bytes
 from clusterddp.training.tensorboard import Board
@@ -220,7 +220,8 @@ def _kinds_at(path: Path, step: int) -> set[str]:
 
 def copy_history(source: Path, target: Path, step: int) -> None:
     """Begin an attempt's metrics with the lines of earlier ones up to the step it starts from."""
-    kept = [line for line in read_json_lines(source) if line.get("step", 0) <= step and step > 0]
+    lines = read_json_lines(source) if step > 0 else ()
+    kept = [line for line in lines if (number(line.get("step")) or 0) <= step]
     write_atomically(target, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
