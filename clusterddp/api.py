@@ -199,7 +199,7 @@ def launch(
     A function finds RANK, WORLD_SIZE, MASTER_ADDR and the rest of torchrun's variables in
     os.environ; what its ranks return comes back as a list, by rank. A configuration is trained as
     `clusterddp debug --procs` does, in run_dir (jobs/debug-<time>), and its report comes back; one
-    that holds checkpoints is gone on with.
+    that holds checkpoints is resumed.
 
     start_method: fork (the usual one of a function, and the only one for a notebook's own), spawn
     or forkserver; for a configuration also exec, the usual one: fresh interpreters.
