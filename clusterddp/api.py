@@ -34,6 +34,8 @@ from clusterddp.submission.resubmit import Resubmission, Terms
 from clusterddp.worker import workstation
 
 T = TypeVar("T")
+Report = dict[str, Any]
+"""Object in report.json."""
 
 _TRACEBACK = "Traceback (most recent call last):"
 
@@ -173,27 +175,27 @@ def launch(
     procs: int = 1,
     start_method: str | None = None,
     run_dir: str | Path | None = None,
-) -> dict[str, Any]: ...
+) -> Report: ...
 
 
 @overload
 def launch(
     target: Callable[..., T],
     *,
-    args: Sequence[Any] = (),
+    args: Sequence[object] = (),
     procs: int = 1,
     start_method: str | None = None,
 ) -> list[T]: ...
 
 
 def launch(
-    target: TrainConfig | Callable[..., Any],
+    target: TrainConfig | Callable[..., T],
     *,
-    args: Sequence[Any] = (),
+    args: Sequence[object] = (),
     procs: int = 1,
     start_method: str | None = None,
     run_dir: str | Path | None = None,
-) -> Any:
+) -> Report | list[T]:
     """Train a configuration, or call a function, in so many processes of this workstation.
 
     A function finds RANK, WORLD_SIZE, MASTER_ADDR and the rest of torchrun's variables in
@@ -234,7 +236,7 @@ def _check_method(start_method: str | None, known: Sequence[str]) -> None:
 
 def _train(
     config: TrainConfig, procs: int, start_method: str, run_dir: str | Path | None
-) -> dict[str, Any]:
+) -> Report:
     path = os.path.abspath(run_dir or time.strftime("jobs/debug-%Y%m%d-%H%M%S"))
     make_sure(config, may_fetch=False)
     with workstation.recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from clusterddp import log
 from clusterddp.errors import (
@@ -36,6 +36,8 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
+
+T = TypeVar("T")
 
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # From a request to stop until ranks that have not saved and left by then are killed.
@@ -203,15 +205,15 @@ def _stopping(group: TaskGroup, attempt: Attempt) -> Iterator[Relay]:
 
 
 def call_on_ranks(
-    function: Callable[..., Any], arguments: Sequence[Any], procs: int, start_method: str
-) -> list[Any]:
-    """Call a function in so many processes, each a rank; return their results, by rank.
+    function: Callable[..., T], arguments: Sequence[object], procs: int, start_method: str
+) -> list[T]:
+    """Call a function in so many processes, each with its rank in os.environ; returns by rank.
 
     All print where this process does. When one fails the others are ended. Raises TrainingError
     with the traceback of the rank that failed first, and RequestError where the function cannot go
     to other processes this way.
     """
-    called: object = (function, tuple(arguments))
+    called: tuple[Callable[..., T], tuple[object, ...]] | bytes = (function, tuple(arguments))
     if start_method != "fork":
         called = _pickled(function, arguments)
     start_methods.get_ready(start_method)
@@ -228,7 +230,7 @@ def call_on_ranks(
         return [_read_result(folder, rank) for rank in range(procs)]
 
 
-def _pickled(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+def _pickled(function: Callable[..., object], arguments: Sequence[object]) -> bytes:
     """Pickle the function by its name, for a process that imports it anew."""
     try:
         main = sys.modules["__main__"]
@@ -243,8 +245,10 @@ def _pickled(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
         ) from None
 
 
-def _call(called: Any, folder: Path, rank: int) -> None:
-    """Call the function in a rank's process, whose environment is set: an import may read it."""
+def _call(
+    called: tuple[Callable[..., object], tuple[object, ...]] | bytes, folder: Path, rank: int
+) -> None:
+    """Call the function in a rank's process, which has its environment: an import may read it."""
     try:
         function, arguments = pickle.loads(called) if isinstance(called, bytes) else called
         value = function(*arguments)
@@ -263,8 +267,7 @@ def _call(called: Any, folder: Path, rank: int) -> None:
 
 
 def _fail(folder: Path, rank: int, words: str) -> NoReturn:
-    content = {"time": time.time(), "words": words}
-    _failure(folder, rank).write_bytes(pickle.dumps(content))
+    _failure(folder, rank).write_bytes(pickle.dumps((time.time(), words)))
     sys.stdout.flush()
     # Past what the function's libraries do at an exit: a process group that has lost a peer may
     # hang there.
@@ -287,14 +290,14 @@ def _first_failure(folder: Path, statuses: Sequence[int], first: int | None) -> 
 
     first: the one whose process ended first; another may have raised before, and ended later.
     """
-    failures: dict[int, dict[str, Any]] = {}
+    failures: dict[int, tuple[float, str]] = {}
     for rank in range(len(statuses)):
         path = _failure(folder, rank)
         if path.exists():
             failures[rank] = pickle.loads(path.read_bytes())
     if first in failures or first is None:
-        first = min(failures, key=lambda rank: float(failures[rank]["time"]))
-        return f"rank {first} of {len(statuses)} failed first:\n{failures[first]['words']}"
+        first = min(failures, key=lambda rank: failures[rank][0])
+        return f"rank {first} of {len(statuses)} failed first:\n{failures[first][1]}"
     status = statuses[first]
     words = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
     return f"rank {first} of {len(statuses)} failed first: {words}."
