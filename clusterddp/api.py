@@ -24,9 +24,9 @@ from clusterddp.run.events import Failure
 from clusterddp.run.files import read_json
 from clusterddp.run.logs import of_attempt
 from clusterddp.run.run_dir import RunDir
+from clusterddp.run.state import latest_submission
 from clusterddp.run.status import DEFAULT_ROOT, RunStatus, all_runs, statuses
 from clusterddp.run.stop import Cancellation, Stop
-from clusterddp.run.submission import latest_submission
 from clusterddp.submission import resubmit as resubmission
 from clusterddp.submission import submit as submitting
 from clusterddp.submission.preflight import make_sure

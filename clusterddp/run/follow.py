@@ -11,9 +11,18 @@ from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.run import events, formatting
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.state import CREATED, DONE, FAILED, QUEUED, RUNNING, UNKNOWN
+from clusterddp.run.state import (
+    CREATED,
+    DONE,
+    FAILED,
+    QUEUED,
+    RUNNING,
+    UNKNOWN,
+    Submission,
+    jobs_to_ask,
+    latest_submission,
+)
 from clusterddp.run.status import RunStatus, run_status
-from clusterddp.run.submission import Submission, jobs_to_ask, latest_submission
 from clusterddp.slurm.queries import query
 from clusterddp.slurm.states import JobState, State
 

@@ -35,10 +35,13 @@ from clusterddp.run.state import (
     RUNNING,
     STOPPED,
     UNKNOWN,
+    Submission,
+    jobs_to_ask,
     judge,
+    latest_submission,
     process_alive,
+    reason,
 )
-from clusterddp.run.submission import Submission, jobs_to_ask, latest_submission, reason
 from clusterddp.slurm.hostlist import expand_nodelist
 from clusterddp.slurm.queries import query
 from clusterddp.slurm.states import JobState, State
@@ -128,14 +131,7 @@ def run_status(
         state, detail = _judge_by_hand(by_hand, report)
     figures, latest = report or Report(), latest_metrics(run.metrics)
     checkpoint = newest_checkpoint(run)
-    failure = None
-    # Of a cancelled run the ranks were told to end: whichever did so first is no culprit.
-    if state == FAILED and submission:
-        failure = submission.first_failure
-        if not submission.cause:  # the script came to no verdict
-            failure = failure or _first_failure(run)
-    elif state == FAILED and by_hand:
-        failure = _failure_by_hand(by_hand)
+    failure = _failure(run, state, submission, by_hand)
     spec = _spec(run)
     known = submission or Submission("", "")
     status = RunStatus(
@@ -174,6 +170,22 @@ def run_status(
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
     return _with_attempt(status, by_hand, now) if by_hand else status
+
+
+def _failure(
+    run: RunDir, state: str, submission: Submission | None, by_hand: Attempt | None
+) -> Failure | None:
+    """Find the rank that failed first in a run that has failed.
+
+    Ranks of a cancelled run were told to end: whichever did so first is no culprit.
+    """
+    if state != FAILED:
+        return None
+    if submission is None:
+        return _failure_by_hand(by_hand) if by_hand else None
+    if submission.first_failure or submission.cause:
+        return submission.first_failure
+    return _first_failure(run)  # the script came to no verdict
 
 
 def _is_forgotten(submission: Submission | None, job: JobState | None) -> bool:

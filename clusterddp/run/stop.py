@@ -10,9 +10,17 @@ from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.run import events
 from clusterddp.run.attempt import latest
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.state import CREATED, ENDED, QUEUED, RUNNING, UNKNOWN, process_alive
+from clusterddp.run.state import (
+    CREATED,
+    ENDED,
+    QUEUED,
+    RUNNING,
+    UNKNOWN,
+    Submission,
+    latest_submission,
+    process_alive,
+)
 from clusterddp.run.status import RunStatus
-from clusterddp.run.submission import Submission, latest_submission
 from clusterddp.slurm import command as slurm
 
 

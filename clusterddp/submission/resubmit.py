@@ -27,9 +27,8 @@ from clusterddp.run.progress import (
     recorded_batch,
 )
 from clusterddp.run.run_dir import RunDir, run_folders
-from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN
+from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
 from clusterddp.run.status import run_status
-from clusterddp.run.submission import jobs_to_ask, latest_submission
 from clusterddp.slurm.queries import query
 from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import code_renewal, snapshot

@@ -10,8 +10,7 @@ import pytest
 
 from clusterddp.run import restart_policy
 from clusterddp.run.events import parse
-from clusterddp.run.state import judge, process_alive
-from clusterddp.run.submission import Submission, jobs_to_ask, latest_submission
+from clusterddp.run.state import Submission, jobs_to_ask, judge, latest_submission, process_alive
 from clusterddp.slurm.states import JobState, State
 from tests.made_events import (
     FORGOTTEN,
