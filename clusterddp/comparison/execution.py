@@ -13,8 +13,15 @@ from pathlib import Path
 
 from clusterddp import launchers, log
 from clusterddp.comparison.plan import Planned, Row, after
-from clusterddp.comparison.results import DONE, INTERRUPTED, Trial, last_words, results, trial
-from clusterddp.comparison.table import figures
+from clusterddp.comparison.results import (
+    DONE,
+    INTERRUPTED,
+    Trial,
+    figures,
+    last_words,
+    results,
+    trial,
+)
 from clusterddp.errors import ClusterDDPError
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import Relay, held_back, send

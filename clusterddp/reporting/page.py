@@ -12,8 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from clusterddp.reporting import plots
-from clusterddp.reporting.figures import Evaluation
-from clusterddp.reporting.gather import Gathered
+from clusterddp.reporting.gather import Evaluation, Gathered
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import formatting

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from clusterddp.reporting.figures import rank_rates, read_evaluation, read_points, stragglers
-from clusterddp.reporting.gather import RunReport
+from clusterddp.reporting.gather import (
+    RunReport,
+    rank_rates,
+    read_evaluation,
+    read_points,
+    stragglers,
+)
 from clusterddp.reporting.plots import scalings
 from clusterddp.run import formatting
 from clusterddp.run.records import EvaluationRecord, RankReport

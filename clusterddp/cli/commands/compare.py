@@ -25,8 +25,7 @@ from clusterddp.cli.options import (
 from clusterddp.comparison import execution
 from clusterddp.comparison import plan as comparison_plan
 from clusterddp.comparison.plan import Row
-from clusterddp.comparison.results import DONE, Trial, results, scaling, trials_of
-from clusterddp.comparison.table import notes, table
+from clusterddp.comparison.results import DONE, Trial, notes, results, scaling, table, trials_of
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestError
 from clusterddp.processes import processors
 from clusterddp.reporting import plots
