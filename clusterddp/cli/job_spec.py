@@ -168,7 +168,7 @@ def _environment(
     environment = tuple((name, value) for name, value in values.items() if value is not None)
     passed = tuple(name for name, value in values.items() if value is None)
     if passed:
-        from clusterddp.slurm.command import submission_environment
+        from clusterddp.slurm.client import submission_environment
 
         arriving = submission_environment(os.environ)
         for name in passed:

@@ -256,7 +256,7 @@ def _with_value(args: list[str]) -> list[str]:
 
 def _partitions(_ctx: click.Context, incomplete: str) -> list[str]:
     """Return the live cluster's partitions, behind those that are typed already."""
-    from clusterddp.slurm.queries import partitions
+    from clusterddp.slurm.client import partitions
 
     before, comma, _ = incomplete.rpartition(",")
     names = [name for name in partitions() if name not in before.split(",")]

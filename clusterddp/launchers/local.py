@@ -35,7 +35,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
-from clusterddp.slurm.command import submission_environment
+from clusterddp.slurm.client import submission_environment
 
 MOST_HOSTS = 250
 # sbatch(1), --signal=[{R|B}:]<sig_num>[@sig_time]

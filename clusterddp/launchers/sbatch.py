@@ -74,7 +74,7 @@ prepare = render
 def submit(spec: JobSpec, script: str, run: "RunDir") -> Submission:
     """Queue the script, and record its job id in the run."""
     from clusterddp.run import events  # these three: not needed for a dry run
-    from clusterddp.slurm.sbatch import check_expedite, sbatch
+    from clusterddp.slurm.client import check_expedite, sbatch
 
     if spec.requeue == EXPEDITE:
         check_expedite(os.environ)

@@ -30,9 +30,8 @@ from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.restart_policy import Policy, Start
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
-from clusterddp.slurm.command import submission_environment
+from clusterddp.slurm.client import check_expedite, explained, submission_environment
 from clusterddp.slurm.own_job import Ending, ending
-from clusterddp.slurm.sbatch import check_expedite, explained
 
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Set by the script: the number of this attempt."""

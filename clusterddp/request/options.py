@@ -11,7 +11,7 @@ A site has values of its own in site.cfg, with one item a line for lists (env, s
     [environment]      variables for every run
 
 sbatch would let the submitter's SBATCH_* variables override the script's directives, so they are
-read here, rendered, and kept out of the submission (`slurm.command`).
+read here, rendered, and kept out of the submission (`slurm.client`).
 """
 
 import dataclasses

@@ -23,8 +23,8 @@ from clusterddp.run.logs import of_attempt, print_to_job_log
 from clusterddp.run.restart_policy import Policy, Start, decide, gained, starts_since_submission
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.verdict import judge, stop_asked
-from clusterddp.slurm import command as slurm
-from clusterddp.slurm import queries
+from clusterddp.slurm import client as slurm
+from clusterddp.slurm.client import sbatch
 from clusterddp.slurm.own_job import (
     Ending,
     ending,
@@ -32,7 +32,6 @@ from clusterddp.slurm.own_job import (
     own_name,
     requeued_after_grace,
 )
-from clusterddp.slurm.sbatch import sbatch
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -418,11 +417,11 @@ def _give_up(attempt: Attempt, job_id: str, why: str, error: Exception) -> None:
 def _warn_of_requeue_exit(run: RunDir, exit_code: int) -> None:
     """Say so where this cluster requeues a job because of the code with which this one ends."""
     try:
-        settings = queries.requeue_exits()
+        settings = slurm.requeue_exits()
     except SlurmError:
         return
     for setting in settings:
-        if queries.lists_exit_code(setting, exit_code):
+        if slurm.lists_exit_code(setting, exit_code):
             log.info(
                 f"warning: slurm.conf has {setting}: Slurm requeues the job for its "
                 f"exit code {exit_code}. Take it out with: clusterddp cancel {run.shown}"

@@ -23,7 +23,7 @@ from clusterddp.run.state import (
     latest_submission,
 )
 from clusterddp.run.status import RunStatus, run_status
-from clusterddp.slurm.queries import query
+from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
 
 FILES_SECONDS = 0.3

@@ -42,8 +42,8 @@ from clusterddp.run.state import (
     process_alive,
     reason,
 )
+from clusterddp.slurm.client import query
 from clusterddp.slurm.hostlist import expand_nodelist
-from clusterddp.slurm.queries import query
 from clusterddp.slurm.states import JobState, State
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class RunStatus:
 def run_status(
     run: RunDir, slurm_states: Mapping[str, JobState], now: float | None = None
 ) -> RunStatus:
-    """Put the status together; `slurm_states`: what `slurm.queries` answers for `jobs_to_ask`."""
+    """Put the status together; `slurm_states`: what `slurm.client` answers for `jobs_to_ask`."""
     now = time.time() if now is None else now
     submission = latest_submission(events.read(run.events))
     job = slurm_states.get(submission.job_id) if submission else None

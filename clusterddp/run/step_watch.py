@@ -17,7 +17,7 @@ from clusterddp.errors import SlurmError
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import read_outcome, read_outcomes
-from clusterddp.slurm import command as slurm
+from clusterddp.slurm import client as slurm
 
 GRACE_SECONDS = 20.0
 """After the last task's recorded end, for srun to end by itself: it usually takes less than one."""

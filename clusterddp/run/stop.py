@@ -21,7 +21,7 @@ from clusterddp.run.state import (
     process_alive,
 )
 from clusterddp.run.status import RunStatus
-from clusterddp.slurm import command as slurm
+from clusterddp.slurm import client as slurm
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The Slurm client: a module for each thing that Slurm is asked for.
+"""The Slurm client: its commands, the values they take and give, the job of this process.
 
 Text comes from Slurm's commands and goes out as plain values; every call has a bound, because a
 command waits 9 s and more for a controller that is down. A run's own records are read elsewhere

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from clusterddp.errors import SlurmError
-from clusterddp.slurm.command import ask
-from clusterddp.slurm.queries import reaches
+from clusterddp.slurm.client import ask, reaches
 from clusterddp.slurm.states import State, parse_state
 
 REQUEUE_AFTER_GRACE_SINCE = (24, 5)

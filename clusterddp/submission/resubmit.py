@@ -29,7 +29,7 @@ from clusterddp.run.progress import (
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
 from clusterddp.run.status import run_status
-from clusterddp.slurm.queries import query
+from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import code_renewal, snapshot
 from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure

@@ -96,8 +96,7 @@ def _check_new(spec: JobSpec) -> None:
 
 def _log_outlook(script: str) -> None:
     """Log Slurm's forecast; sbatch itself refuses what can never run."""
-    from clusterddp.slurm.queries import requeue_exits
-    from clusterddp.slurm.sbatch import outlook
+    from clusterddp.slurm.client import outlook, requeue_exits
 
     try:
         found, words = outlook(script, os.environ)

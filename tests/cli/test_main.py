@@ -117,7 +117,7 @@ def test_a_submission_looks_for_garbage_as_soon_as_it_is_no_dry_run(tmp_path: Pa
     (tmp_path / "sbatch").chmod(0o755)
     code = (
         "import gc, sys\n"
-        "from clusterddp.slurm import sbatch as client\n"
+        "from clusterddp.slurm import client\n"
         "sbatch = client.sbatch\n"
         "def watched(*a, **k): print(gc.isenabled(), file=sys.stderr); return sbatch(*a, **k)\n"
         "client.sbatch = watched\n" + COMMAND

@@ -25,7 +25,7 @@ def client(cluster: SlurmCluster, code: str, *arguments: str, **env: str) -> Any
     """What `code` (an expression on modules of `slurm`, `args` and `os`) gives on a login host."""
     program = (
         "import dataclasses, json, os, sys\n"
-        "from clusterddp.slurm import command, queries, sbatch\n"
+        "from clusterddp.slurm import client\n"
         "args = sys.argv[1:]\n"
         f"print(json.dumps({code}, default=dataclasses.asdict))\n"
     )
@@ -34,7 +34,7 @@ def client(cluster: SlurmCluster, code: str, *arguments: str, **env: str) -> Any
 
 
 def query(cluster: SlurmCluster, *job_ids: str, **env: str) -> dict[str, dict[str, Any]]:
-    answer: dict[str, dict[str, Any]] = client(cluster, "queries.query(args)", *job_ids, **env)
+    answer: dict[str, dict[str, Any]] = client(cluster, "client.query(args)", *job_ids, **env)
     return answer
 
 
@@ -60,7 +60,7 @@ def test_states_of_real_jobs(cluster: SlurmCluster) -> None:
     wait_state(cluster, running, "RUNNING")
     wait_state(cluster, cancelled, "RUNNING")
     wait_state(cluster, overdue, "RUNNING")
-    client(cluster, "[command.cancel(a) for a in args]", cancelled, dropped)
+    client(cluster, "[client.cancel(a) for a in args]", cancelled, dropped)
     cluster.wait_job(cancelled)
     # A limit is looked at every 30 s and is a minute at least: bring the end forward.
     cluster.run(["scontrol", "update", f"jobid={overdue}", "EndTime=now"], check=True)
@@ -100,7 +100,7 @@ def test_a_persons_squeue_settings_hide_no_job(cluster: SlurmCluster) -> None:
 
 @pytest.mark.slow
 def test_partitions_come_from_sinfo(cluster: SlurmCluster) -> None:
-    assert client(cluster, "queries.partitions()") == ["main", "high"]
+    assert client(cluster, "client.partitions()") == ["main", "high"]
 
 
 def test_a_lost_submission_is_found_by_its_comment(cluster: SlurmCluster) -> None:
@@ -127,7 +127,7 @@ def test_submission_from_inside_a_job_is_as_from_a_login_shell(
 ) -> None:
     child = script(f"env -0 >{tmp_path}/$SLURM_JOB_NAME.env")
     program = (
-        "import os, sys\nfrom clusterddp.slurm.sbatch import sbatch\n"
+        "import os, sys\nfrom clusterddp.slurm.client import sbatch\n"
         "print(sbatch(open(sys.argv[1]).read(), os.environ, comment='c'))\n"
     )
     for name in ("outside", "inside"):

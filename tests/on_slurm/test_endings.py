@@ -195,9 +195,9 @@ def test_the_page_has_a_row_for_each_way_that_is_tried() -> None:
 
 def test_the_codes_for_which_a_cluster_requeues_are_read(slurm_available: None) -> None:
     program = (
-        "import sys; from clusterddp.slurm import queries; "
-        "print([[s, *(queries.lists_exit_code(s, code) for code in (75, 9))] "
-        "for s in queries.requeue_exits()])"
+        "import sys; from clusterddp.slurm import client; "
+        "print([[s, *(client.lists_exit_code(s, code) for code in (75, 9))] "
+        "for s in client.requeue_exits()])"
     )
     with SlurmCluster(hosts=1, conf={"RequeueExit": "70-75", "RequeueExitHold": "3,9"}) as cluster:
         said = cluster.run([sys.executable, "-c", program], check=True).stdout

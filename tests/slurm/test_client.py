@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.slurm import command
-from clusterddp.slurm.command import submission_environment
-from clusterddp.slurm.queries import partitions, query
-from clusterddp.slurm.sbatch import check_expedite, sbatch
+from clusterddp.slurm import client
+from clusterddp.slurm.client import (
+    check_expedite,
+    partitions,
+    query,
+    sbatch,
+    submission_environment,
+)
 from clusterddp.slurm.states import JobState, State, parse_exit_code, parse_state
 
 SCRIPT = "#!/bin/bash\n#SBATCH --comment=clusterddp:one\ntrue\n"
@@ -42,7 +46,7 @@ def calls(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clusterddp.slurm.sbatch.LOOKUP_PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("clusterddp.slurm.client.LOOKUP_PAUSES_SECONDS", (0.0, 0.0))
 
 
 # -- the environment of a submission ---------------------------------------------------------
@@ -210,7 +214,7 @@ def test_a_submission_that_is_not_found_is_called_unknown(
 
 
 def test_an_sbatch_that_hangs_is_given_up(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clusterddp.slurm.sbatch.SBATCH_SECONDS", 0.3)
+    monkeypatch.setattr("clusterddp.slurm.client.SBATCH_SECONDS", 0.3)
     environ = fake(sbatch="exec /bin/sleep 100", squeue="exit 1")
     with pytest.raises(SlurmError, match=r"no answer within 0.3 s.*not known whether"):
         sbatch(SCRIPT, environ, comment=COMMENT)
@@ -326,7 +330,7 @@ def test_a_forgotten_job_without_accounting_is_unknown_and_never_done(fake: Fake
 def test_a_silent_controller_is_a_problem_and_not_a_forgotten_job(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    monkeypatch.setattr("clusterddp.slurm.command.QUERY_SECONDS", 0.5)
+    monkeypatch.setattr("clusterddp.slurm.client.QUERY_SECONDS", 0.5)
     seen = query(["1"], fake(squeue=body, sacct=NO_ACCOUNTING))["1"]
     assert seen.state is State.UNKNOWN
     assert seen.problem.startswith("squeue")
@@ -378,12 +382,12 @@ def test_cancel_passes_scancels_words_on(fake: Fake) -> None:
     words = "scancel: error: Kill job error on job id 1: Access/permission denied"
     environ = fake(scancel=f"echo '{words}' >&2; exit 1")
     with pytest.raises(SlurmError, match=f"scancel 1: {words}"):
-        command.cancel("1", environ)
+        client.cancel("1", environ)
 
 
 def test_cancel_without_slurm_says_so(tmp_path: Path) -> None:
     with pytest.raises(SlurmError, match="no scancel on PATH"):
-        command.cancel("1", {"PATH": str(tmp_path)})
+        client.cancel("1", {"PATH": str(tmp_path)})
 
 
 def test_partitions_are_named_once(fake: Fake) -> None:
@@ -394,5 +398,5 @@ def test_partitions_are_named_once(fake: Fake) -> None:
 def test_partitions_are_none_where_no_slurm_answers(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, body: str | None
 ) -> None:
-    monkeypatch.setattr("clusterddp.slurm.queries.COMPLETION_SECONDS", 0.3)
+    monkeypatch.setattr("clusterddp.slurm.client.COMPLETION_SECONDS", 0.3)
     assert partitions(fake(**({"sinfo": body} if body else {}))) == []
