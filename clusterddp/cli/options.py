@@ -17,7 +17,15 @@ import click
 from click.core import ParameterSource
 
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.request.options import EXPEDITE, Choice, Option, Settings, find_site, read_site
+from clusterddp.request.options import (
+    EXPEDITE,
+    GROUPS,
+    Choice,
+    Option,
+    Settings,
+    find_site,
+    read_site,
+)
 from clusterddp.request.recipes import RECIPES
 from clusterddp.request.spec import OPTIONS, REQUEST
 from clusterddp.request.train_config import TRAINING, TrainConfig
@@ -142,9 +150,10 @@ class SettingsCommand(click.Command):
             titles.append(OPTIONS[name].group if name in OPTIONS else "Options")
             if record := parameter.get_help_record(ctx):
                 sections.setdefault(titles[0], []).append(record)
-        for title, rows in sorted(sections.items(), key=lambda section: section[0] == "Options"):
-            with formatter.section(title):
-                formatter.write_dl(rows)
+        for title in (*self._groups, *GROUPS, "Options"):
+            if title in sections:
+                with formatter.section(title):
+                    formatter.write_dl(sections[title])
 
 
 @contextlib.contextmanager

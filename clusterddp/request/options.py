@@ -38,7 +38,7 @@ START = "How the tasks start"
 INTERRUPTED = "When it is interrupted"
 CODE = "What runs"
 KEPT = "Where it is kept"
-TRAINED = "What the tasks train (without a COMMAND)"
+TRAINED = "What the tasks train"
 GROUPS = (ASKED, START, INTERRUPTED, CODE, KEPT, TRAINED)
 """Sections of --help, in their order."""
 
