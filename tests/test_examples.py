@@ -35,7 +35,7 @@ def typed(folder: Path, line: str, **more: str) -> str:
         words[:1] = [sys.executable, "-m", "clusterddp"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        words, cwd=folder, env={**os.environ, "PATH": path, **more}, timeout=120,
+        words, cwd=folder, env={**os.environ, "PATH": path, **more}, timeout=280,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
