@@ -225,8 +225,8 @@ def attempts(run: RunDir) -> list[Attempt]:
 
 def latest(run: RunDir) -> Attempt | None:
     """Return the attempt that began last, or None before the first."""
-    found = attempts(run)
-    return found[-1] if found else None
+    known = attempts(run)
+    return known[-1] if known else None
 
 
 def begin(run: RunDir) -> Attempt:
@@ -331,7 +331,7 @@ def summaries(run: RunDir) -> list[AttemptSummary]:
         if isinstance(event, events.Ended)
     }
     met = [(one, record) for one in attempts(run) if (record := one.read_record())]
-    found = []
+    made = []
     for index, (attempt, record) in enumerate(met):
         after = met[index + 1][1] if index + 1 < len(met) else None
         began = record.began or 0.0
@@ -353,8 +353,8 @@ def summaries(run: RunDir) -> list[AttemptSummary]:
             summary = replace(
                 summary, steps_done_twice=reached - resumed_step, seconds_lost=round(lost, 3)
             )
-        found.append(summary)
-    return found
+        made.append(summary)
+    return made
 
 
 def last_step(attempt: Attempt) -> int:

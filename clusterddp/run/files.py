@@ -60,8 +60,8 @@ def read_json(path: Path) -> dict[str, object] | None:
 
 def number(value: object) -> float | None:
     """Take a finite number; None for anything else."""
-    found = _finite(value)
-    return found if isinstance(found, float) else None
+    finite = _finite(value)
+    return finite if isinstance(finite, float) else None
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, object]]:

@@ -45,13 +45,13 @@ def newest_checkpoint(run: RunDir) -> tuple[int, float] | None:
     """Find step and time of the checkpoint with the highest step; not verified, so cheap."""
     try:
         with os.scandir(run.checkpoints) as entries:
-            found = [
+            by_step = [
                 (int(name[1]), entry)
                 for entry in entries
                 if (name := _CHECKPOINT.fullmatch(entry.name))
                 and entry.is_file(follow_symlinks=False)
             ]
-        step, newest = max(found, key=lambda one: one[0])
+        step, newest = max(by_step, key=lambda each: each[0])
         return step, newest.stat().st_mtime
     except (OSError, ValueError):
         return None

@@ -130,19 +130,19 @@ def starts_since_submission(run: RunDir) -> list[Start]:
     return starts_of(run, events.read(run.events))
 
 
-def starts_of(run: RunDir, told: Sequence[Event]) -> list[Start]:
+def starts_of(run: RunDir, history: Sequence[Event]) -> list[Start]:
     """Return the attempts since a person last submitted the run, from its events."""
     return [
         Start(number, cause, gained(Attempt(run, number)))
-        for number, cause in causes_of(told).items()
+        for number, cause in causes_of(history).items()
     ]
 
 
-def causes_of(told: Sequence[Event]) -> dict[int, str]:
+def causes_of(history: Sequence[Event]) -> dict[int, str]:
     """Each attempt since a person last submitted the run, with how it ended (see `Start.cause`)."""
     causes: dict[int, str] = {}
     jobs: dict[int, str] = {}
-    for event in told:
+    for event in history:
         number, job_id = event.attempt, event.job_id
         if _is_a_persons(event):
             # A job can start before the submitting side has written its own line.
@@ -154,39 +154,39 @@ def causes_of(told: Sequence[Event]) -> dict[int, str]:
     return causes
 
 
-def done_by(told: Sequence[Event], job_id: str) -> bool:
+def done_by(history: Sequence[Event], job_id: str) -> bool:
     """Return whether a start of this job has finished the run since a person last submitted it."""
-    causes = causes_of(told)
+    causes = causes_of(history)
     return any(
         isinstance(event, Ended)
         and causes.get(event.attempt or 0) == DONE
         and event.job_id == job_id
-        for event in told
+        for event in history
     )
 
 
-def withdrawn(told: Sequence[Event], job_id: str) -> str:
+def withdrawn(history: Sequence[Event], job_id: str) -> str:
     """CANCELLED or STOPPED where a person has asked that this job start nothing more, else empty.
 
     A stop that was asked for since the run last started counts for the jobs that the run knows
     of, as it can come while one of them waits to start again; a job that a person has submitted
     since, or gives to sbatch by hand, is another matter.
     """
-    found, known = "", False
-    for event in told:
-        own = event.job_id == job_id
-        known = known or own
-        if _is_a_persons(event) or (isinstance(event, Started) and found == STOPPED):
-            found = ""
+    withdrawal, known = "", False
+    for event in history:
+        of_job = event.job_id == job_id
+        known = known or of_job
+        if _is_a_persons(event) or (isinstance(event, Started) and withdrawal == STOPPED):
+            withdrawal = ""
         elif isinstance(event, StopAsked):
-            found = found or STOPPED
-        elif isinstance(event, StopFailed) and found == STOPPED:
-            found = ""
-        elif isinstance(event, CancelAsked) and own:
-            found = CANCELLED
-        elif isinstance(event, CancelFailed) and own and found == CANCELLED:
-            found = ""
-    return found if known else ""
+            withdrawal = withdrawal or STOPPED
+        elif isinstance(event, StopFailed) and withdrawal == STOPPED:
+            withdrawal = ""
+        elif isinstance(event, CancelAsked) and of_job:
+            withdrawal = CANCELLED
+        elif isinstance(event, CancelFailed) and of_job and withdrawal == CANCELLED:
+            withdrawal = ""
+    return withdrawal if known else ""
 
 
 def _is_a_persons(event: Event) -> bool:

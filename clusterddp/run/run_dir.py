@@ -211,17 +211,17 @@ def find_runs(output_root: Path) -> list[RunDir]:
     """List the runs below an output root that this user can read, the latest last."""
     if not output_root.is_dir():
         return []
-    found = [
+    runs = [
         RunDir(path)
         for path in output_root.iterdir()
         if not path.name.startswith(".") and os.access(path / "spec.json", os.R_OK)
     ]
-    return sorted(found, key=lambda run: (run.spec.stat().st_mtime, run.name))
+    return sorted(runs, key=lambda run: (run.spec.stat().st_mtime, run.name))
 
 
 def run_folders(run: RunDir) -> list[Path]:
     """List what lies in a person's tree and is no code: runs, or the folder of runs alone."""
-    return [run.path.parent, *(one.path for one in find_runs(run.path.parent))]
+    return [run.path.parent, *(each.path for each in find_runs(run.path.parent))]
 
 
 def _undo(made: Path | None, parents: list[Path]) -> None:

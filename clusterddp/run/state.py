@@ -143,7 +143,7 @@ class Submission:
         return self.launcher == "local"
 
 
-def latest_submission(told: Sequence[Event]) -> Submission | None:
+def latest_submission(history: Sequence[Event]) -> Submission | None:
     """Find the latest submission in a run's events; None when nothing was submitted.
 
     Of a run that was resumed in another job it is that job, with the time at which a person
@@ -152,25 +152,25 @@ def latest_submission(told: Sequence[Event]) -> Submission | None:
     job_id = launcher = ""
     position = -1
     persons: float | None = None
-    for index, event in enumerate(told):
-        own = ("", job_id)
+    for index, event in enumerate(history):
+        known = ("", job_id)
         if isinstance(event, Submitted) and event.job_id:
             job_id, launcher, position = event.job_id, event.launcher or "sbatch", index
             if not event.in_place_of:
                 persons = event.time
-        elif isinstance(event, Started) and launcher != "local" and event.job_id not in own:
+        elif isinstance(event, Started) and launcher != "local" and event.job_id not in known:
             job_id, launcher, position, persons = event.job_id, "sbatch", index, None
     if not job_id:
         return None
     submission = Submission(job_id, launcher)
-    for index, event in enumerate(told):
+    for index, event in enumerate(history):
         # A job can start before the submitting side has written its own line, so its id decides;
         # the tasks of a local run may know it by another number, so there the order does.
         if event.job_id == job_id or (launcher == "local" and index > position):
             submission = _after(submission, event)
     if persons is not None:
         submission = replace(submission, submitted=persons)
-    causes = restart_policy.causes_of(told)
+    causes = restart_policy.causes_of(history)
     if not causes:
         return replace(submission, restarts=submission.restart)
     return replace(
@@ -188,9 +188,9 @@ def jobs_to_ask(submissions: Sequence[Submission | None]) -> list[str]:
     that somebody else asked for.
     """
     return [
-        one.job_id
-        for one in submissions
-        if one and not one.is_local and not (one.ended is not None and _settled(one))
+        each.job_id
+        for each in submissions
+        if each and not each.is_local and not (each.ended is not None and _settled(each))
     ]
 
 
@@ -317,8 +317,8 @@ def _judge(
         state = RUNNING if submission.started else QUEUED
         return state, ", ".join(filter(None, (_other(job), _asked(submission))))
     if not job.state.is_final:
-        seen = "" if job.state is State.RUNNING else job.state.value
-        return RUNNING, ", ".join(filter(None, (seen, _asked(submission))))
+        shown = "" if job.state is State.RUNNING else job.state.value
+        return RUNNING, ", ".join(filter(None, (shown, _asked(submission))))
     if job.state is State.DONE:
         return DONE, "Slurm says COMPLETED; the run itself recorded no end"
     if job.state is State.CANCELLED:
@@ -352,8 +352,8 @@ def _judge_ended(
     if not cause:
         return _judge_code(submission.exit_code, job)
     if cause == restart_policy.FAILED:
-        told = "" if submission.why == restart_policy.NO_RESTART else f"; {submission.why}"
-        return FAILED, f"exit code {submission.exit_code}{told}{held}"
+        why = "" if submission.why == restart_policy.NO_RESTART else f"; {submission.why}"
+        return FAILED, f"exit code {submission.exit_code}{why}{held}"
     if cause == restart_policy.STOPPED:
         return STOPPED, f"by 'clusterddp stop'{_at(submission)}"
     how = submission.how or cause
