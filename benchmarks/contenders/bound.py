@@ -17,10 +17,9 @@ from clusterddp.data.loader import Images
 from clusterddp.models import registry
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import optimizer
-from clusterddp.training.cuda_graph import GraphedStep
 from clusterddp.training.device import keep_freed
 from clusterddp.training.metrics import Tally
-from clusterddp.training.step import Step
+from clusterddp.training.step import GraphedStep, Step
 
 
 def main(*, exchange: bool = False) -> None:

@@ -28,9 +28,8 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import device as devices
 from clusterddp.training import optimizer, step, sync_batchnorm
 from clusterddp.training.augment import AUGMENTATIONS
-from clusterddp.training.cuda_graph import GraphedStep
 from clusterddp.training.metrics import Tally, Waiting
-from clusterddp.training.step import Compiled, Step
+from clusterddp.training.step import Compiled, GraphedStep, Step
 
 
 class Learner:
