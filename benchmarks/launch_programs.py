@@ -7,7 +7,7 @@ epoch) to the file FIRST_STEP names; rank 0's counts.
 import os
 from pathlib import Path
 
-from clusterddp.data import idx
+from clusterddp.data import mnist
 
 STEPS, BATCH = 5, 64
 _TRAIN_IMAGES, _TEST_IMAGES = 60_000, 64
@@ -167,11 +167,11 @@ def write(folder: Path) -> None:
         ("accelerate_", ACCELERATE),
     ):
         (folder / f"{name}.py").write_text(text)
-    raw = folder / "data" / "synthetic" / idx.RAW
+    raw = folder / "data" / "synthetic" / mnist.RAW
     raw.mkdir(parents=True)
     for (images, labels), count in (
-        (idx.TRAIN_FILES, _TRAIN_IMAGES),
-        (idx.TEST_FILES, _TEST_IMAGES),
+        (mnist.TRAIN_FILES, _TRAIN_IMAGES),
+        (mnist.TEST_FILES, _TEST_IMAGES),
     ):
-        (raw / images).write_bytes(idx.image_header(count) + os.urandom(count * idx.SIDE**2))
-        (raw / labels).write_bytes(idx.label_header(count) + bytes(i % 10 for i in range(count)))
+        (raw / images).write_bytes(mnist.image_header(count) + os.urandom(count * mnist.SIDE**2))
+        (raw / labels).write_bytes(mnist.label_header(count) + bytes(i % 10 for i in range(count)))

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import IO
 
 from clusterddp import log
-from clusterddp.data import idx
+from clusterddp.data import mnist
 from clusterddp.data.mnist import (
     DRAFT_PREFIX,
     PUBLISHED,
@@ -47,12 +47,12 @@ def fetch(data_dir: str) -> DatasetInfo:
     """
     root = folder("mnist", data_dir)
     if not missing_files(root):
-        log.info(f"{root / idx.RAW} holds the set already; checking it")
+        log.info(f"{root / mnist.RAW} holds the set already; checking it")
         return check("mnist", data_dir, checksums=True)
     with draft_beside(root) as draft:
-        log.info(f"fetching MNIST into {root / idx.RAW}")
+        log.info(f"fetching MNIST into {root / mnist.RAW}")
         _download(draft, data_dir)
-        for archive in (draft / idx.RAW).glob("*.gz"):
+        for archive in (draft / mnist.RAW).glob("*.gz"):
             archive.unlink()
         try:
             check_at("mnist", draft, checksums=True)
@@ -61,7 +61,7 @@ def fetch(data_dir: str) -> DatasetInfo:
                 f"what the mirrors sent is not MNIST: {fault} Try again, or:\n"
                 f"{ways('mnist', data_dir, may_fetch=False)}"
             ) from None
-        idx.write_sums(draft / idx.RAW, "MNIST as published")
+        mnist.write_sums(draft / mnist.RAW, "MNIST as published")
         put_into_place(draft, root)
     return check("mnist", data_dir, checksums=True)
 
@@ -106,20 +106,20 @@ def import_from(source: Path, data_dir: str) -> DatasetInfo:
     """
     root = folder("mnist", data_dir)
     with draft_beside(root) as draft:
-        raw = draft / idx.RAW
+        raw = draft / mnist.RAW
         try:
             with _offered(source) as offers:
                 for name, offer in _choose(offers).items():
                     log.info(f"reading {offer.path}")
                     _copy(offer, raw / name)
-            idx.inspect(raw)
-            idx.check_labels(raw)
+            mnist.inspect(raw)
+            mnist.check_labels(raw)
         except DataError as fault:
             raise DataError(f"nothing was imported from {source}: {fault}") from None
-        published = all(idx.digest(raw / name) == PUBLISHED[name] for name in idx.FILES)
+        published = all(mnist.digest(raw / name) == PUBLISHED[name] for name in mnist.FILES)
         if not published:
             log.info("this is not MNIST as published; its own digests are recorded beside it")
-        idx.write_sums(raw, "MNIST as published" if published else "imported from elsewhere")
+        mnist.write_sums(raw, "MNIST as published" if published else "imported from elsewhere")
         put_into_place(draft, root)
     return check("mnist", data_dir, checksums=True)
 
@@ -141,7 +141,7 @@ def _offered(source: Path) -> Iterator[list[_Offer]]:
             folders[:] = sorted(name for name in folders if not name.startswith(DRAFT_PREFIX))
             for path in (Path(place, name) for name in sorted(names)):
                 # os.path's isfile answers where Path's raises; it keeps a pipe from blocking us.
-                if idx.standard_name(path.name) and os.path.isfile(path):  # noqa: PTH113
+                if mnist.standard_name(path.name) and os.path.isfile(path):  # noqa: PTH113
                     offers.append(_Offer(path, _opener(path)))
         yield offers
         return
@@ -158,7 +158,7 @@ def _offered(source: Path) -> Iterator[list[_Offer]]:
         yield [
             _Offer(PurePosixPath(member.name), _member_opener(archive, member))
             for member in members
-            if member.isreg() and idx.standard_name(PurePosixPath(member.name).name)
+            if member.isreg() and mnist.standard_name(PurePosixPath(member.name).name)
         ]
 
 
@@ -187,18 +187,18 @@ def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
     folders: dict[PurePath, dict[str, _Offer]] = {}
     spread: dict[str, list[_Offer]] = {}
     for offer in sorted(offers, key=lambda offer: offer.path.suffix != ".gz"):
-        name = str(idx.standard_name(offer.path.name))
+        name = str(mnist.standard_name(offer.path.name))
         folders.setdefault(offer.path.parent, {})[name] = offer  # the plain one comes last
     for offered in folders.values():
         for name, offer in offered.items():
             spread.setdefault(name, []).append(offer)
-    complete = {place: each for place, each in folders.items() if len(each) == len(idx.FILES)}
+    complete = {place: each for place, each in folders.items() if len(each) == len(mnist.FILES)}
     if len(complete) > 1:
         places = ", ".join(sorted(str(place) for place in complete))
         raise DataError(f"it holds several sets, in {places}. Give the folder of one of them.")
     if complete:
         return next(iter(complete.values()))
-    missing = [name for name in idx.FILES if name not in spread]
+    missing = [name for name in mnist.FILES if name not in spread]
     if missing:
         raise DataError(
             f"no {', no '.join(missing)} in it (nor with .gz or .idx in the name). "
@@ -208,7 +208,7 @@ def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
         if len(same) > 1:
             places = ", ".join(sorted(str(offer.path) for offer in same))
             raise DataError(f"{name} is in it more than once: {places}. Keep one of them.")
-    return {name: spread[name][0] for name in idx.FILES}
+    return {name: spread[name][0] for name in mnist.FILES}
 
 
 def _copy(offer: _Offer, target: Path) -> None:

@@ -1,31 +1,189 @@
-"""Locates and checks a dataset of MNIST's form, and moves a new one into place whole.
+"""Locates, checks and reads a dataset of MNIST's form, and moves a new one into place whole.
 
-Checking is plain Python: it takes milliseconds on a login node, without torch. `download` and
-`synthetic` make a set in a draft folder beside its place. It is checked there and then renamed, so
-that an interrupted or concurrent writer never leaves half a set.
+A set is four IDX files. Checking is plain Python: it takes milliseconds on a login node, without
+torch or numpy. `download` and `synthetic` make a set in a draft folder beside its place. It is
+checked there and then renamed, so that an interrupted or concurrent writer never leaves half a set.
+The format: http://yann.lecun.com/exdb/mnist/, "FILE FORMATS FOR THE MNIST DATABASE".
 """
 
+import hashlib
 import os
+import re
 import shlex
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from clusterddp.data import idx
 from clusterddp.errors import DataError
+
+RAW = Path("MNIST", "raw")
+"""Folder of the files below the root of torchvision's MNIST class."""
+TRAIN_IMAGES = "train-images-idx3-ubyte"
+TRAIN_LABELS = "train-labels-idx1-ubyte"
+TEST_IMAGES = "t10k-images-idx3-ubyte"
+TEST_LABELS = "t10k-labels-idx1-ubyte"
+TRAIN_FILES = (TRAIN_IMAGES, TRAIN_LABELS)
+TEST_FILES = (TEST_IMAGES, TEST_LABELS)
+FILES = (*TRAIN_FILES, *TEST_FILES)
+SUMS = "SHA256SUMS"
+"""Digests of a set that clusterddp put into place, in the form of sha256sum(1)."""
+
+SIDE = 28
+"""Height and width of an image, pixels."""
+CLASSES = 10
+
+_IMAGES_MAGIC = 0x00000803  # unsigned bytes in three dimensions
+_LABELS_MAGIC = 0x00000801  # unsigned bytes in one dimension
+_GZIP_MAGIC = b"\x1f\x8b"
+_KNOWN_FORMS = re.compile(r"(train|t10k)-(images[-.]idx3|labels[-.]idx1)-ubyte(\.gz)?")
+_SUM_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+
+class Counts(NamedTuple):
+    """Sizes of a complete set."""
+
+    train_images: int
+    test_images: int
+    bytes: int
+
+
+def image_header(count: int) -> bytes:
+    return struct.pack(">4I", _IMAGES_MAGIC, count, SIDE, SIDE)
+
+
+def label_header(count: int) -> bytes:
+    return struct.pack(">2I", _LABELS_MAGIC, count)
+
+
+def standard_name(name: str) -> str | None:
+    """Map the name of a plain, gzipped or `images.idx3` file to the one in FILES, or None."""
+    if not _KNOWN_FORMS.fullmatch(name):
+        return None
+    return name.removesuffix(".gz").replace(".idx", "-idx")
+
+
+def inspect(raw: Path) -> Counts:
+    """Check each file's header against its size, and the files against each other.
+
+    Reads 16 bytes of each file. Raises DataError for a fault and OSError for an unreadable file.
+    """
+    counts = {name: _count_in(raw / name) for name in FILES}
+    for images, labels in ((TRAIN_IMAGES, TRAIN_LABELS), (TEST_IMAGES, TEST_LABELS)):
+        if counts[images] != counts[labels]:
+            raise DataError(
+                f"{images} holds {counts[images]:,} images, but {labels} {counts[labels]:,} "
+                "labels; they do not belong together."
+            )
+    size = sum((raw / name).stat().st_size for name in FILES)
+    return Counts(counts[TRAIN_IMAGES], counts[TEST_IMAGES], size)
+
+
+def _count_in(path: Path) -> int:
+    """Count the images or labels in one file, once its header and its size agree."""
+    images = "images" in path.name
+    magic, length = (_IMAGES_MAGIC, 16) if images else (_LABELS_MAGIC, 8)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(length)
+    if header.startswith(_GZIP_MAGIC):
+        raise DataError(f"{path.name} is still compressed: it starts as a gzip file does.")
+    if len(header) < length:
+        raise DataError(
+            f"{path.name} is truncated: {size} bytes, and its header alone has {length}."
+        )
+    first, count, *shape = struct.unpack(f">{length // 4}I", header)
+    if first != magic:
+        raise DataError(
+            f"{path.name} starts with {first:#010x}, but an IDX file of "
+            f"{'images' if images else 'labels'} with {magic:#010x}; it is some other file."
+        )
+    if images and shape != [SIDE, SIDE]:
+        raise DataError(
+            f"{path.name} holds images of {shape[0]}x{shape[1]} pixels; "
+            f"the models take {SIDE}x{SIDE}."
+        )
+    if count == 0:
+        raise DataError(
+            f"{path.name} is empty: its header says 0 {'images' if images else 'labels'}."
+        )
+    expected: int = length + count * (SIDE * SIDE if images else 1)
+    if size != expected:
+        raise DataError(
+            f"{path.name} is {'truncated' if size < expected else 'too long'}: {size:,} bytes, "
+            f"but its header, which says {count:,} {'images' if images else 'labels'}, "
+            f"makes it {expected:,}."
+        )
+    return int(count)
+
+
+def content(path: Path) -> bytearray:
+    """Read all images or labels of a file that `inspect` has passed, a byte a pixel or label."""
+    with path.open("rb") as file:
+        file.seek(16 if "images" in path.name else 8)
+        data = bytearray(path.stat().st_size - file.tell())
+        file.readinto(data)
+    return data
+
+
+def check_labels(raw: Path) -> None:
+    """Raise DataError unless every label of files that `inspect` has passed is a digit."""
+    for name in (TRAIN_LABELS, TEST_LABELS):
+        labels = (raw / name).read_bytes()[8:]
+        if max(labels) >= CLASSES:
+            index = next(i for i, label in enumerate(labels) if label >= CLASSES)
+            raise DataError(
+                f"{name} has the label {labels[index]} at image {index}; "
+                f"labels are 0 to {CLASSES - 1}."
+            )
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hex."""
+    sha256 = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            sha256.update(block)
+    return sha256.hexdigest()
+
+
+def read_sums(raw: Path) -> dict[str, str]:
+    """Return the recorded digests by file name; empty without a record."""
+    try:
+        lines = (raw / SUMS).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    matches = (_SUM_LINE.fullmatch(line.strip()) for line in lines)
+    return {match[2]: match[1] for match in matches if match and match[2] in FILES}
+
+
+def write_sums(raw: Path, comment: str) -> None:
+    """Record the digests of the four files, below a comment that names their origin."""
+    lines = [f"# {comment}", *(f"{digest(raw / name)}  {name}" for name in FILES)]
+    (raw / SUMS).write_text("\n".join(lines) + "\n")
+
+
+def read_comment(raw: Path) -> str:
+    """Return the comment that `write_sums` left, or an empty one."""
+    try:
+        first, _, _ = (raw / SUMS).read_text(errors="replace").partition("\n")
+    except FileNotFoundError:
+        return ""
+    return first.removeprefix("# ") if first.startswith("# ") else ""
+
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PUBLISHED = {
-    idx.TRAIN_IMAGES: "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    idx.TRAIN_LABELS: "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-    idx.TEST_IMAGES: "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    idx.TEST_LABELS: "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    TRAIN_IMAGES: "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    TRAIN_LABELS: "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    TEST_IMAGES: "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    TEST_LABELS: "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 """SHA-256 of the four files of MNIST as LeCun, Cortes and Burges published them, uncompressed."""
 
@@ -52,7 +210,7 @@ class DatasetInfo:
     def describe(self) -> str:
         """Name, place and size in one line."""
         return (
-            f"{self.name} at {self.root / idx.RAW}, {self.train_images:,} training and "
+            f"{self.name} at {self.root / RAW}, {self.train_images:,} training and "
             f"{self.test_images:,} test images"
         )
 
@@ -72,7 +230,7 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
     """
     root = folder(dataset, data_dir)
     missing = missing_files(root)
-    if len(missing) == len(idx.FILES) or (missing and under_other_names(root)):
+    if len(missing) == len(FILES) or (missing and under_other_names(root)):
         raise DataError(_absence(dataset, data_dir))
     try:
         if missing:
@@ -80,11 +238,11 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
         return check_at(dataset, root, checksums=checksums)
     except DataError as fault:
         raise DataError(
-            f"the {dataset} dataset at {root / idx.RAW} is damaged: {fault}\n"
+            f"the {dataset} dataset at {root / RAW} is damaged: {fault}\n"
             f"Move that folder away, then get the set again:\n{ways(dataset, data_dir)}"
         ) from None
     except OSError as error:
-        raise unreadable(root / idx.RAW, error) from None
+        raise unreadable(root / RAW, error) from None
 
 
 def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
@@ -92,21 +250,21 @@ def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
 
     Raises DataError for a damaged file and OSError for an unreadable one.
     """
-    raw = root / idx.RAW
-    counts = idx.inspect(raw)
+    raw = root / RAW
+    counts = inspect(raw)
     published = False
     if checksums:
-        idx.check_labels(raw)
-        recorded = idx.read_sums(raw)
+        check_labels(raw)
+        recorded = read_sums(raw)
         expected = {**(PUBLISHED if dataset == "mnist" else {}), **recorded}
-        for name in idx.FILES:
-            digest = idx.digest(raw / name)
+        for name in FILES:
+            actual = digest(raw / name)
             if name not in expected:
-                raise DataError(f"{idx.SUMS} has no digest of {name}, so it cannot be verified.")
-            if digest != expected[name]:
-                source = f"{idx.SUMS} records" if name in recorded else "MNIST was published with"
+                raise DataError(f"{SUMS} has no digest of {name}, so it cannot be verified.")
+            if actual != expected[name]:
+                source = f"{SUMS} records" if name in recorded else "MNIST was published with"
                 raise DataError(
-                    f"{name} has the SHA-256 digest {digest}, but {source} {expected[name]}; "
+                    f"{name} has the SHA-256 digest {actual}, but {source} {expected[name]}; "
                     "its content was changed or is another dataset's."
                 )
         published = expected == PUBLISHED
@@ -118,11 +276,9 @@ def fingerprint(dataset: str, data_dir: str) -> str:
 
     Raises DataError when a file cannot be read.
     """
-    import hashlib
-
-    raw = folder(dataset, data_dir) / idx.RAW
+    raw = folder(dataset, data_dir) / RAW
     try:
-        digests = [idx.digest(raw / name) for name in idx.FILES]
+        digests = [digest(raw / name) for name in FILES]
     except OSError as error:
         raise unreadable(raw, error) from None
     return hashlib.sha256("".join(digests).encode()).hexdigest()
@@ -132,7 +288,7 @@ def rendered_by(dataset: str, data_dir: str) -> str:
     """Name the generator of the synthetic set in place, for a message about other digits."""
     if dataset != "synthetic":
         return ""
-    origin = idx.read_comment(folder(dataset, data_dir) / idx.RAW) or "a set of unknown origin"
+    origin = read_comment(folder(dataset, data_dir) / RAW) or "a set of unknown origin"
     return (
         f" The folder holds {origin}; clusterddp 0.1.1 and earlier rendered other digits, without "
         "a generator's number."
@@ -147,13 +303,13 @@ def load(dataset: str, data_dir: str, *, train: bool) -> tuple["Tensor", "Tensor
     """
     import torch
 
-    raw = check(dataset, data_dir, checksums=False).root / idx.RAW
-    images, labels = idx.TRAIN_FILES if train else idx.TEST_FILES
+    raw = check(dataset, data_dir, checksums=False).root / RAW
+    images, labels = TRAIN_FILES if train else TEST_FILES
     try:
-        pixels, digits = idx.content(raw / images), idx.content(raw / labels)
+        pixels, digits = content(raw / images), content(raw / labels)
     except OSError as error:
         raise unreadable(raw, error) from None
-    shape = (-1, idx.SIDE, idx.SIDE)
+    shape = (-1, SIDE, SIDE)
     return (
         torch.frombuffer(pixels, dtype=torch.uint8).view(shape),
         torch.frombuffer(digits, dtype=torch.uint8).long(),
@@ -171,7 +327,7 @@ def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
         # torchvision.datasets.MNIST prefers what torchvision before 0.9 cached there.
         raise DataError(
             f"{legacy} holds a cache of an old torchvision, which would be read in place of the "
-            f"checked files in {root / idx.RAW}. Move that folder away."
+            f"checked files in {root / RAW}. Move that folder away."
         )
     try:
         from torchvision import datasets, transforms
@@ -207,24 +363,24 @@ def ways(dataset: str, data_dir: str, *, may_fetch: bool = True) -> str:
 def missing_files(root: Path) -> list[str]:
     """Names of the missing ones of the four files; raises DataError for an unreadable folder."""
     missing = []
-    for name in idx.FILES:
+    for name in FILES:
         try:
-            (root / idx.RAW / name).stat()
+            (root / RAW / name).stat()
         except (FileNotFoundError, NotADirectoryError):
             missing.append(name)
         except OSError as error:
-            raise unreadable(root / idx.RAW, error) from None
+            raise unreadable(root / RAW, error) from None
     return missing
 
 
 def under_other_names(root: Path) -> Path | None:
     """Find a folder near by that holds all four files in a form that `data import` takes."""
-    for place in (root / idx.RAW, root / "MNIST", root):
+    for place in (root / RAW, root / "MNIST", root):
         try:
-            names = {idx.standard_name(path.name) for path in place.iterdir()}
+            names = {standard_name(path.name) for path in place.iterdir()}
         except OSError:
             continue
-        if names >= set(idx.FILES):
+        if names >= set(FILES):
             return place
     return None
 
@@ -235,12 +391,12 @@ def _absence(dataset: str, data_dir: str) -> str:
     if packed and dataset == "mnist":
         return (
             f"the mnist dataset is not unpacked: {packed} holds its files compressed, renamed or "
-            f"not in {idx.RAW}. Unpack them into place:\n"
+            f"not in {RAW}. Unpack them into place:\n"
             f"  clusterddp data import {shlex.quote(str(packed))} "
             f"--data-dir {shlex.quote(data_dir)}"
         )
     return (
-        f"the {dataset} dataset is missing: {root / idx.RAW} does not hold {idx.TRAIN_IMAGES} and "
+        f"the {dataset} dataset is missing: {root / RAW} does not hold {TRAIN_IMAGES} and "
         f"its three companions. Get it before the job queues:\n{ways(dataset, data_dir)}"
     )
 
@@ -264,7 +420,7 @@ def draft_beside(root: Path) -> Iterator[Path]:
     draft = None
     try:
         draft = _make_draft(home)
-        (draft / idx.RAW).mkdir(parents=True)
+        (draft / RAW).mkdir(parents=True)
         yield draft
     except OSError as error:
         raise DataError(
@@ -296,7 +452,7 @@ def put_into_place(draft: Path, root: Path) -> None:
 
     Raises DataError when the files in place differ from the draft's: nothing is overwritten.
     """
-    source, target = draft / idx.RAW, root / idx.RAW
+    source, target = draft / RAW, root / RAW
     for path in source.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -307,15 +463,15 @@ def put_into_place(draft: Path, root: Path) -> None:
         if not target.is_dir():
             raise
     # The folder is there: another process was faster, or it holds archives or a part of the set.
-    recorded = idx.read_sums(target)
-    for name in idx.FILES:
-        new = idx.digest(source / name)
-        old = idx.digest(target / name) if (target / name).exists() else new
+    recorded = read_sums(target)
+    for name in FILES:
+        new = digest(source / name)
+        old = digest(target / name) if (target / name).exists() else new
         if old != new or recorded.get(name, new) != new:
             raise DataError(
                 f"{target} holds another dataset already, or a damaged one: {name} there differs. "
                 "Nothing was changed. Move that folder away, or choose another --data-dir."
             )
-    for name in (*idx.FILES, idx.SUMS):
+    for name in (*FILES, SUMS):
         if not (target / name).exists():
             (source / name).replace(target / name)

@@ -1,18 +1,17 @@
 """Prepares a dataset: checks it, and fetches or renders it where it is missing."""
 
-from clusterddp.data import idx
-from clusterddp.data.mnist import DatasetInfo, check, folder, missing_files, under_other_names
+from clusterddp.data import mnist
 
 
-def ensure(dataset: str, data_dir: str, *, may_fetch: bool) -> DatasetInfo:
+def ensure(dataset: str, data_dir: str, *, may_fetch: bool) -> mnist.DatasetInfo:
     """Check the dataset, and get it first where it is missing.
 
     A synthetic set is rendered; MNIST is fetched if `may_fetch`. A damaged set is never replaced.
     Safe in several processes at once: each gets a whole set, the first in place stays.
     Raises DataError where no whole set results.
     """
-    root = folder(dataset, data_dir)
-    if len(missing_files(root)) == len(idx.FILES) and not under_other_names(root):
+    root = mnist.folder(dataset, data_dir)
+    if len(mnist.missing_files(root)) == len(mnist.FILES) and not mnist.under_other_names(root):
         if dataset == "synthetic":
             from clusterddp.data.synthetic import synthesise
 
@@ -21,4 +20,4 @@ def ensure(dataset: str, data_dir: str, *, may_fetch: bool) -> DatasetInfo:
             from clusterddp.data.download import fetch
 
             fetch(data_dir)
-    return check(dataset, data_dir, checksums=False)
+    return mnist.check(dataset, data_dir, checksums=False)

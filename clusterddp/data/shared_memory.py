@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.data import idx, mnist
+from clusterddp.data import mnist
 from clusterddp.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Held:
 
     memory: "mmap.mmap | bytearray"
     sizes: tuple[int, ...]
-    """Bytes of each file, in the order of idx.FILES."""
+    """Bytes of each file, in the order of mnist.FILES."""
     handle: int | None = None
     """Descriptor of the memory, where others can map it."""
 
@@ -41,8 +41,8 @@ class Held:
         import torch
 
         tensors = []
-        for name in idx.TRAIN_FILES if train else idx.TEST_FILES:
-            place = idx.FILES.index(name)
+        for name in mnist.TRAIN_FILES if train else mnist.TEST_FILES:
+            place = mnist.FILES.index(name)
             header = _HEADER_BYTES["images" in name]
             tensors.append(
                 torch.frombuffer(
@@ -53,7 +53,7 @@ class Held:
                 )
             )
         pixels, labels = tensors
-        return pixels.view(-1, idx.SIDE, idx.SIDE), labels.long()
+        return pixels.view(-1, mnist.SIDE, mnist.SIDE), labels.long()
 
     def digest(self) -> str:
         """Return what `mnist.fingerprint` does of the files."""
@@ -124,7 +124,7 @@ class Reading:
 
 def read(dataset: str, data_dir: str) -> Held:
     """Read the set in place. Raises DataError when it is missing, damaged or unreadable."""
-    raw = mnist.check(dataset, data_dir, checksums=False).root / idx.RAW
+    raw = mnist.check(dataset, data_dir, checksums=False).root / mnist.RAW
     try:
         return _read_to_share(raw) or _read(raw)
     except OSError as error:
@@ -156,7 +156,7 @@ def _read_to_share(raw: Path) -> Held | None:
     except (AttributeError, OSError):
         return None
     try:
-        sizes = tuple(_append(handle, raw / name) for name in idx.FILES)
+        sizes = tuple(_append(handle, raw / name) for name in mnist.FILES)
         everything = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, everything | fcntl.F_SEAL_SEAL)
         return Held(_mapped(handle, sum(sizes)), sizes, handle)
@@ -185,7 +185,7 @@ def _mapped(handle: int, size: int) -> mmap.mmap:
 
 def _read(raw: Path) -> Held:
     memory, sizes = bytearray(), []
-    for name in idx.FILES:
+    for name in mnist.FILES:
         content = (raw / name).read_bytes()
         memory += content
         sizes.append(len(content))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp import log
-from clusterddp.data import idx
+from clusterddp.data import mnist
 from clusterddp.data.mnist import (
     DatasetInfo,
     check,
@@ -57,25 +57,26 @@ def synthesise(
     root = folder("synthetic", data_dir)
     asked = f"{train_images} and {test_images}, seed {seed}, generator {GENERATOR}"
     recipe = f"clusterddp synthetic digits, {asked}"
-    if len(missing_files(root)) < len(idx.FILES):
+    if len(missing_files(root)) < len(mnist.FILES):
         return _as_asked(check("synthetic", data_dir, checksums=True), recipe)
     with draft_beside(root) as draft:
-        raw = draft / idx.RAW
-        log.info(f"rendering {train_images:,} and {test_images:,} digits into {root / idx.RAW}")
-        _write_split(raw / idx.TRAIN_IMAGES, raw / idx.TRAIN_LABELS, train_images, [seed, 0])
-        _write_split(raw / idx.TEST_IMAGES, raw / idx.TEST_LABELS, test_images, [seed, 1])
-        idx.write_sums(raw, recipe)
+        raw = draft / mnist.RAW
+        log.info(f"rendering {train_images:,} and {test_images:,} digits into {root / mnist.RAW}")
+        _write_split(raw / mnist.TRAIN_IMAGES, raw / mnist.TRAIN_LABELS, train_images, [seed, 0])
+        _write_split(raw / mnist.TEST_IMAGES, raw / mnist.TEST_LABELS, test_images, [seed, 1])
+        mnist.write_sums(raw, recipe)
         put_into_place(draft, root)
     return check("synthetic", data_dir, checksums=True)
 
 
 def _as_asked(info: DatasetInfo, recipe: str) -> DatasetInfo:
-    present = idx.read_comment(info.root / idx.RAW)
+    present = mnist.read_comment(info.root / mnist.RAW)
     if present != recipe:
         raise DataError(
-            f"{info.root / idx.RAW} holds another set already ({present or 'of unknown origin'}), "
-            f"asked for was: {recipe}. Nothing was changed; runs that were trained on it need it. "
-            "Move that folder away, or choose another --data-dir."
+            f"{info.root / mnist.RAW} holds another set already "
+            f"({present or 'of unknown origin'}), asked for was: {recipe}. Nothing was changed; "
+            "runs that were trained on it need it. Move that folder away, or choose another "
+            "--data-dir."
         )
     return info
 
@@ -89,8 +90,8 @@ def _write_split(images: Path, labels: Path, count: int, seed: list[int]) -> Non
     # (digit, row, column), with an empty border, onto which whatever is looked up outside falls.
     glyphs = np.pad(bits.transpose(1, 0, 2).astype(np.int32), ((0, 0), (1, 1), (1, 1)))
     with images.open("wb") as image_file, labels.open("wb") as label_file:
-        image_file.write(idx.image_header(count))
-        label_file.write(idx.label_header(count))
+        image_file.write(mnist.image_header(count))
+        label_file.write(mnist.label_header(count))
         for start in range(0, count, _CHUNK):
             digits, pixels = _render(glyphs, random, min(_CHUNK, count - start))
             image_file.write(pixels.tobytes())
@@ -111,7 +112,7 @@ def _render(
     step_x, step_y, slant = draw(56, 96), draw(72, 96), draw(-20, 20)
     shift_x, shift_y = draw(-256, 256), draw(-256, 256)
     _, height, width = glyphs.shape
-    places = np.arange(idx.SIDE, dtype=np.int32) - idx.SIDE // 2
+    places = np.arange(mnist.SIDE, dtype=np.int32) - mnist.SIDE // 2
     x, y = places[None, None, :], places[None, :, None]
     row = (step_y * y + shift_y + 128 * height) >> 8
     column = (step_x * x + slant * y + shift_x + 128 * width) >> 8

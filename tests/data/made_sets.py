@@ -6,14 +6,14 @@ import struct
 import tarfile
 from pathlib import Path
 
-from clusterddp.data import idx
+from clusterddp.data import mnist
 
 NOBODY = 65534
 """A user without rights."""
 
 
 def contents(raw: Path) -> dict[str, bytes]:
-    return {name: (raw / name).read_bytes() for name in idx.FILES}
+    return {name: (raw / name).read_bytes() for name in mnist.FILES}
 
 
 def gzipped(raw: Path, place: Path) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.data import download, idx, mnist
+from clusterddp.data import download, mnist
 from clusterddp.data.download import fetch, import_from
 from clusterddp.data.mnist import PUBLISHED
 from clusterddp.data.prepare import ensure
@@ -33,10 +33,10 @@ def mirror(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     from torchvision.datasets import MNIST
 
     place = gzipped(raw, tmp_path / "mirror")
-    files = [f"{name}.gz" for name in idx.FILES]
+    files = [f"{name}.gz" for name in mnist.FILES]
     sums = [hashlib.md5((place / file).read_bytes()).hexdigest() for file in files]
     monkeypatch.setattr(MNIST, "resources", list(zip(files, sums, strict=True)))
-    published = {name: idx.digest(raw / name) for name in idx.FILES}
+    published = {name: mnist.digest(raw / name) for name in mnist.FILES}
     monkeypatch.setattr(mnist, "PUBLISHED", published)
     monkeypatch.setenv("no_proxy", "*")
 
@@ -58,10 +58,10 @@ def test_fetch_puts_a_verified_set_into_place(tmp_path: Path, raw: Path, mirror:
     place = tmp_path / "fetched"
     info = fetch(str(place))
     assert (info.train_images, info.checksums_verified, info.published) == (30, True, True)
-    assert contents(place / idx.RAW) == contents(raw)
+    assert contents(place / mnist.RAW) == contents(raw)
     assert [path.name for path in (place / "MNIST").iterdir()] == ["raw"]
-    assert sorted(path.name for path in (place / idx.RAW).iterdir()) == sorted(
-        [*idx.FILES, idx.SUMS]
+    assert sorted(path.name for path in (place / mnist.RAW).iterdir()) == sorted(
+        [*mnist.FILES, mnist.SUMS]
     )
 
 
@@ -79,21 +79,21 @@ def test_fetch_leaves_a_whole_set_as_it_is(tmp_path: Path, mirror: Path) -> None
 def test_fetch_completes_what_torchvision_left_half_done(
     tmp_path: Path, raw: Path, mirror: Path
 ) -> None:
-    half = tmp_path / "half" / idx.RAW
+    half = tmp_path / "half" / mnist.RAW
     half.mkdir(parents=True)
-    shutil.copy(raw / idx.TRAIN_IMAGES, half)
+    shutil.copy(raw / mnist.TRAIN_IMAGES, half)
     (half / "notes.txt").write_text("mine")
     assert fetch(str(tmp_path / "half")).published
     assert (half / "notes.txt").read_text() == "mine"
 
 
 def test_fetch_does_not_overwrite_another_file(tmp_path: Path, mirror: Path) -> None:
-    half = tmp_path / "half" / idx.RAW
+    half = tmp_path / "half" / mnist.RAW
     half.mkdir(parents=True)
-    (half / idx.TEST_LABELS).write_bytes(b"mine")
+    (half / mnist.TEST_LABELS).write_bytes(b"mine")
     with pytest.raises(DataError, match="holds another dataset already"):
         fetch(str(tmp_path / "half"))
-    assert [path.name for path in half.iterdir()] == [idx.TEST_LABELS]
+    assert [path.name for path in half.iterdir()] == [mnist.TEST_LABELS]
 
 
 def test_a_failed_fetch_gives_the_reason_and_the_other_ways(tmp_path: Path, mirror: Path) -> None:
@@ -194,7 +194,7 @@ def test_import_takes_the_set_from(
     before = {path for path in tmp_path.parent.rglob("*") if tmp_path / "new" not in path.parents}
     info = import_from(source, str(tmp_path / "new"))
     assert (info.train_images, info.checksums_verified, info.published) == (30, True, False)
-    assert contents(tmp_path / "new" / idx.RAW) == contents(raw)
+    assert contents(tmp_path / "new" / mnist.RAW) == contents(raw)
     assert "not MNIST as published" in logged[-1]
     after = {path for path in tmp_path.parent.rglob("*") if tmp_path / "new" not in path.parents}
     assert after - before == {tmp_path / "new"}
@@ -216,11 +216,11 @@ def test_import_does_not_overwrite_another_set(raw: Path, tmp_path: Path) -> Non
     synthesise(str(tmp_path / "b"), train_images=30, test_images=10, seed=1)
     with pytest.raises(DataError, match="holds another dataset already"):
         import_from(tmp_path / "b", str(tmp_path / "new"))
-    assert contents(tmp_path / "new" / idx.RAW) == contents(raw)
+    assert contents(tmp_path / "new" / mnist.RAW) == contents(raw)
 
 
 def three_of_four(raw: Path, place: Path) -> Path:
-    (as_plain(raw, place) / "deep" / "er" / idx.TEST_IMAGES).unlink()
+    (as_plain(raw, place) / "deep" / "er" / mnist.TEST_IMAGES).unlink()
     return place
 
 
@@ -233,12 +233,12 @@ def two_sets(raw: Path, place: Path) -> Path:
 def one_file_twice(raw: Path, place: Path) -> Path:
     as_spread(raw, place)
     (place / "again").mkdir()
-    shutil.copy(raw / idx.TEST_LABELS, place / "again")
+    shutil.copy(raw / mnist.TEST_LABELS, place / "again")
     return place
 
 
 def torn_gzip(raw: Path, place: Path) -> Path:
-    file = gzipped(raw, place) / f"{idx.TRAIN_IMAGES}.gz"
+    file = gzipped(raw, place) / f"{mnist.TRAIN_IMAGES}.gz"
     file.write_bytes(file.read_bytes()[:-500])
     return place
 
@@ -255,13 +255,13 @@ def no_tar(raw: Path, place: Path) -> Path:
 
 
 def wrong_shape(raw: Path, place: Path) -> Path:
-    file = as_plain(raw, place) / "deep" / "er" / idx.TRAIN_IMAGES
+    file = as_plain(raw, place) / "deep" / "er" / mnist.TRAIN_IMAGES
     file.write_bytes(resized(b""))
     return place
 
 
 def wrong_label(raw: Path, place: Path) -> Path:
-    file = as_plain(raw, place) / "deep" / "er" / idx.TRAIN_LABELS
+    file = as_plain(raw, place) / "deep" / "er" / mnist.TRAIN_LABELS
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     return place
 
@@ -294,7 +294,7 @@ def test_an_archive_that_unpacks_without_end_is_stopped(
 ) -> None:
     monkeypatch.setattr(download, "_LARGEST_FILE_BYTES", 1 << 20)
     source = gzipped(raw, tmp_path / "source")
-    (source / f"{idx.TEST_LABELS}.gz").write_bytes(gzip.compress(bytes(5 << 20)))
+    (source / f"{mnist.TEST_LABELS}.gz").write_bytes(gzip.compress(bytes(5 << 20)))
     with pytest.raises(DataError, match="unpacks to over"):
         import_from(source, str(tmp_path / "new"))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.data import idx
+from clusterddp.data import mnist
 from clusterddp.data.download import import_from
 from clusterddp.data.mnist import PUBLISHED, check, folder, load, torchvision_set
 from clusterddp.data.prepare import ensure
@@ -60,58 +60,58 @@ def remove(raw: Path) -> None:
 
 
 def as_folder(raw: Path) -> None:
-    (raw / idx.TEST_LABELS).unlink()
-    (raw / idx.TEST_LABELS).mkdir()
+    (raw / mnist.TEST_LABELS).unlink()
+    (raw / mnist.TEST_LABELS).mkdir()
 
 
 def unlisted(raw: Path) -> None:
-    (raw / idx.SUMS).unlink()
+    (raw / mnist.SUMS).unlink()
 
 
 HEADER_FAULTS = {
     "missing": (remove, ["synthetic dataset is missing", "clusterddp data synthesise"]),
     "one missing": (
-        lambda raw: (raw / idx.TRAIN_LABELS).unlink(),
+        lambda raw: (raw / mnist.TRAIN_LABELS).unlink(),
         ["train-labels-idx1-ubyte missing", "Move that folder away"],
     ),
     "truncated": (
-        rewrite(idx.TRAIN_IMAGES, lambda content: content[:-100]),
+        rewrite(mnist.TRAIN_IMAGES, lambda content: content[:-100]),
         ["train-images-idx3-ubyte is truncated: 23,436 bytes", "30 images", "23,536"],
     ),
     "shorter than a header": (
-        rewrite(idx.TEST_IMAGES, lambda content: content[:7]),
+        rewrite(mnist.TEST_IMAGES, lambda content: content[:7]),
         ["t10k-images-idx3-ubyte is truncated: 7 bytes"],
     ),
     "longer": (
-        rewrite(idx.TEST_LABELS, lambda content: content + b"\0"),
+        rewrite(mnist.TEST_LABELS, lambda content: content + b"\0"),
         ["t10k-labels-idx1-ubyte is too long: 19 bytes", "10 labels", "18"],
     ),
     "bad magic": (
-        rewrite(idx.TEST_IMAGES, lambda content: b"\0\0\x0d\x03" + content[4:]),
+        rewrite(mnist.TEST_IMAGES, lambda content: b"\0\0\x0d\x03" + content[4:]),
         ["t10k-images-idx3-ubyte starts with 0x00000d03", "0x00000803"],
     ),
     "still gzipped": (
-        rewrite(idx.TEST_IMAGES, gzip.compress),
+        rewrite(mnist.TEST_IMAGES, gzip.compress),
         ["t10k-images-idx3-ubyte is still compressed"],
     ),
-    "32x32": (rewrite(idx.TRAIN_IMAGES, resized), ["32x32 pixels", "28x28"]),
+    "32x32": (rewrite(mnist.TRAIN_IMAGES, resized), ["32x32 pixels", "28x28"]),
     "no images": (
-        rewrite(idx.TRAIN_IMAGES, lambda _: idx.image_header(0)),
+        rewrite(mnist.TRAIN_IMAGES, lambda _: mnist.image_header(0)),
         ["train-images-idx3-ubyte is empty", "0 images"],
     ),
     "other count": (
-        rewrite(idx.TRAIN_LABELS, lambda content: idx.label_header(29) + content[8:-1]),
+        rewrite(mnist.TRAIN_LABELS, lambda content: mnist.label_header(29) + content[8:-1]),
         ["30 images", "29 labels", "do not belong together"],
     ),
     "a folder": (as_folder, ["cannot be read", "t10k-labels-idx1-ubyte", "Is a directory"]),
 }
 CONTENT_FAULTS = {
     "label 11": (
-        rewrite(idx.TEST_LABELS, lambda content: content[:-1] + b"\x0b"),
+        rewrite(mnist.TEST_LABELS, lambda content: content[:-1] + b"\x0b"),
         ["t10k-labels-idx1-ubyte has the label 11 at image 9", "0 to 9"],
     ),
     "flipped byte": (
-        rewrite(idx.TRAIN_IMAGES, lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+        rewrite(mnist.TRAIN_IMAGES, lambda content: content[:-1] + bytes([content[-1] ^ 1])),
         ["train-images-idx3-ubyte has the SHA-256 digest", "SHA256SUMS records"],
     ),
     "no record": (unlisted, ["SHA256SUMS has no digest of train-images-idx3-ubyte"]),
@@ -143,8 +143,10 @@ def test_a_fault_of_content_is_found_by_checksums(
 
 
 def test_another_set_in_the_place_of_mnist_is_found_by_its_digest(raw: Path) -> None:
-    (raw / idx.SUMS).unlink()
-    with pytest.raises(DataError, match=f"MNIST was published with {PUBLISHED[idx.TRAIN_IMAGES]}"):
+    (raw / mnist.SUMS).unlink()
+    with pytest.raises(
+        DataError, match=f"MNIST was published with {PUBLISHED[mnist.TRAIN_IMAGES]}"
+    ):
         check("mnist", str(raw.parents[1]), checksums=True)
 
 
@@ -179,7 +181,7 @@ def test_missing_permission_is_told_apart_from_missing_files(
     small: Path, raw: Path, nobody: None
 ) -> None:
     if os.geteuid() != NOBODY:
-        (raw / idx.TRAIN_IMAGES).chmod(0)
+        (raw / mnist.TRAIN_IMAGES).chmod(0)
     with pytest.raises(DataError, match=r"cannot be read: .*Permission denied") as raised:
         check("synthetic", str(small), checksums=False)
     assert "--data-dir" in str(raised.value)
@@ -217,7 +219,7 @@ def test_ensure_takes_a_synthetic_set_of_any_size(small: Path, logged: list[str]
 def test_ensure_takes_the_digits_of_an_older_generator(
     small: Path, raw: Path, logged: list[str]
 ) -> None:
-    sums = raw / idx.SUMS
+    sums = raw / mnist.SUMS
     sums.write_text(sums.read_text().replace(", generator 2", ""))
     info = ensure("synthetic", str(small), may_fetch=False)
     assert (info.train_images, logged) == (30, [])
@@ -232,10 +234,10 @@ def test_ensure_does_not_fetch_unless_it_may(tmp_path: Path) -> None:
 
 
 def test_ensure_does_not_replace_a_damaged_set(small: Path, raw: Path) -> None:
-    (raw / idx.TRAIN_IMAGES).write_bytes(b"torn")
+    (raw / mnist.TRAIN_IMAGES).write_bytes(b"torn")
     with pytest.raises(DataError, match="truncated"):
         ensure("synthetic", str(small), may_fetch=True)
-    assert (raw / idx.TRAIN_IMAGES).read_bytes() == b"torn"
+    assert (raw / mnist.TRAIN_IMAGES).read_bytes() == b"torn"
 
 
 def ensure_small(data_dir: str) -> None:

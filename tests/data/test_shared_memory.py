@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.data import idx, mnist, shared_memory
+from clusterddp.data import mnist, shared_memory
 from clusterddp.data.shared_memory import Held, Reading
 from clusterddp.distributed import rendezvous
 from clusterddp.errors import DataError, PeerError
@@ -91,10 +91,10 @@ def test_a_set_that_comes_after_the_reading_began_is_read(
 
 
 def test_a_damaged_set_is_named(synthetic_dir: Path, tmp_path: Path) -> None:
-    raw = tmp_path / "synthetic" / idx.RAW
+    raw = tmp_path / "synthetic" / mnist.RAW
     raw.mkdir(parents=True)
-    for name in idx.FILES:
-        (raw / name).write_bytes((synthetic_dir / "synthetic" / idx.RAW / name).read_bytes()[:-1])
+    for name in mnist.FILES:
+        (raw / name).write_bytes((synthetic_dir / "synthetic" / mnist.RAW / name).read_bytes()[:-1])
     with pytest.raises(DataError, match="truncated"):
         Reading("synthetic", str(tmp_path), digest=False).held()
 

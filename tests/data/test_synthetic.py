@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clusterddp.data import idx
+from clusterddp.data import mnist
 from clusterddp.data.synthetic import synthesise
 from clusterddp.errors import DataError, RequestError
 
@@ -24,7 +24,7 @@ def test_a_seed_gives_these_bytes_on_every_machine(tmp_path: Path) -> None:
     # 1.24 and 2.4; if it changes, so do the runs that people compare.
     synthesise(str(tmp_path), train_images=2_100, test_images=50, seed=7)
     together = hashlib.sha256()
-    for name in idx.FILES:
+    for name in mnist.FILES:
         together.update((tmp_path / RAW / name).read_bytes())
     assert together.hexdigest() == (
         "3477b9e4f5a5965de803da0aa68469c04832869b2149e168e1e108e04be70682"
@@ -63,10 +63,10 @@ def test_the_label_says_what_is_drawn(synthetic_dir: Path) -> None:
 def test_the_set_that_is_there_is_left_as_it_is(tmp_path: Path, logged: list[str]) -> None:
     synthesise(str(tmp_path), train_images=30, test_images=10)
     logged.clear()
-    before = [(tmp_path / RAW / name).stat().st_mtime_ns for name in idx.FILES]
+    before = [(tmp_path / RAW / name).stat().st_mtime_ns for name in mnist.FILES]
     info = synthesise(str(tmp_path), train_images=30, test_images=10)
     assert (info.train_images, info.test_images, logged) == (30, 10, [])
-    assert [(tmp_path / RAW / name).stat().st_mtime_ns for name in idx.FILES] == before
+    assert [(tmp_path / RAW / name).stat().st_mtime_ns for name in mnist.FILES] == before
 
 
 @pytest.mark.parametrize("other", [{"train_images": 31}, {"test_images": 11}, {"seed": 1}])
@@ -80,7 +80,7 @@ def test_another_set_is_not_overwritten(tmp_path: Path, other: dict[str, int]) -
 
 def test_a_damaged_set_is_not_overwritten(tmp_path: Path) -> None:
     synthesise(str(tmp_path), train_images=30, test_images=10)
-    (tmp_path / RAW / idx.TEST_LABELS).write_bytes(b"")
+    (tmp_path / RAW / mnist.TEST_LABELS).write_bytes(b"")
     with pytest.raises(DataError, match="t10k-labels-idx1-ubyte is truncated"):
         synthesise(str(tmp_path), train_images=30, test_images=10)
 
@@ -91,7 +91,7 @@ def test_an_interrupted_rendering_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(idx, "write_sums", interrupt)
+    monkeypatch.setattr(mnist, "write_sums", interrupt)
     with pytest.raises(KeyboardInterrupt):
         synthesise(str(tmp_path / "data"), train_images=30, test_images=10)
     assert not (tmp_path / "data" / "synthetic").exists()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.data import idx
+from clusterddp.data import mnist
 from tests.waiting import dying_with_us
 
 # Notes what this process opens below the two folders, where it listens, and what it imports of
@@ -92,7 +92,7 @@ def test_one_rank_of_a_node_reads_and_each_writes_what_is_its_own(ranks: Ranks) 
             for rank in ("0", "1")
         }
         by_first = [path.name for path in opened["0"]]
-        assert all(by_first.count(name) >= 1 for name in idx.FILES)
+        assert all(by_first.count(name) >= 1 for name in mnist.FILES)
         ours = [path for path in opened["1"] if not path.is_relative_to(ranks.run)]
         assert not ours, "rank 1 maps what rank 0 has read"
         assert not [path for path in opened["1"] if ".pt" in path.name], "rank 0 reads checkpoints"

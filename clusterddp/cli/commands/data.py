@@ -8,8 +8,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.data.idx import RAW
-from clusterddp.data.mnist import DatasetInfo, check
+from clusterddp.data.mnist import RAW, DatasetInfo, check
 from clusterddp.errors import RequestError
 from clusterddp.request.train_config import DATASETS
 
