@@ -39,9 +39,13 @@ class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Flatten(), nn.Linear(28 * 28, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(28 * 28, 10),
+            nn.ReLU(),
             nn.Linear(10, 10),
-        )  # fmt: skip
+            nn.ReLU(),
+            nn.Linear(10, 10),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 1, 28, 28) images to (N, 10) scores."""
