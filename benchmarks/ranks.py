@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from benchmarks.pairs import Row, alternate, timed
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.slurm.hostlist import expand_nodelist
+from clusterddp.slurm.forms import expand_nodelist
 
 NODES, TASKS_PER_NODE = 10_000, 8
 _PAIRS = 100

@@ -192,15 +192,15 @@ def test_a_failed_training_names_the_rank_that_failed_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forked from here, where the model that it is to train cannot be made on rank 1."""
-    from clusterddp.models import registry
+    from clusterddp.models import nets
 
     def broken() -> Any:
         if os.environ["RANK"] == "1":
             raise ValueError("no such layer")
         return convnet()
 
-    convnet = registry.MODELS["convnet"]
-    monkeypatch.setitem(registry.MODELS, "convnet", broken)
+    convnet = nets.MODELS["convnet"]
+    monkeypatch.setitem(nets.MODELS, "convnet", broken)
     config = TrainConfig(
         dataset="synthetic", data_dir=f"{folder}/data", threads=1, max_steps=1, device="cpu"
     )

@@ -14,7 +14,7 @@ from benchmarks.contenders.serving import request, serve
 from benchmarks.contenders.timing import timed
 from clusterddp.data import mnist
 from clusterddp.data.loader import Images
-from clusterddp.models import registry
+from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import optimizer
 from clusterddp.training.device import keep_freed
@@ -30,7 +30,7 @@ def main(*, exchange: bool = False) -> None:
     device = torch.device(asked.device)
     keep_freed()
     torch.manual_seed(0)
-    model = registry.build("convnet").to(device).to(memory_format=torch.channels_last)
+    model = nets.build("convnet").to(device).to(memory_format=torch.channels_last)
     config = TrainConfig(optimizer="sgd", lr=1e-4, momentum=0.0)
     captured = asked.device == "cuda"
 

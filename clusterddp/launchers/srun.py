@@ -17,8 +17,8 @@ from pathlib import Path
 
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import die_with_parent
-from clusterddp.slurm.hostlist import expand_nodelist
-from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
+from clusterddp.ranks.variables import REHEARSAL_VARIABLE
+from clusterddp.slurm.forms import expand_nodelist
 
 KILL_WAIT_SECONDS = 30
 """Between TERM and KILL, as Slurm's default KillWait."""

@@ -8,7 +8,7 @@ and no seeds, and `to`, DDP and DataParallel treat it like any other.
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import TrainingError
-from clusterddp.models.nets import CONVOLUTIONS, DROPOUT, HIDDEN
 from clusterddp.processes import environment
 from clusterddp.request.train_config import TrainConfig
 
@@ -72,8 +71,12 @@ class KerasNet(nn.Module):
         return self._model[0]
 
 
-def convnet() -> KerasNet:
+def convnet(
+    convolutions: Sequence[tuple[int, int, int, int]], width: int, dropout: float
+) -> KerasNet:
     """Build the network of `nets.BNConvNet` in Keras, its weights drawn from torch's generator.
+
+    convolutions: filters, size, stride and padding of each; width: of the hidden layer.
 
     (N, 1, 28, 28) images to (N, 10) scores. Raises TrainingError where Keras is not installed, or
     has been imported on another backend.
@@ -82,7 +85,7 @@ def convnet() -> KerasNet:
     layers, order = keras.layers, "channels_first"  # as images come
     with keras.device("cpu"):  # the same numbers whatever the rank then trains on
         images = features = keras.Input((1, 28, 28))
-        for number, (filters, size, stride, padding) in enumerate(CONVOLUTIONS, 1):
+        for number, (filters, size, stride, padding) in enumerate(convolutions, 1):
             padded = "same" if padding else "valid"
             more = {"kernel_initializer": _drawn(keras), "name": f"conv{number}"}
             convolve = layers.Conv2D(filters, size, stride, padded, order, use_bias=False, **more)
@@ -90,9 +93,9 @@ def convnet() -> KerasNet:
             norm = layers.BatchNormalization(axis=1, scale=False, name=f"norm{number}")
             features = layers.ReLU()(norm(features))
         features = layers.GlobalAveragePooling2D(order)(features)
-        hidden = layers.Dense(HIDDEN, "relu", kernel_initializer=_drawn(keras), name="hidden")
+        hidden = layers.Dense(width, "relu", kernel_initializer=_drawn(keras), name="hidden")
         scores = layers.Dense(10, kernel_initializer=_drawn(keras), name="scores")
-        dropped = layers.Dropout(DROPOUT)(hidden(features))
+        dropped = layers.Dropout(dropout)(hidden(features))
         return KerasNet(keras.Model(images, scores(dropped)))
 
 

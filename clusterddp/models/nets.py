@@ -1,4 +1,7 @@
-"""The built-in networks, in plain torch: (N, 1, 28, 28) images to (N, 10) scores.
+"""Builds a model by its name, checks a user's own, and defines the built-in networks.
+
+A new built-in model is a class here, a line in MODELS and one in `train_config.MODELS`. The
+networks are plain torch: (N, 1, 28, 28) images to (N, 10) scores.
 
 `fastnet` and `deepnet` belong to the recipes and are made for bf16 on CPUs with few cores. A step
 spends its time mostly on passes over large feature maps (normalisation, ReLU) and on the
@@ -6,7 +9,93 @@ gradients of the weights. So both begin with a convolution of stride 2, pool bef
 and have channels in multiples of 16, the width in which AMX and AVX-512 compute.
 """
 
+import io
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from clusterddp.errors import TrainingError
+from clusterddp.request import user_functions
+
+
+def build(name: str) -> nn.Module:
+    """Build the model of that name, its weights drawn from torch's generator.
+
+    Any name that is not built in is a user function, `package.module:function`. Raises
+    TrainingError where it cannot be imported or returns no module with weights to train.
+    """
+    if not user_functions.is_reference(name):
+        return MODELS[name]()
+    function = user_functions.load(name)
+    with user_functions.running(name):
+        model = function()
+    return check(name, model)
+
+
+def check(name: str, model: object) -> nn.Module:
+    """Return the model that `--model name` returned, once it is checked.
+
+    Raises TrainingError when it is no module, has no parameter to train, has uninitialised ones,
+    or cannot be copied to other ranks or read back from a checkpoint.
+    """
+    if not isinstance(model, nn.Module):
+        raise TrainingError(
+            f"--model {name}: it has to return a torch.nn.Module, and returned "
+            f"{type(model).__name__}."
+        )
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+        raise TrainingError(
+            f"--model {name}: it has lazy layers, whose sizes are not known yet. Call it once on a "
+            "batch of its images before you return it, or give the sizes."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrainingError(f"--model {name}: the module has no parameter to train.")
+    for buffer, tensor in model.named_buffers():
+        if tensor.numel() > 1 and 0 in tensor.stride():
+            raise TrainingError(
+                f"--model {name}: the buffer {buffer} overlaps itself (expand), so rank 0's cannot "
+                "be copied into it. Register a copy: tensor.clone()."
+            )
+    _check_extra_state(name, model)
+    return model
+
+
+def _check_extra_state(name: str, model: nn.Module) -> None:
+    extra = {
+        key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)
+    }
+    if not extra:
+        return
+    file = io.BytesIO()
+    try:
+        torch.save(extra, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise TrainingError(
+            f"--model {name}: what its state_dict holds beside tensors ({', '.join(extra)}) cannot "
+            f"be read back from a checkpoint: {str(error).splitlines()[0]} Keep to tensors, "
+            "numbers, strings, lists and dicts."
+        ) from None
+
+
+def check_gradients(name: str, model: nn.Module) -> None:
+    """Check after a backward pass that every parameter that requires a gradient has one.
+
+    DDP exchanges them all. Raises TrainingError naming the parameters without.
+    """
+    idle = [
+        key for key, value in model.named_parameters() if value.requires_grad and value.grad is None
+    ]
+    if idle:
+        more = ", …" if len(idle) > 5 else ""
+        raise TrainingError(
+            f"--model {name}: {', '.join(idle[:5])}{more} took no part in the scores of a pass in "
+            "evaluation mode, and ranks exchange the gradients of all parameters. Remove them, or "
+            "have them need no gradient: requires_grad_(False)."
+        )
 
 
 class ConvNet(nn.Module):
@@ -54,8 +143,8 @@ class MLP(nn.Module):
 
 
 # Filters, size, stride and padding of each convolution: 28 x 28 pixels, 28, 12, 6.
-CONVOLUTIONS = ((12, 3, 1, 1), (24, 6, 2, 0), (32, 6, 2, 2))
-HIDDEN, DROPOUT = 256, 0.5
+_CONVOLUTIONS = ((12, 3, 1, 1), (24, 6, 2, 0), (32, 6, 2, 2))
+_HIDDEN, _DROPOUT = 256, 0.5
 
 
 class BNConvNet(nn.Module):
@@ -68,7 +157,7 @@ class BNConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         channels, layers = 1, list[nn.Module]()
-        for filters, size, stride, padding in CONVOLUTIONS:
+        for filters, size, stride, padding in _CONVOLUTIONS:
             layers += [
                 nn.Conv2d(channels, filters, size, stride, padding, bias=False),
                 _norm(filters),
@@ -77,10 +166,10 @@ class BNConvNet(nn.Module):
             channels = filters
         self.features = nn.Sequential(*layers)
         self.head = nn.Sequential(
-            nn.Linear(channels, HIDDEN),
+            nn.Linear(channels, _HIDDEN),
             nn.ReLU(inplace=True),
-            nn.Dropout(DROPOUT),
-            nn.Linear(HIDDEN, 10),
+            nn.Dropout(_DROPOUT),
+            nn.Linear(_HIDDEN, 10),
         )
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):  # begins as Keras' layers do
@@ -169,3 +258,19 @@ def _flat(features: Tensor) -> Tensor:
     the last ReLU's backward pass takes ten times as long.
     """
     return features.permute(0, 2, 3, 1).flatten(1)
+
+
+def _keras_convnet() -> nn.Module:
+    from clusterddp.models import keras  # Keras takes a second to import
+
+    return keras.convnet(_CONVOLUTIONS, _HIDDEN, _DROPOUT)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "convnet": ConvNet,
+    "mlp": MLP,
+    "bn-convnet": BNConvNet,
+    "keras-convnet": _keras_convnet,
+    "fastnet": FastNet,
+    "deepnet": DeepNet,
+}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from clusterddp.errors import DistEnvError, RequestError
-from clusterddp.slurm.hostlist import expand_nodelist, expand_tasks_per_node
+from clusterddp.slurm.forms import expand_nodelist, expand_tasks_per_node
 
 PRINTABLE = re.compile(r"[!-~]+")
 _INTEGER = re.compile(r"[0-9]{1,19}")
@@ -40,6 +40,9 @@ JOB_ID = ("SLURM_JOB_ID", "SLURM_JOBID")
 # PACK is what HET was called before Slurm 20.02. Slurm 22.05 still sets
 # SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in the steps of every job (seen), so it tells nothing.
 _HETEROGENEOUS = re.compile(r"SLURM_(?:(?:HET|PACK)_SIZE$|.*_HET_GROUP_|.*_PACK_GROUP_[1-9])")
+
+REHEARSAL_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
+"""Variable of the local launcher's tasks: the folder in which its steps note their tasks."""
 
 
 class Number(NamedTuple):
@@ -400,3 +403,17 @@ def parse_environment(text: str) -> dict[str, str]:
             "the pasted environment holds no NAME=value line; paste the output of 'env'."
         )
     return environ
+
+
+def own_name(environ: Mapping[str, str], job_id: str) -> str:
+    """Return the job id that Slurm's commands accept for the job of this process.
+
+    The SLURM_JOB_ID of an array's last element is that of the array, and means all of it.
+    """
+    array, element = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{element}" if array and element else job_id
+
+
+def is_rehearsal(environ: Mapping[str, str]) -> bool:
+    """Return whether the local launcher plays Slurm's part: there is no controller to ask."""
+    return REHEARSAL_VARIABLE in environ

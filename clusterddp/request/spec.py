@@ -132,7 +132,7 @@ class Resources:
     def _check_hosts(self) -> None:
         if not (self.nodelist or self.exclude):
             return
-        from clusterddp.slurm.hostlist import expand_nodelist
+        from clusterddp.slurm.forms import expand_nodelist
 
         wanted = expand_nodelist(self.nodelist) if self.nodelist else []
         unwanted = set(expand_nodelist(self.exclude)) if self.exclude else set()

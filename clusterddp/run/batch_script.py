@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from clusterddp import log
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmError
+from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import submission_comment
 from clusterddp.run import attempt as attempts
@@ -28,8 +29,6 @@ from clusterddp.slurm.client import sbatch
 from clusterddp.slurm.own_job import (
     Ending,
     ending,
-    is_rehearsal,
-    own_name,
     requeued_after_grace,
 )
 

@@ -43,7 +43,7 @@ from clusterddp.run.state import (
     reason,
 )
 from clusterddp.slurm.client import query
-from clusterddp.slurm.hostlist import expand_nodelist
+from clusterddp.slurm.forms import expand_nodelist
 from clusterddp.slurm.states import JobState, State
 
 T = TypeVar("T")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
+from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.run import events, files, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
@@ -16,7 +17,7 @@ from clusterddp.run.outcome import failure_of, first_failure, first_killed, read
 from clusterddp.run.records import LastWord, Report
 from clusterddp.run.restart_policy import gained, starts_since_submission
 from clusterddp.run.run_dir import RunDir
-from clusterddp.slurm.own_job import Ending, ending, is_rehearsal, own_name
+from clusterddp.slurm.own_job import Ending, ending
 
 _ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
 # srun's lines stand at the log's end; a set-up can have written a great deal before them.

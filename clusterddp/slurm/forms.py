@@ -1,14 +1,25 @@
-"""Forms of the values that Slurm takes: times, memory, GPU counts, names, dependencies.
+"""Forms of the values that Slurm takes and writes: times, memory, GPU counts, names, host lists.
 
 A value of another form raises OptionError with the option, the value and valid examples. The forms
 are those of sbatch(1); a value that Slurm accepts but a script cannot carry is refused.
+
+Two compressed lists are expanded: hosts (`gpu[01-03,07]`) and tasks per node (`4(x2),3`). Pure text
+in, plain lists out: `scontrol show hostnames` needs a Slurm configuration, which many containers
+lack. Order, zero padding and duplicates are scontrol's (Slurm 22.05, src/common/hostlist.c). Two
+differences are meant: a suffix after the last bracket (`gpu[01-03]-ib`), which that scontrol
+refuses, is understood, and what scontrol silently repairs (`a[1`, `a[1-]`, `a,,b`, `a b`) is
+refused, because Slurm itself never writes it.
 """
 
+import itertools
+import math
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
-from clusterddp.errors import OptionError
+from clusterddp.errors import OptionError, RequestError
 
 # Slurm copies a directive's argument into a buffer of BUFSIZ (8192) bytes: src/common/slurm_opt.c.
 LONGEST_DIRECTIVE_BYTES = 8000
@@ -150,3 +161,156 @@ def words(option: str, value: str) -> tuple[str, ...]:
         return tuple(shlex.split(text(option, value)))
     except ValueError as error:
         raise OptionError(option, f": {value!r} does not split into words: {error}.") from None
+
+
+# Far above Slurm's own limit for one range (65,536) and still small enough to hold in memory.
+MAX_HOSTS = 1_000_000
+MAX_NAME_LENGTH = 255
+# Slurm reads the numbers as unsigned long, which has at most 20 digits; padding counts as well.
+MAX_DIGITS = 20
+
+_HOSTLIST_EXAMPLE = "gpu[01-03,07] or r[1-2]n[01-16],login"
+_TASKS_EXAMPLE = "4(x2),3"
+# Zero tasks or zero repeats cannot be: Slurm gives a step no node that runs none of its tasks.
+_TASKS = re.compile(r"0*([1-9][0-9]{0,8})(?:\(x0*([1-9][0-9]{0,8})\))?")
+_FOREIGN_CHARACTER = re.compile(r"[^A-Za-z0-9._:,\[\]-]")
+_HOST_NAME = re.compile(r"[^\[\],]*(?:\[[^\[\]]*\][^\[\],]*)*")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+
+_Range = tuple[int, int, int]
+"""First and last number, and the digits of the first as written: shorter ones are padded to it."""
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Return every host of a Slurm host list, in the order of `scontrol show hostnames`.
+
+    Takes comma separated names, each with any number of brackets: `r[1-2]n[01-03],login-1`. The
+    width of a range's first number is kept (`[08-10]` gives 08, 09, 10); duplicates are kept too.
+    Raises RequestError, with what was seen and where, for a list that cannot be read and for one
+    of more than 1,000,000 hosts.
+    """
+    names = list(_parse(text))
+    total = sum(
+        math.prod(sum(last - first + 1 for first, last, _ in bracket) for bracket in brackets)
+        for _, brackets in names
+    )
+    if total > MAX_HOSTS:
+        raise RequestError(
+            f"host list {_excerpt(text)} stands for {total} hosts; "
+            f"at most {MAX_HOSTS} are expanded. Check the ranges in it."
+        )
+    return [host for literals, brackets in names for host in _expand(literals, brackets)]
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """Return the number of tasks on each node: `4(x2),3` gives [4, 4, 3].
+
+    Takes the form of SLURM_STEP_TASKS_PER_NODE (documented in srun(1)). Raises RequestError, with
+    what was seen and where, for anything else and for more than 1,000,000 nodes.
+    """
+    counts: list[int] = []
+    position = 0
+    for item in text.split(","):
+        match = _TASKS.fullmatch(item)
+        if match is None:
+            what = f"{_excerpt(item)} is no count" if item else "there is an empty item"
+            _refuse("tasks per node", text, position, what, _TASKS_EXAMPLE)
+        repeats = int(match[2] or 1)
+        if len(counts) + repeats > MAX_HOSTS:
+            _refuse("tasks per node", text, position, f"over {MAX_HOSTS} nodes", _TASKS_EXAMPLE)
+        counts.extend([int(match[1])] * repeats)
+        position += len(item) + 1
+    return counts
+
+
+def _expand(literals: list[str], brackets: list[list[_Range]]) -> list[str]:
+    """Return the hosts of one name: a literal, and one after each bracket."""
+    if not brackets:
+        return literals
+    labels = [
+        [f"{number:0{width}}" for first, last, width in b for number in range(first, last + 1)]
+        for b in brackets
+    ]
+    # scontrol's order: the last bracket runs fastest, then the first, the second, and so on,
+    # because _push_range_list resolves the prefix from its last bracket backwards.
+    fastest, suffix = labels.pop(), literals[-1]
+    hosts: list[str] = []
+    for chosen in itertools.product(*reversed(labels)):
+        pairs = zip(literals, [*reversed(chosen), ""], strict=False)
+        prefix = "".join(itertools.chain.from_iterable(pairs))
+        hosts += [prefix + label + suffix for label in fastest]
+    return hosts
+
+
+def _parse(text: str) -> Iterator[tuple[list[str], list[list[_Range]]]]:
+    """Yield each name's literals, and the brackets between them."""
+    if not text:
+        raise RequestError(f"the host list is empty; a valid one looks like {_HOSTLIST_EXAMPLE}.")
+    foreign = _FOREIGN_CHARACTER.search(text)
+    if foreign is not None:
+        _refuse_hosts(text, foreign.start(), f"{foreign[0]!r} cannot be part of a host list")
+    start = 0
+    while start <= len(text):
+        name = _HOST_NAME.match(text, start)
+        assert name is not None  # it matches the empty string
+        _check_end(text, name.end())
+        if not name[0]:
+            _refuse_hosts(text, start, "there is an empty item")
+        pieces = re.split(r"[\[\]]", name[0])
+        brackets: list[list[_Range]] = []
+        position = start
+        for index, piece in enumerate(pieces):
+            if index % 2:
+                brackets.append(list(_parse_ranges(text, position, piece)))
+            position += len(piece) + 1
+        widest = (max(max(w, len(str(last))) for _, last, w in bracket) for bracket in brackets)
+        if sum(map(len, pieces[::2])) + sum(widest) > MAX_NAME_LENGTH:
+            _refuse_hosts(text, start, f"the name is longer than {MAX_NAME_LENGTH} characters")
+        yield pieces[::2], brackets
+        start = name.end() + 1
+
+
+def _check_end(text: str, end: int) -> None:
+    """Refuse a name that is ended by a bracket which does not belong there."""
+    if text[end : end + 1] == "]":
+        _refuse_hosts(text, end, "']' closes no '['")
+    if text[end : end + 1] == "[":
+        close = text.find("]", end)
+        if close < 0:
+            _refuse_hosts(text, end, "'[' is never closed")
+        _refuse_hosts(text, text.index("[", end + 1), "'[' inside a bracket")
+
+
+def _parse_ranges(text: str, start: int, content: str) -> Iterator[_Range]:
+    for item in content.split(","):
+        match = _RANGE.fullmatch(item)
+        if match is None:
+            what = f"{_excerpt(item)} is no number or range" if item else "there is an empty item"
+            _refuse_hosts(text, start, what)
+        low, high = match[1], match[2] or match[1]
+        if max(len(low), len(high)) > MAX_DIGITS:
+            _refuse_hosts(text, start, f"a number has more than {MAX_DIGITS} digits")
+        if int(low) > int(high):
+            _refuse_hosts(text, start, f"the range {item} runs backwards")
+        yield int(low), int(high), len(low)
+        start += len(item) + 1
+
+
+def _refuse_hosts(text: str, position: int, what: str) -> NoReturn:
+    _refuse("host list", text, position, what, _HOSTLIST_EXAMPLE)
+
+
+def _refuse(kind: str, text: str, position: int, what: str, example: str) -> NoReturn:
+    raise RequestError(
+        f"cannot read the {kind} {_excerpt(text, position)}: {what} "
+        f"(character {position + 1}); a valid one looks like {example}."
+    )
+
+
+def _excerpt(text: str, position: int = 0) -> str:
+    """Return the text around `position`, quoted so that control characters show."""
+    start = max(0, position - 40)
+    end = start + 80
+    before = "..." if start else ""
+    after = "..." if end < len(text) else ""
+    return f"{before}{text[start:end]!a}{after}"

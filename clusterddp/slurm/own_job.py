@@ -1,4 +1,4 @@
-"""Questions of a process to the job around it: its name, why it ends, how long it has."""
+"""Questions of a process to the job around it: why it ends, how long it has."""
 
 import re
 from collections.abc import Mapping
@@ -11,8 +11,6 @@ from clusterddp.slurm.states import State, parse_state
 REQUEUE_AFTER_GRACE_SINCE = (24, 5)
 """First release that itself requeues a preempted job which ends within its grace (slurmctld's
 proc_req.c, GRACE_PREEMPT; seen on 24.11.5)."""
-REHEARSAL_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
-"""Variable of the local launcher's tasks: the folder in which its steps note their tasks."""
 
 
 class Ending(str, Enum):
@@ -26,20 +24,6 @@ class Ending(str, Enum):
     """The job is in the queue again already."""
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
-
-
-def own_name(environ: Mapping[str, str], job_id: str) -> str:
-    """Return the job id that Slurm's commands accept for the job of this process.
-
-    The SLURM_JOB_ID of an array's last element is that of the array, and means all of it.
-    """
-    array, element = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{element}" if array and element else job_id
-
-
-def is_rehearsal(environ: Mapping[str, str]) -> bool:
-    """Return whether the local launcher plays Slurm's part: there is no controller to ask."""
-    return REHEARSAL_VARIABLE in environ
 
 
 def ending(job_id: str, restart: int, environ: Mapping[str, str] | None = None) -> Ending:

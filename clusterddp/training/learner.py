@@ -22,7 +22,7 @@ from clusterddp.data.rng import States
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import DataError, TrainingError
-from clusterddp.models import registry
+from clusterddp.models import nets
 from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import device as devices
@@ -30,6 +30,9 @@ from clusterddp.training import optimizer, step, sync_batchnorm
 from clusterddp.training.augment import AUGMENTATIONS
 from clusterddp.training.metrics import Tally, Waiting
 from clusterddp.training.step import Compiled, GraphedStep, Step
+
+# Below it the statistics of a single rank's batch are a poor guess at those of the data.
+_SMALL_BATCH = 16
 
 
 class Learner:
@@ -53,7 +56,7 @@ class Learner:
         if device.type == "cpu":
             devices.keep_freed()
         rng.seed(config.seed)  # the same weights on every rank
-        self.model = registry.build(config.model).to(device)
+        self.model = nets.build(config.model).to(device)
         if config.sync_batchnorm:
             self.model = sync_batchnorm.convert(self.model, config.model)
         _channels_last(self.model)
@@ -112,7 +115,7 @@ class Learner:
             with self.step.autocast():
                 loss = cross_entropy(self.ddp(as_images(images)).float(), labels)
             loss.backward()  # type: ignore[no-untyped-call]
-        registry.check_gradients(self.config.model, self.model)
+        nets.check_gradients(self.config.model, self.model)
         self.optimizer.zero_grad()
         self.model.train()
 
@@ -184,6 +187,18 @@ def check_fit(
             each.expect(scores.shape[1])
     except DataError as error:
         raise DataError(f"{what}: {error}") from None
+
+
+def poor_statistics(model: nn.Module, config: TrainConfig, agreed: Agreement) -> str:
+    """Return a warning where ranks normalise by small batches of their own, else nothing."""
+    of_one_pass = agreed.batch_size // config.accumulate
+    small = of_one_pass < _SMALL_BATCH and agreed.world_size > 1
+    if not small or config.sync_batchnorm or not sync_batchnorm.has_batchnorm(model):
+        return ""
+    return (
+        f"each rank normalises by {of_one_pass} images of its own, a poor guess at the "
+        "statistics of all of them; --sync-batchnorm takes those of all ranks"
+    )
 
 
 def _channels_last(model: nn.Module) -> None:

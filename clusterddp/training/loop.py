@@ -24,12 +24,11 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_lines
 from clusterddp.run.records import MetricsLine, RankReport
 from clusterddp.training import evaluation
-from clusterddp.training.learner import Learner
+from clusterddp.training.learner import Learner, poor_statistics
 from clusterddp.training.metrics import Figures, Journal, Paces, of_ranks
 from clusterddp.training.optimizer import Schedule
 from clusterddp.training.profiling import Profiler
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
-from clusterddp.training.sync_batchnorm import poor_statistics
 from clusterddp.training.tensorboard import Board
 
 # Until then an attempt has saved once, so that it knows what that costs.

@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
-from clusterddp.request.train_config import TrainConfig
-
-# Below it the statistics of a single rank's batch are a poor guess at those of the data.
-_SMALL_BATCH = 16
 
 
 def convert(model: nn.Module, name: str) -> nn.Module:
@@ -41,18 +36,6 @@ def convert(model: nn.Module, name: str) -> nn.Module:
 def has_batchnorm(model: nn.Module) -> bool:
     """Return whether any module of the model normalises over the batch."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
-
-
-def poor_statistics(model: nn.Module, config: TrainConfig, agreed: Agreement) -> str:
-    """Return a warning where ranks normalise by small batches of their own, else nothing."""
-    of_one_pass = agreed.batch_size // config.accumulate
-    small = of_one_pass < _SMALL_BATCH and agreed.world_size > 1
-    if not small or config.sync_batchnorm or not has_batchnorm(model):
-        return ""
-    return (
-        f"each rank normalises by {of_one_pass} images of its own, a poor guess at the "
-        "statistics of all of them; --sync-batchnorm takes those of all ranks"
-    )
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -31,12 +31,12 @@ from clusterddp.errors import (
 )
 from clusterddp.processes import environment
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
 from clusterddp.run.outcome import is_peer_loss, note_hung
 from clusterddp.slurm import own_job
-from clusterddp.slurm.own_job import is_rehearsal, own_name
 from clusterddp.training import stop
 from clusterddp.training.stop import Deadline, StopRequest
 
@@ -333,12 +333,12 @@ def _find_batch_size(
     progress: "Progress",
 ) -> str:
     """Try batch sizes instead of training; returns as `_train` does."""
-    from clusterddp.models import registry
+    from clusterddp.models import nets
     from clusterddp.training import batch_size
     from clusterddp.training.learner import check_fit
 
     if config.own_functions:
-        check_fit(config, registry.build(config.model).to(joined.device), *sets)
+        check_fit(config, nets.build(config.model).to(joined.device), *sets)
     rows, reason = batch_size.find(
         config,
         joined.agreed,

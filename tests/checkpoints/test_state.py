@@ -13,7 +13,7 @@ from clusterddp.checkpoints import files, state
 from clusterddp.checkpoints.files import Best, checksum_of, name_of
 from clusterddp.checkpoints.state import Position
 from clusterddp.errors import CheckpointError, PeerError
-from clusterddp.models import registry
+from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import optimizer
 from clusterddp.version import __version__
@@ -28,7 +28,7 @@ POSITION = Position(step=1200, epoch=1, step_in_epoch=2, samples=128, seconds=1.
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model after a step, so that the optimizer has a state."""
     torch.manual_seed(seed)
-    model = registry.build(CONFIG.model).to(memory_format=torch.channels_last)
+    model = nets.build(CONFIG.model).to(memory_format=torch.channels_last)
     chosen = optimizer.build(CONFIG, model)
     step(model, chosen)
     return model, chosen

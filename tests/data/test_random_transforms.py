@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clusterddp.checkpoints import state
 from clusterddp.data.loader import Loaded
-from clusterddp.models import registry
+from clusterddp.models import nets
 from clusterddp.training.loop import train
 from tests.training.ranks import run_ranks
 from tests.training.trainings import CPU, agree, asked_at_once, build, config
@@ -43,7 +43,7 @@ def _train(rank: int, world_size: int, run: Path, workers: int, stop: int = -1) 
     """As a start of a run; asked to stop at a step. Returns the step, the weights and draws."""
     # This process is the rank's alone. Workers are forked, as by a task.
     multiprocessing.set_start_method("fork", force=True)
-    registry.MODELS["convnet"] = Draws
+    nets.MODELS["convnet"] = Draws
     settings = config(run, batch_size=5, eval_every="4steps")
     box = [agree(settings, run, world_size) if rank == 0 else None]
     dist.broadcast_object_list(box)

@@ -272,10 +272,10 @@ def test_trying_them_leaves_the_ranks_random_numbers_and_the_model_as_they_were(
 
 
 def test_a_shipped_model_says_for_which_images_it_is_made(own: Any) -> None:
-    from clusterddp.models import registry
+    from clusterddp.models import nets
 
     with pytest.raises(TrainingError, match=r"\(N, 1, 28, 28\)\. Give one of your own") as caught:
-        check_fit(config(), registry.build("convnet"), *sets_of(own, "floats, labels").on(CPU))
+        check_fit(config(), nets.build("convnet"), *sets_of(own, "floats, labels").on(CPU))
     assert "own:given on images (1, 3, 8, 8)" in str(caught.value)
 
     class AsKeras(torch.nn.Module):

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from clusterddp.checkpoints import state as checkpoint
 from clusterddp.errors import TrainingError
-from clusterddp.models import registry
+from clusterddp.models import nets
 from clusterddp.models.keras import KerasNet, import_keras
 from clusterddp.models.nets import BNConvNet
 from clusterddp.request.train_config import TrainConfig
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("keras_installed")
 
 def built(seed: int = 0) -> KerasNet:
     torch.manual_seed(seed)
-    model = registry.build("keras-convnet")
+    model = nets.build("keras-convnet")
     assert isinstance(model, KerasNet)
     return model
 
@@ -229,9 +229,9 @@ def test_two_ranks_end_with_one_set_of_weights_and_statistics(
 HOSTILE = """
 import os, sys, torch
 from pathlib import Path
-from clusterddp.models import registry
+from clusterddp.models import nets
 before = dict(os.environ)
-model = registry.build("keras-convnet").eval()
+model = nets.build("keras-convnet").eval()
 changed = {name for name in {*os.environ, *before} if os.environ.get(name) != before.get(name)}
 assert not {name for name in changed if not name.startswith("TORCH")}, changed  # torch's own
 import keras
@@ -276,13 +276,13 @@ def test_keras_on_another_backend_in_this_process_is_refused(
     )
     monkeypatch.setitem(sys.modules, "keras", other)
     with pytest.raises(TrainingError, match=r"computes on jax .* Set KERAS_BACKEND=torch"):
-        registry.build("keras-convnet")
+        nets.build("keras-convnet")
 
 
 def test_without_keras_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "keras", None)
     with pytest.raises(TrainingError, match=r"pip install 'clusterddp\[keras\]'"):
-        registry.build("keras-convnet")
+        nets.build("keras-convnet")
 
 
 def test_a_keras_that_does_not_import_is_told_without_a_traceback(
@@ -292,4 +292,4 @@ def test_a_keras_that_does_not_import_is_told_without_a_traceback(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "keras", raising=False)
     with pytest.raises(TrainingError, match=r"Keras cannot be imported on .*: no h5py here"):
-        registry.build("keras-convnet")
+        nets.build("keras-convnet")

@@ -12,7 +12,7 @@ from typing import Protocol
 import pytest
 
 from clusterddp.errors import RequestError
-from clusterddp.slurm.hostlist import expand_nodelist
+from clusterddp.slurm.forms import expand_nodelist
 
 pytestmark = pytest.mark.slurm
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from clusterddp.ranks.variables import REHEARSAL_VARIABLE
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.run import batch_script
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
-from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
 from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
 from tests.event_lines import add_event, read_events
 from tests.run.test_attempt import left_by_a_killed_rank

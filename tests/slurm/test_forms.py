@@ -1,9 +1,11 @@
-"""The forms in which Slurm takes its values."""
+"""The forms in which Slurm takes its values, and the lists that it writes."""
 
 import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.slurm import forms
+from clusterddp.slurm.forms import MAX_HOSTS, expand_nodelist, expand_tasks_per_node
+from tests.counting import count_calls
 from tests.hostile import CARRIED, REFUSED
 
 TIMES = ["90", "0", "45:00", "2:30:00", "02:30:00", "1-12", "1-02:30", "1-02:30:00", "UNLIMITED"]
@@ -92,3 +94,132 @@ def test_every_other_text_is_carried_as_it_is(value: str) -> None:
 def test_an_unfinished_quote_in_words_is_refused() -> None:
     with pytest.raises(RequestError, match="--srun-args"):
         forms.words("--srun-args", "--comment='half")
+
+
+READABLE = {
+    "login": "login",
+    "a,b": "a b",
+    "b,a": "b a",
+    "node-1.rack_2": "node-1.rack_2",
+    "gpu[01-03,07]": "gpu01 gpu02 gpu03 gpu07",
+    "a[8-10]": "a8 a9 a10",
+    "a[08-10]": "a08 a09 a10",
+    "a[098-102]": "a098 a099 a100 a101 a102",
+    "a[1,3-5,07]": "a1 a3 a4 a5 a07",
+    "a[07,1]": "a07 a1",
+    "a[5,1-3]": "a5 a1 a2 a3",
+    "a[0-03]": "a0 a1 a2 a3",
+    "a[00-1]": "a00 a01",
+    "a[1,1],a1": "a1 a1 a1",
+    "[1-2]": "1 2",
+    "a[1-2][3-4]": "a13 a14 a23 a24",
+    "r[1-2]n[01-03]": "r1n01 r1n02 r1n03 r2n01 r2n02 r2n03",
+    # The last bracket runs fastest, then the first, then the second: scontrol's own order.
+    "r[1-2]n[1-2]s[1-2]": "r1n1s1 r1n1s2 r2n1s1 r2n1s2 r1n2s1 r1n2s2 r2n2s1 r2n2s2",
+    "gpu[01-03]-ib": "gpu01-ib gpu02-ib gpu03-ib",
+    "r[1-2]n[1-2]-ib,x": "r1n1-ib r1n2-ib r2n1-ib r2n2-ib x",
+    "127.0.0.[1-2]": "127.0.0.1 127.0.0.2",
+    "fe80::1": "fe80::1",
+    "a[18446744073709551615]": "a18446744073709551615",
+}
+
+
+@pytest.mark.parametrize("text", READABLE)
+def test_a_list_expands_to_its_hosts_in_order(text: str) -> None:
+    assert expand_nodelist(text) == READABLE[text].split()
+
+
+UNREADABLE = {
+    "": "empty",
+    "a[": "never closed (character 2)",
+    "a[1-3": "never closed (character 2)",
+    "b,a[1": "never closed (character 4)",
+    "a]": "closes no '[' (character 2)",
+    "a[1]]": "closes no '[' (character 5)",
+    "a[1[2]]": "'[' inside a bracket (character 4)",
+    "a[]": "empty item (character 3)",
+    "a[1,]": "empty item (character 5)",
+    "a[1,,2]": "empty item (character 5)",
+    "a,,b": "empty item (character 3)",
+    ",a": "empty item (character 1)",
+    "a,": "empty item (character 3)",
+    "a[3-1]": "3-1 runs backwards (character 3)",
+    "a[1-2,010-9]": "010-9 runs backwards (character 7)",
+    "a[1-]": "'1-' is no number",
+    "a[-1]": "'-1' is no number",
+    "a[x]": "'x' is no number",
+    "a[1-2-3]": "'1-2-3' is no number",
+    "a[1:3]": "'1:3' is no number",
+    "a b": "' ' cannot be part of a host list (character 2)",
+    "a\n": r"'\n' cannot be part of a host list (character 2)",
+    "a\x1b[2J": r"'\x1b' cannot be part",
+    "a\u0661": "cannot be part",
+    "a[\u0661]": "cannot be part",
+    "$(id)": "'$' cannot be part",
+    "a;b": "';' cannot be part",
+    "4(x2)": "'(' cannot be part",
+    f"a[{'1' * 21}]": "more than 20 digits",
+    "a" * 256: "longer than 255 characters",
+}
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_an_unreadable_list_is_refused_with_the_place_and_an_example(text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        expand_nodelist(text)
+    message = str(caught.value)
+    assert UNREADABLE[text] in message
+    assert "gpu[01-03,07]" in message or "255" in message
+    assert message.isprintable()
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"a[1-{MAX_HOSTS + 1}]",
+        "a[1-9]" + "b[0-9]" * 6,
+        f"a[1-{MAX_HOSTS}],b",
+        "a[0-18446744073709551615]",
+        "a" + "[0-99]" * 30,
+    ],
+)
+def test_an_expansion_that_would_fill_the_memory_is_refused_before_it_begins(text: str) -> None:
+    def refused() -> None:
+        with pytest.raises(RequestError, match="1000000 are expanded"):
+            expand_nodelist(text)
+
+    assert count_calls(refused) < 2_000
+
+
+def test_ten_thousand_nodes_take_about_a_call_each() -> None:
+    hosts = expand_nodelist("node[0001-9999]")
+    assert (len(hosts), hosts[0], hosts[-1]) == (9999, "node0001", "node9999")
+    assert count_calls(lambda: expand_nodelist("node[0001-9999]")) < 15_000
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("1", [1]),
+        ("4(x2)", [4, 4]),
+        ("4(x2),3", [4, 4, 3]),
+        ("4,2(x2)", [4, 2, 2]),
+        ("8(x1),16", [8, 16]),
+    ],
+)
+def test_tasks_per_node_gives_one_count_a_node(text: str, counts: list[int]) -> None:
+    assert expand_tasks_per_node(text) == counts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", ",", "4,", "4,,4", "x2", "4(2)", "4(x)", "4(x0)", "0", "-4", "4 ", "4(x2", "4x2"),
+        *("4(x1000001)", "4(x999999),4(x2)", "4(x99999999999999999999)", "\u0664", "4\n"),
+    ],
+)
+def test_unreadable_tasks_per_node_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(RequestError, match=r"tasks per node.*4\(x2\),3") as caught:
+        expand_tasks_per_node(text)
+    assert str(caught.value).isprintable()

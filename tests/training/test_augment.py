@@ -12,7 +12,7 @@ from benchmarks import accuracy
 from clusterddp.checkpoints.state import Position
 from clusterddp.data import mnist
 from clusterddp.data.loader import Images
-from clusterddp.models import registry
+from clusterddp.models import nets
 from clusterddp.request.recipes import RECIPES
 from clusterddp.request.train_config import AUGMENTATIONS, TrainConfig
 from clusterddp.training import augment, optimizer
@@ -43,7 +43,7 @@ def test_the_accurate_recipe_warms_up_over_a_fifth_of_its_steps() -> None:
 def test_adams_second_beta_is_the_one_asked_for() -> None:
     for name in ("adam", "adamw"):
         config = TrainConfig(optimizer=name, momentum=0.8, beta2=0.95)
-        group = optimizer.build(config, registry.build("convnet")).param_groups[0]
+        group = optimizer.build(config, nets.build("convnet")).param_groups[0]
         assert group["betas"] == (0.8, 0.95)
 
 
@@ -53,7 +53,7 @@ def test_label_smoothing_is_in_the_training_loss() -> None:
     losses = []
     for smoothing in (0.0, 0.25):
         torch.manual_seed(0)
-        model = registry.build("convnet")
+        model = nets.build("convnet")
         expected = cross_entropy(model(images), labels, label_smoothing=smoothing).item()
         tally = Tally(CPU)
         step = Step(

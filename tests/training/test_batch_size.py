@@ -12,7 +12,7 @@ from clusterddp import log
 from clusterddp.data.loader import Images
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
-from clusterddp.models import registry
+from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import batch_size
 from clusterddp.training.batch_size import (
@@ -59,7 +59,7 @@ class Limited(nn.Module):
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Limited]]:
     Limited.passes = []
-    monkeypatch.setitem(registry.MODELS, "convnet", Limited)
+    monkeypatch.setitem(nets.MODELS, "convnet", Limited)
     yield Limited
 
 
@@ -192,7 +192,7 @@ def test_a_size_that_does_not_fit_is_told_and_the_next_ones_work(limited: type[L
 def test_another_error_of_the_model_is_no_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(registry.MODELS, "convnet", lambda: nn.Linear(3, 3))
+    monkeypatch.setitem(nets.MODELS, "convnet", lambda: nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trial(Clock(1.0))(16)
 
@@ -232,7 +232,7 @@ def find(rank: int, world_size: int) -> tuple[list[Row], list[str], list[tuple[i
     """On the last rank a batch of 128 does not fit."""
     Limited.passes = []
     Limited.most = 64 if rank == world_size - 1 else 10**6
-    registry.MODELS["convnet"] = Limited
+    nets.MODELS["convnet"] = Limited
     said: list[str] = []
     marks: list[tuple[int, int]] = []
     with log.to(said.append):

@@ -13,7 +13,7 @@ from clusterddp.checkpoints import state
 from clusterddp.data import rng
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
-from clusterddp.models import nets, registry
+from clusterddp.models import nets
 from clusterddp.training.learner import Learner
 from tests.training.ranks import run_ranks
 from tests.training.trainings import config
@@ -39,12 +39,12 @@ class Recorded(nn.Module):
 
 @contextlib.contextmanager
 def training_with(model: Any) -> Iterator[None]:
-    plain = registry.MODELS["convnet"]
-    registry.MODELS["convnet"] = model
+    plain = nets.MODELS["convnet"]
+    nets.MODELS["convnet"] = model
     try:
         yield
     finally:
-        registry.MODELS["convnet"] = plain
+        nets.MODELS["convnet"] = plain
 
 
 def learner(rank: int, world_size: int, **settings: Any) -> Learner:

@@ -208,12 +208,12 @@ class Slow(nn.Module):
 
 
 def train_with_a_straggler(rank: int, world_size: int, settings: Any, run: Path) -> Any:
-    from clusterddp.models import registry
+    from clusterddp.models import nets
 
     agreed = agree(settings, run, world_size) if rank == 0 else None
     box = [agreed]
     torch.distributed.broadcast_object_list(box)
-    registry.MODELS["convnet"] = lambda: Slow(rank == 1)
+    nets.MODELS["convnet"] = lambda: Slow(rank == 1)
     ours = build(rank, settings, box[0])
     train(ours)
     return ours.ranks

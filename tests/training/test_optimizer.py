@@ -1,7 +1,7 @@
 import pytest
 
 from clusterddp.checkpoints.state import Position
-from clusterddp.models import registry
+from clusterddp.models import nets
 from clusterddp.request.train_config import OPTIMIZERS, TrainConfig
 from clusterddp.training import optimizer
 from clusterddp.training.optimizer import Schedule, peak_lr
@@ -38,6 +38,6 @@ def test_no_warm_up_starts_at_the_full_rate() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_of_the_request_takes_its_settings(name: str) -> None:
     config = TrainConfig(optimizer=name, lr=0.5, momentum=0.8, weight_decay=0.1)
-    group = optimizer.build(config, registry.build("convnet")).param_groups[0]
+    group = optimizer.build(config, nets.build("convnet")).param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
     assert group["momentum"] == 0.8 if name == "sgd" else group["betas"][0] == 0.8

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
-from clusterddp.models import registry
+from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import optimizer
 from clusterddp.training import step as steps
@@ -34,7 +34,7 @@ def step(model: nn.Module, **settings: Any) -> Step:
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return registry.build("convnet").to(memory_format=torch.channels_last)  # as the learner has it
+    return nets.build("convnet").to(memory_format=torch.channels_last)  # as the learner has it
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -254,7 +254,7 @@ def test_on_a_gpu_the_replayed_step_trains_as_the_plain_one_does(kind: str, alon
     models_of = {}
     for captured in (False, True):
         torch.manual_seed(0)
-        model = registry.build("convnet").to(device)
+        model = nets.build("convnet").to(device)
         update = optimizer.build(config, model, captured=captured)
         ours = Step(model, update, Tally(device), device=device)
         train = GraphedStep(ours, model, 16) if captured else ours

@@ -9,9 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
-from clusterddp.models import registry
+from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import sync_batchnorm
+from clusterddp.training.learner import poor_statistics
 from tests.training.ranks import run_ranks
 
 STEPS = 3
@@ -26,7 +27,7 @@ def batch(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def trained(rank: int, world_size: int, momentum: float | None, synced: bool) -> dict[str, Any]:
     """A few steps on this rank's share of every batch."""
     torch.manual_seed(0)
-    model = registry.build("bn-convnet")
+    model = nets.build("bn-convnet")
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = momentum
@@ -115,7 +116,7 @@ def test_a_rank_alone_normalises_as_torch_does() -> None:
 
 def test_a_model_without_batchnorm_is_refused() -> None:
     with pytest.raises(TrainingError, match="--sync-batchnorm: the model convnet has no BatchNorm"):
-        sync_batchnorm.convert(registry.build("convnet"), "convnet")
+        sync_batchnorm.convert(nets.build("convnet"), "convnet")
 
 
 @pytest.mark.parametrize(
@@ -135,13 +136,13 @@ def test_small_batches_of_each_rank_are_warned_of(
         "gloo", "cpu", 1, ranks, global_batch_size=batch_size * ranks, reference_world_size=ranks
     )
     config = TrainConfig(model=model, batch_size=batch_size, sync_batchnorm=synced)
-    words = sync_batchnorm.poor_statistics(registry.build(model), config, agreed)
+    words = poor_statistics(nets.build(model), config, agreed)
     assert bool(words) is warned
     # It goes by the passes of which a step may have several.
     in_passes = TrainConfig(
         model=model, batch_size=batch_size // 4, accumulate=4, sync_batchnorm=synced
     )
-    small = bool(sync_batchnorm.poor_statistics(registry.build(model), in_passes, agreed))
+    small = bool(poor_statistics(nets.build(model), in_passes, agreed))
     assert small is (model == "bn-convnet" and ranks == 2 and not synced)
     if warned:
         assert "8 images" in words and "--sync-batchnorm" in words

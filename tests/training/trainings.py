@@ -16,7 +16,7 @@ from clusterddp.checkpoints import state
 from clusterddp.data import mnist, rng
 from clusterddp.data.loader import Images
 from clusterddp.distributed.agreement import Agreement, Hello
-from clusterddp.models import nets, registry
+from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import AttemptRecord
@@ -86,8 +86,8 @@ def train_rank(
 ) -> dict[str, Any]:
     """One start of a run; rank r is asked to stop at step stop[r], and at that one all look."""
     at = (stop or {}).get(rank, -1)
-    plain = registry.MODELS["convnet"]
-    registry.MODELS["convnet"] = Noisy if noisy else plain
+    plain = nets.MODELS["convnet"]
+    nets.MODELS["convnet"] = Noisy if noisy else plain
     try:
         box = [agree(settings, run, world_size) if rank == 0 else None]
         dist.broadcast_object_list(box)
@@ -97,7 +97,7 @@ def train_rank(
         np.random.seed(rank + (999 if agreed.resume else 0))
         ours = build(rank, settings, agreed)
     finally:
-        registry.MODELS["convnet"] = plain
+        nets.MODELS["convnet"] = plain
     asked_at_once(ours, at)
     reason = train(ours)
     return {

@@ -7,10 +7,10 @@ import click
 
 from clusterddp import log
 from clusterddp.processes.signals import die_with_parent
+from clusterddp.ranks.variables import own_name
 from clusterddp.run import logs, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
-from clusterddp.slurm.own_job import own_name
 
 
 @click.command(hidden=True)

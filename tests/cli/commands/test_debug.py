@@ -31,7 +31,7 @@ PATIENCE = 90
 # A model whose construction stops as a breakpoint does: it asks the person who typed the command.
 ASKING_MODEL = """
 import os, sys
-import clusterddp.models.registry as models
+import clusterddp.models.nets as models
 convnet = models.MODELS["convnet"]
 def asking():
     print("in process", os.getpid(), "asked for", input(), flush=True)
