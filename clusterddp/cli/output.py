@@ -1,4 +1,4 @@
-"""Forms in which the commands print: tables, JSON, and a run followed to its end."""
+"""Forms in which the commands print: JSON, and a run followed to its end."""
 
 import json
 import math
@@ -21,15 +21,6 @@ _LAST_LINES = 20
 def as_json(value: object) -> str:
     """Format as indented JSON; a loss that is not a number becomes null, for JSON knows no NaN."""
     return json.dumps(_finite(value), indent=2)
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Align columns to the left, two blanks apart, without trailing blanks."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 def follow(

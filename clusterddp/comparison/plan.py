@@ -1,66 +1,51 @@
-"""Plans a comparison: which strategies on how many devices, where they run, each run's request."""
+"""Plans a comparison and carries it out: which strategies on how many devices, and their runs.
+
+The runs follow one another. On this workstation each is a `clusterddp debug`; as a Slurm job each
+waits for the end of the one before.
+"""
 
 import dataclasses
-import math
 import os
+import shlex
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.errors import RequestError
+from clusterddp import launchers, log
+from clusterddp.comparison.results import (
+    DONE,
+    INTERRUPTED,
+    Row,
+    Trial,
+    figures,
+    last_words,
+    results,
+    trial,
+)
+from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.processes import processors
+from clusterddp.processes.group import TaskGroup
+from clusterddp.processes.signals import Relay, held_back, send
 from clusterddp.ranks.dist_env import MOST_PROCS
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.follow import wait_for_end
+from clusterddp.run.formatting import count
+from clusterddp.run.run_dir import RunDir
+from clusterddp.run.state import CREATED, FAILED
+from clusterddp.run.status import run_status
+from clusterddp.submission import submit
 
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table, before anything has run."""
-
-    strategy: str
-    devices: int
-    """Ranks of ddp, GPUs that dp's one process drives; 1 of single."""
-    train: TrainConfig
-    nodes: int = 1
-    missing: str = ""
-    """Resource that is too scarce for it to run: `needs 2 GPUs`."""
-
-    @classmethod
-    def of(cls, spec: JobSpec) -> "Row":
-        """Build the row of a run from its request. Raises RequestError for a command's."""
-        if spec.train is None:
-            raise RequestError(
-                f"{spec.run_name} runs a command; only trainings can be compared, for they report "
-                "their figures."
-            )
-        ranks, gpus = spec.world_size, spec.resources.gpus_per_node
-        devices = max(gpus, 1) if spec.train.strategy == "dp" else ranks
-        return cls(spec.train.strategy, devices, spec.train, spec.resources.nodes)
-
-    @property
-    def ranks(self) -> int:
-        return self.devices if self.strategy == "ddp" else 1
-
-    @property
-    def name(self) -> str:
-        """Name of its runs, after that of the comparison."""
-        return self.strategy if self.strategy == "single" else f"{self.strategy}-{self.devices}"
-
-    @property
-    def label(self) -> str:
-        return label(self.strategy, self.devices)
-
-    def images_of_a_device(self, train_images: int | None) -> int:
-        """Count the images of a device in one optimizer step: its batch, or a smaller share.
-
-        train_images: size of the training set; None where it is not known.
-        """
-        most = self.train.step_size
-        if train_images:
-            most = min(most, math.ceil(train_images / self.ranks))  # as training_order deals them
-        return math.ceil(most / (self.devices if self.strategy == "dp" else 1))
+Planned = list[tuple[Row, JobSpec]]
+"""The runs in the order in which they run."""
+_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ON_REQUEST = (
+    b"clusterddp: passed on to the run under way, which saves and leaves; Ctrl-C again ends it at "
+    b"once\n"
+)
 
 
 @dataclass(frozen=True)
@@ -110,22 +95,10 @@ def plan(
     if all(row.missing for row in rows):
         needs = "; ".join(f"{row.label} {row.missing}" for row in rows)
         raise RequestError(
-            f"there is nothing to compare: {needs}, and {counted(place.gpus, 'GPU')} can be had. "
+            f"there is nothing to compare: {needs}, and {count(place.gpus, 'GPU')} can be had. "
             "Ask for more (--gpus-per-node), or compare ranks on the CPU with --device cpu."
         )
     return rows
-
-
-def label(strategy: str, devices: int) -> str:
-    """Name a row: `ddp, 2 ranks`."""
-    if strategy == "single":
-        return strategy
-    return f"{strategy}, {counted(devices, 'GPU' if strategy == 'dp' else 'rank')}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Count a noun: `1 rank`, `2 ranks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _training(config: TrainConfig, strategy: str, devices: int, fixed: bool) -> TrainConfig:
@@ -157,7 +130,7 @@ def _nodes(ranks: int, per_node: int | None) -> int:
         return 1
     if ranks % per_node:
         raise RequestError(
-            f"--world-sizes: {counted(ranks, 'rank')} cannot fill nodes of {per_node} evenly. Use "
+            f"--world-sizes: {count(ranks, 'rank')} cannot fill nodes of {per_node} evenly. Use "
             f"multiples of {per_node}, or another --tasks-per-node or --gpus-per-node."
         )
     return ranks // per_node
@@ -166,11 +139,7 @@ def _nodes(ranks: int, per_node: int | None) -> int:
 def _missing(strategy: str, devices: int, place: Place) -> str:
     one_host = place.ranks_per_node is None
     bounded = strategy == "dp" or (place.on_gpus and (one_host or not place.gpus))
-    return f"needs {counted(devices, 'GPU')}" if bounded and devices > place.gpus else ""
-
-
-Planned = list[tuple[Row, JobSpec]]
-"""The runs in the order in which they run."""
+    return f"needs {count(devices, 'GPU')}" if bounded and devices > place.gpus else ""
 
 
 def workstation(config: TrainConfig) -> Place:
@@ -196,6 +165,8 @@ def requests(
 ) -> Planned:
     """Build the request of every run, in turns of all rows.
 
+    A run is named `NAME-ddp-2`, and `NAME-ddp-2-r3` where each row is repeated.
+
     base: the request of jobs; None on this workstation.
 
     Raises RequestError, before any of them runs, for an impossible run or one that exists.
@@ -210,7 +181,7 @@ def requests(
                     f"--world-sizes: {row.ranks} ranks are more than one workstation starts, "
                     f"{MOST_PROCS}. Ask for fewer, or add --launcher sbatch."
                 )
-            own = run_name(name, row, turn, repeat)
+            own = f"{name}-{row.name}{f'-r{turn}' if repeat > 1 else ''}"
             path = f"{os.path.abspath(root)}/{own}"
             if Path(path).exists():
                 raise RequestError(
@@ -262,6 +233,159 @@ def after(spec: JobSpec, job_id: str) -> JobSpec:
     return dataclasses.replace(spec, resources=resources)
 
 
-def run_name(name: str, row: Row, turn: int, turns: int) -> str:
-    """Name a run: `NAME-ddp-2`, and `NAME-ddp-2-r3` where each row is repeated."""
-    return f"{name}-{row.name}{f'-r{turn}' if turns > 1 else ''}"
+def dry_run(
+    rows: Sequence[Row], planned: Planned, base: JobSpec | None, template_folder: Path | None
+) -> Iterator[str]:
+    """Yield the commands or scripts that would be started, each below a line that names it."""
+    for row in rows:
+        if row.missing:
+            yield f"# {row.label}: not run: {row.missing}"
+    for number, (row, spec) in enumerate(planned, 1):
+        yield f"# [{number}/{len(planned)}] {row.label}: {spec.run_name}"
+        if base is None:
+            hidden = [f"{name}={value}" for name, value in _some_gpus(row).items()]
+            yield shlex.join([*hidden, *_argv(row, spec)])
+            continue
+        before = str(number - 1) if number > 1 else ""
+        if before:
+            yield f"# for afterany:{before} in it: the job id of [{before}/{len(planned)}]"
+        sent = after(spec, before)
+        yield launchers.load(sent.launcher).prepare(sent, template_folder).removesuffix("\n")
+
+
+def train_here(planned: Planned) -> tuple[list[Trial], int]:
+    """Train one after the other, as two at once would share the machine.
+
+    Returns the result of each, and the signal that asked for an end, or 0. Such a signal is passed
+    on to the run that trains; the runs after it are not run. Raises RequestError when a run's
+    directory cannot be made.
+    """
+    trials = []
+    under_way = _UnderWay()
+    with Relay(_ASKING, under_way.pass_on) as relay:
+        relay.listen()
+        for number, (row, spec) in enumerate(planned, 1):
+            if relay.number:
+                trials.append(Trial(row, why=INTERRUPTED))
+                continue
+            which = f"[{number}/{len(planned)}] {row.label}"
+            log.info(f"{which} …")
+            trials.append(_train(row, spec, under_way))
+            log.info(f"{which}: {figures(results(trials[-1:])[0])}")
+    return trials, relay.number
+
+
+def _train(row: Row, spec: JobSpec, under_way: "_UnderWay") -> Trial:
+    with RunDir.create(spec, None) as run:
+        # Each of several ranks has its own log, and debug prints a copy of rank 0's.
+        log = run.rank_log(0) if row.ranks == 1 else run.job_log
+        with TaskGroup() as group:
+            with held_back(_ASKING):  # until it can be passed on
+                group.start(_argv(row, spec), _environment(row), log)
+                under_way.group = group
+            [code] = group.wait()
+        result = trial(row, run, run_status(run, {}))
+    if code and under_way.requests:
+        return Trial(row, run.name, INTERRUPTED)
+    if code and result.state in (CREATED, DONE):  # before its start, or after its recorded end
+        return Trial(row, run.name, FAILED, last_words(run) or f"exit code {code}")
+    return result
+
+
+def _argv(row: Row, spec: JobSpec) -> list[str]:
+    debug = [sys.executable, "-m", "clusterddp", "debug", f"--procs={row.ranks}"]
+    return [*debug, *row.train.to_argv(), f"--run-dir={spec.run_dir}"]
+
+
+def _environment(row: Row) -> dict[str, str]:
+    """Return our environment without settings or site.cfg: the command line carries all values."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CLUSTERDDP_")}
+    return {**kept, "CLUSTERDDP_SITE": os.devnull, "PYTHONUNBUFFERED": "1", **_some_gpus(row)}
+
+
+def _some_gpus(row: Row) -> dict[str, str]:
+    """Show DataParallel, which takes every visible GPU, no more than its row has."""
+    if row.strategy != "dp":
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(index) for index in range(row.devices)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[: row.devices])}
+
+
+class _UnderWay:
+    """Passes a request to stop on to the run that trains now."""
+
+    def __init__(self) -> None:
+        self.group: TaskGroup | None = None
+        self.requests = 0
+
+    def pass_on(self, number: int, _earlier: int) -> None:
+        """Ask the run to stop; the third time, kill it."""
+        self.requests += 1
+        if self.group is None:
+            return
+        if self.requests == 1:
+            with suppress(OSError):
+                os.write(sys.stderr.fileno(), _ON_REQUEST)  # a signal handler must not print
+        if self.requests > 2:  # its ranks die with it
+            self.group.signal_all(signal.SIGKILL)
+        else:
+            send(number, self.group.pids)
+
+
+class Interrupted(Exception):
+    """A Ctrl-C interrupted the wait for the jobs of these runs, which may still run."""
+
+    def __init__(self, runs: Sequence[RunDir]) -> None:
+        self.runs = runs
+
+
+def train_as_jobs(
+    planned: Planned, template_folder: Path | None, snapshot_limit_mb: float
+) -> list[Trial]:
+    """Submit all and wait for their ends; returns the result of each.
+
+    The caller has prepared the dataset, which all of them read. A job that is refused after
+    another was queued is a failed row. Raises RequestError or SlurmError when the first cannot be
+    queued, and Interrupted after a Ctrl-C.
+    """
+    ended: set[str] = set()
+    trials = []
+    try:
+        submitted = _submit(planned, template_folder, snapshot_limit_mb)
+        for number, (row, run) in enumerate(submitted, 1):
+            which = f"[{number}/{len(planned)}] {row.label}"
+            if isinstance(run, Trial):
+                trials.append(run)
+            else:
+                log.info(f"{which} …")
+                trials.append(trial(row, run, wait_for_end(run)))
+                ended.add(run.name)
+            log.info(f"{which}: {figures(results(trials[-1:])[0])}")
+    except KeyboardInterrupt:
+        left = [RunDir(Path(spec.run_dir)) for _, spec in planned if spec.run_name not in ended]
+        raise Interrupted([run for run in left if run.path.is_dir()]) from None
+    return trials
+
+
+def _submit(
+    planned: Planned, template_folder: Path | None, snapshot_limit_mb: float
+) -> list[tuple[Row, RunDir | Trial]]:
+    submitted: list[tuple[Row, RunDir | Trial]] = []
+    before = ""
+    for row, request in planned:
+        spec = after(request, before)
+        script = launchers.load(spec.launcher).prepare(spec, template_folder)
+        try:
+            run, submission = submit.submit(
+                spec, script, snapshot_limit_mb=snapshot_limit_mb, inputs_are_sure=True
+            )
+        except ClusterDDPError as error:
+            if not before:
+                raise
+            why = f"not submitted: {error}".partition("\n")[0]
+            submitted.append((row, Trial(row, state=FAILED, why=why)))
+        else:
+            submitted.append((row, run))
+            before = submission.job_id
+    return submitted

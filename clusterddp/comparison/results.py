@@ -1,6 +1,7 @@
-"""Results of a comparison: its runs, their medians, speed-up and efficiency, printed as a table."""
+"""Results of a comparison: its rows, their runs, medians, speed-up and efficiency, as a table."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -8,11 +9,12 @@ from pathlib import Path
 from statistics import median
 
 from clusterddp import log
-from clusterddp.comparison.plan import Row, counted, label
 from clusterddp.errors import EXIT_INTERRUPTED, RequestError
 from clusterddp.reporting.plots import Scaling, Size, efficiency
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.run import formatting
+from clusterddp.run.formatting import count
 from clusterddp.run.progress import latest_report
 from clusterddp.run.records import Report
 from clusterddp.run.run_dir import RunDir
@@ -29,6 +31,54 @@ _HEADER = _NAMES.split()
 _OF_ALL = 3
 # The settings in which the rows of one comparison differ on purpose.
 _OF_A_ROW = {"strategy", "batch_size", "lr", "lr_scaling", "sync_batchnorm", "cuda_graph"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table, before anything has run."""
+
+    strategy: str
+    devices: int
+    """Ranks of ddp, GPUs that dp's one process drives; 1 of single."""
+    train: TrainConfig
+    nodes: int = 1
+    missing: str = ""
+    """Resource that is too scarce for it to run: `needs 2 GPUs`."""
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> "Row":
+        """Build the row of a run from its request. Raises RequestError for a command's."""
+        if spec.train is None:
+            raise RequestError(
+                f"{spec.run_name} runs a command; only trainings can be compared, for they report "
+                "their figures."
+            )
+        ranks, gpus = spec.world_size, spec.resources.gpus_per_node
+        devices = max(gpus, 1) if spec.train.strategy == "dp" else ranks
+        return cls(spec.train.strategy, devices, spec.train, spec.resources.nodes)
+
+    @property
+    def ranks(self) -> int:
+        return self.devices if self.strategy == "ddp" else 1
+
+    @property
+    def name(self) -> str:
+        """Name of its runs, after that of the comparison."""
+        return self.strategy if self.strategy == "single" else f"{self.strategy}-{self.devices}"
+
+    @property
+    def label(self) -> str:
+        return label(self.strategy, self.devices)
+
+    def images_of_a_device(self, train_images: int | None) -> int:
+        """Count the images of a device in one optimizer step: its batch, or a smaller share.
+
+        train_images: size of the training set; None where it is not known.
+        """
+        most = self.train.step_size
+        if train_images:
+            most = min(most, math.ceil(train_images / self.ranks))  # as training_order deals them
+        return math.ceil(most / (self.devices if self.strategy == "dp" else 1))
 
 
 @dataclass(frozen=True)
@@ -86,6 +136,13 @@ class Result:
     @property
     def label(self) -> str:
         return label(self.strategy, self.devices)
+
+
+def label(strategy: str, devices: int) -> str:
+    """Name a row: `ddp, 2 ranks`."""
+    if strategy == "single":
+        return strategy
+    return f"{strategy}, {count(devices, 'GPU' if strategy == 'dp' else 'rank')}"
 
 
 def results(trials: Sequence[Trial]) -> list[Result]:
@@ -252,12 +309,12 @@ def notes(trials: Sequence[Trial], lines: Sequence[Result], hardware: str) -> li
     if not reports or base is None:
         return []
     hosts = list(dict.fromkeys(host for report in reports for host in report.hosts))
-    shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
     first = trials[0].row.train
+    where = formatting.some(hosts, 8, ", ") + (f" ({hardware})" if hardware else "")
     lines_of_text = [
-        f"on {shown}{f' ({hardware})' if hardware else ''}: {_each(reports, 'device')}, "
+        f"on {where}: {_each(reports, 'device')}, "
         f"{_each(reports, 'precision')}, threads per rank {_each(reports, 'threads')}, "
-        f"torch {', '.join(_once(_torch(report) for report in reports))}",
+        f"torch {', '.join(_once((report.versions or {}).get('torch') for report in reports))}",
         f"{first.model} on {first.dataset}, {_batch(measured)}; steps {_each(reports, 'steps')}",
         f"speed-up: images/s against {base.label}; efficiency: speed-up per device",
         "time: of the training steps; total: of a task, from its start to its end; memory: the "
@@ -330,14 +387,10 @@ def _batch(lines: Sequence[Result]) -> str:
     each = {line.images_per_device for line in lines}
     together = {line.images_per_device * line.devices for line in lines}
     if len(each) == 1:
-        return f"{counted(each.pop(), 'image')} a device and step: N devices take N times as many"
+        return f"{count(each.pop(), 'image')} a device and step: N devices take N times as many"
     if len(together) == 1:
-        return f"{counted(together.pop(), 'image')} a step, shared out among the devices"
+        return f"{count(together.pop(), 'image')} a step, shared out among the devices"
     return f"{', '.join(map(str, sorted(each)))} images a device and step"
-
-
-def _torch(report: Report) -> str | None:
-    return report.versions.get("torch") if report.versions else None
 
 
 def _each(reports: Sequence[Report], name: str) -> str:

@@ -44,10 +44,19 @@ def count(value: int, noun: str) -> str:
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
-def some(items: Sequence[str], most: int) -> str:
+def some(items: Sequence[str], most: int, separator: str = " ") -> str:
     """Join the first of them, and say how many more there are."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
-    return " ".join(items[:most]) + more
+    return separator.join(items[:most]) + more
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Align columns to the left, two blanks apart, without trailing blanks."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def line(text: str) -> str:

@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
-from clusterddp.comparison.plan import Place, Row, plan
-from clusterddp.comparison.results import DONE, Result, Trial, notes, results, scaling, table
+from clusterddp.comparison.plan import Place, plan
+from clusterddp.comparison.results import (
+    DONE,
+    Result,
+    Row,
+    Trial,
+    notes,
+    results,
+    scaling,
+    table,
+)
 from clusterddp.errors import RequestError
 from clusterddp.processes.processors import described
 from clusterddp.reporting import plots

@@ -42,7 +42,7 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     elif not entries:
         click.echo(_why_none(found_run), err=True)
     else:
-        click.echo(output.table([_HEADER, *(_row(entry, time.time()) for entry in entries)]))
+        click.echo(formatting.table([_HEADER, *(_row(entry, time.time()) for entry in entries)]))
 
 
 def _why_none(run: RunDir) -> str:

@@ -22,10 +22,17 @@ from clusterddp.cli.options import (
     site_options,
     source,
 )
-from clusterddp.comparison import execution
-from clusterddp.comparison import plan as comparison_plan
-from clusterddp.comparison.plan import Row
-from clusterddp.comparison.results import DONE, Trial, notes, results, scaling, table, trials_of
+from clusterddp.comparison import plan
+from clusterddp.comparison.results import (
+    DONE,
+    Row,
+    Trial,
+    notes,
+    results,
+    scaling,
+    table,
+    trials_of,
+)
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestError
 from clusterddp.processes import processors
 from clusterddp.reporting import plots
@@ -181,22 +188,22 @@ def command(
         return _show(trials, ", ".join(of), as_json, plot)
     name = _checked_name(name)
     config, base, rows = _rows(ctx, name, where, values)
-    planned = comparison_plan.requests(rows, name, values["output_root"], repeat, base)
+    planned = plan.requests(rows, name, values["output_root"], repeat, base)
     templates = template_folder(values) if base else None
     elsewhere = base is not None and in_another_python(base)
     if dry_run:
         find_own_functions(config, elsewhere=elsewhere)
-        for text in execution.dry_run(rows, planned, base, templates):
+        for text in plan.dry_run(rows, planned, base, templates):
             click.echo(text)
         return EXIT_DONE
     make_sure(config, may_fetch=base is not None, elsewhere=elsewhere)
     number = 0
     try:
         if base:
-            trials = execution.train_as_jobs(planned, templates, values["snapshot_limit"])
+            trials = plan.train_as_jobs(planned, templates, values["snapshot_limit"])
         else:
-            trials, number = execution.train_here(planned)
-    except execution.Interrupted as interrupted:
+            trials, number = plan.train_here(planned)
+    except plan.Interrupted as interrupted:
         _print_interrupted(name, values["output_root"], interrupted)
         return EXIT_INTERRUPTED
     failed = any(trial.state != DONE for trial in trials)
@@ -215,16 +222,16 @@ def _rows(
     if where == "debug":
         _refuse_requests(ctx)
         config = config_from(ctx.params, ctx)
-        place = comparison_plan.workstation(config)
+        place = plan.workstation(config)
     else:
         with naming_sources(ctx):
             base = job_spec(ctx, name, values)
         config = base.train or config_from(ctx.params, ctx)
-        place = comparison_plan.cluster(base, config)
-    rows = comparison_plan.plan(
+        place = plan.cluster(base, config)
+    rows = plan.plan(
         config,
         values["strategies"],
-        values["world_sizes"] or comparison_plan.powers_of_two(place),
+        values["world_sizes"] or plan.powers_of_two(place),
         place,
         fixed_global_batch=values["fixed_global_batch"],
     )
@@ -259,7 +266,7 @@ def _checked_name(name: str | None) -> str:
     return name
 
 
-def _print_interrupted(name: str, root: str, interrupted: execution.Interrupted) -> None:
+def _print_interrupted(name: str, root: str, interrupted: plan.Interrupted) -> None:
     usual = os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or DEFAULT_ROOT
     more = [] if os.path.abspath(root) == os.path.abspath(usual) else [f"--output-root={root}"]
     again = shlex.join(["clusterddp", "compare", f"--of={name}", *more])

@@ -1,6 +1,7 @@
 """`clusterddp env`: shows the ranks of this task, or of a pasted environment, and their sources."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import click
 from clusterddp.errors import RequestError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import parse_environment
+from clusterddp.run import formatting
 
 
 @click.command(name="env")
@@ -26,8 +28,6 @@ def command(source: str | None, as_json: bool) -> None:
     In a Slurm step: srun clusterddp env. Exit codes: 0 derived, 1 the variables contradict each
     other, 2 a wrong request.
     """
-    import os
-
     environ = os.environ if source is None else parse_environment(_read(source))
     env = DistEnv.from_environ(environ)
     click.echo(_as_json(env) if as_json else _as_table(env))
@@ -66,11 +66,7 @@ def _as_table(env: DistEnv) -> str:
     for name in _FIELDS:
         value = _shown_hosts(env.hostnames) if name == "hostnames" else str(getattr(env, name))
         rows.append((name, value, env.sources[name]))
-    name_width = max(len(name) for name, _, _ in rows)
-    value_width = max(len(value) for _, value, _ in rows)
-    return "\n".join(
-        f"{name:<{name_width}}  {value:<{value_width}}  {source}" for name, value, source in rows
-    )
+    return formatting.table(rows)
 
 
 _ORIGINS = {

@@ -46,7 +46,7 @@ def command(last: int | None, state: tuple[str, ...], output_root: Path, as_json
         among = f"{' or '.join(state)} " if there else ""
         click.echo(f"no {among}runs below {output_root}", err=True)
     else:
-        text = output.table([_HEADER, *(_row(status, time.time()) for status in found)])
+        text = formatting.table([_HEADER, *(_row(status, time.time()) for status in found)])
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         click.echo("\n".join(_cut(line, width) for line in text.splitlines()))
 

@@ -63,7 +63,7 @@ def command(run_names: tuple[str, ...], output_root: Path, as_json: bool, html: 
     elif len(gathered) == 1:
         click.echo(describe(gathered[0].report))
     else:
-        click.echo(output.table([_HEADER, *(_row(one.report) for one in gathered)]))
+        click.echo(formatting.table([_HEADER, *(_row(one.report) for one in gathered)]))
 
 
 def describe(report: RunReport) -> str:

@@ -52,8 +52,7 @@ def describe(status: RunStatus) -> str:
     if status.layout:
         lines.append(("asked", status.layout))
     if status.hosts:
-        more = f" and {len(status.hosts) - 8} more" if len(status.hosts) > 8 else ""
-        lines.append(("hosts", " ".join(status.hosts[:8]) + more))
+        lines.append(("hosts", formatting.some(status.hosts, 8)))
     for label, when in (
         ("submitted", status.submitted_time),
         ("started", status.started_time),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from clusterddp.cli.commands import compare
-from clusterddp.comparison import execution
-from clusterddp.comparison.plan import Row
+from clusterddp.comparison import plan
+from clusterddp.comparison.results import Row
 from clusterddp.processes import processors
 from clusterddp.reporting import plots
 from clusterddp.request.spec import JobSpec
@@ -78,7 +78,7 @@ def comparing(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Answer:
             seen = [spec.run_dir, str(row.ranks), "cuda" if gpus else "cpu", does]
             return [sys.executable, "-SEc", STAND_IN, *seen]
 
-        monkeypatch.setattr(execution, "_argv", stand_in)
+        monkeypatch.setattr(plan, "_argv", stand_in)
         monkeypatch.setattr(processors, "visible_gpus", lambda: gpus)
         return workplace.invoke("compare", *argv)
 
@@ -254,7 +254,7 @@ def test_each_job_waits_for_the_one_before_and_a_refused_one_is_a_row_that_faile
 ) -> None:
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/bin:/bin")
     workplace.command("sbatch", SBATCH_3)
-    monkeypatch.setattr(compare.execution, "wait_for_end", interrupt)
+    monkeypatch.setattr(compare.plan, "wait_for_end", interrupt)
     made_sure: list[Any] = []
     for module in (compare, submit):
         monkeypatch.setattr(module, "make_sure", lambda *args, **_: made_sure.append(args))
