@@ -19,13 +19,6 @@ SHIPPED = {
 
 _ENDINGS = ("", ".sbatch.j2", ".j2")
 
-# launcher -> module; a new launcher is one file, one line here and its name in spec.LAUNCHERS.
-MODULES = {
-    "sbatch": "clusterddp.launchers.sbatch",
-    "submitit": "clusterddp.launchers.submitit",
-    "local": "clusterddp.launchers.local",
-}
-
 
 @dataclass(frozen=True)
 class Submission:
@@ -47,8 +40,8 @@ class Launcher(Protocol):
 
 
 def load(name: str) -> Launcher:
-    """Load the launcher of that name, one of `MODULES`."""
-    return cast(Launcher, importlib.import_module(MODULES[name]))
+    """Load the launcher of that name: the module here, for each of `spec.LAUNCHERS`."""
+    return cast(Launcher, importlib.import_module(f"{__name__}.{name}"))
 
 
 def full_name(template: str, folder: Path | None = None) -> str:

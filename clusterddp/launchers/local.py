@@ -24,18 +24,14 @@ from pathlib import Path
 
 from clusterddp.errors import RequestError
 from clusterddp.launchers import Submission, sbatch
-from clusterddp.launchers.srun import (
-    CANCELLED,
-    KILL_WAIT_SECONDS,
-    STEPS_VARIABLE,
-    signal_session,
-)
+from clusterddp.launchers.srun import CANCELLED, KILL_WAIT_SECONDS, signal_session
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.slurm.client import submission_environment
+from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
 
 MOST_HOSTS = 250
 # sbatch(1), --signal=[{R|B}:]<sig_num>[@sig_time]
@@ -259,17 +255,13 @@ class _Job:
             signal_session(script, number)
 
     def _signal_tasks(self, *numbers: int) -> None:
-        tasks = [int(pid) for note in self._steps.glob("[0-9]*") for pid in _read(note).split()]
+        tasks: list[int] = []
+        for note in self._steps.glob("[0-9]*"):
+            with suppress(FileNotFoundError):  # the step has just ended
+                tasks += map(int, note.read_text().split())
         for number in numbers:
             for pid in tasks:
                 signal_session(pid, number)
-
-
-def _read(note: Path) -> str:
-    try:
-        return note.read_text()
-    except FileNotFoundError:
-        return ""  # the step has just ended
 
 
 def _stand_in(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
@@ -283,7 +275,7 @@ def _stand_in(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     )
     stand_in.chmod(0o700)
     path = environ.get("PATH", os.defpath)
-    return {"PATH": f"{binaries}{os.pathsep}{path}", STEPS_VARIABLE: str(steps)}
+    return {"PATH": f"{binaries}{os.pathsep}{path}", REHEARSAL_VARIABLE: str(steps)}
 
 
 def _directives(script: str) -> dict[str, str]:

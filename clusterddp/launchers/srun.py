@@ -7,6 +7,7 @@ the highest code wins; USR1 and USR2 go to every task; TERM to srun ends the tas
 
 import argparse
 import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -22,8 +23,6 @@ from clusterddp.slurm.forms import expand_nodelist
 
 KILL_WAIT_SECONDS = 30
 """Between TERM and KILL, as Slurm's default KillWait."""
-STEPS_VARIABLE = REHEARSAL_VARIABLE
-"""Names the folder in which each step notes the process ids of its tasks, for the controller."""
 _PR_SET_CHILD_SUBREAPER = 36
 CANCELLED = "cancelled"
 """The file in that folder which says that no further step may start."""
@@ -34,7 +33,7 @@ def main() -> None:
     os.setsid()  # a signal to the batch script and its children is not for srun
     die_with_parent(os.getppid(), signal.SIGTERM)  # but its end is: TERM ends the tasks
     options = parse(sys.argv[1:])
-    steps = Path(os.environ[STEPS_VARIABLE])
+    steps = Path(os.environ[REHEARSAL_VARIABLE])
     if (steps / CANCELLED).exists():
         _say("srun: error: Unable to create step: the job is being cancelled")
         sys.exit(1)
@@ -79,7 +78,8 @@ def task_environment(
 ) -> dict[str, str]:
     """Give the variables of one task, as a real step does: tasks in blocks, node by node."""
     hosts = expand_nodelist(job["SLURM_JOB_NODELIST"])[: options.nodes]
-    counts = _shared_out(options.ntasks, len(hosts))
+    each, rest = divmod(options.ntasks, len(hosts))
+    counts = [each + (node < rest) for node in range(len(hosts))]
     node = next(n for n in range(len(hosts)) if rank < sum(counts[: n + 1]))
     local_rank = rank - sum(counts[:node])
     ranks = range(sum(counts[:node]), sum(counts[: node + 1]))
@@ -129,7 +129,7 @@ def run_step(options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], no
 
     def report(rank: int, status: int) -> None:
         if status and not terminated:
-            words = _WORDS.get(-status) or f"Exited with exit code {status}"
+            words = signal.strsignal(-status) if status < 0 else f"Exited with exit code {status}"
             host = tasks[rank]["SLURMD_NODENAME"]
             _say(f"srun: error: {host}: task {rank}: {words}")
 
@@ -187,25 +187,14 @@ def _output(options: argparse.Namespace, task: Mapping[str, str]) -> Path | None
     return Path(name)
 
 
-_WORDS: dict[int, str] = {
-    signal.SIGKILL: "Killed",
-    signal.SIGTERM: "Terminated",
-    signal.SIGSEGV: "Segmentation fault",
-    signal.SIGABRT: "Aborted",
-    signal.SIGINT: "Interrupt",
-}
-
-
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201 -- srun's own way to speak
 
 
 def signal_session(leader: int, number: int) -> None:
     """Signal every process of a task; its leader's number is also that of its process group."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # it has ended
         os.killpg(leader, number)
-    except (ProcessLookupError, PermissionError):
-        pass  # it has ended
 
 
 def _next_step(steps: Path) -> int:
@@ -220,18 +209,9 @@ def _next_step(steps: Path) -> int:
             return step_id
 
 
-def _shared_out(tasks: int, nodes: int) -> list[int]:
-    return [tasks // nodes + (node < tasks % nodes) for node in range(nodes)]
-
-
 def _compressed(counts: Sequence[int]) -> str:
     """Write tasks per node as Slurm does: `4(x2),3`."""
-    parts: list[tuple[int, int]] = []
-    for count in counts:
-        if parts and parts[-1][0] == count:
-            parts[-1] = (count, parts[-1][1] + 1)
-        else:
-            parts.append((count, 1))
+    parts = [(count, len([*equal])) for count, equal in itertools.groupby(counts)]
     return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in parts)
 
 

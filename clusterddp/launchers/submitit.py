@@ -83,7 +83,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
     executor.update_parameters(**_parameters(spec))
     task = Task(
         run_dir=str(run.path),
-        argv=tuple(_task_argv(spec)),
+        argv=(spec.python, "-m", "clusterddp", *sbatch.task_arguments(spec)),
         policy=Policy(spec.requeues, spec.max_requeues, spec.restart_on_failure),
         world_size=spec.world_size,
         patience_seconds=max(spec.signal_lead, _LEAST_PATIENCE_SECONDS),
@@ -211,10 +211,6 @@ def _by_protocol(spec: JobSpec) -> bool:
 
 def _python(spec: JobSpec) -> str:
     return shlex.join([*spec.launch_prefix, spec.python])
-
-
-def _task_argv(spec: JobSpec) -> list[str]:
-    return [spec.python, "-m", "clusterddp", *sbatch.task_arguments(spec)]
 
 
 def _parameters(spec: JobSpec) -> dict[str, Any]:

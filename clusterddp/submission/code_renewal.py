@@ -13,6 +13,7 @@ from pathlib import Path
 from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
+from clusterddp.run import formatting
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import snapshot
@@ -210,5 +211,4 @@ def _limit_mb(recorded: snapshot.Snapshot | None) -> float:
 
 
 def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{', '.join(names[:_MOST_NAMES])}{more}"
+    return formatting.some(names, _MOST_NAMES, ", ")

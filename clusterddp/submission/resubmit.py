@@ -17,7 +17,7 @@ from clusterddp.errors import CheckpointError, RequestError, SlurmError
 from clusterddp.request.spec import JobSpec, Resources, submission_comment
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events
+from clusterddp.run import events, formatting
 from clusterddp.run.claim import Claim, claimed
 from clusterddp.run.files import write_atomically
 from clusterddp.run.progress import (
@@ -321,10 +321,9 @@ def _check_code(run: RunDir) -> None:
         return
     changed = snapshot.difference(recorded, now)
     if changed:
-        more = f" and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
         raise RequestError(
             f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
-            f"{', '.join(changed[:_MOST_CHANGES])}{more}. Put it back, or use --code new to "
+            f"{formatting.some(changed, _MOST_CHANGES, ', ')}. Put it back, or use --code new to "
             "run the current files."
         )
 
@@ -400,9 +399,9 @@ def _submit(
     after: JobSpec,
     script: str,
     launcher: launchers.Launcher,
-    code_changes: Sequence[str] = (),
+    code_changes: Sequence[str],
     *,
-    from_scratch: bool = False,
+    from_scratch: bool,
 ) -> launchers.Submission:
     """Lay the records down, submit, and put the former records back where that is refused.
 
@@ -418,17 +417,12 @@ def _submit(
             kept = {run.script: None}
             write_atomically(run.script, script.encode())
         # Before the submission: the job's first line may come before the record of its id.
-        changes = [*_differences(before, after), *(f"code: {line}" for line in code_changes)]
+        changes = (*_differences(before, after), *(f"code: {line}" for line in code_changes))
         latest = attempts.latest(run) if from_scratch else None
         if latest:
-            events.add(
-                run.events,
-                events.Resubmitted,
-                changes=tuple(changes),
-                from_scratch=latest.number,
-            )
+            events.add(run.events, events.Resubmitted, changes=changes, from_scratch=latest.number)
         else:
-            events.add(run.events, events.Resubmitted, changes=tuple(changes))
+            events.add(run.events, events.Resubmitted, changes=changes)
         return launcher.submit(after, script, run)
     except RequestError:
         _put_back(kept)

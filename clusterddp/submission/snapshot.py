@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from clusterddp import log
 from clusterddp.errors import RequestError
+from clusterddp.run import formatting
 from clusterddp.run.run_dir import RunDir, run_folders
 
 LIMIT_MB = 50.0
@@ -142,10 +143,9 @@ def warn_of_large(taken: Snapshot, limit_mb: float) -> None:
     """Name the files linked for their size: what is edited there reaches a waiting run."""
     if not taken.large:
         return
-    more = f" and {len(taken.large) - 3} more" if len(taken.large) > 3 else ""
+    names = formatting.some([_shown(name) for name in taken.large], 3, ", ")
     log.warning(
-        f"too large to copy with your code, so linked: "
-        f"{', '.join(map(_shown, taken.large[:3]))}{more}. The run reads them where they are. "
+        f"too large to copy with your code, so linked: {names}. The run reads them where they are. "
         f"Raise --snapshot-limit MB (now {limit_mb:g}) to have them copied; what .gitignore lists "
         "is linked without a word."
     )

@@ -170,7 +170,7 @@ def test_a_cancelled_job_starts_no_further_step(
     (tmp_path / srun.CANCELLED).touch()
     done = subprocess.run(
         [sys.executable, "-m", "clusterddp.launchers.srun", "--ntasks=1", "--", "true"],
-        env={**os.environ, srun.STEPS_VARIABLE: str(tmp_path), **JOB},
+        env={**os.environ, srun.REHEARSAL_VARIABLE: str(tmp_path), **JOB},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1
