@@ -26,12 +26,12 @@ from clusterddp.errors import RequestError
 from clusterddp.launchers import Submission, sbatch
 from clusterddp.launchers.srun import CANCELLED, KILL_WAIT_SECONDS, signal_session
 from clusterddp.processes.signals import die_with_parent
+from clusterddp.ranks.variables import REHEARSAL_VARIABLE
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.slurm.client import submission_environment
-from clusterddp.slurm.own_job import REHEARSAL_VARIABLE
 
 MOST_HOSTS = 250
 # sbatch(1), --signal=[{R|B}:]<sig_num>[@sig_time]

@@ -25,7 +25,7 @@ KILL_WAIT_SECONDS = 30
 """Between TERM and KILL, as Slurm's default KillWait."""
 _PR_SET_CHILD_SUBREAPER = 36
 CANCELLED = "cancelled"
-"""The file in that folder which says that no further step may start."""
+"""File in the folder of the steps: no further one may start."""
 
 
 def main() -> None:
