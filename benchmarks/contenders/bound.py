@@ -16,10 +16,9 @@ from clusterddp.data import mnist
 from clusterddp.data.loader import Images
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.training import optimizer
 from clusterddp.training.device import keep_freed
 from clusterddp.training.metrics import Tally
-from clusterddp.training.step import GraphedStep, Step
+from clusterddp.training.step import GraphedStep, Step, build_optimizer
 
 
 def main(*, exchange: bool = False) -> None:
@@ -39,7 +38,7 @@ def main(*, exchange: bool = False) -> None:
 
     gradients = torch.zeros(sum(each.numel() for each in model.parameters()), device=device)
     step = Step(
-        model, optimizer.build(config, model, captured=captured), Tally(device),
+        model, build_optimizer(config, model, captured=captured), Tally(device),
         device=device, precision=asked.precision,
         exchanged=all_reduce if exchange else lambda: None,
     )  # fmt: skip

@@ -120,7 +120,7 @@ def _training(config: TrainConfig, strategy: str, devices: int, fixed: bool) -> 
                 own, batch_size=config.batch_size // devices, lr_scaling="none"
             )
     elif strategy == "dp":  # one rank, which scales no rate, cuts its batch among its GPUs
-        rate = config.lr * config.lr_factor(devices)
+        rate = config.peak_lr(devices)
         return dataclasses.replace(own, batch_size=config.batch_size * devices, lr=rate)
     return own
 

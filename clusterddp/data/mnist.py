@@ -13,7 +13,7 @@ import shlex
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,6 +219,22 @@ def folder(dataset: str, data_dir: str) -> Path:
     """Return the root of torchvision's MNIST class."""
     root = Path(data_dir).expanduser()
     return root / "synthetic" if dataset == "synthetic" else root
+
+
+def ensure(
+    dataset: str, data_dir: str, sources: Mapping[str, Callable[[str], object]]
+) -> DatasetInfo:
+    """Check the dataset, and get it first where it is missing and has a source.
+
+    sources: by a dataset's name, a function that puts it into data_dir, checked and whole; in
+        several processes at once, the first in place stays. A damaged set is never replaced.
+    Raises DataError where no whole set results.
+    """
+    root = folder(dataset, data_dir)
+    absent = len(missing_files(root)) == len(FILES) and not under_other_names(root)
+    if absent and dataset in sources:
+        sources[dataset](data_dir)
+    return check(dataset, data_dir, checksums=False)
 
 
 def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from clusterddp.errors import TrainingError
 from clusterddp.request import user_functions
+from clusterddp.request.options import is_reference
 
 
 def build(name: str) -> nn.Module:
@@ -26,7 +27,7 @@ def build(name: str) -> nn.Module:
     Any name that is not built in is a user function, `package.module:function`. Raises
     TrainingError where it cannot be imported or returns no module with weights to train.
     """
-    if not user_functions.is_reference(name):
+    if not is_reference(name):
         return MODELS[name]()
     function = user_functions.load(name)
     with user_functions.running(name):

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.request.user_functions import is_reference
 from clusterddp.slurm.forms import Form
 
 if TYPE_CHECKING:
@@ -51,6 +50,8 @@ _NO_REQUEUE = "SBATCH_NO_REQUEUE"
 
 NEEDED_DIRECTIVES = ("nodes", "ntasks", "output")
 """Directives that a run cannot do without."""
+
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 _LOGS = "--output-root DIR: logs lie in the run's folder"
 REPLACED = {
@@ -117,6 +118,11 @@ class Choice:
             return
         more = " (your own is MODULE:FUNCTION)" if self.or_function else ""
         raise OptionError(option, f": {value!r} is not one of {', '.join(self.names)}{more}.")
+
+
+def is_reference(value: str) -> bool:
+    """Return whether a value names a user function: `package.module:function`."""
+    return _REFERENCE.fullmatch(value) is not None
 
 
 COUNT = Number("a positive whole number", least=1)

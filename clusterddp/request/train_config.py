@@ -258,10 +258,13 @@ class TrainConfig:
                     f"--{option}", f" against --{other}: {why}. Leave one of them out."
                 )
 
-    def lr_factor(self, world_size: int) -> float:
-        """Return the factor on `lr` at this world size; Goyal et al. 2017, arXiv 1706.02677."""
+    def peak_lr(self, world_size: int) -> float:
+        """Return the full learning rate at this world size, that of the run's first attempt.
+
+        `lr` is scaled as in Goyal et al. 2017, arXiv 1706.02677.
+        """
         factors = {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}
-        return float(factors[self.lr_scaling])
+        return self.lr * float(factors[self.lr_scaling])
 
     @property
     def step_size(self) -> int:

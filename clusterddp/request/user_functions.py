@@ -5,7 +5,6 @@ side finds a function without running anything of it; the tasks import it.
 """
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,13 +15,6 @@ from clusterddp.errors import RequestError, TrainingError, is_debuggers_quit
 
 if TYPE_CHECKING:
     import ast
-
-FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-
-
-def is_reference(value: str) -> bool:
-    """Return whether a value has the form `package.module:function`."""
-    return FORM.fullmatch(value) is not None
 
 
 def find(reference: str, folder: Path) -> Path | None:

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from clusterddp.run.attempt import Attempt
@@ -32,15 +31,11 @@ def divide(attempt: Attempt, job_id: str) -> None:
                 _append(log, line)
 
 
-def divide_own(number: int, environ: Mapping[str, str]) -> None:
+def divide_own(number: int, job_id: str, restarts: int) -> None:
     """Begin a task that its agent has started again within the job, in the log of the task."""
-    again = environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    if again.isdigit() and int(again):
-        with contextlib.suppress(OSError):
-            line = _divider(
-                number, environ.get("SLURM_JOB_ID", ""), f"start {int(again) + 1} in it"
-            )
-            print(line, file=sys.stderr, flush=True)  # noqa: T201 -- the task's own log
+    with contextlib.suppress(OSError):
+        line = _divider(number, job_id, f"start {restarts + 1} in it")
+        print(line, file=sys.stderr, flush=True)  # noqa: T201 -- the task's own log
 
 
 def of_attempt(log: Path, number: int) -> str:

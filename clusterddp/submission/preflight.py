@@ -3,11 +3,13 @@
 import dataclasses
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from clusterddp import log
 from clusterddp.errors import CheckpointError, DataError, RequestError
 from clusterddp.request import user_functions
+from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run.progress import checkpoint_step, is_finished, recorded_batch
@@ -31,7 +33,8 @@ def make_sure(
     Says what it found. Raises RequestError: nothing has run yet that could have failed.
     """
     from clusterddp.checkpoints import catalog
-    from clusterddp.data import prepare
+    from clusterddp.data import mnist
+    from clusterddp.data.synthetic import synthesise
 
     absent = config.missing_package()
     if absent and not elsewhere:
@@ -40,14 +43,24 @@ def make_sure(
     try:
         if config.resume:
             _check_checkpoint(catalog.find(config.resume), config, world_size)
-        if user_functions.is_reference(config.dataset):
+        if is_reference(config.dataset):
             return
         if may_fetch:
             _check_folder(config)
-        info = prepare.ensure(config.dataset, config.data_dir, may_fetch=may_fetch)
+        sources: dict[str, Callable[[str], object]] = {
+            "synthetic": synthesise,
+            **({"mnist": _fetch} if may_fetch else {}),
+        }
+        info = mnist.ensure(config.dataset, config.data_dir, sources)
     except (CheckpointError, DataError) as error:
         raise RequestError(str(error)) from None
     log.info(f"dataset: {info.describe()}")
+
+
+def _fetch(data_dir: str) -> None:
+    from clusterddp.data.download import fetch  # and tarfile, http.client …
+
+    fetch(data_dir)
 
 
 def _check_folder(config: TrainConfig) -> None:

@@ -11,6 +11,7 @@ from clusterddp.errors import RequestError, SlurmError
 from clusterddp.launchers import Submission, load
 from clusterddp.log import info, warning
 from clusterddp.request import user_functions
+from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, run_folders
@@ -73,7 +74,7 @@ def check_own_code(spec: JobSpec) -> None:
 def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
     """List the folders in a person's tree that hold no code: runs, and the shipped datasets."""
     folders = run_folders(run)
-    if spec.train and not user_functions.is_reference(spec.train.dataset):
+    if spec.train and not is_reference(spec.train.dataset):
         # MNIST, which the tasks find by its absolute path, is larger than any code.
         folders += [Path(spec.train.data_dir, name) for name in ("MNIST", "synthetic")]
     return folders

@@ -24,9 +24,10 @@ from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import DataError, TrainingError
 from clusterddp.models import nets
 from clusterddp.request import user_functions
+from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import device as devices
-from clusterddp.training import optimizer, step, sync_batchnorm
+from clusterddp.training import step, sync_batchnorm
 from clusterddp.training.augment import AUGMENTATIONS
 from clusterddp.training.metrics import Tally, Waiting
 from clusterddp.training.step import Compiled, GraphedStep, Step
@@ -60,7 +61,7 @@ class Learner:
         if config.sync_batchnorm:
             self.model = sync_batchnorm.convert(self.model, config.model)
         _channels_last(self.model)
-        self.optimizer = optimizer.build(config, self.model, captured=agreed.cuda_graph)
+        self.optimizer = step.build_optimizer(config, self.model, captured=agreed.cuda_graph)
         self.position = Position()
         self.best: Best | None = None
         rng.seed(config.seed + rank)  # from here on each rank draws its own numbers
@@ -138,7 +139,7 @@ class Learner:
     def _restore(self, rank: int, content: dict[str, Any] | None) -> dict[str, Any]:
         """Restore a checkpoint; returns the state of fp16's scaler, for when there is one."""
         path = Path(self.agreed.resume)
-        with optimizer.settings_kept(self.optimizer):
+        with step.settings_kept(self.optimizer):
             restored = state.restore(path, self.config, self.model, self.optimizer, content)
         self.position, self.best = restored.position, restored.best
         world = self.agreed.world_size
@@ -161,7 +162,7 @@ def check_fit(
     was_training = model.training
     model.eval()
     tried = f"{what} on images {tuple(images.shape)}"
-    is_own = user_functions.is_reference(config.model)
+    is_own = is_reference(config.model)
     try:
         with (
             rng.kept(images.device),

@@ -26,8 +26,8 @@ from clusterddp.run.records import MetricsLine, RankReport
 from clusterddp.training import evaluation
 from clusterddp.training.learner import Learner, poor_statistics
 from clusterddp.training.metrics import Figures, Journal, Paces, of_ranks
-from clusterddp.training.optimizer import Schedule
 from clusterddp.training.profiling import Profiler
+from clusterddp.training.step import Schedule
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
 from clusterddp.training.tensorboard import Board
 

@@ -1,19 +1,23 @@
 """One optimizer step of a rank: forward, backward, exchange of gradients, update.
 
 Also the model as the step calls it: under DistributedDataParallel or DataParallel by `--strategy`,
-and by torch.compile; and the step captured into a CUDA graph, which is replayed.
+and by torch.compile; the step captured into a CUDA graph, which is replayed; the optimizer, and the
+learning rate over the course of a run.
 """
 
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from clusterddp.checkpoints.state import Position
 from clusterddp.data.loader import as_images
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
@@ -290,3 +294,57 @@ def _cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
         work()
     replay: Callable[[], None] = graph.replay
     return replay
+
+
+def build_optimizer(
+    config: TrainConfig, model: nn.Module, *, fused: bool = True, captured: bool = False
+) -> Optimizer:
+    """Build the optimizer that the configuration names; `momentum` is Adam's first beta too.
+
+    fused: all parameters in one kernel, on CPUs and GPUs that have it.
+    captured: its state and its rate stay in tensors on the device, for a CUDA graph to read.
+    """
+    parameters = list(model.parameters())
+    rate: float | Tensor = config.lr
+    if captured:
+        rate = torch.tensor(config.lr, device=parameters[0].device)
+    settings: dict[str, Any] = {"weight_decay": config.weight_decay, "fused": fused}
+    if config.optimizer == "sgd":
+        return optim.SGD(parameters, rate, momentum=config.momentum, **settings)
+    kind: type[optim.Adam] = {"adam": optim.Adam, "adamw": optim.AdamW}[config.optimizer]
+    betas = (config.momentum, config.beta2)
+    return kind(parameters, rate, betas=betas, capturable=captured, **settings)
+
+
+@contextmanager
+def settings_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Keep this configuration's settings while a state is loaded: they may have been changed on
+    purpose. Counts of steps move to where this optimizer counts.
+    """
+    own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
+    for parameter, state in optimizer.state.items():
+        if "step" in state:  # of fused ones on the device, wherever the file's one had it
+            state["step"] = torch.as_tensor(state["step"]).to(parameter.device, torch.float32)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A linear rise over the warm-up, and a linear fall to zero over all epochs.
+
+    The fall goes by images, so that a run can resume at another world size; `max_steps` does not
+    change it, so that a run cut in two trains as one in a piece.
+    """
+
+    config: TrainConfig
+    world_size: int
+    images_per_epoch: int
+
+    def lr(self, position: Position) -> float:
+        """Return the rate of the step that comes after this position."""
+        done = position.epoch + min(position.samples / self.images_per_epoch, 1.0)
+        rise = min(1.0, (position.step + 1) / max(self.config.warmup_steps, 1))
+        fall = max(1.0 - done / self.config.epochs, 0.0)
+        return self.config.peak_lr(self.world_size) * rise * fall

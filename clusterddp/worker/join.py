@@ -21,7 +21,7 @@ from clusterddp.distributed.agreement import Agreement, Hello
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.processes import environment, processors
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.request import user_functions
+from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
@@ -29,7 +29,6 @@ from clusterddp.run.outcome import note_clocks
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import device as devices
-from clusterddp.training import optimizer
 from clusterddp.training.step import gpus_of_one_process
 from clusterddp.worker import start
 
@@ -106,7 +105,7 @@ def _meet(
         return {**dataclasses.asdict(agreed), "tell_time": sorted(speakers), "sent": time.time()}
 
     # Rank 0 calls a user function meanwhile, which may have to fetch its data.
-    is_own = user_functions.is_reference(config.dataset)
+    is_own = is_reference(config.dataset)
     patience = _OWN_DATA_SECONDS if is_own else rendezvous.GRACE_SECONDS
     verdict = rendezvous.agree(
         store, env, hello.__dict__, decide, config.rendezvous_timeout, patience
@@ -263,7 +262,7 @@ def announce(config: TrainConfig, agreed: Agreement, hello: Hello, env: DistEnv)
             log.info(line)
     for warning in agreed.warnings:
         log.warning(warning)
-    peak = optimizer.peak_lr(config, agreed.reference_world_size)
+    peak = config.peak_lr(agreed.reference_world_size)
     passes = f", in {config.accumulate} passes" if config.accumulate > 1 else ""
     log.info(
         f"lr {config.lr:g} x {peak / config.lr:g} ({config.lr_scaling}) = {peak:g}, warm-up "

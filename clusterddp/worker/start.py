@@ -19,14 +19,15 @@ from torch.distributed.distributed_c10d import Store
 from clusterddp import log
 from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.files import Best
-from clusterddp.data import mnist, prepare, shared_memory
+from clusterddp.data import mnist, shared_memory
 from clusterddp.data.loader import Images, Loaded
+from clusterddp.data.synthetic import synthesise
 from clusterddp.data.user_dataset import OwnSets
 from clusterddp.distributed import agreement, rendezvous
 from clusterddp.distributed.agreement import Agreement, Hello, Terms
 from clusterddp.errors import CheckpointError, ClusterDDPError, DataError, PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.request import user_functions
+from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
@@ -36,7 +37,7 @@ from clusterddp.run.files import write_atomically
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
-from clusterddp.training import metrics, optimizer
+from clusterddp.training import metrics
 
 
 def decide(
@@ -77,9 +78,9 @@ def _check_data(
     config: TrainConfig, recorded: Agreement | None, fingerprint: Callable[[], str] | None
 ) -> str:
     """Return the dataset's fingerprint. Raises DataError where the run had another before."""
-    is_own = user_functions.is_reference(config.dataset)
+    is_own = is_reference(config.dataset)
     if not is_own:
-        prepare.ensure(config.dataset, config.data_dir, may_fetch=False)
+        mnist.ensure(config.dataset, config.data_dir, {"synthetic": synthesise})
     sha256 = fingerprint() if fingerprint else mnist.fingerprint(config.dataset, config.data_dir)
     known = recorded.data_sha256 if recorded else ""
     if known and known != sha256:
@@ -230,7 +231,7 @@ def _publish(
         hosts=agreed.hosts,
     )
     attempts.publish(attempt, record)
-    peak = optimizer.peak_lr(config, agreed.reference_world_size)
+    peak = config.peak_lr(agreed.reference_world_size)
     resolved = {**dataclasses.asdict(agreed), "lr": peak}
     write_atomically(run.resolved, (json.dumps(resolved, indent=2) + "\n").encode())
     return agreed
@@ -280,7 +281,7 @@ def obtain(
     if env.local_rank == 0:
         try:
             if env.rank:  # rank 0 has made sure of it already
-                prepare.ensure(config.dataset, config.data_dir, may_fetch=False)
+                mnist.ensure(config.dataset, config.data_dir, {"synthetic": synthesise})
             held = reading.held() if reading else None
         except DataError as error:
             fault = error

@@ -54,8 +54,9 @@ def supervise(
     Call it before anything that starts threads is imported: it forks.
     """
     record = TaskRecord(RunDir(run_dir), env, attempt)
-    if attempt is not None:
-        logs.divide_own(attempt, os.environ)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    if attempt is not None and restarts.isdigit() and int(restarts):
+        logs.divide_own(attempt, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
     forwards = forwards_signals(os.environ)
 
     def pass_on(number: int, _earlier: int) -> None:

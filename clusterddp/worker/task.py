@@ -32,7 +32,7 @@ from clusterddp.errors import (
 from clusterddp.processes import environment
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.request import user_functions
+from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
 from clusterddp.run.outcome import is_peer_loss, note_hung
@@ -157,7 +157,7 @@ def _require_torch() -> None:
 
 def _begin_reading(config: TrainConfig, env: DistEnv) -> "_Reading | None":
     """Begin to read the dataset beside the imports, on the first rank of a node."""
-    if user_functions.is_reference(config.dataset):
+    if is_reference(config.dataset):
         return user_dataset.OwnSets(config)
     if config.data_pipeline == "memory" and 0 in (env.local_rank, env.rank):
         return shared_memory.Reading(config.dataset, config.data_dir, digest=env.rank == 0)

@@ -15,7 +15,7 @@ from clusterddp.checkpoints.state import Position
 from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.training import optimizer
+from clusterddp.training.step import build_optimizer
 from clusterddp.version import __version__
 from tests.checkpoints.made_checkpoints import rehash
 from tests.training.ranks import run_ranks
@@ -29,7 +29,7 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model after a step, so that the optimizer has a state."""
     torch.manual_seed(seed)
     model = nets.build(CONFIG.model).to(memory_format=torch.channels_last)
-    chosen = optimizer.build(CONFIG, model)
+    chosen = build_optimizer(CONFIG, model)
     step(model, chosen)
     return model, chosen
 

@@ -19,7 +19,6 @@ import pytest
 from clusterddp.data import download, mnist
 from clusterddp.data.download import fetch, import_from
 from clusterddp.data.mnist import PUBLISHED
-from clusterddp.data.prepare import ensure
 from clusterddp.data.synthetic import synthesise
 from clusterddp.errors import DataError
 from tests.data.made_sets import NOBODY, contents, gzipped, resized, tarred
@@ -66,7 +65,7 @@ def test_fetch_puts_a_verified_set_into_place(tmp_path: Path, raw: Path, mirror:
 
 
 def test_ensure_fetches_where_it_may(tmp_path: Path, mirror: Path) -> None:
-    info = ensure("mnist", str(tmp_path / "new"), may_fetch=True)
+    info = mnist.ensure("mnist", str(tmp_path / "new"), {"mnist": fetch})
     assert info.test_images == 10
 
 

@@ -14,11 +14,12 @@ import torch
 
 from clusterddp.data import mnist
 from clusterddp.data.download import import_from
-from clusterddp.data.mnist import PUBLISHED, check, folder, load, torchvision_set
-from clusterddp.data.prepare import ensure
+from clusterddp.data.mnist import PUBLISHED, check, ensure, folder, load, torchvision_set
 from clusterddp.data.synthetic import synthesise
 from clusterddp.errors import DataError
 from tests.data.made_sets import NOBODY, gzipped, resized
+
+SOURCES = {"synthetic": synthesise}
 
 # --- check ---------------------------------------------------------------------------------
 
@@ -207,12 +208,12 @@ def test_ensure_renders_a_synthetic_set_that_is_missing(
 ) -> None:
     monkeypatch.setitem(synthesise.__kwdefaults__, "train_images", 40)
     monkeypatch.setitem(synthesise.__kwdefaults__, "test_images", 20)
-    info = ensure("synthetic", str(tmp_path), may_fetch=False)
+    info = ensure("synthetic", str(tmp_path), SOURCES)
     assert (info.train_images, info.test_images) == (40, 20)
 
 
 def test_ensure_takes_a_synthetic_set_of_any_size(small: Path, logged: list[str]) -> None:
-    info = ensure("synthetic", str(small), may_fetch=False)
+    info = ensure("synthetic", str(small), SOURCES)
     assert (info.train_images, logged) == (30, [])
 
 
@@ -221,28 +222,28 @@ def test_ensure_takes_the_digits_of_an_older_generator(
 ) -> None:
     sums = raw / mnist.SUMS
     sums.write_text(sums.read_text().replace(", generator 2", ""))
-    info = ensure("synthetic", str(small), may_fetch=False)
+    info = ensure("synthetic", str(small), SOURCES)
     assert (info.train_images, logged) == (30, [])
     with pytest.raises(DataError, match=r"seed 0\), asked for was: .*generator 2"):
         synthesise(str(small), train_images=30, test_images=10)
 
 
-def test_ensure_does_not_fetch_unless_it_may(tmp_path: Path) -> None:
+def test_ensure_gets_nothing_without_a_source(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="mnist dataset is missing"):
-        ensure("mnist", str(tmp_path), may_fetch=False)
+        ensure("mnist", str(tmp_path), SOURCES)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ensure_does_not_replace_a_damaged_set(small: Path, raw: Path) -> None:
     (raw / mnist.TRAIN_IMAGES).write_bytes(b"torn")
     with pytest.raises(DataError, match="truncated"):
-        ensure("synthetic", str(small), may_fetch=True)
+        ensure("synthetic", str(small), SOURCES)
     assert (raw / mnist.TRAIN_IMAGES).read_bytes() == b"torn"
 
 
 def ensure_small(data_dir: str) -> None:
     synthesise.__kwdefaults__.update(train_images=3_000, test_images=100)
-    ensure("synthetic", data_dir, may_fetch=False)
+    ensure("synthetic", data_dir, SOURCES)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from clusterddp.errors import TrainingError
 from clusterddp.models import nets
 from clusterddp.models.nets import BNConvNet, DeepNet, FastNet
 from clusterddp.request.train_config import MODELS, TrainConfig
-from clusterddp.training import optimizer
+from clusterddp.training.step import build_optimizer
 from tests.training.test_learner import batches, learner, training_with
 
 
@@ -40,7 +40,7 @@ def test_one_seed_gives_one_bn_convnet() -> None:
 
 def test_the_norms_of_bn_convnet_shift_but_do_not_scale() -> None:
     model = BNConvNet()
-    update = optimizer.build(TrainConfig(weight_decay=0.1), model)
+    update = build_optimizer(TrainConfig(weight_decay=0.1), model)
     for _ in range(2):
         model(torch.randn(8, 1, 28, 28)).square().sum().backward()
         update.step()

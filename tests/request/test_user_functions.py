@@ -10,6 +10,7 @@ import pytest
 
 from clusterddp.errors import RequestError, TrainingError
 from clusterddp.request import user_functions
+from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from tests.hostile import CARRIED, REFUSED
 
@@ -39,7 +40,7 @@ def write(path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("value", ["nets:build", "my.nets.small:Net", "_a._b:_c", "A1:B2"])
 def test_a_reference_is_a_module_and_a_name_in_it(value: str) -> None:
-    assert user_functions.is_reference(value)
+    assert is_reference(value)
     assert TrainConfig(model=value, dataset=value).own_functions == (
         ("--model", value), ("--dataset", value),
     )  # fmt: skip
@@ -51,7 +52,7 @@ def test_a_reference_is_a_module_and_a_name_in_it(value: str) -> None:
      "a/b:c", "nets:build()", "nets:a.b", "1a:b", "nets:build\n", "né:b", "a b:c"],
 )  # fmt: skip
 def test_nothing_else_is_one(value: str) -> None:
-    assert not user_functions.is_reference(value)
+    assert not is_reference(value)
     for fields in ({"model": value}, {"dataset": value}):
         with pytest.raises(RequestError, match="is not one of"):
             TrainConfig(**fields)

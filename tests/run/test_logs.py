@@ -63,10 +63,7 @@ def test_only_the_end_of_a_long_log_is_read(run: RunDir) -> None:
 def test_a_start_within_the_job_is_a_part_of_its_own(
     run: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    divide_own(2, {})
-    divide_own(2, {"TORCHELASTIC_RESTART_COUNT": "0"})
-    assert capfd.readouterr().err == ""
-    divide_own(2, {"TORCHELASTIC_RESTART_COUNT": "1", "SLURM_JOB_ID": "13"})
+    divide_own(2, "13", 1)
     line = capfd.readouterr().err
     assert line.startswith("--- attempt 2, job 13, start 2 in it, 20")
     add(run, 0, f"before\n{line}after\n")

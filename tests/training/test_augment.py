@@ -15,9 +15,9 @@ from clusterddp.data.loader import Images
 from clusterddp.models import nets
 from clusterddp.request.recipes import RECIPES
 from clusterddp.request.train_config import AUGMENTATIONS, TrainConfig
-from clusterddp.training import augment, optimizer
+from clusterddp.training import augment
 from clusterddp.training.metrics import Tally
-from clusterddp.training.step import Step
+from clusterddp.training.step import Schedule, Step, build_optimizer
 from tests.training import trainings
 from tests.training.ranks import run_ranks
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def test_the_fast_recipes_rate_peaks_at_a_fifth_and_ends_at_zero() -> None:
     config = TrainConfig(**RECIPES["fast"].settings)
-    schedule = optimizer.Schedule(config, 1, 60_000)
+    schedule = Schedule(config, 1, 60_000)
     steps = 60_000 // config.batch_size
     rates = [schedule.lr(Position(step=n, samples=n * config.batch_size)) for n in range(steps)]
     assert max(rates) == pytest.approx(0.02, rel=0.02)
@@ -43,7 +43,7 @@ def test_the_accurate_recipe_warms_up_over_a_fifth_of_its_steps() -> None:
 def test_adams_second_beta_is_the_one_asked_for() -> None:
     for name in ("adam", "adamw"):
         config = TrainConfig(optimizer=name, momentum=0.8, beta2=0.95)
-        group = optimizer.build(config, nets.build("convnet")).param_groups[0]
+        group = build_optimizer(config, nets.build("convnet")).param_groups[0]
         assert group["betas"] == (0.8, 0.95)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from clusterddp.checkpoints import state
 from clusterddp.checkpoints.files import name_of
-from clusterddp.data import mnist, prepare
+from clusterddp.data import mnist
 from clusterddp.data.synthetic import synthesise
 from clusterddp.errors import CheckpointError, DataError, TrainingError
 from clusterddp.request.train_config import TrainConfig
@@ -164,7 +164,7 @@ def test_another_model_or_dataset_is_refused_always(
 ) -> None:
     train_alone(config(synthetic_dir), tmp_path / "run", 1)
     (tmp_path / "run/resolved.json").unlink()  # not even where the record was lost
-    monkeypatch.setattr(prepare, "ensure", lambda *_, **__: None)
+    monkeypatch.setattr(mnist, "ensure", lambda *_, **__: None)
     monkeypatch.setattr(mnist, "fingerprint", lambda *_: "")
     settings = config(synthetic_dir, allow_changed=True, **{name: value})
     with pytest.raises(CheckpointError, match=f"--{name}.*--{name} {value}"):

@@ -89,6 +89,20 @@ def test_the_exit_code_is_returned_and_recorded(task: Any) -> None:
     assert outcome["pid"] != started.process.pid
 
 
+@pytest.mark.parametrize(("restarts", "begins"), [("0", False), ("1", True)])
+def test_a_start_again_within_the_job_begins_a_part_of_the_log(
+    restarts: str, begins: bool, task: Any
+) -> None:
+    started = task(
+        "import clusterddp.worker.supervise\n"
+        "supervise = lambda *a: clusterddp.worker.supervise.supervise(*a, attempt=2)\n"
+        "child = lambda: 0",
+        {"TORCHELASTIC_RESTART_COUNT": restarts, "SLURM_JOB_ID": "13"},
+    )
+    assert started.end() == 0
+    assert started.stderr.startswith("--- attempt 2, job 13, start 2 in it") == begins
+
+
 def test_an_exception_is_recorded_and_printed_with_its_traceback(task: Any) -> None:
     started = task("def child():\n    raise ValueError('boom')")
     assert started.end() == 1
