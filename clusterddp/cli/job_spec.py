@@ -41,22 +41,25 @@ def job_spec(ctx: click.Context, run_name: str, values: Values) -> JobSpec:
     given = {name: value for name, value in values.items() if value is not None}
     resources = _resources(given, train)
     environment, passed = _environment(ctx.obj.environment, values["env"])
-    words = [forms.words("--srun-args", line) for line in values["srun_args"]]
     fields = {
         **fields_given(JobSpec, given),
         "run_name": run_name,
         # A relative path is meant from here, a bare name from the PATH of the tasks.
-        "python": _absolute(values["python"]) if "/" in values["python"] else values["python"],
+        "python": os.path.abspath(values["python"])
+        if "/" in values["python"]
+        else values["python"],
         "template": _template(ctx, values["template"], values["template_dir"]),
         "sbatch": _directives(values["sbatch"], resources),
         "omit_directives": _omitted(values["omit_directive"]),
-        "srun_args": tuple(word for line in words for word in line),
+        "srun_args": tuple(
+            word for line in values["srun_args"] for word in forms.words("--srun-args", line)
+        ),
         "modules": values["module"],
         "launch_prefix": forms.words("--launch-prefix", values["launch_prefix"] or ""),
         "signal": "" if values["signal"] == "none" else values["signal"],
     }
     spec = JobSpec(
-        run_dir=f"{_absolute(values['output_root'])}/{run_name}",
+        run_dir=f"{os.path.abspath(values['output_root'])}/{run_name}",
         resources=resources,
         train=train,
         command=task_command,
@@ -90,10 +93,6 @@ def template_folder(values: Values) -> Path | None:
     return folder
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(path)
-
-
 def _resources(given: Values, train: TrainConfig | None) -> Resources:
     fields = fields_given(Resources, given)
     fields["gpu_type"], fields["gpus_per_node"] = forms.gpu_count(
@@ -124,7 +123,7 @@ def _template(ctx: click.Context, value: str, folder: str | None) -> str:
 
 
 def _train_config(ctx: click.Context, values: Values) -> TrainConfig:
-    paths = {"data_dir": _absolute(values["data_dir"]) if values["data_dir"] else ""}
+    paths = {"data_dir": os.path.abspath(values["data_dir"]) if values["data_dir"] else ""}
     if values["resume"]:
         paths["resume"] = _resume_path(values["resume"], values["output_root"])
     return config_from({**values, **paths}, ctx)
@@ -134,7 +133,7 @@ def _resume_path(value: str, output_root: str) -> str:
     """Return a checkpoint file or a run's directory, also of a run below the output root."""
     for path in (Path(value), Path(output_root) / value):
         if path.exists():
-            return _absolute(str(path))
+            return os.path.abspath(path)
     raise OptionError(
         "--resume",
         f": {value!r} is neither a checkpoint, nor a run's directory, nor the name of a run below "

@@ -6,10 +6,10 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.output import as_json as formatted
-from clusterddp.cli.run_argument import (
+from clusterddp.cli.runs import (
     JSON_OPTION,
     RUN,
+    echo_json,
     on_each,
     output_root_option,
     print_failed,
@@ -35,5 +35,5 @@ def command(run: tuple[str, ...], output_root: Path, as_json: bool) -> int:
     results = on_each(runs, cancel, None if as_json else lambda result: result.message, failed)
     code = print_failed(failed)
     if as_json:
-        click.echo(formatted([dataclasses.asdict(result) for result in results]))
+        echo_json([dataclasses.asdict(result) for result in results])
     return code

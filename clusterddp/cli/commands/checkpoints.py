@@ -9,9 +9,8 @@ import click
 from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Entry
-from clusterddp.cli import output
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
+from clusterddp.cli.runs import JSON_OPTION, RUN, echo_json, output_root_option
 from clusterddp.errors import CheckpointError
 from clusterddp.run import formatting
 from clusterddp.run.run_dir import RunDir
@@ -38,7 +37,7 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     entries = catalog.listing(found_run)[::-1]
     if as_json:
         fields = [dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in entries]
-        click.echo(output.as_json(fields))
+        echo_json(fields)
     elif not entries:
         click.echo(_why_none(found_run), err=True)
     else:

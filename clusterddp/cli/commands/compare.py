@@ -11,7 +11,6 @@ from pathlib import Path
 import click
 
 from clusterddp import log
-from clusterddp.cli import output
 from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import (
     SettingsCommand,
@@ -22,6 +21,7 @@ from clusterddp.cli.options import (
     site_options,
     source,
 )
+from clusterddp.cli.runs import echo_json
 from clusterddp.comparison import plan
 from clusterddp.comparison.results import (
     DONE,
@@ -290,7 +290,7 @@ def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -
     lines = results(trials)
     remarks = notes(trials, lines, _hardware(trials))
     if as_json:
-        click.echo(output.as_json([dataclasses.asdict(line) for line in lines]))
+        echo_json([dataclasses.asdict(line) for line in lines])
     else:
         click.echo(table(lines))
         for note in remarks:

@@ -3,11 +3,13 @@
 import os
 import shlex
 import time
+from pathlib import Path
 
 import click
 
 from clusterddp import log
 from clusterddp.cli.options import SettingsCommand, config_from, options
+from clusterddp.cli.runs import output_root_option
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.processes import START_METHODS
 from clusterddp.ranks.dist_env import MOST_PROCS, DistEnv
@@ -39,14 +41,7 @@ from clusterddp.submission.preflight import make_sure
 @click.option(
     "--run-name", metavar="NAME", show_default="debug-<time>", help="Name of the run's directory."
 )
-@click.option(
-    "--output-root",
-    metavar="DIR",
-    default="jobs",
-    show_default=True,
-    envvar="CLUSTERDDP_OUTPUT_ROOT",
-    help="Folder in which runs are kept.",
-)
+@output_root_option
 @click.option(
     "--run-dir",
     metavar="DIR",
@@ -57,7 +52,7 @@ def command(
     procs: int,
     start_method: str | None,
     run_name: str | None,
-    output_root: str,
+    output_root: Path,
     run_dir: str | None,
     **_values: object,
 ) -> int:

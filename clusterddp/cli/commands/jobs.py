@@ -7,9 +7,8 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli import output
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.run_argument import JSON_OPTION, output_root_option
+from clusterddp.cli.runs import JSON_OPTION, echo_json, output_root_option
 from clusterddp.run import formatting
 from clusterddp.run.state import STATES
 from clusterddp.run.status import RunStatus, all_runs, statuses
@@ -41,7 +40,7 @@ def command(last: int | None, state: tuple[str, ...], output_root: Path, as_json
     if state:
         found = [status for status in found if status.state in state][-(last or 0) :]
     if as_json:
-        click.echo(output.as_json([status.as_dict() for status in found]))
+        echo_json([status.as_dict() for status in found])
     elif not found:
         among = f"{' or '.join(state)} " if there else ""
         click.echo(f"no {among}runs below {output_root}", err=True)

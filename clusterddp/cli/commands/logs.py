@@ -6,8 +6,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.output import follow
-from clusterddp.cli.run_argument import RUN, output_root_option
+from clusterddp.cli.runs import RUN, follow, output_root_option
 from clusterddp.errors import RequestError
 from clusterddp.run.follow import LogPrinter, check_logs, default_log
 from clusterddp.run.status import find_run, statuses

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli import main, output
+from clusterddp.cli import main
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
+from clusterddp.cli.runs import JSON_OPTION, RUN, echo_json, output_root_option
 from clusterddp.errors import RequestError
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.run import formatting
@@ -59,7 +59,7 @@ def command(run_names: tuple[str, ...], output_root: Path, as_json: bool, html: 
         main.go_on()  # matplotlib is no small thing
         _write(html, page(gathered))
     elif as_json:
-        click.echo(output.as_json([dataclasses.asdict(one.report) for one in gathered]))
+        echo_json([dataclasses.asdict(one.report) for one in gathered])
     elif len(gathered) == 1:
         click.echo(describe(gathered[0].report))
     else:
@@ -93,18 +93,18 @@ def describe(report: RunReport) -> str:
 
 
 def _result(report: RunReport) -> str:
-    parts = []
-    if report.accuracy is not None:
-        parts.append(f"test accuracy {formatting.percent(report.accuracy)}")
-    if report.loss is not None:
-        parts.append(f"test loss {formatting.loss(report.loss)}")
-    if report.train_loss is not None and not report.complete:
-        parts.append(f"training loss {formatting.loss(report.train_loss)}")
-    if report.step is not None:
-        parts.append(f"{'' if report.complete else 'at '}step {report.step:,}")
-    if report.epoch is not None:
-        parts.append(f"epoch {report.epoch}")
-    return ", ".join(parts)
+    return _joined(
+        ("test accuracy {:.2%}", report.accuracy),
+        ("test loss {:.4f}", report.loss),
+        ("training loss {:.4f}", None if report.complete else report.train_loss),
+        ("step {:,}" if report.complete else "at step {:,}", report.step),
+        ("epoch {}", report.epoch),
+    )
+
+
+def _joined(*parts: tuple[str, float | None]) -> str:
+    """Format the figures that are known, each in its words."""
+    return ", ".join(form.format(value) for form, value in parts if value is not None)
 
 
 def _training(report: RunReport) -> str:

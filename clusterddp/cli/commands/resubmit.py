@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
+from clusterddp.cli.job_spec import fields_given
 from clusterddp.cli.options import SettingsCommand, Values, options, recipe_settings
-from clusterddp.cli.output import follow_submitted
-from clusterddp.cli.run_argument import RUN, output_root_option
+from clusterddp.cli.runs import RUN, follow_submitted, output_root_option
 from clusterddp.errors import EXIT_DONE
 from clusterddp.request.options import ASKED, COUNT, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec, Resources
@@ -176,8 +176,7 @@ def changed_request(ctx: click.Context, before: JobSpec, given: Values) -> JobSp
 
 
 def _resources(before: Resources, given: Values) -> Resources:
-    names = {field.name for field in dataclasses.fields(Resources)}
-    fields = {name: value for name, value in given.items() if name in names}
+    fields = fields_given(Resources, given)
     if "gpus_per_node" in fields:
         fields["gpu_type"], fields["gpus_per_node"] = forms.gpu_count(
             "--gpus-per-node", fields["gpus_per_node"]

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli import output
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.run_argument import JSON_OPTION, RUN, output_root_option
+from clusterddp.cli.runs import JSON_OPTION, RUN, echo_json, output_root_option
 from clusterddp.run import formatting
 from clusterddp.run.state import STOPPED
 from clusterddp.run.status import RunStatus, find_run, statuses
@@ -31,28 +30,24 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     """
     [status] = statuses([find_run(output_root, run)])
     if as_json:
-        click.echo(output.as_json(status.as_dict()))
+        echo_json(status.as_dict())
     else:
         click.echo(describe(status))
 
 
 def describe(status: RunStatus) -> str:
     """The status as lines of `label  value`; what is not known is left out."""
-    state = f"{status.state}: {status.detail}" if status.detail else status.state
-    lines = [("run", status.name), ("state", state)]
-    if status.first_failure:
-        lines.append(("failure", status.first_failure.replace("\n", f"\n{' ' * _WIDTH}")))
-    if status.exit_code and status.state != STOPPED:
-        lines.append(("exit code", str(status.exit_code)))
-    if status.job_id:
-        launcher = f" ({status.launcher})" if status.launcher else ""
-        lines.append(("job", f"{status.array_element or status.job_id}{launcher}"))
-    if status.restarts or (status.attempt or 1) > 1:
-        lines.append(("attempt", _attempt(status)))
-    if status.layout:
-        lines.append(("asked", status.layout))
-    if status.hosts:
-        lines.append(("hosts", formatting.some(status.hosts, 8)))
+    launcher = f" ({status.launcher})" if status.launcher else ""
+    lines = [
+        ("run", status.name),
+        ("state", f"{status.state}: {status.detail}" if status.detail else status.state),
+        ("failure", status.first_failure.replace("\n", f"\n{' ' * _WIDTH}")),
+        ("exit code", str(status.exit_code or "") if status.state != STOPPED else ""),
+        ("job", f"{status.array_element or status.job_id}{launcher}" if status.job_id else ""),
+        ("attempt", _attempt(status)),
+        ("asked", status.layout),
+        ("hosts", formatting.some(status.hosts, 8)),
+    ]
     for label, when in (
         ("submitted", status.submitted_time),
         ("started", status.started_time),
@@ -75,24 +70,25 @@ def describe(status: RunStatus) -> str:
         )
         if value is not None
     ]
-    if progress:
-        lines.append(("progress", ", ".join(progress)))
+    lines.append(("progress", ", ".join(progress)))
     if status.checkpoint_step is not None:
         age = formatting.duration(time.time() - (status.checkpoint_time or 0.0))
         lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
     lines += [("warning", text) for text in status.warnings]
-    lines.append(("files", status.directory))
-    if status.next_command:
-        lines.append(("next", status.next_command))
-    return "\n".join(f"{label:<{_WIDTH}}{formatting.clean(value)}" for label, value in lines)
+    lines += [("files", status.directory), ("next", status.next_command)]
+    return "\n".join(
+        f"{label:<{_WIDTH}}{formatting.clean(value)}" for label, value in lines if value
+    )
 
 
 def _attempt(status: RunStatus) -> str:
-    """`3 (2 requeues: time limit, node lost or killed)`."""
+    """`3 (2 requeues: time limit, node lost or killed)`; empty for a run that started once."""
+    if not status.restarts and (status.attempt or 1) == 1:
+        return ""
     number = str(status.attempt) if status.attempt is not None else str(status.restarts + 1)
     if not status.restarts:
         return number
-    times = f"{status.restarts} {'requeue' if status.restarts == 1 else 'requeues'}"
+    times = formatting.count(status.restarts, "requeue")
     shown = status.restart_reasons[-_MOST_REASONS:]
     more = "…, " if len(shown) < len(status.restart_reasons) else ""
     return f"{number} ({times}{': ' if shown else ''}{more}{', '.join(shown)})"

@@ -7,10 +7,10 @@ import click
 
 from clusterddp import log
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.output import as_json as formatted
-from clusterddp.cli.run_argument import (
+from clusterddp.cli.runs import (
     JSON_OPTION,
     RUN,
+    echo_json,
     on_each,
     output_root_option,
     print_failed,
@@ -51,7 +51,7 @@ def command(run: tuple[str, ...], wait: bool, output_root: Path, as_json: bool) 
     if wait:
         code = max(code, _wait(reached))
     if as_json:
-        click.echo(formatted([dataclasses.asdict(result) for result in results]))
+        echo_json([dataclasses.asdict(result) for result in results])
     return code
 
 

@@ -99,7 +99,7 @@ def command(
         )
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    from clusterddp.cli.output import follow_submitted
+    from clusterddp.cli.runs import follow_submitted
 
     words = (
         f"submitted {spec.run_name} as job {submission.job_id}: {spec.layout}\n"

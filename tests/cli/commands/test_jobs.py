@@ -9,7 +9,7 @@ import subprocess
 import sys
 import termios
 
-from clusterddp.cli import output
+from clusterddp.cli import runs
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]
@@ -185,4 +185,4 @@ def test_what_a_rank_has_printed_moves_no_cursor(workplace: Workplace) -> None:
 
 def test_json_knows_no_nan_however_deep_it_lies() -> None:
     value = {"each": (1.0, math.nan), "all": [{"loss": math.inf}]}
-    assert json.loads(output.as_json(value)) == {"each": [1.0, None], "all": [{"loss": None}]}
+    assert json.loads(runs.as_json(value)) == {"each": [1.0, None], "all": [{"loss": None}]}

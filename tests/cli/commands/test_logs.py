@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.output import follow
+from clusterddp.cli.runs import follow
 from clusterddp.run import follow as following
 from clusterddp.run.follow import LogTail
 from clusterddp.run.run_dir import RunDir
