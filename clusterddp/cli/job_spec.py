@@ -41,13 +41,12 @@ def job_spec(ctx: click.Context, run_name: str, values: Values) -> JobSpec:
     given = {name: value for name, value in values.items() if value is not None}
     resources = _resources(given, train)
     environment, passed = _environment(ctx.obj.environment, values["env"])
+    python = values["python"]
     fields = {
         **fields_given(JobSpec, given),
         "run_name": run_name,
         # A relative path is meant from here, a bare name from the PATH of the tasks.
-        "python": os.path.abspath(values["python"])
-        if "/" in values["python"]
-        else values["python"],
+        "python": os.path.abspath(python) if "/" in python else python,
         "template": _template(ctx, values["template"], values["template_dir"]),
         "sbatch": _directives(values["sbatch"], resources),
         "omit_directives": _omitted(values["omit_directive"]),

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import termios
 
+import pytest
+
 from clusterddp.cli import runs
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 
@@ -183,6 +185,6 @@ def test_what_a_rank_has_printed_moves_no_cursor(workplace: Workplace) -> None:
         assert not {"\x1b", "\x07"} & set(got.out)
 
 
-def test_json_knows_no_nan_however_deep_it_lies() -> None:
-    value = {"each": (1.0, math.nan), "all": [{"loss": math.inf}]}
-    assert json.loads(runs.as_json(value)) == {"each": [1.0, None], "all": [{"loss": None}]}
+def test_json_knows_no_nan_however_deep_it_lies(capsys: pytest.CaptureFixture[str]) -> None:
+    runs.echo_json({"each": (1.0, math.nan), "all": [{"loss": math.inf}]})
+    assert json.loads(capsys.readouterr().out) == {"each": [1.0, None], "all": [{"loss": None}]}
