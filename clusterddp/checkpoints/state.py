@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from clusterddp.checkpoints import files
-from clusterddp.checkpoints.files import FORMAT, Best
+from clusterddp.checkpoints import catalog
+from clusterddp.checkpoints.catalog import FORMAT, Best
 from clusterddp.data import mnist as data
 from clusterddp.data.rng import States
 from clusterddp.errors import CheckpointError, PeerError
@@ -144,7 +144,7 @@ def load(path: Path) -> Content:
 
     Raises CheckpointError when it is missing, torn, has no checksum, or is of another format.
     """
-    return _parsed(path, files.read(path))
+    return _parsed(path, catalog.read(path))
 
 
 def load_together(path: Path, device: torch.device) -> Content:
@@ -158,7 +158,7 @@ def load_together(path: Path, device: torch.device) -> Content:
     data, failure = b"", None
     if first:
         try:
-            data = files.read(path)
+            data = catalog.read(path)
         except CheckpointError as error:
             failure = error
     size = torch.tensor([-1 if failure else len(data)], dtype=torch.int64, device=on)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from clusterddp import log
 from clusterddp.checkpoints import catalog
-from clusterddp.checkpoints import files as checkpoint_file
-from clusterddp.checkpoints.files import Best, checksum_of, files, name_of, step_of
+from clusterddp.checkpoints.catalog import Best, checksum_of, files, name_of, step_of
 from clusterddp.checkpoints.state import Content, to_bytes
 from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt, attempts
@@ -89,7 +88,7 @@ class Saver:
         self.trouble = ""
         """Cause for which the last checkpoint could not be written; empty where it was."""
         try:  # an attempt that starts again after a kill
-            checkpoint_file.remove_leftovers(folder)
+            catalog.remove_leftovers(folder)
         except OSError as error:
             log.warning(f"left-overs in {folder} stay: {error.strerror}")
         newest = catalog.newest_in(folder)
@@ -195,15 +194,15 @@ class Saver:
 
     def _tidy(self, best: Best | None) -> None:
         """Name the best checkpoint and delete unneeded ones; failures are only logged."""
-        marked = checkpoint_file.read_best(self._folder)
+        marked = catalog.read_best(self._folder)
         needed = {marked.step} if marked else set()
         try:
             if best and best != marked and (self._folder / name_of(best.step)).exists():
                 needed.add(best.step)  # both, in case the new mark cannot be written
-                checkpoint_file.write_best(self._folder, best)
+                catalog.write_best(self._folder, best)
                 needed = {best.step}
         except OSError as error:
-            self._warn_once("best", f"{self._folder / checkpoint_file.BEST}: {error.strerror}")
+            self._warn_once("best", f"{self._folder / catalog.BEST}: {error.strerror}")
         try:
             if not self._may_write():
                 return
@@ -212,7 +211,7 @@ class Saver:
             for folder in self._older:
                 for path in files(folder):
                     self._remove(path)
-                self._remove(folder / checkpoint_file.BEST)
+                self._remove(folder / catalog.BEST)
             self._older = []
         except (OSError, CheckpointError) as error:
             self._warn_once("tidy", f"old checkpoints are kept: {error}")
@@ -235,7 +234,7 @@ class Saver:
         try:
             signature = _signature(path)
             if self._valid.get(path.name) != signature:
-                checkpoint_file.read(path)
+                catalog.read(path)
                 self._valid[path.name] = signature
         except (OSError, CheckpointError):
             return False
@@ -243,7 +242,7 @@ class Saver:
 
     def _remove(self, path: Path) -> None:
         try:
-            checkpoint_file.remove(path)
+            catalog.remove(path)
         except OSError as error:
             self._warn_once("remove", f"the old checkpoint {path} stays: {error.strerror}")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from clusterddp.checkpoints import state
-from clusterddp.checkpoints.files import Best
+from clusterddp.checkpoints.catalog import Best
 from clusterddp.checkpoints.state import Position
 from clusterddp.data import rng
 from clusterddp.data.loader import Images, Loaded, as_images

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clusterddp import log
-from clusterddp.checkpoints.files import Best
+from clusterddp.checkpoints.catalog import Best
 from clusterddp.checkpoints.writer import Saver
 from clusterddp.data import rng
 from clusterddp.data.loader import Images, Loaded, training_order

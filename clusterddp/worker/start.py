@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from clusterddp import log
 from clusterddp.checkpoints import catalog, state
-from clusterddp.checkpoints.files import Best
+from clusterddp.checkpoints.catalog import Best
 from clusterddp.data import mnist, shared_memory
 from clusterddp.data.loader import Images, Loaded
 from clusterddp.data.synthetic import synthesise

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterddp.checkpoints.files import (
+from clusterddp.checkpoints.catalog import (
     FORMAT,
     Best,
     checksum_of,

@@ -4,13 +4,25 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from clusterddp.checkpoints import files
-from clusterddp.checkpoints.catalog import adopt, find, listing, newest, source
-from clusterddp.checkpoints.files import Best, UnusableError, name_of, read_best, remove_leftovers
+from clusterddp.checkpoints import catalog
+from clusterddp.checkpoints.catalog import (
+    Best,
+    UnusableError,
+    adopt,
+    find,
+    listing,
+    name_of,
+    newest,
+    read_best,
+    remove_leftovers,
+    source,
+)
 from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
@@ -90,15 +102,15 @@ def test_looking_starts_anew_when_the_newest_is_replaced_meanwhile(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = attempt(run, 1, 100).checkpoints
-    read = files.read
+    read = catalog.read
 
     def overtaken(path: Path) -> bytes:
-        monkeypatch.setattr(files, "read", read)
+        monkeypatch.setattr(catalog, "read", read)
         make(folder, 200)
-        files.remove(folder / name_of(100))
+        catalog.remove(folder / name_of(100))
         return read(path)
 
-    monkeypatch.setattr(files, "read", overtaken)
+    monkeypatch.setattr(catalog, "read", overtaken)
     assert newest(run) == folder / name_of(200)
 
 
@@ -253,7 +265,7 @@ def test_a_new_attempt_gets_its_source_those_before_it_and_the_best(run: RunDir)
     for path in first.checkpoints.iterdir():
         path.unlink()
     for step in (500, 400, 200):
-        files.read(third.checkpoints / name_of(step))
+        catalog.read(third.checkpoints / name_of(step))
     assert names_in(third.path) == ["checkpoints"]
     assert third.checkpoints.stat().st_mode & 0o777 == 0o700
 
@@ -362,3 +374,63 @@ def test_a_folder_is_handed_on_whole_or_not_at_all(
     with pytest.raises(UnusableError):
         adopt(second, first.checkpoints / name_of(200), 2)
     assert list(second.path.iterdir()) == []
+
+
+def test_torch_and_numpy_are_not_imported() -> None:
+    program = (
+        "import sys, clusterddp.checkpoints.catalog, clusterddp.cli.commands.checkpoints\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    got = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert got.stdout.strip() == "[]", got.stderr
+
+
+def test_names_are_ordered_by_their_step_also_beyond_eight_digits(run: RunDir) -> None:
+    made = attempt(run, 1, 9, 10, 99_999_999, 100_000_000)
+    assert steps_in(made.checkpoints) == [100_000_000, 99_999_999, 10, 9]
+    for other in ("step-1.pt", "step-00000001.pt.sha256", ".step-00000001.pt.x", "best.json"):
+        assert catalog.step_of(Path(other)) == -1
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_one_is_named_with_its_reason_and_passed_over(
+    run: RunDir, damage: str, logged: list[str]
+) -> None:
+    made = attempt(run, 1, 100, 200)
+    path = made.checkpoints / name_of(200)
+    harm, reason = DAMAGE[damage]
+    harm(path)
+    with pytest.raises(UnusableError) as caught:
+        catalog.read(path)
+    assert caught.value.reason.startswith(reason)
+    assert str(path) in str(caught.value)
+    assert newest(run) == made.checkpoints / name_of(100)
+    assert logged == [f"passing over {path.name}: {caught.value}"]
+
+
+def test_checksums_are_checked_by_sha256sum(run: RunDir) -> None:
+    folder = attempt(run, 1, 1, 2).checkpoints
+    got = subprocess.run(
+        ["sha256sum", "-c", "--strict", *(f"{name_of(step)}.sha256" for step in (1, 2))],
+        cwd=folder,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert got.returncode == 0, got.stderr
+
+
+def test_what_a_killed_writer_left_is_removed_and_nothing_else(run: RunDir) -> None:
+    folder = attempt(run, 1, 1, best=1).checkpoints
+    kept = names_in(folder)
+    for name in (
+        ".step-00000002.pt.abc", ".step-00000002.pt.sha256.abc", ".best.json.x",
+        "step-00000002.pt.sha256",
+    ):  # fmt: skip
+        (folder / name).write_bytes(b"half")
+    (folder / "notes.sha256").write_text("a person's own")
+    remove_leftovers(folder)
+    assert names_in(folder) == sorted([*kept, "notes.sha256"])
+    remove_leftovers(run.path / "none")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clusterddp.checkpoints import files, state
-from clusterddp.checkpoints.files import Best, checksum_of, name_of
+from clusterddp.checkpoints import catalog, state
+from clusterddp.checkpoints.catalog import Best, checksum_of, name_of
 from clusterddp.checkpoints.state import Position
 from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.models import nets
@@ -226,13 +226,13 @@ def load_and_count(
     rank: int, world_size: int, path: Path, piece_bytes: int
 ) -> tuple[int, list[Any] | str]:
     """How often this rank read the file, and its tensors or the error."""
-    read, counted = files.read, []
+    read, counted = catalog.read, []
 
     def count(asked: Path) -> bytes:
         counted.append(asked)
         return read(asked)
 
-    files.read, state._PIECE_BYTES = count, piece_bytes
+    catalog.read, state._PIECE_BYTES = count, piece_bytes
     try:
         content = state.load_together(path, CPU)
         return len(counted), [tensor.numpy().copy() for tensor in tensors(content)]
@@ -241,7 +241,7 @@ def load_and_count(
     except PeerError as error:
         return -1, str(error)
     finally:
-        files.read = read
+        catalog.read = read
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 30, 10_007])

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from clusterddp import log
-from clusterddp.checkpoints import catalog, files, state
+from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints import writer as saver
-from clusterddp.checkpoints.files import Best, checksum_of, name_of, read_best
+from clusterddp.checkpoints.catalog import Best, checksum_of, name_of, read_best
 from clusterddp.checkpoints.state import Position
 from clusterddp.checkpoints.writer import Saver
 from clusterddp.errors import CheckpointError
@@ -67,7 +67,7 @@ class Place:
 
     @property
     def steps(self) -> list[int]:
-        return [files.step_of(path) for path in files.files(self.folder)]
+        return [catalog.step_of(path) for path in catalog.files(self.folder)]
 
     @property
     def names(self) -> set[str]:
@@ -174,7 +174,7 @@ def test_without_a_new_mark_the_old_and_the_new_best_are_kept(
     writer.save(content_of(1, best=1))
     assert writer.wait()
     with monkeypatch.context() as patched:
-        patched.setattr(files, "write_best", refused)
+        patched.setattr(catalog, "write_best", refused)
         for step in (2, 3):
             writer.save(content_of(step, best=2))
         assert writer.wait() and place.holds_only(1, 2, 3, best=True)
@@ -465,7 +465,7 @@ def test_a_superseded_attempt_publishes_nothing_and_says_so_once(
         writer.save(content_of(step))
         assert not writer.wait()
     assert place.names == {name_of(2), f"{name_of(2)}.sha256"}
-    assert files.files(older)
+    assert catalog.files(older)
     [line] = place.said
     assert "a later attempt of the run has begun" in line
     assert (writer.costs.saves, writer.costs.failed, writer.last_step) == (0, 0, None)
@@ -487,14 +487,14 @@ def test_earlier_attempts_are_emptied_once_this_one_has_saved(
     for folder in folders[:2]:
         folder.mkdir()
         make(folder, 1)
-        files.write_best(folder, Best(0.5, 1))
+        catalog.write_best(folder, Best(0.5, 1))
         (folder / "notes.txt").write_text("a person's own")
     writer = place.saver(older=folders)
     with monkeypatch.context() as patched:
         patched.setattr(saver, "_stored_sha256", lambda _: "")
         writer.save(content_of(2))
         assert not writer.wait()
-    assert all(files.files(folder) for folder in folders[:2])
+    assert all(catalog.files(folder) for folder in folders[:2])
     writer.save(content_of(3))
     assert writer.wait()
     assert [[path.name for path in folder.iterdir()] for folder in folders[:2]] == [
@@ -507,7 +507,7 @@ def test_what_cannot_be_removed_is_only_said(place: Place, monkeypatch: pytest.M
     def refused(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(files, "remove", refused)
+    monkeypatch.setattr(catalog, "remove", refused)
     writer = place.saver(keep_last=1)
     for step in (1, 2, 3):
         writer.save(content_of(step))
@@ -617,12 +617,12 @@ def test_killed_at_any_moment_of_a_save_a_whole_one_is_left(place: Place, tmp_pa
             told = [int(line) for line in [first, *lines] if line.endswith("\n")]
         assert told and process.exitcode == -9
         found = catalog.newest_in(place.folder)  # nothing looks damaged
-        assert found and files.step_of(found) >= told[-1]
-        assert state.load(found)["step"] == files.step_of(found)
+        assert found and catalog.step_of(found) >= told[-1]
+        assert state.load(found)["step"] == catalog.step_of(found)
         leftovers += any(name.startswith(".") for name in place.names)
-        files.remove_leftovers(place.folder)
+        catalog.remove_leftovers(place.folder)
         assert place.holds_only(*place.steps, best=True)
-        announced = files.step_of(found)
+        announced = catalog.step_of(found)
     assert leftovers, "no kill came in the middle of a save"
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clusterddp.checkpoints import files, state, writer
+from clusterddp.checkpoints import catalog, state, writer
 from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
@@ -76,7 +76,7 @@ def test_a_run_cut_off_anywhere_ends_as_one_in_a_piece(
     for stop in stops:
         cut = train_alone(settings, tmp_path, stop)
         assert (cut["reason"], cut["step"]) == ("signal", stop)
-        content = state.load(RunDir(tmp_path).checkpoints / files.name_of(stop))
+        content = state.load(RunDir(tmp_path).checkpoints / catalog.name_of(stop))
         assert content["step"] == content["images"] // 200 == stop
     done = train_alone(settings, tmp_path)
     assert done["reason"] == ""
@@ -161,7 +161,7 @@ def test_a_request_to_one_rank_stops_all_at_one_step(synthetic_dir: Path, tmp_pa
     assert reason == "SIGTERM"
     assert step >= 5
     assert seen_at[-1] == step
-    assert files.name_of(step) in names_in(tmp_path)
+    assert catalog.name_of(step) in names_in(tmp_path)
 
 
 def stopped_by_one_rank(
@@ -221,7 +221,7 @@ def test_an_interval_of_minutes_goes_by_the_clock(
     assert train(ours) == ""
     # The first after 40 s, so that its cost is known; then every four steps, and the end.
     steps = [2, 6, 10, 14, 18, 20]
-    assert names_in(tmp_path) == [files.name_of(step) for step in steps]
+    assert names_in(tmp_path) == [catalog.name_of(step) for step in steps]
     assert lines_of(tmp_path, "train") == steps, "what was trained until a save is accounted for"
 
 
@@ -287,7 +287,7 @@ def test_the_end_is_evaluated_and_saved_whatever_the_intervals(
     )
     train_alone(settings, tmp_path)
     # 5 for the best result so far, which is to be kept.
-    assert names_in(tmp_path) == [files.name_of(step) for step in (3, 5, 6, 7)]
+    assert names_in(tmp_path) == [catalog.name_of(step) for step in (3, 5, 6, 7)]
     assert lines_of(tmp_path, "eval") == [5, 7]
     for line in read_json_lines(RunDir(tmp_path).metrics):
         assert set(line) == {

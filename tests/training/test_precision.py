@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.checkpoints import files, state
+from clusterddp.checkpoints import catalog, state
 from clusterddp.data import loader, mnist
 from clusterddp.distributed import agreement
 from clusterddp.distributed.agreement import Agreement, Hello
@@ -49,7 +49,7 @@ def test_the_scale_of_fp16_is_in_the_checkpoint(
         {**ours.learner.step.scaler.state_dict(), "scale": 4.0}
     )
     train(ours)
-    path = ours.inputs.attempt.checkpoints / files.name_of(3)
+    path = ours.inputs.attempt.checkpoints / catalog.name_of(3)
     assert state.load(path)["scaler"]["scale"] == 4.0
     again = build(0, settings, agree(settings, tmp_path))
     assert again.learner.step.scaler.get_scale() == 4.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clusterddp.checkpoints import state
-from clusterddp.checkpoints.files import name_of
+from clusterddp.checkpoints.catalog import name_of
 from clusterddp.data import mnist
 from clusterddp.data.synthetic import synthesise
 from clusterddp.errors import CheckpointError, DataError, TrainingError

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clusterddp.checkpoints.files import name_of
+from clusterddp.checkpoints.catalog import name_of
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.checkpoints.files import name_of
+from clusterddp.checkpoints.catalog import name_of
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import run_status

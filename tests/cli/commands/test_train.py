@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 
-from clusterddp.checkpoints.files import step_of
+from clusterddp.checkpoints.catalog import step_of
 from clusterddp.cli.options import config_from, options
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run.outcome import first_failure, read_outcomes

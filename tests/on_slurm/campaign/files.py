@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterddp.checkpoints.files import files
+from clusterddp.checkpoints.catalog import files
 from clusterddp.run.files import read_json_lines
 from tests.on_slurm.campaign.fault import ENDS, fault
 from tests.on_slurm.campaign.run import PATIENCE, STEPS, Differs, Run, Trial, slurm
