@@ -193,7 +193,6 @@ class Line(click.types.StringParamType):
     """One item of a list; in an environment variable, items stand on lines of their own."""
 
     name = "text"
-    envvar_list_splitter = "\n"
 
     def split_envvar_value(self, rv: str) -> list[str]:
         return [line for line in rv.split("\n") if line]

@@ -6,18 +6,16 @@ figures.
 """
 
 import base64
-import dataclasses
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
-from clusterddp.errors import ClusterDDPError
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import files
-from clusterddp.run.attempt import Attempt, attempts, latest, summaries
+from clusterddp.run.attempt import Attempt, attempts, summaries
 from clusterddp.run.files import read_lines
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.progress import latest_report
@@ -31,13 +29,12 @@ from clusterddp.run.records import (
     WorstImage,
 )
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.status import RunStatus
+from clusterddp.run.status import RunStatus, first_known, spec_of
 
 SLOW = 0.8
 """Share of the other ranks' median speed below which a rank is a straggler."""
 _LARGEST_SIDE = 512
 _MOST_CONFUSIONS = 20
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -192,8 +189,11 @@ class Gathered:
 
 def gather(run: RunDir, status: RunStatus) -> Gathered:
     """Gather the account of a run, whose state is `status`, from all its records."""
-    spec = _spec(run)
-    attempt = _latest_attempt(run)
+    spec = spec_of(run)
+    known: list[Attempt] = []
+    with contextlib.suppress(OSError):
+        known = attempts(run)
+    attempt = known[-1] if known else None
     final = latest_report(run, attempt.number if attempt else None)
     report = final or Report()
     resolved = files.read(Resolved, run.resolved) or Resolved(precision="")
@@ -203,12 +203,12 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     last = points[-1] if points else MetricsLine()
     trained = next((point for point in reversed(points) if not point.tested), MetricsLine())
     tested = next((point for point in reversed(points) if point.tested), MetricsLine())
-    step = _first(report.steps, last.step if points else None)
+    step = first_known(report.steps, last.step if points else None)
     evaluation = _evaluation(run, step)
     ranks = _ranks(report, points, attempt)
-    starts = read_starts(run, final)
+    starts = _starts((final.attempts if final else ()) or (summaries(run) if known else ()), known)
     if starts and not starts[-1].cause:
-        starts[-1] = dataclasses.replace(starts[-1], cause=status.state)
+        starts[-1] = replace(starts[-1], cause=status.state)
     account = RunReport(
         name=status.name,
         state=status.state,
@@ -225,14 +225,14 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         parameters=report.parameters,
         train_images=report.train_images,
         test_images=report.test_images,
-        accuracy=_first(report.accuracy, tested.accuracy),
-        loss=_first(report.loss, tested.loss),
+        accuracy=first_known(report.accuracy, tested.accuracy),
+        loss=first_known(report.loss, tested.loss),
         train_loss=trained.loss,
         step=step,
-        epoch=_first(report.epochs, last.epoch),
-        train_seconds=_first(report.train_seconds, last.seconds),
+        epoch=first_known(report.epochs, last.epoch),
+        train_seconds=first_known(report.train_seconds, last.seconds),
         total_seconds=report.total_seconds,
-        images_per_second=_first(report.images_per_second, trained.images_per_second),
+        images_per_second=first_known(report.images_per_second, trained.images_per_second),
         world_size=settled.world_size or status.world_size,
         num_nodes=report.num_nodes or status.nodes,
         hosts=list(dict.fromkeys(settled.hosts)) or status.hosts,
@@ -246,7 +246,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         peak_memory_bytes=report.peak_memory_bytes,
         ranks=ranks,
         stragglers=stragglers(ranks),
-        starts=report.starts or len(starts) or _started(status),
+        starts=report.starts or len(starts) or (status.restarts + 1 if status.started_time else 0),
         steps_done_twice=sum(start.steps_done_twice for start in starts),
         seconds_lost=round(sum(start.seconds_lost for start in starts), 3),
         attempts=starts,
@@ -263,30 +263,6 @@ def changed_settings(config: TrainConfig) -> dict[str, object]:
     """Return the fields of a configuration that differ from the defaults."""
     defaults = vars(TrainConfig())
     return {name: value for name, value in vars(config).items() if value != defaults[name]}
-
-
-def _spec(run: RunDir) -> JobSpec | None:
-    try:
-        return run.load_spec()
-    except ClusterDDPError:
-        return None
-
-
-def _latest_attempt(run: RunDir) -> Attempt | None:
-    try:
-        return latest(run)
-    except OSError:
-        return None
-
-
-def _first(final: _Value | None, latest: _Value | None) -> _Value | None:
-    """Prefer a figure of the report to the latest in the metrics."""
-    return latest if final is None else final
-
-
-def _started(status: RunStatus) -> int:
-    """Count the starts of a run that left no attempt from its events."""
-    return status.restarts + 1 if status.started_time else 0
 
 
 def _evaluation(run: RunDir, step: int | None) -> Evaluation:
@@ -365,25 +341,13 @@ def _grey_values(record: WorstImage) -> bytes | None:
     return pixels if sound and len(pixels) == height * width else None
 
 
-def read_starts(run: RunDir, report: Report | None) -> list[Start]:
-    """List the starts of a run, the latest last, from its report or else from its records."""
-    summaries = (report.attempts if report else ()) or _from_records(run)
-    starts = {each.attempt: Start(**vars(each)) for each in summaries}
-    try:
-        known = attempts(run)
-    except OSError:
-        known = []
+def _starts(summed_up: Sequence[AttemptSummary], known: Sequence[Attempt]) -> list[Start]:
+    """List the starts of a run, the latest last; `known`: what has a directory of its own."""
+    starts = {each.attempt: Start(**vars(each)) for each in summed_up}
     for attempt in known:
         start = starts.get(attempt.number) or Start(attempt.number)
         starts[attempt.number] = _explained(start, attempt)
     return [starts[number] for number in sorted(starts)]
-
-
-def _from_records(run: RunDir) -> Sequence[AttemptSummary]:
-    try:
-        return summaries(run)
-    except OSError:
-        return ()
 
 
 def _explained(start: Start, attempt: Attempt) -> Start:

@@ -315,10 +315,10 @@ def _thinned(points: list[MetricsLine]) -> list[MetricsLine]:
 def _band(points: Sequence[MetricsLine]) -> tuple[tuple[list[int], list[float], list[float]], Line]:
     """Return steps with the lowest and highest rate of any rank, and the line of the medians."""
     known = [
-        (point.step, [rate for rate in point.rank_images_per_second if rate is not None])
+        (point.step, rates)
         for point in points
+        if (rates := [rate for rate in point.rank_images_per_second if rate is not None])
     ]
-    known = [(step, rates) for step, rates in known if rates]
     steps = [step for step, _ in known]
     lowest = [min(rates) for _, rates in known]
     highest = [max(rates) for _, rates in known]

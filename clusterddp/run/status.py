@@ -132,7 +132,7 @@ def run_status(
     figures, latest = report or Report(), latest_metrics(run.metrics)
     checkpoint = newest_checkpoint(run)
     failure = _failure(run, state, submission, by_hand)
-    spec = _spec(run)
+    spec = spec_of(run)
     known = submission or Submission("", "")
     status = RunStatus(
         name=run.name,
@@ -152,10 +152,10 @@ def run_status(
         goes_on_after=reason(known.goes_on) if known.goes_on else "",
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
-        step=_first(figures.steps, latest.step),
-        epoch=_first(figures.epochs, latest.epoch),
+        step=first_known(figures.steps, latest.step),
+        epoch=first_known(figures.epochs, latest.epoch),
         loss=latest.loss,
-        accuracy=_first(figures.accuracy, latest.test_accuracy),
+        accuracy=first_known(figures.accuracy, latest.test_accuracy),
         warnings=list(figures.warnings),
         created_time=_created(run),
         submitted_time=known.submitted,
@@ -264,11 +264,12 @@ def is_another_runs(run: RunDir, job: JobState) -> bool:
     return job.comment.startswith(submission_comment("")) and job.comment not in own
 
 
-def _spec(run: RunDir) -> JobSpec | None:
+def spec_of(run: RunDir) -> JobSpec | None:
+    """Read the request; None for a damaged record, which takes nothing from what else is known."""
     try:
         return run.load_spec()
     except ClusterDDPError:
-        return None  # a damaged record takes nothing from what else is known
+        return None
 
 
 def _created(run: RunDir) -> float | None:
@@ -347,7 +348,8 @@ def _next_command(
     return f"clusterddp logs {run.shown}"
 
 
-def _first(*values: T | None) -> T | None:
+def first_known(*values: T | None) -> T | None:
+    """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 

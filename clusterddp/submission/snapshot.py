@@ -404,12 +404,7 @@ def _links(plan: Plan) -> dict[str, str]:
 
     Includes what git ignores, and empty folders, in which the code may mean to write.
     """
-    folders = {""}
-    for name in plan.items:
-        folder = name.rpartition("/")[0]
-        while folder not in folders:
-            folders.add(folder)
-            folder = folder.rpartition("/")[0]
+    folders = {"", *(parent for name in plan.items for parent in _parents(name))}
     links = {}
     for folder in folders:
         for entry in _entries(plan.tree, folder):
@@ -431,10 +426,7 @@ def _links(plan: Plan) -> dict[str, str]:
 
 def _is_left_out(name: str, left_out: frozenset[str]) -> bool:
     """Return whether the copy has neither a file nor a link of that name."""
-    parts = name.split("/")
-    return not _NEVER.isdisjoint(parts) or any(
-        "/".join(parts[:depth]) in left_out for depth in range(1, len(parts) + 1)
-    )
+    return not (_NEVER.isdisjoint(name.split("/")) and left_out.isdisjoint([*_parents(name), name]))
 
 
 def _shown(name: str) -> str:
@@ -582,12 +574,9 @@ def _largest(weights: Mapping[str, int], show: Callable[[int], str]) -> str:
     sums: Counter[str] = Counter()
     children = defaultdict(set)
     for name, weight in weights.items():
-        below = name
-        while below:
-            parent = below.rpartition("/")[0]
-            children[parent].add(below)
+        for below in [*_parents(name), name]:
+            children[below.rpartition("/")[0]].add(below)
             sums[below] += weight
-            below = parent
     largest = []
     for heaviest in sorted(children[""], key=lambda name: (-sums[name], name))[:3]:
         name = heaviest

@@ -32,7 +32,10 @@ def submit(
     that the tasks read. Raises RequestError, and then leaves nothing; SlurmError where the job may
     be queued; an interruption is logged, and passed on.
     """
-    _check_new(spec)
+    if Path(spec.run_dir).exists():
+        raise RequestError(
+            f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
+        )
     _warn_of_launcher(spec)
     if spec.train and not inputs_are_sure:
         make_sure(
@@ -86,13 +89,6 @@ def runs_code_of(spec: JobSpec, tree: Path) -> bool:
         return True
     files = [user_functions.find(reference, tree) for _, reference in spec.train.own_functions]
     return any(file and file.is_relative_to(tree) for file in files)
-
-
-def _check_new(spec: JobSpec) -> None:
-    if Path(spec.run_dir).exists():
-        raise RequestError(
-            f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
-        )
 
 
 def _log_outlook(script: str) -> None:
