@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from clusterddp.reporting import plots
 from clusterddp.reporting.gather import Evaluation, Gathered
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.spec import Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import formatting
 from clusterddp.version import __version__
@@ -129,11 +129,7 @@ def _script(one: Gathered) -> str:
         script = one.run.script.read_text(errors="replace")
     except OSError:
         return ""
-    return _without_values(script, one.spec)
-
-
-def _without_values(script: str, spec: JobSpec) -> str:
-    for name, value in spec.environment:
+    for name, value in one.spec.environment:
         # The templates write it as `export NAME=…`, and in the record of the request.
         script = re.sub(rf"\b{re.escape(name)}=.*", f"{name}={_LEFT_OUT}", script)
         script = script.replace(json.dumps([name, value]), json.dumps([name, _LEFT_OUT]))

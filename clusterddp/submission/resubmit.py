@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp import launchers, log
-from clusterddp.errors import CheckpointError, RequestError, SlurmError
-from clusterddp.request.spec import JobSpec, Resources, submission_comment
+from clusterddp.errors import CheckpointError, RequestError
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events, formatting
@@ -26,13 +26,14 @@ from clusterddp.run.progress import (
     newest_checkpoint,
     recorded_batch,
 )
-from clusterddp.run.run_dir import RunDir, run_folders
+from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
 from clusterddp.run.status import run_status
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import code_renewal, snapshot
 from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
+from clusterddp.submission.submit import naming_the_job
 
 _RESTARTS = ("requeue", "max_requeues", "restart_on_failure", "restart_in_job")
 CHANGEABLE = frozenset(("resources", "train", "signal", "job_name", *_RESTARTS))
@@ -314,12 +315,9 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
 
 def _check_code(run: RunDir) -> None:
     """Refuse changed code of a run that uses its folder itself."""
-    recorded = snapshot.Snapshot.from_json(run.code_record.read_text(errors="replace"))
-    now = snapshot.fingerprint(Path.cwd(), leave_out=run_folders(run))
-    if now is None:
+    changed = snapshot.changes_since_submission(run, Path.cwd())
+    if changed is None:
         log.warning(f"the code in {Path.cwd()} cannot be compared with what was submitted")
-        return
-    changed = snapshot.difference(recorded, now)
     if changed:
         raise RequestError(
             f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
@@ -411,33 +409,25 @@ def _submit(
     run = claim.run
     kept: dict[Path, Path | None] = {}
     try:
-        if after != before:
-            kept = _renew_records(run, after, script)
-        elif not run.script.is_file():  # of `debug`
-            kept = {run.script: None}
-            write_atomically(run.script, script.encode())
-        # Before the submission: the job's first line may come before the record of its id.
-        changes = (*_differences(before, after), *(f"code: {line}" for line in code_changes))
-        latest = attempts.latest(run) if from_scratch else None
-        if latest:
-            events.add(run.events, events.Resubmitted, changes=changes, from_scratch=latest.number)
-        else:
-            events.add(run.events, events.Resubmitted, changes=changes)
-        return launcher.submit(after, script, run)
+        with naming_the_job(after):
+            if after != before:
+                kept = _renew_records(run, after, script)
+            elif not run.script.is_file():  # of `debug`
+                kept = {run.script: None}
+                write_atomically(run.script, script.encode())
+            # Before the submission: the job's first line may come before the record of its id.
+            changes = (*_differences(before, after), *(f"code: {line}" for line in code_changes))
+            latest = attempts.latest(run) if from_scratch else None
+            if latest:
+                events.add(
+                    run.events, events.Resubmitted, changes=changes, from_scratch=latest.number
+                )
+            else:
+                events.add(run.events, events.Resubmitted, changes=changes)
+            return launcher.submit(after, script, run)
     except RequestError:
         _put_back(kept)
         raise
-    except KeyboardInterrupt:
-        log.info(
-            f"interrupted; the job may be queued. Look for it by its comment, "
-            f"{submission_comment(after.run_name)}."
-        )
-        raise
-    except OSError as error:
-        raise SlurmError(
-            f"the run's records cannot be written: {error}. The job may be queued; look for it "
-            f"by its comment, {submission_comment(after.run_name)}."
-        ) from None
 
 
 def _renew_records(run: RunDir, spec: JobSpec, script: str) -> dict[Path, Path | None]:

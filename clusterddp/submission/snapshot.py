@@ -228,17 +228,17 @@ def fingerprint(
     return Snapshot(len(digests), size, digests, plan.commit, plan.large)
 
 
-def changes_since_submission(run: RunDir, folder: Path) -> list[str]:
+def changes_since_submission(run: RunDir, folder: Path) -> list[str] | None:
     """List the changes of a folder's code since the run was submitted from it.
 
-    Empty where the run uses a copy, or nothing can be compared. Raises RequestError where the
-    record of the code cannot be read.
+    Empty where the run uses a copy, None where nothing can be compared. Raises RequestError where
+    the record of the code cannot be read.
     """
     if run.code.is_dir() or not run.code_record.exists():
         return []
     before = Snapshot.from_json(run.code_record.read_text(errors="replace"))
     after = fingerprint(folder, leave_out=run_folders(run))
-    return difference(before, after) if after else []
+    return difference(before, after) if after else None
 
 
 def difference(before: Snapshot, after: Snapshot, *, new: bool = False) -> list[str]:

@@ -4,7 +4,8 @@ The command and the Python API both submit through here, so that neither can do 
 """
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clusterddp.errors import RequestError, SlurmError
@@ -46,22 +47,32 @@ def submit(
         )
     if check and spec.launcher != "local":
         _log_outlook(script)
-    with RunDir.create(spec, script) as run:
-        try:
-            _keep_code(spec, run, snapshot_limit_mb)
-            submission = load(spec.launcher).submit(spec, script, run)
-        except KeyboardInterrupt:
-            info(
-                f"interrupted; the job may be queued. Look for it by its comment, "
-                f"{submission_comment(spec.run_name)}; its directory {run.path} is kept."
-            )
-            raise
-        except OSError as error:
-            raise SlurmError(
-                f"the run's records cannot be written: {error}. The job may be queued; look for it "
-                f"by its comment, {submission_comment(spec.run_name)}."
-            ) from None
+    with RunDir.create(spec, script) as run, naming_the_job(spec):
+        _keep_code(spec, run, snapshot_limit_mb)
+        submission = load(spec.launcher).submit(spec, script, run)
     return run, submission
+
+
+@contextmanager
+def naming_the_job(spec: JobSpec) -> Iterator[None]:
+    """Name the comment of a job that may be queued although its submission was cut short.
+
+    Logs it after an interruption, which is passed on; raises SlurmError in place of OSError.
+    """
+    comment = submission_comment(spec.run_name)
+    try:
+        yield
+    except KeyboardInterrupt:
+        info(
+            f"interrupted; the job may be queued. Look for it by its comment, {comment}; its "
+            f"directory {spec.run_dir} is kept."
+        )
+        raise
+    except OSError as error:
+        raise SlurmError(
+            f"the run's records cannot be written: {error}. The job may be queued; look for it by "
+            f"its comment, {comment}."
+        ) from None
 
 
 def check_own_code(spec: JobSpec) -> None:

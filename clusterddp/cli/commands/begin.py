@@ -56,4 +56,4 @@ def _code_changes(run: RunDir) -> list[str]:
     from clusterddp.submission import snapshot  # most runs use a copy of their code
 
     folder = Path(os.environ.get("SLURM_SUBMIT_DIR") or ".")
-    return snapshot.changes_since_submission(run, folder)
+    return snapshot.changes_since_submission(run, folder) or []

@@ -50,7 +50,6 @@ _FIXED: dict[str, object] = {
 }
 _LONGEST_NAME = 80
 """Longest name of a comparison; its runs' names add to it."""
-_ALSO_HERE = ("output_root",)
 
 
 class CompareCommand(SettingsCommand):
@@ -247,7 +246,7 @@ def _refuse_beside_of(ctx: click.Context) -> None:
 
 def _refuse_requests(ctx: click.Context) -> None:
     names = [row.parameter for row in REQUEST]
-    given = [n for n in names if n not in _ALSO_HERE and source(ctx, n) == "flag"]
+    given = [n for n in names if n != "output_root" and source(ctx, n) == "flag"]
     if given:
         raise click.UsageError(f"{_flags(given)} is asked of Slurm: add --launcher sbatch.", ctx)
 

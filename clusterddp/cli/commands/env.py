@@ -51,10 +51,9 @@ _FIELDS = (
 
 
 def _as_json(env: DistEnv) -> str:
-    values = {name: getattr(env, name) for name in _FIELDS}
     document = {
         "origin": env.origin,
-        **values,
+        **{name: getattr(env, name) for name in _FIELDS},
         "sources": dict(env.sources),
         "environ": env.to_environ(),
     }
