@@ -258,7 +258,7 @@ class RequeueOption(click.Option):
 
 def _with_value(args: list[str]) -> list[str]:
     """Spell a bare `--requeue` out: click would take the word after it as its value."""
-    cut = args.index("--") if "--" in args else len(args)
+    cut = [*args, "--"].index("--")
     return [f"{arg}=yes" if arg == "--requeue" else arg for arg in args[:cut]] + args[cut:]
 
 

@@ -61,9 +61,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-u", "--unbuffered", action="store_true")
     parser.add_argument("--export", default="ALL")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    cut = list(argv).index("--") if "--" in argv else None
+    cut = [*argv, "--"].index("--")
     options, unknown = parser.parse_known_args(argv[:cut])
-    options.command = [*options.command, *(argv[cut + 1 :] if cut is not None else [])]
+    options.command = [*options.command, *argv[cut + 1 :]]
     if unknown:
         _say(f"srun (rehearsal): passing over {' '.join(unknown)}")
     if not options.command:

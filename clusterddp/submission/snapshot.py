@@ -330,18 +330,14 @@ def _copy(plan: Plan, links: Mapping[str, str], target: str) -> Snapshot:
 
 def _copy_file(source: BinaryIO, target: str, item: Item) -> tuple[str, int]:
     """Copy a file; returns the digest and the size of the copied bytes."""
-    digest, size = hashlib.sha256(), 0
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        while chunk := source.read(_CHUNK_BYTES):
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
+        digest, size = _digest(source, file)
         file.flush()
         os.fchmod(descriptor, item.mode)
         # make and ninja would build anew what is linked, were its sources younger.
         os.utime(descriptor, ns=(item.modified_ns, item.modified_ns))
-    return digest.hexdigest(), size
+    return digest, size
 
 
 def _carried_link(plan: Plan, name: str, link: str) -> str:
@@ -355,9 +351,12 @@ def _carried_link(plan: Plan, name: str, link: str) -> str:
     return link
 
 
-def _digest(source: BinaryIO) -> tuple[str, int]:
+def _digest(source: BinaryIO, copy: BinaryIO | None = None) -> tuple[str, int]:
+    """Return digest and size of the content, and write it to `copy`."""
     digest, size = hashlib.sha256(), 0
     while chunk := source.read(_CHUNK_BYTES):
+        if copy:
+            copy.write(chunk)
         digest.update(chunk)
         size += len(chunk)
     return digest.hexdigest(), size

@@ -121,10 +121,8 @@ def _training(report: RunReport) -> str:
 def _ranks(report: RunReport) -> str:
     if report.world_size is None:
         return ""
-    shown = formatting.count(report.world_size, "rank")
-    if not report.hosts:
-        return shown
-    return f"{shown} on {formatting.some(report.hosts, _MOST_HOSTS)}"
+    hosts = f" on {formatting.some(report.hosts, _MOST_HOSTS)}" if report.hosts else ""
+    return f"{formatting.count(report.world_size, 'rank')}{hosts}"
 
 
 def _machinery(report: RunReport) -> str:

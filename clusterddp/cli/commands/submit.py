@@ -19,7 +19,7 @@ class SubmitCommand(SettingsCommand):
     """Takes what stands behind `--` as the COMMAND, untouched."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        cut = args.index("--") if "--" in args else len(args)
+        cut = [*args, "--"].index("--")
         ctx.meta["command"] = tuple(args[cut + 1 :])
         if cut < len(args) and not args[cut + 1 :]:
             raise click.UsageError("there is no COMMAND behind '--'.", ctx)
