@@ -146,7 +146,7 @@ def _noted_steps(attempt: Attempt) -> Iterator[int]:
     record = attempt.read_record()
     # The path of a checkpoint of another run is an absolute one.
     if record and not Path(record.resumed_from or "/").is_absolute():
-        yield record.step
+        yield record.step or 0
 
 
 def newest(run: RunDir, before: Attempt | None = None) -> Path | None:
@@ -243,7 +243,7 @@ def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
             last_step, why = -1, "given up: 'resubmit --from-scratch' begins at step 0 again"
         yield _Folder(attempt, last_step, why)
         record = attempt.read_record()
-        if record and (last_step is None or record.step < last_step):
+        if record and record.step is not None and (last_step is None or record.step < last_step):
             last_step = record.step
             why = f"superseded: attempt {attempt.number} resumed from step {record.step}"
 

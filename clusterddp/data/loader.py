@@ -42,7 +42,7 @@ class Images:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield images as they were given, and labels (N,), in the order of these indices.
 
-        salt: seeds random transforms in `loader.Loaded`; here there are none.
+        salt: seeds random transforms in `Loaded`; here there are none.
         """
         stretch = max(_STRETCH // batch_size, 1) * batch_size
         order = order.to(self._labels.device)

@@ -7,16 +7,17 @@ begins a round for each start; the others enter rounds until one begins with the
 agents' restart counts cannot name a start: with the c10d rendezvous an agent whose workers still
 ran when it was asked to start again does not count that.
 
-Whoever reaches the port can read and write the store. So the ranks of one start write below a
-prefix that nobody can name without the run's nonce, and nothing but JSON is read. This keeps
-strangers from being taken for a rank; it does not keep them from disturbing a start, which then
-ends with an error.
+Whoever reaches the port can list, read and write the store. So each message between the ranks of
+one start carries a proof that its writer holds the run's nonce, an HMAC over its key and what it
+says, and nothing but JSON is read. This keeps strangers from being taken for a rank; it does not
+keep them from disturbing a start, which then ends with an error.
 
 As they meet, rank 0 measures how far each host's wall clock is ahead of its own: the times at which
 ranks end are compared across hosts, to tell which of them failed first.
 """
 
 import hashlib
+import hmac
 import itertools
 import json
 import secrets
@@ -60,7 +61,7 @@ def open_store(
     *,
     bound: socket.socket | None = None,
     answered: Callable[[], bool] = lambda: True,
-) -> Store:
+) -> "RunStore":
     """Open the store of this start: rank 0 listens at the master address, the others connect.
 
     Under a torchrun agent, which listens there itself, all connect, and return once all are there.
@@ -95,7 +96,7 @@ def open_store(
 
 
 def agree(
-    store: Store,
+    store: "RunStore",
     env: DistEnv,
     hello: Message,
     decide: Callable[[list[Message]], Message],
@@ -142,7 +143,7 @@ def agree(
     return verdict
 
 
-def decline(store: Store, env: DistEnv, error: BaseException) -> None:
+def decline(store: "RunStore", env: DistEnv, error: BaseException) -> None:
     """Tell rank 0, which would wait, that this rank cannot take part; rank 0 tells all others."""
     if env.rank == 0:
         _call_off(store, env, str(error))
@@ -150,7 +151,7 @@ def decline(store: Store, env: DistEnv, error: BaseException) -> None:
         put(store, f"hello/{env.rank}", {"declines": str(error)})
 
 
-def leave(store: Store, env: DistEnv, timeout: float = 5.0) -> None:
+def leave(store: "RunStore", env: DistEnv, timeout: float = 5.0) -> None:
     """Keep rank 0's store open until every rank has left, or for `timeout` seconds."""
     store.set(f"left/{env.rank}", "1")
     if env.rank == 0:
@@ -183,13 +184,13 @@ def time_tellers(hellos: Sequence[Message]) -> dict[int, str]:
     return {rank: host for host, rank in first.items() if rank != 0}
 
 
-def tell_time(store: Store, env: DistEnv, now: float) -> None:
+def tell_time(store: "RunStore", env: DistEnv, now: float) -> None:
     """Tell rank 0 this host's time; `now` is that at which its verdict came."""
     put(store, f"clock/{env.rank}", {"time": now})
 
 
 def collect_clocks(
-    store: Store, env: DistEnv, tellers: Mapping[int, str], sent: float
+    store: "RunStore", env: DistEnv, tellers: Mapping[int, str], sent: float
 ) -> dict[str, float]:
     """Give, on rank 0, the seconds by which each host's clock is ahead of this host's.
 
@@ -246,9 +247,17 @@ class Identity:
         """Give the identity of the start in a round of torchrun's, counted from 1."""
         return replace(self, round=number)
 
-    def within(self, store: Store) -> Store:
+    def within(self, store: Store) -> "RunStore":
         """Give the part of the store in which the ranks of this start write."""
-        return PrefixStore(f"{PREFIX}/{self._digest('keys')}", store)
+        return RunStore(store, self)
+
+    def prove(self, key: str, text: str) -> str:
+        """Give the proof of what is written under a key; empty without a nonce."""
+        if not self.nonce:
+            return ""
+        scope = json.dumps([self.run, self.round, key, text])
+        secret = self.nonce.encode(errors="surrogateescape")
+        return hmac.new(secret, scope.encode(), hashlib.sha256).hexdigest()
 
     def published_in(self, store: Store) -> bool:
         """Return whether rank 0 has published an identity there, for this round."""
@@ -265,7 +274,7 @@ class Identity:
 
     def check(self, store: Store, env: DistEnv) -> None:
         """Raise TrainingError where another run, or no run, has published its identity there."""
-        published = take(store, env, self._key, "what names the run")
+        published = _object_in(store.get(self._key), env, "what names the run")
         if published.get("proof") == self._digest("proof"):
             return
         hint = ""
@@ -287,6 +296,14 @@ class Identity:
         return hashlib.sha256(scope.encode()).hexdigest()
 
 
+class RunStore(PrefixStore):
+    """Part of a store in which the ranks of one start leave messages for each other."""
+
+    def __init__(self, store: Store, identity: Identity) -> None:
+        super().__init__(f"{PREFIX}/{identity._digest('keys')}", store)
+        self.identity = identity
+
+
 def nobody(env: DistEnv) -> PeerError:
     """Give the error of a rank to which rank 0 did not come."""
     return PeerError(
@@ -295,19 +312,28 @@ def nobody(env: DistEnv) -> PeerError:
     )
 
 
-def put(store: Store, key: str, content: Mapping[str, object]) -> None:
-    """Leave a message for other ranks of this run."""
-    store.set(key, json.dumps(dict(content)))
+def put(store: RunStore, key: str, content: Mapping[str, object]) -> None:
+    """Leave a message for other ranks of this run, with its proof."""
+    text = json.dumps(dict(content))
+    store.set(key, json.dumps({"content": text, "proof": store.identity.prove(key, text)}))
 
 
-def ask(store: Store, env: DistEnv, key: str, what: str) -> Message | None:
+def ask(store: RunStore, env: DistEnv, key: str, what: str) -> Message | None:
     """Take a message that was left before now, or None."""
     return take(store, env, key, what) if store.check([key]) else None
 
 
-def take(store: Store, env: DistEnv, key: str, what: str) -> Message:
-    """Read a message; raises TrainingError, naming it `what`, for anything but a JSON object."""
+def take(store: RunStore, env: DistEnv, key: str, what: str) -> Message:
+    """Read a message; raises TrainingError, naming it `what`, where no rank wrote it."""
     message = store.get(key)
+    sealed = _object_in(message, env, what)
+    text, proof = str(sealed.get("content")), str(sealed.get("proof"))
+    if not hmac.compare_digest(proof.encode(), store.identity.prove(key, text).encode()):
+        raise strange(env, what, message)
+    return _object_in(text.encode(), env, what)
+
+
+def _object_in(message: bytes, env: DistEnv, what: str) -> Message:
     try:
         content = json.loads(message)
     except (ValueError, RecursionError):
@@ -332,7 +358,7 @@ def wait(store: Store, keys: Sequence[str], seconds: float) -> None:
         raise PeerError(f"rank 0's store went away: {str(error).splitlines()[0]}") from None
 
 
-def await_ranks(store: Store, env: DistEnv, keys: Sequence[str], timeout: float) -> None:
+def await_ranks(store: RunStore, env: DistEnv, keys: Sequence[str], timeout: float) -> None:
     """Wait until all ranks have written, each its key NAME/RANK; name those that have not."""
     try:
         wait(store, keys, timeout)
@@ -349,8 +375,8 @@ def strange(env: DistEnv, what: str, message: bytes) -> TrainingError:
     """Give the error for content that no rank of any run writes."""
     return TrainingError(
         f"rank {env.rank}: {what} in the store at {env.master_addr}:{env.master_port} is not what "
-        f"a rank writes: {printable(message.decode(errors='replace'))}. Somebody else reached "
-        "the port: set MASTER_PORT to another."
+        f"a rank writes: {printable(message.decode(errors='replace'))}. Somebody else "
+        "reached the port: set MASTER_PORT to another."
     )
 
 
@@ -359,7 +385,7 @@ def printable(text: str) -> str:
     return text if text.isprintable() and len(text) <= 200 else ascii(text[:200])
 
 
-def _roll_call(store: Store, env: DistEnv, timeout: float) -> list[Message]:
+def _roll_call(store: RunStore, env: DistEnv, timeout: float) -> list[Message]:
     """Collect every rank's hello, in the order of the ranks."""
     keys = [f"hello/{rank}" for rank in range(env.world_size)]
     await_ranks(store, env, keys, timeout)
@@ -375,7 +401,7 @@ def _roll_call(store: Store, env: DistEnv, timeout: float) -> list[Message]:
     return hellos
 
 
-def _call_off(store: Store, env: DistEnv, reason: str) -> None:
+def _call_off(store: RunStore, env: DistEnv, reason: str) -> None:
     """Publish an error, and stay until the ranks that wait for the verdict have read it."""
     put(store, "verdict", {"error": reason})
     # As far as a look at each gets within the time that they have.
@@ -388,7 +414,7 @@ def _call_off(store: Store, env: DistEnv, reason: str) -> None:
             wait(store, [f"heard/{rank}" for rank in waiting], _HEARING_SECONDS)
 
 
-def _waits(store: Store, env: DistEnv, rank: int) -> bool:
+def _waits(store: RunStore, env: DistEnv, rank: int) -> bool:
     try:
         hello = ask(store, env, f"hello/{rank}", "a hello")
     except TrainingError:
@@ -396,7 +422,7 @@ def _waits(store: Store, env: DistEnv, rank: int) -> bool:
     return hello is not None and "declines" not in hello
 
 
-def _begin_round(agents: Store, env: DistEnv, identity: Identity, timeout: float) -> Store:
+def _begin_round(agents: Store, env: DistEnv, identity: Identity, timeout: float) -> RunStore:
     """Begin a new round, as rank 0, and wait for all to enter it."""
     last = identity.of_round(_last_round(agents, env))
     if last.round and last.published_in(agents):
@@ -425,7 +451,7 @@ def _begin_round(agents: Store, env: DistEnv, identity: Identity, timeout: float
     return store
 
 
-def _enter_round(agents: Store, env: DistEnv, identity: Identity, timeout: float) -> Store:
+def _enter_round(agents: Store, env: DistEnv, identity: Identity, timeout: float) -> RunStore:
     """Enter rounds until rank 0 begins one with this very process in it."""
     token, number, entered = secrets.token_hex(8), 1, 0
     deadline = time.monotonic() + timeout

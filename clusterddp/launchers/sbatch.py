@@ -231,14 +231,20 @@ class _CompiledTemplates(FileSystemBytecodeCache):
     """Keeps compiled templates in `__pycache__`, as Python keeps modules.
 
     Compiling takes longer than rendering. Nothing is written where PYTHONDONTWRITEBYTECODE is set
-    or the folder is read-only.
+    or the folder is read-only; nothing is read that another user could have written.
     """
 
     def load_bytecode(self, bucket: Bucket) -> None:
         try:
-            super().load_bytecode(bucket)
-        except Exception:  # whatever pickle and marshal raise on a damaged file
+            kept = Path(self.directory, self.pattern % (bucket.key,))
+            if all(self._is_trusted(path.stat()) for path in (kept.parent, kept)):
+                super().load_bytecode(bucket)
+        except Exception:  # there is none; or what pickle and marshal raise on a damaged file
             bucket.reset()
+
+    def _is_trusted(self, status: os.stat_result) -> bool:
+        owners = (os.geteuid(), shipped_folder().stat().st_uid, 0)
+        return status.st_uid in owners and not status.st_mode & 0o022
 
     def dump_bytecode(self, bucket: Bucket) -> None:
         if sys.dont_write_bytecode:

@@ -305,7 +305,7 @@ def publish(attempt: Attempt, record: AttemptRecord) -> None:
             f"attempt {attempt.number} of {attempt.run.name} is superseded: attempt "
             f"{attempt.number + 1} of the run has begun. It trains on; this one ends."
         )
-    attempt.show_life(record.step)
+    attempt.show_life(record.step or 0)
     dated = dataclasses.replace(record, number=attempt.number, began=round(time.time(), 3))
     content = json.dumps(dataclasses.asdict(dated), indent=2)
     write_atomically(attempt.record, f"{content}\n".encode())
@@ -335,8 +335,8 @@ def summaries(run: RunDir) -> list[AttemptSummary]:
     for index, (attempt, record) in enumerate(met):
         after = met[index + 1][1] if index + 1 < len(met) else None
         began = record.began or 0.0
-        resumed_step = after.step if after else 0
-        reached = max(record.step, last_step(attempt), resumed_step)
+        first_step, resumed_step = record.step or 0, (after.step or 0) if after else 0
+        reached = max(first_step, last_step(attempt), resumed_step)
         last_word = attempt.read_last_word()
         own_cause = last_word.cause if last_word else ""
         summary = AttemptSummary(
@@ -344,7 +344,7 @@ def summaries(run: RunDir) -> list[AttemptSummary]:
             job_id=record.job_id,
             hosts=record.hosts,
             began=began,
-            first_step=record.step,
+            first_step=first_step,
             last_step=reached,
             cause=causes.get(attempt.number) or own_cause or ("killed" if after else ""),
         )

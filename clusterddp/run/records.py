@@ -28,7 +28,7 @@ class AttemptRecord:
     """Host of rank 0."""
     pid: int | None = None
     """Process of rank 0."""
-    step: int = 0
+    step: int | None = None
     """Step of the checkpoint from which the attempt started; 0 without one."""
     saved: float | None = None
     """Time at which that checkpoint was written."""
@@ -133,7 +133,7 @@ class Outcome:
         if self.hung:
             return f"hung: {self.hung}"
         if self.error:
-            first_line = self.error.message.strip().partition("\n")[0]
+            first_line = (self.error.message.strip().splitlines() or [""])[0]
             return f"{self.error.type}: {first_line}".strip(": ")
         if self.signal:
             return f"killed by {self.signal}"

@@ -211,8 +211,8 @@ def gained(attempt: Attempt) -> int | None:
         return None if not attempt.run.resolved.exists() and _runs_a_command(attempt.run) else 0
     # The next attempt takes the files over, and says from which of them it started.
     after = Attempt(attempt.run, attempt.number + 1).read_record()
-    reached = max(*steps, after.step if after else 0, 0)
-    return max(reached - record.step, 0)
+    reached = max(*steps, (after.step or 0) if after else 0, 0)
+    return max(reached - (record.step or 0), 0)
 
 
 def _runs_a_command(run: RunDir) -> bool:

@@ -51,7 +51,7 @@ SETTLE_SECONDS = 60.0
 _HELD = "job requeued in held state"
 """Slurm's reason of a job with --requeue=expedite that failed on healthy nodes (seen on 26.05)."""
 
-# Why a run goes on: a word of `requeue`, in a sentence.
+# Why a run goes on: a word of `restart_policy`, in a sentence.
 _AFTER = {
     restart_policy.TIME_LIMIT: "the time limit",
     restart_policy.SIGNAL: "a signal",
@@ -85,7 +85,7 @@ _WHY_PENDING = {
 _SIGNALS = {9: "KILL", 15: "TERM", 11: "SEGV", 6: "ABRT", 2: "INT", 7: "BUS"}
 
 
-# The same for a list of reasons; of a start that left no end, nobody knows more.
+# Words for a list of reasons; of an attempt that left no end, nobody knows more.
 _REASONS = {restart_policy.REQUEUED: "requeued by Slurm", "": "node lost or killed"}
 
 

@@ -358,8 +358,10 @@ def _achieved(run: RunDir) -> str:
     report = files.read(Report, run.report)
     if report is None:
         return "done: every task ended with exit code 0"
+    hosts = len(report.hosts)
+    if not hosts or report.world_size is None:
+        return f"done; see {run.report}"
     try:
-        hosts = len(report.hosts)
         return (
             f"done: test accuracy {report.accuracy:.2%}, test loss {report.loss:.4f}; "
             f"{report.train_seconds:.1f} s of training ({report.total_seconds:.1f} s in "

@@ -159,7 +159,8 @@ def _submission_folder(run: RunDir) -> Iterator[None]:
     try:
         yield
     finally:
-        os.chdir(here)
+        with contextlib.suppress(OSError):  # it has gone meanwhile; the job is queued all the same
+            os.chdir(here)
 
 
 def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:

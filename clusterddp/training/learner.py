@@ -97,7 +97,7 @@ class Learner:
         self._augment = AUGMENTATIONS.get(config.augment)
 
     def learn(self, images: Tensor, labels: Tensor) -> None:
-        """Train on a batch, as `images.as_images` takes it, and its labels (N,)."""
+        """Train on a batch, as `loader.as_images` takes it, and its labels (N,)."""
         with _naming_the_operation():
             self._train(self._augment(images) if self._augment else images, labels)
         self.position.advance(len(labels) * self.agreed.world_size)

@@ -59,7 +59,7 @@ class Step:
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
-        """Train on a batch, as `images.as_images` takes it, and its labels (N,)."""
+        """Train on a batch, as `loader.as_images` takes it, and its labels (N,)."""
         self.compute(images, labels)
         self.tally.count(len(labels))
 
@@ -224,7 +224,7 @@ class GraphedStep:
         self._images = self._labels = torch.empty(0)
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
-        """Train on a batch, as `images.as_images` takes it, and its labels (N,)."""
+        """Train on a batch, as `loader.as_images` takes it, and its labels (N,)."""
         if len(labels) != self._size:
             self._step(images, labels)
             return

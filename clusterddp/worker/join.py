@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from clusterddp import log
 from clusterddp.distributed import rendezvous, tcp_store
 from clusterddp.distributed.agreement import Agreement, Hello
+from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.processes import environment, processors
 from clusterddp.ranks.dist_env import DistEnv
@@ -55,7 +56,7 @@ def join(
     run_dir: Path | None,
     attempt: int | None,
     env: DistEnv,
-    store: Store,
+    store: RunStore,
     environ: Mapping[str, str],
     *,
     fingerprint: Callable[[], str] | None = None,
@@ -91,7 +92,7 @@ def _meet(
     run_dir: Path | None,
     attempt: int | None,
     env: DistEnv,
-    store: Store,
+    store: RunStore,
     environ: Mapping[str, str],
     hello: Hello,
     fingerprint: Callable[[], str] | None,
@@ -235,7 +236,7 @@ def _start_group(
     config: TrainConfig,
     agreed: Agreement,
     env: DistEnv,
-    store: Store,
+    store: RunStore,
     device: torch.device,
 ) -> None:
     dist.init_process_group(

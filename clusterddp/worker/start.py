@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from clusterddp import log
 from clusterddp.checkpoints import catalog, state
@@ -25,6 +24,7 @@ from clusterddp.data.synthetic import synthesise
 from clusterddp.data.user_dataset import OwnSets
 from clusterddp.distributed import agreement, rendezvous
 from clusterddp.distributed.agreement import Agreement, Hello, Terms
+from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import CheckpointError, ClusterDDPError, DataError, PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.options import is_reference
@@ -250,7 +250,7 @@ Sets = tuple[Images | Loaded, Images | Loaded, shared_memory.Held | None]
 def obtain(
     config: TrainConfig,
     env: DistEnv,
-    store: Store,
+    store: RunStore,
     reading: shared_memory.Reading | OwnSets | None,
     device: torch.device,
     *,
@@ -303,7 +303,7 @@ def obtain(
     return train, test, held
 
 
-def _in_turn(sets: OwnSets, env: DistEnv, store: Store, key: str) -> None:
+def _in_turn(sets: OwnSets, env: DistEnv, store: RunStore, key: str) -> None:
     """Have a function that downloads do so once: rank 0 has called it already, then comes the
     first rank of every node, then all others.
     """
@@ -322,7 +322,7 @@ def _in_turn(sets: OwnSets, env: DistEnv, store: Store, key: str) -> None:
         sets.load()
 
 
-def _take(config: TrainConfig, env: DistEnv, store: Store, key: str) -> shared_memory.Held:
+def _take(config: TrainConfig, env: DistEnv, store: RunStore, key: str) -> shared_memory.Held:
     offer = _offer_of_first(store, env, key)
     try:
         return shared_memory.take(offer)
@@ -331,7 +331,7 @@ def _take(config: TrainConfig, env: DistEnv, store: Store, key: str) -> shared_m
         return shared_memory.read(config.dataset, config.data_dir)
 
 
-def _offer_of_first(store: Store, env: DistEnv, key: str) -> dict[str, Any]:
+def _offer_of_first(store: RunStore, env: DistEnv, key: str) -> dict[str, Any]:
     """Return the offer of this node's first rank; raises PeerError where it has failed."""
     offer = rendezvous.ask(store, env, key, "the offer of its node's first rank") or {}
     if "error" in offer:

@@ -41,11 +41,10 @@ from clusterddp.training import stop
 from clusterddp.training.stop import Deadline, StopRequest
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
-
     from clusterddp.checkpoints.writer import Saver
     from clusterddp.data.loader import Images, Loaded
     from clusterddp.distributed.heartbeat import Progress
+    from clusterddp.distributed.rendezvous import RunStore
     from clusterddp.distributed.watchdog import Verdict, Watchdog
     from clusterddp.training.loop import Training
     from clusterddp.worker.join import Joined
@@ -236,7 +235,7 @@ def _watch(config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progr
 def _train(
     task: _Task,
     joined: "Joined",
-    store: "Store",
+    store: "RunStore",
     reading: "_Reading | None",
     progress: "Progress",
 ) -> str:

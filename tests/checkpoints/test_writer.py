@@ -567,7 +567,7 @@ def test_the_process_can_leave_while_a_write_hangs(tmp_path: Path) -> None:
         "os.fsync = lambda _: (hangs.set(), time.sleep(1000))\n"
         "writer = Place(Path(sys.argv[1])).saver()\n"
         "writer.save(content_of(1))\n"
-        "assert hangs.wait(60)\n"  # not while it is inside torch: cli/short_lived.py is for that
+        "assert hangs.wait(60)\n"  # not while it is inside torch: cli/main.py is for that
         "print('left')\n"
     )
     got = subprocess.run(

@@ -2,12 +2,13 @@ import json
 import pickle
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined] # public, unlisted
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp.distributed import rendezvous, tcp_store
@@ -83,12 +84,12 @@ def test_a_rank_0_that_cannot_take_part_calls_the_start_off(port: int) -> None:
 def test_calling_a_start_off_does_not_look_for_ever_for_those_that_never_came() -> None:
     looks = []
 
-    class Empty(dist.HashStore):  # type: ignore[name-defined, misc]
+    class Empty(rendezvous.RunStore):
         def check(self, keys: list[str]) -> bool:
             looks.append(keys)
             return False
 
-    store = Empty()
+    store = Empty(HashStore(), Identity("", ""))
     many = env(0, 10**15, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "_HEARING_SECONDS", 0.1)
@@ -134,7 +135,7 @@ def test_ranks_of_different_world_sizes_are_named(port: int) -> None:
 
 def test_a_hello_without_a_world_size_is_refused_by_name(port: int) -> None:
     first = in_background(lambda: meet([env(0, 2, port)], count)[0])
-    keys_of({}, client(port)).set("hello/1", b"{}")
+    rendezvous.put(keys_of({}, client(port)), "hello/1", {})
     assert "rank 1 was started with a world size of None" in str(first())
 
 
@@ -269,6 +270,31 @@ def test_another_run_that_reaches_an_agents_store_writes_nothing(agent: Any, ran
     with pytest.raises(TrainingError, match="SLURM_JOB_ID=17, this one SLURM_JOB_ID=18"):
         open_store(env(rank, 2, agent.port), stranger, 2.0)
     assert written() == before
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda _: '{"resume": "/theirs"}',
+        lambda _: json.dumps({"content": '{"resume": "/theirs"}', "proof": ""}),
+        lambda run: json.dumps(
+            {"content": "{}", "proof": replace(run, nonce="77ab").prove("verdict", "{}")}
+        ),
+        lambda run: json.dumps({"content": "{}", "proof": run.prove("hello/1", "{}")}),
+        lambda run: json.dumps({"content": "[]", "proof": run.prove("verdict", "[]")}),
+    ],
+    ids=["no proof", "an empty one", "another nonce's", "another message's", "no object"],
+)
+def test_what_a_stranger_writes_over_a_message_is_refused(
+    written: Callable[[Identity], str],
+) -> None:
+    run = Identity.from_environ(under_agent())
+    store = run.within(HashStore())
+    rendezvous.put(store, "verdict", {"resume": ""})
+    assert rendezvous.take(store, env(1, 2, 1), "verdict", "the verdict") == {"resume": ""}
+    store.set("verdict", written(run))
+    with pytest.raises(TrainingError, match=r"the verdict in the store .* is not what a rank"):
+        rendezvous.take(store, env(1, 2, 1), "verdict", "the verdict")
 
 
 def test_the_entry_of_a_worker_of_another_run_is_none(agent: Any) -> None:

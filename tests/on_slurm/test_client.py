@@ -106,7 +106,7 @@ def test_partitions_come_from_sinfo(cluster: SlurmCluster) -> None:
 def test_a_lost_submission_is_found_by_its_comment(cluster: SlurmCluster) -> None:
     mine = cluster.sbatch(script("true", comment="clusterddp:a|b"), "--hold")
     cluster.sbatch(script("true", comment="clusterddp:other"), "--hold")
-    code = "sbatch._lost('sbatch said nothing', os.environ, args[0], float(args[1]))"
+    code = "client._lost('sbatch said nothing', os.environ, args[0], float(args[1]))"
     assert client(cluster, code, "clusterddp:a|b", str(time.time())) == mine
 
 
