@@ -1,4 +1,4 @@
-"""What the commands on runs share: RUN and its options, JSON, a run followed to its end."""
+"""Shared by the commands on runs: the argument RUN, options, JSON, a run followed to its end."""
 
 import json
 import math
