@@ -80,11 +80,6 @@ class Restored:
     """Result of `rng.gather`; a tensor in older checkpoints."""
     scaler: Content
     """State of fp16's loss scale; empty at other precisions."""
-    world_size: int
-    global_batch_size: int
-    config: Content
-    """The TrainConfig that was trained, as a dict."""
-    data_sha256: str
 
 
 def collect(
@@ -233,10 +228,6 @@ def restore(
             best=Best(**content["best"]) if content["best"] else None,
             random_states=content["random_states"],
             scaler=content.get("scaler") or {},
-            world_size=content["world_size"],
-            global_batch_size=content["global_batch_size"],
-            config=content["config"],
-            data_sha256=content["data_sha256"],
         )
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(

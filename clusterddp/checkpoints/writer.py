@@ -40,10 +40,7 @@ class Costs:
     bytes: int = 0
     """Size of the verified checkpoints together."""
     longest_seconds: float = field(default=0.0, repr=False)
-
-    def seconds_of_one(self) -> float:
-        """Longest time of one save so far, from the copy to verified on disk."""
-        return self.longest_seconds
+    """Longest time of one save, from the copy to verified."""
 
 
 class Saver:

@@ -193,7 +193,7 @@ class Training:
     def _lead_seconds(self) -> float:
         """Seconds from a request to stop to the last byte on the disk, judged by those before."""
         saver = self.checkpoints.saver
-        one_save = saver.costs.seconds_of_one() if saver else 0.0
+        one_save = saver.costs.longest_seconds if saver else 0.0
         return 2 * self.poll.step_seconds + 1.0 + 2 * one_save
 
     def evaluate_and_save_if_due(self, unit: str, count: int) -> None:

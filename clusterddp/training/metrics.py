@@ -11,8 +11,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -240,9 +240,19 @@ class Waiting:
         # On a GPU what happens when is asked later, so that it never stands still for it.
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def learn(self, model: nn.Module) -> "_Learning":
+    @contextmanager
+    def learn(self, model: nn.Module) -> Iterator[None]:
         """Learn in a context around one backward pass which gradient comes last."""
-        return _Learning(self, model)
+        came: list[Tensor] = []
+        watched = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        handles = [_hook(parameter, came.append) for parameter in watched]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if came:
+            _hook(came[-1], self._note)
 
     def done(self) -> None:
         """Count the wait that ends as the backward pass returns."""
@@ -262,34 +272,8 @@ class Waiting:
         self._events.clear()
         return seconds if self._knows else None
 
-    def watch(self, parameter: Tensor) -> None:
-        """Take its gradient as a step's last one."""
-        _hook(parameter, self._note)
-
     def _note(self, _: Tensor) -> None:
         self._ready = _event() if self._on_gpu else time.perf_counter()
-
-
-class _Learning:
-    def __init__(self, waiting: Waiting, model: nn.Module) -> None:
-        self._waiting, self._model = waiting, model
-        self._last: Tensor | None = None
-
-    def __enter__(self) -> None:
-        self._handles = [
-            _hook(parameter, self._note)
-            for parameter in self._model.parameters()
-            if parameter.requires_grad
-        ]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        if self._last is not None:
-            self._waiting.watch(self._last)
-
-    def _note(self, parameter: Tensor) -> None:
-        self._last = parameter
 
 
 def _hook(parameter: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:

@@ -139,7 +139,7 @@ def test_saving_returns_at_once_and_the_next_one_waits(
     assert (costs.saves, costs.failed, costs.copy_seconds) == (2, 0, 0.75)
     assert costs.write_seconds > 0.3
     assert costs.bytes == sum(place.path(step).stat().st_size for step in (1, 2))
-    assert 0.5 < costs.seconds_of_one() < costs.copy_seconds + costs.write_seconds
+    assert 0.5 < costs.longest_seconds < costs.copy_seconds + costs.write_seconds
 
 
 def test_the_last_ones_and_the_best_are_kept(place: Place) -> None:

@@ -261,7 +261,7 @@ def test_a_signal_that_would_come_too_late_is_told_once_the_cost_is_known(
     settings = config(synthetic_dir, save_every="3steps", max_steps=9)
     ours = timed(clock, settings, tmp_path, 10.0, deadline=Deadline(signal_lead=30))
     assert ours.checkpoints.saver is not None
-    ours.checkpoints.saver.costs.seconds_of_one = lambda: 20.0  # type: ignore[method-assign]
+    ours.checkpoints.saver.costs.longest_seconds = 20.0
     save = ours.checkpoints.saver.save
 
     def at_once(*arguments: Any) -> None:
