@@ -57,6 +57,9 @@ class Run:
 
     run_dir: Path
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "run_dir", Path(self.run_dir))
+
     @property
     def name(self) -> str:
         return self.run_dir.name

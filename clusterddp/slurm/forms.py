@@ -52,7 +52,7 @@ class Form:
     def check(self, option: str, value: str) -> None:
         """Raise RequestError unless the text is wholly of the form, and fits into a script."""
         if not re.fullmatch(self.pattern, text(option, value)):
-            raise OptionError(option, f": {value!r} is no {self.noun}; valid: {self.examples}.")
+            raise OptionError(option, f": {value!r} is no {self.noun}, such as {self.examples}.")
 
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*"
@@ -151,7 +151,7 @@ def gpu_count(option: str, value: str) -> tuple[str, int]:
     """Return the type, or "", and the count of `[TYPE:]N`."""
     gpus = _GPUS.fullmatch(text(option, value))
     if not gpus:
-        raise OptionError(option, f": {value!r} is no GPU count; valid: 4 or a100:4.")
+        raise OptionError(option, f": {value!r} is no GPU count, such as 4 or a100:4.")
     return gpus["type"] or "", int(gpus["count"])
 
 

@@ -113,7 +113,7 @@ def test_intervals_are_epochs_unless_steps_are_named() -> None:
     ],
 )
 def test_no_other_interval_is_taken(field: str, value: str) -> None:
-    with pytest.raises(RequestError, match=r"--\w+-every: .* is no interval; valid: 1epoch"):
+    with pytest.raises(RequestError, match=r"--\w+-every: .* is no interval, such as 1epoch"):
         TrainConfig(**{field: value})  # type: ignore[arg-type]
 
 
