@@ -69,23 +69,26 @@ def begin(
         # Python 3.12 warns of a fork where threads run, a notebook's for one. What they may hold
         # is renewed by Python and the C library; `get_ready` sees to what is not.
         warnings.simplefilter("ignore", DeprecationWarning)
-        with _garbage_kept() if method == "fork" else contextlib.nullcontext():
+        with _forking() if method == "fork" else contextlib.nullcontext():
             process.start()
     return process
 
 
 @contextlib.contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Keep a forked copy from collecting the garbage that this process has left by now.
+def _forking() -> Iterator[None]:
+    """Have a forked copy begin with signals blocked, and leave this process's garbage alone.
 
-    A copy that did was seen to crash in a collection: what ends threads of C++ when it is
-    collected finds none of them there. Python's documentation of gc advises gc.freeze.
+    Until it has handlers of its own, a signal would come to those of this process, and be lost. And
+    a copy was seen to crash in a collection: what ends threads of C++ when it is collected finds
+    none of them there. Python's documentation of gc advises gc.freeze.
     """
     frozen = gc.get_freeze_count()
     gc.freeze()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if not frozen:  # what somebody has frozen before stays so
             gc.unfreeze()
 

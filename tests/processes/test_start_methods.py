@@ -92,10 +92,15 @@ def test_the_first_failure_ends_the_others(method: str, tmp_path: Path) -> None:
 
 
 def test_a_task_can_be_ended_before_it_has_begun_its_session(method: str) -> None:
-    with TaskGroup() as group:
-        group.call(method, called.stays, (), os.environ)
-        group.terminate()
-        assert group.wait() == [-signal.SIGTERM]
+    """The handler that this process has is none of the task's, not even before it has begun."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with TaskGroup() as group:
+            group.call(method, called.stays, (), os.environ)
+            group.terminate()
+            assert group.wait() == [-signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_leaving_the_group_leaves_no_process(method: str, tmp_path: Path) -> None:
