@@ -98,11 +98,11 @@ WAYS = {
     "a line of the set-up fails, here with 4": Way(("--setup", "(exit 4)"), "true"),
     "`clusterddp stop`": Way((*TRAINING, *FOREVER), strike=Struck.stop),
     "paused, or a COMMAND that exits with 75, and requeue is off": Way((), "exit 75"),
-    "the same, with no start left (`--max-requeues`)": Way(
+    "the same, with no attempt left (`--max-requeues`)": Way(
         ("--requeue", "--max-requeues", "0"), "exit 75"
     ),
     "the same, put back into the queue by the script": Way(("--requeue",), ONCE),
-    "the same, where requeue is refused: the next job goes on": Way(
+    "the same, where requeue is refused: the next job resumes": Way(
         ("--requeue",), f'{UP} until [ -e "go-$CLUSTERDDP_WAY" ]; do sleep 0.2; done; {ONCE}',
         Struck.refuse_requeue, ("ddp", "torchrun"),
     ),
@@ -110,7 +110,7 @@ WAYS = {
         ("--requeue",),
         f'[ -e "up-$CLUSTERDDP_WAY" ] && exit; trap "exit 75" TERM; {UP} {SLEEP}', Struck.requeue,
     ),
-    "Slurm has put it back, and no start is left (`--max-requeues`)": Way(
+    "Slurm has put it back, and no attempt is left (`--max-requeues`)": Way(
         ("--requeue", "--max-requeues", "0"), f"{UP} {SLEEP}", Struck.requeue, ("ddp",)
     ),
     "`scancel`, `clusterddp cancel`, and the ranks have saved": Way(
@@ -225,9 +225,9 @@ def test_a_run_ends_as_the_page_says(
         assert not ends
         return
     # A job that Slurm has put back and that was refused then has two ends.
-    end = ends[-1] if "no start is left" in name else ends[0]
+    end = ends[-1] if "no attempt is left" in name else ends[0]
     assert (end["cause"], str(end["exit_code"])) == (row.cause, row.code), log
-    assert str(one.wait_code) == ("0" if row.wait == "goes on" else row.wait), log
+    assert str(one.wait_code) == ("0" if row.wait == "resumes" else row.wait), log
 
 
 @pytest.fixture(scope="module")
