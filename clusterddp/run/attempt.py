@@ -28,7 +28,7 @@ from clusterddp.run.records import (
     SignOfLife,
     StopRequest,
 )
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import PathIn, RunDir
 from clusterddp.version import __version__
 
 ALIVE_SECONDS = 2.0
@@ -58,51 +58,25 @@ class Attempt:
     def path(self) -> Path:
         return self.run.attempts / f"{self.number:04d}"
 
-    @property
-    def record(self) -> Path:
-        """Record of who trains, and from which checkpoint."""
-        return self.path / "attempt.json"
-
-    @property
-    def outcomes(self) -> Path:
-        return self.path / "outcomes"
+    record = PathIn("attempt.json")
+    """Record of who trains, and from which checkpoint."""
+    outcomes = PathIn("outcomes")
+    checkpoints = PathIn("checkpoints")
+    metrics = PathIn("metrics.jsonl")
+    stop = PathIn("stop")
+    """Mark of a request to stop: `{"reason": …}`."""
+    alive = PathIn("alive")
+    """Rank 0's sign of life: its time of change; in it the step, and the newest one saved."""
+    end = PathIn("end.json")
+    """Record of how the ranks left together."""
+    reserve = PathIn("reserve")
+    """Room on the disk for the last records of the attempt, should the disk be full by then."""
+    agents = PathIn("torchelastic")
+    """Folder of torchrun's agents, which nobody needs once they have ended."""
 
     def error_file(self, rank: int) -> Path:
         """File in which torch's `record` keeps the exception that ends a rank of a command."""
         return self.outcomes / f"error-{rank}.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def stop(self) -> Path:
-        """Mark of a request to stop: `{"reason": …}`."""
-        return self.path / "stop"
-
-    @property
-    def alive(self) -> Path:
-        """Rank 0's sign of life: its time of change; in it the step, and the newest one saved."""
-        return self.path / "alive"
-
-    @property
-    def end(self) -> Path:
-        """Record of how the ranks left together."""
-        return self.path / "end.json"
-
-    @property
-    def reserve(self) -> Path:
-        """Room on the disk for the last records of the attempt, should the disk be full by then."""
-        return self.path / "reserve"
-
-    @property
-    def agents(self) -> Path:
-        """Folder of torchrun's agents, which nobody needs once they have ended."""
-        return self.path / "torchelastic"
 
     def remove_leftovers(self) -> None:
         """Remove what killed processes of the attempt have left; what cannot be removed stays.

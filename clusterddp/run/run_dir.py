@@ -35,10 +35,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.files import write_atomically
+
+
+class _Folder(Protocol):
+    @property
+    def path(self) -> Path: ...
+
+
+@dataclass(frozen=True)
+class PathIn:
+    """Path in the folder whose attribute it is."""
+
+    name: str
+
+    def __get__(self, folder: _Folder, _: type) -> Path:
+        return folder.path / self.name
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,29 @@ class RunDir:
     """Directory of one run."""
 
     path: Path
+
+    spec = PathIn("spec.json")
+    script = PathIn("script.sbatch")
+    events = PathIn("events.jsonl")
+    resolved = PathIn("resolved.json")
+    logs = PathIn("logs")
+    job_log = PathIn("logs/job.log")
+    outcomes = PathIn("outcomes")
+    attempts = PathIn("attempts")
+    current = PathIn("current")
+    code = PathIn("code")
+    code_record = PathIn("code.json")
+    """Digests of the person's tree at submission."""
+    metrics = PathIn("metrics.jsonl")
+    checkpoints = PathIn("checkpoints")
+    report = PathIn("report.json")
+    batch_sizes = PathIn("batch_sizes.json")
+    """Throughput of each batch size, where they were tried."""
+    evaluation = PathIn("evaluation.json")
+    """Classes that were confused in the end, and the images of the highest loss."""
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
 
     @property
     def name(self) -> str:
@@ -76,76 +115,6 @@ class RunDir:
             script = shlex.quote(str(self.script.absolute()))
             return f"sbatch --array={self.array_index} {script}"
         return f"clusterddp resubmit {self.shown}"
-
-    @property
-    def spec(self) -> Path:
-        return self.path / "spec.json"
-
-    @property
-    def script(self) -> Path:
-        return self.path / "script.sbatch"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def resolved(self) -> Path:
-        return self.path / "resolved.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def job_log(self) -> Path:
-        return self.logs / "job.log"
-
-    def rank_log(self, rank: int) -> Path:
-        return self.logs / f"rank-{rank}.log"
-
-    @property
-    def outcomes(self) -> Path:
-        return self.path / "outcomes"
-
-    @property
-    def attempts(self) -> Path:
-        return self.path / "attempts"
-
-    @property
-    def current(self) -> Path:
-        return self.path / "current"
-
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
-
-    @property
-    def code_record(self) -> Path:
-        """Digests of the person's tree at submission."""
-        return self.path / "code.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.json"
-
-    @property
-    def batch_sizes(self) -> Path:
-        """Throughput of each batch size, where they were tried."""
-        return self.path / "batch_sizes.json"
-
-    @property
-    def evaluation(self) -> Path:
-        """Classes that were confused in the end, and the images of the highest loss."""
-        return self.path / "evaluation.json"
 
     @classmethod
     @contextmanager
