@@ -27,10 +27,10 @@ import torch.distributed as dist
 from benchmarks import hardware
 from clusterddp.data import mnist
 from clusterddp.data.loader import Images
-from clusterddp.distributed.agreement import Agreement
 from clusterddp.request.recipes import RECIPES
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import begin
+from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import device, loop
 from clusterddp.training.loop import Inputs, Training

@@ -41,9 +41,9 @@ def main() -> None:
     from clusterddp.data import mnist
     from clusterddp.data.loader import Images
     from clusterddp.data.synthetic import synthesise
-    from clusterddp.distributed.agreement import Agreement
     from clusterddp.request.train_config import TrainConfig
     from clusterddp.run.attempt import begin
+    from clusterddp.run.records import Agreement
     from clusterddp.run.run_dir import RunDir
     from clusterddp.training.loop import Inputs, Training, train
     from clusterddp.training.stop import StopRequest

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from benchmarks.contenders.serving import request, serve
 from clusterddp.data import mnist
 from clusterddp.data.loader import Images
-from clusterddp.distributed.agreement import Agreement
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import begin
+from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import Inputs, Training
 from clusterddp.training.loop import train as run_loop

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.records import Agreement
 
 POLL_SECONDS = 0.5
 _MOST_STEPS = 1000
@@ -51,50 +52,9 @@ class Hello:
         return f"rank {self.rank} on {self.host}"
 
 
-@dataclass(frozen=True)
-class Terms:
-    """Settings that follow from the request and the ranks' hellos."""
-
-    backend: str
-    kind: str
-    """`cuda` or `cpu`."""
-    threads: int
-    """Compute threads of each rank."""
-    world_size: int
-    precision: str = "fp32"
-    """`fp32`, `bf16` or `fp16`."""
-    cuda_graph: bool = False
-    """True where the step is captured into a CUDA graph."""
-    hosts: tuple[str, ...] = ()
-    """Hosts, in the order of their lowest rank."""
-    where: tuple[str, ...] = ()
-    """One line a host: which ranks compute on what."""
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Agreement(Terms):
-    """Settings that hold on every rank, for one attempt."""
-
-    run_dir: str = ""
-    attempt: int = 0
-    """Number of the attempt, from 1."""
-    resume: str = ""
-    """Checkpoint from which all ranks resume, or empty."""
-    global_batch_size: int = 0
-    """Images of a step over all ranks: that of the first attempt, whatever the world size."""
-    reference_world_size: int = 0
-    """World size of the run's first attempt; the learning rate is scaled to it."""
-    data_sha256: str = ""
-    """Fingerprint of the dataset's files, by which a changed one is noticed."""
-
-    @property
-    def batch_size(self) -> int:
-        """Images of a rank in a step."""
-        return self.global_batch_size // self.world_size
-
-
-def decide(config: TrainConfig, hellos: Sequence[Hello], recorded: Terms | None = None) -> Terms:
+def decide(
+    config: TrainConfig, hellos: Sequence[Hello], recorded: Agreement | None = None
+) -> Agreement:
     """Check that the ranks can train together, and settle what the request left at auto.
 
     `recorded` is the agreement of an earlier attempt: at the same world size its values
@@ -108,15 +68,15 @@ def decide(config: TrainConfig, hellos: Sequence[Hello], recorded: Terms | None 
     backend = config.backend
     threads = config.threads or min(hello.threads for hello in hellos)
     if recorded and recorded.world_size == len(hellos):
-        if config.device == "auto" and recorded.kind != kind:
+        if config.device == "auto" and recorded.kind not in ("", kind):
             raise TrainingError(
                 f"this run started on {recorded.kind}, but {hellos[0].name} has "
                 f"{hellos[0].device} now, so it would not train to the same weights. Give it "
                 f"{recorded.kind} again, or choose on purpose with --device {kind}."
             )
         if backend == "auto" and recorded.kind == kind:
-            backend = recorded.backend
-        threads = config.threads or recorded.threads
+            backend = recorded.backend or backend
+        threads = config.threads or recorded.threads or threads
     precision = config.precision
     if precision == "auto" and recorded and recorded.kind == kind:
         precision = recorded.precision
@@ -129,7 +89,7 @@ def decide(config: TrainConfig, hellos: Sequence[Hello], recorded: Terms | None 
             f"--backend nccl exchanges between GPUs, but {hellos[0].name} computes on the CPU. "
             "Use --backend gloo, or start the ranks where they have GPUs."
         )
-    return Terms(
+    return Agreement(
         backend=backend,
         kind=kind,
         threads=threads,

@@ -20,12 +20,12 @@ from clusterddp.run.files import read_lines
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.progress import latest_report
 from clusterddp.run.records import (
+    Agreement,
     AttemptSummary,
     EvaluationRecord,
     MetricsLine,
     RankReport,
     Report,
-    Resolved,
     WorstImage,
 )
 from clusterddp.run.run_dir import RunDir
@@ -196,7 +196,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     attempt = known[-1] if known else None
     final = latest_report(run, attempt.number if attempt else None)
     report = final or Report()
-    resolved = files.read(Resolved, run.resolved) or Resolved(precision="")
+    resolved = files.read(Agreement, run.resolved) or Agreement(precision="")
     settled = report if report != Report() else resolved
     train = spec.train if spec else None
     points = read_points(run.metrics)

@@ -157,7 +157,7 @@ class Attempt:
 
     def ask_to_stop(self, reason: str) -> None:
         """Ask this attempt's ranks to save and leave. Raises OSError."""
-        write_atomically(self.stop, json.dumps({"reason": reason}).encode())
+        files.write_record(self.stop, StopRequest(reason))
 
     def asked_to_stop(self) -> str | None:
         """Return the reason for which it was asked to stop, if it was."""
@@ -281,8 +281,7 @@ def publish(attempt: Attempt, record: AttemptRecord) -> None:
         )
     attempt.show_life(record.step or 0)
     dated = dataclasses.replace(record, number=attempt.number, began=round(time.time(), 3))
-    content = json.dumps(dataclasses.asdict(dated), indent=2)
-    write_atomically(attempt.record, f"{content}\n".encode())
+    files.write_record(attempt.record, dated, indent=2)
     _link(attempt.run.current, f"{attempt.run.attempts.name}/{attempt.path.name}")
     for path in (attempt.run.checkpoints, attempt.run.metrics):
         if not path.is_symlink():

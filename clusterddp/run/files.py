@@ -117,6 +117,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+def write_record(path: Path, record: object, *, indent: int | None = None) -> None:
+    """Write a dataclass, or JSON's own types, as `write_atomically` does. Raises OSError."""
+    text = json.dumps(record, indent=indent, default=dataclasses.asdict)
+    write_atomically(path, f"{text}\n".encode())
+
+
 def append_json_line(path: Path, content: Mapping[str, object]) -> None:
     """Append an object to a JSON-lines file in one write, and sync it. Raises OSError.
 

@@ -58,7 +58,7 @@ def read_outcomes(folder: Path) -> list[Outcome]:
 
 def note_clocks(folder: Path, ahead: Mapping[str, float]) -> None:
     """Record the seconds by which each host's clock is ahead of rank 0's. Raises OSError."""
-    write_atomically(folder / _CLOCKS, json.dumps(ahead).encode())
+    files.write_record(folder / _CLOCKS, ahead)
 
 
 def note_hung(folder: Path, ranks: Sequence[int], reason: str) -> None:
@@ -67,7 +67,7 @@ def note_hung(folder: Path, ranks: Sequence[int], reason: str) -> None:
     Raises OSError.
     """
     if ranks:
-        write_atomically(folder / _HUNG, json.dumps({"ranks": ranks, "reason": reason}).encode())
+        files.write_record(folder / _HUNG, HungRanks(tuple(ranks), reason))
     else:
         (folder / _HUNG).unlink(missing_ok=True)
 

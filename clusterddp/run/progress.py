@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import files
-from clusterddp.run.records import MetricsLine, Report, Resolved
+from clusterddp.run.records import Agreement, MetricsLine, Report
 from clusterddp.run.run_dir import RunDir
 
 _TAIL_BYTES = 65536
@@ -73,7 +73,7 @@ def checkpoint_step(path: Path) -> int | None:
 
 def recorded_batch(run: RunDir) -> tuple[int, int] | None:
     """Return images of a step over all ranks, and of one rank at the run's start, as agreed."""
-    agreed = files.read(Resolved, run.resolved) or Resolved()
+    agreed = files.read(Agreement, run.resolved) or Agreement()
     images, reference = agreed.global_batch_size, agreed.reference_world_size
     return (images, images // reference) if 1 <= reference <= images else None
 

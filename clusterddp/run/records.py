@@ -164,8 +164,8 @@ class ClaimHolder:
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """resolved.json: what the ranks agreed on, where the request said auto too."""
+class Agreement:
+    """resolved.json: what holds on every rank for one attempt, where the request said auto too."""
 
     backend: str = ""
     kind: str = ""
@@ -195,6 +195,11 @@ class Resolved:
     """Fingerprint of the dataset's files."""
     lr: float | None = None
     """Peak of the learning rate."""
+
+    @property
+    def batch_size(self) -> int:
+        """Images of a rank in a step."""
+        return self.global_batch_size // self.world_size
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ Each rank computes by itself, without DDP, so that one whose memory is used up l
 exchange; after each size the ranks agree on the outcome.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,11 +15,11 @@ import torch.distributed as dist
 
 from clusterddp import log
 from clusterddp.data.loader import Images, Loaded, training_order
-from clusterddp.distributed.agreement import Agreement
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.files import write_atomically
+from clusterddp.run.files import write_record
+from clusterddp.run.records import Agreement
 from clusterddp.training.device import free_bytes, peak_bytes
 from clusterddp.training.learner import Learner
 from clusterddp.training.stop import REASONS, StopRequest
@@ -179,8 +178,7 @@ def advice(config: TrainConfig, rows: Sequence[Row]) -> str:
 
 def write(path: Path, rows: Sequence[Row]) -> None:
     """Write the rows as a JSON list. Raises OSError."""
-    content = json.dumps([asdict(row) for row in rows], indent=2) + "\n"
-    write_atomically(path, content.encode())
+    write_record(path, rows, indent=2)
 
 
 class Trial:

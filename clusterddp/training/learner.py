@@ -19,13 +19,13 @@ from clusterddp.checkpoints.state import Position
 from clusterddp.data import rng
 from clusterddp.data.loader import Images, Loaded, as_images
 from clusterddp.data.rng import States
-from clusterddp.distributed.agreement import Agreement
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import DataError, TrainingError
 from clusterddp.models import nets
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.records import Agreement
 from clusterddp.training import device as devices
 from clusterddp.training import step, sync_batchnorm
 from clusterddp.training.augment import AUGMENTATIONS

@@ -16,13 +16,13 @@ from clusterddp.checkpoints.writer import Saver
 from clusterddp.data import rng
 from clusterddp.data.loader import Images, Loaded, training_order
 from clusterddp.data.rng import States
-from clusterddp.distributed.agreement import Agreement, Poll
+from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_lines
-from clusterddp.run.records import MetricsLine, RankReport
+from clusterddp.run.records import Agreement, MetricsLine, RankReport
 from clusterddp.training import evaluation
 from clusterddp.training.learner import Learner, poor_statistics
 from clusterddp.training.metrics import Figures, Journal, Paces, of_ranks

@@ -1,10 +1,9 @@
 """Writes rank 0's report.json: what a run achieved, where, and with what."""
 
-import json
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from clusterddp.checkpoints.state import weights_sha256
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.attempt import summaries
-from clusterddp.run.files import write_atomically
+from clusterddp.run.files import write_record
 from clusterddp.run.records import AttemptSummary, Report, SavingReport
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import Training
@@ -29,8 +28,8 @@ def write(training: Training, env: DistEnv, began: float, environ: Mapping[str, 
     assert training.result is not None, "a training that has ended was evaluated"
     evaluation = training.result.record(position.step, training.test_set)
     report = _report(training, env, environ, began, finished)
-    write_atomically(run.evaluation, f"{json.dumps(asdict(evaluation))}\n".encode())
-    write_atomically(run.report, f"{json.dumps(asdict(report), indent=2)}\n".encode())
+    write_record(run.evaluation, evaluation)
+    write_record(run.report, report, indent=2)
     if position.step == training.start_step and position.step:
         return (
             f"done: nothing was left to train, the run has its {position.step} steps; test "

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from clusterddp import log
 from clusterddp.distributed import rendezvous, tcp_store
-from clusterddp.distributed.agreement import Agreement, Hello
+from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.processes import environment, processors
@@ -27,7 +27,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import note_clocks
-from clusterddp.run.records import AttemptRecord
+from clusterddp.run.records import Agreement, AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import device as devices
 from clusterddp.training.step import gpus_of_one_process

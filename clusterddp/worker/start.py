@@ -3,7 +3,6 @@ every rank obtains its two sets.
 """
 
 import dataclasses
-import json
 import socket
 import sys
 import time
@@ -23,7 +22,7 @@ from clusterddp.data.loader import Images, Loaded
 from clusterddp.data.synthetic import synthesise
 from clusterddp.data.user_dataset import OwnSets
 from clusterddp.distributed import agreement, rendezvous
-from clusterddp.distributed.agreement import Agreement, Hello, Terms
+from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import CheckpointError, ClusterDDPError, DataError, PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
@@ -34,7 +33,7 @@ from clusterddp.run import attempt as attempts
 from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import write_atomically
-from clusterddp.run.records import AttemptRecord
+from clusterddp.run.records import Agreement, AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.training import metrics
@@ -94,7 +93,7 @@ def _check_data(
     return sha256
 
 
-def _record_request(run: RunDir, config: TrainConfig, terms: Terms) -> None:
+def _record_request(run: RunDir, config: TrainConfig, terms: Agreement) -> None:
     """Record a request for ranks that nobody submitted, so that all commands know the run."""
     if run.spec.exists() or not forms.RUN_NAME.fullmatch(run.name):
         return
@@ -194,7 +193,7 @@ def _check_configuration(source: Path, before: Mapping[str, Any], config: TrainC
 def _publish(
     config: TrainConfig,
     attempt: Attempt,
-    terms: Terms,
+    terms: Agreement,
     origin: _Origin,
     data_sha256: str,
     identity: AttemptRecord,
@@ -203,15 +202,16 @@ def _publish(
     run, source = attempt.run, origin.source
     if not attempt.checkpoints.is_dir():
         source = catalog.adopt(attempt, source, config.keep_last, best=origin.best)
-    settled = {**dataclasses.asdict(terms), "precision": origin.precision or terms.precision}
-    agreed = Agreement(
-        **settled,
+    agreed = dataclasses.replace(
+        terms,
+        precision=origin.precision or terms.precision,
         run_dir=str(run.path),
         attempt=attempt.number,
         resume=str(source.resolve()) if source else "",
         global_batch_size=config.step_size * origin.reference_world_size,
         reference_world_size=origin.reference_world_size,
         data_sha256=data_sha256,
+        lr=config.peak_lr(origin.reference_world_size),
     )
     metrics.copy_history(run.metrics, attempt.metrics, origin.step if origin.is_own else 0)
     attempt.end.unlink(missing_ok=True)
@@ -231,9 +231,7 @@ def _publish(
         hosts=agreed.hosts,
     )
     attempts.publish(attempt, record)
-    peak = config.peak_lr(agreed.reference_world_size)
-    resolved = {**dataclasses.asdict(agreed), "lr": peak}
-    write_atomically(run.resolved, (json.dumps(resolved, indent=2) + "\n").encode())
+    files.write_record(run.resolved, agreed, indent=2)
     return agreed
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clusterddp.distributed.agreement import POLL_SECONDS, Agreement, Hello, Poll, decide
+from clusterddp.distributed.agreement import POLL_SECONDS, Hello, Poll, decide
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.files import load
+from clusterddp.run.records import Agreement
 from tests.training.ranks import run_ranks
 
 
@@ -86,7 +87,7 @@ def test_it_is_told_who_is_where_and_what_to_know() -> None:
 
 def test_it_travels_as_json() -> None:
     terms = decide(TrainConfig(), [hello(0), hello(2)])
-    agreed = Agreement(**asdict(terms), run_dir="runs/one", attempt=2, global_batch_size=64)
+    agreed = dataclasses.replace(terms, run_dir="runs/one", attempt=2, global_batch_size=64)
     content = json.loads(json.dumps({**asdict(agreed), "sent": 0.1}))
     assert load(Agreement, content) == agreed
 

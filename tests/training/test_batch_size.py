@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from clusterddp import log
 from clusterddp.data.loader import Images
-from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.records import Agreement
 from clusterddp.training import batch_size
 from clusterddp.training.batch_size import (
     NEXT_TOO_LARGE,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from clusterddp.checkpoints import state
 from clusterddp.data import rng
-from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
 from clusterddp.models import nets
+from clusterddp.run.records import Agreement
 from clusterddp.training.learner import Learner
 from tests.training.ranks import run_ranks
 from tests.training.trainings import config

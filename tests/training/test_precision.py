@@ -9,8 +9,9 @@ import torch
 from clusterddp.checkpoints import catalog, state
 from clusterddp.data import loader, mnist
 from clusterddp.distributed import agreement
-from clusterddp.distributed.agreement import Agreement, Hello
+from clusterddp.distributed.agreement import Hello
 from clusterddp.errors import TrainingError
+from clusterddp.run.records import Agreement
 from clusterddp.training.loop import train
 from clusterddp.training.step import Compiled
 from tests.training.ranks import run_ranks

@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.distributed.agreement import Agreement
 from clusterddp.errors import TrainingError
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.records import Agreement
 from clusterddp.training import sync_batchnorm
 from clusterddp.training.learner import poor_statistics
 from tests.training.ranks import run_ranks

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from clusterddp.checkpoints import state
 from clusterddp.data import mnist, rng
 from clusterddp.data.loader import Images
-from clusterddp.distributed.agreement import Agreement, Hello
+from clusterddp.distributed.agreement import Hello
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.records import AttemptRecord
+from clusterddp.run.records import Agreement, AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import Inputs, Training, train
 from clusterddp.training.stop import StopRequest
