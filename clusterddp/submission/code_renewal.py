@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from clusterddp import log
@@ -22,57 +22,31 @@ from clusterddp.submission.submit import no_code, runs_code_of
 _MOST_NAMES = 5
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The folder in which a run was submitted, against the recorded code of that run."""
-
-    tree: Path
-    recorded: snapshot.Snapshot
-    now: snapshot.Snapshot | None
-    """None where the folder cannot be read, or has become too large to be compared."""
-
-    @property
-    def changes(self) -> list[str]:
-        """Changes of the files, a line each."""
-        if self.now is None:
-            return []
-        # What is linked for its size is as it is now in the copy, too.
-        linked = {*self.recorded.large, *self.now.large}
-        before, now = (
-            replace(one, digests={n: d for n, d in one.digests.items() if n not in linked})
-            for one in (self.recorded, self.now)
-        )
-        return snapshot.difference(before, now, new=True)
-
-
-def compare(spec: JobSpec, run: RunDir) -> Comparison | None:
-    """Compare the current folder with the run's copy; None where the run has no copy.
+def log_changes(spec: JobSpec, run: RunDir) -> None:
+    """Log in what the current folder differs from the run's copy of the code.
 
     Raises RequestError where the record of the copy cannot be read.
     """
-    if not run.code.is_dir() or not run.code_record.is_file():
-        return None
-    recorded = _recorded(run)
-    now = snapshot.fingerprint(
-        Path.cwd(), limit_mb=_limit_mb(recorded), leave_out=no_code(spec, run)
-    )
-    return Comparison(Path.cwd(), recorded, now)
-
-
-def describe(run: RunDir, compared: Comparison) -> str:
-    """Warning that the run's copy differs from the folder; empty where nothing differs."""
+    tree, recorded = Path.cwd(), snapshot.Snapshot.read(run.code_record)
+    now = snapshot.fingerprint(tree, limit_mb=_limit_mb(recorded), leave_out=no_code(spec, run))
     taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.code_record.stat().st_mtime))
     uses = f"{run.name} runs its copy of the code ({run.code}, of {taken})"
-    if compared.now is None:
-        return f"warning: {uses}, and {compared.tree} cannot be compared with it"
-    changes = compared.changes
-    if not changes:
-        return ""
-    files = "1 file differs" if len(changes) == 1 else f"{len(changes)} files differ"
-    return (
-        f"{uses}; in {compared.tree} {files} by now: {_shown(changes)}. "
-        "Use --code new to run the current files."
+    if now is None:  # it cannot be read, or has become too large
+        log.warning(f"{uses}, and {tree} cannot be compared with it")
+        return
+    # What is linked for its size is as it is now in the copy, too.
+    linked = {*recorded.large, *now.large}
+    copied, current = (
+        replace(each, digests={n: d for n, d in each.digests.items() if n not in linked})
+        for each in (recorded, now)
     )
+    changes = snapshot.difference(copied, current, new=True)
+    if changes:
+        files = "1 file differs" if len(changes) == 1 else f"{len(changes)} files differ"
+        log.info(
+            f"{uses}; in {tree} {files} by now: {_shown(changes)}. "
+            "Use --code new to run the current files."
+        )
 
 
 @contextlib.contextmanager
@@ -92,16 +66,18 @@ def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list
         raise RequestError(
             f"--code new: {run.name} uses no code of {tree}: its tasks run what is installed."
         )
-    recorded = _recorded(run) if run.code_record.is_file() else None
+    recorded = snapshot.Snapshot.read(run.code_record) if run.code_record.is_file() else None
     record = run.code_record.read_bytes() if recorded else None
     had_copy = run.code.is_dir()
     try:
         taken = _take(spec, run, recorded, limit_mb)
         copied = _draft(run).is_dir()
+        if copied and had_copy:
+            run.code.rename(_former(run))
         if copied:
-            _swap(run)
+            _draft(run).rename(run.code)
         if taken:
-            write_atomically(run.code_record, taken.to_json().encode())
+            taken.write(run.code_record)
     except BaseException as error:
         _put_back(run, had_copy, record)
         if isinstance(error, OSError):
@@ -142,21 +118,15 @@ def _take(
     limit_mb: float | None,
 ) -> snapshot.Snapshot | None:
     """Copy the folder to the draft; where the run uses no copy, take its digests alone."""
-    tree, left_out = Path.cwd(), no_code(spec, run)
+    tree, left_out, has_copy = Path.cwd(), no_code(spec, run), run.code.is_dir()
     limit = _limit_mb(recorded) if limit_mb is None else limit_mb
-    if run.code.is_dir() or spec.snapshot is not False:
-        try:
-            taken = snapshot.take(tree, _draft(run), limit_mb=limit, leave_out=left_out)
-        except RequestError as error:
-            if run.code.is_dir() or spec.snapshot:
-                raise
-            log.warning(f"your code is not copied: {error}")
-        else:
-            snapshot.warn_of_large(taken, limit)
-            if recorded and run.code.is_dir():
-                taken = _carry_over(run, recorded, taken)
-            return taken
-    return snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out)
+    taken = None
+    if has_copy or spec.snapshot is not False:
+        needed = has_copy or bool(spec.snapshot)
+        taken = snapshot.try_to_take(tree, _draft(run), limit, left_out, needed=needed)
+    if taken is None:
+        return snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out)
+    return _carry_over(run, recorded, taken) if recorded and has_copy else taken
 
 
 def _carry_over(
@@ -179,12 +149,6 @@ def _former(run: RunDir) -> Path:
     return run.path / ".code-former"
 
 
-def _swap(run: RunDir) -> None:
-    if run.code.is_dir():
-        run.code.rename(_former(run))
-    _draft(run).rename(run.code)
-
-
 def _put_back(run: RunDir, had_copy: bool, record: bytes | None) -> None:
     draft, former = _draft(run), _former(run)
     with contextlib.suppress(OSError):
@@ -197,13 +161,6 @@ def _put_back(run: RunDir, had_copy: bool, record: bytes | None) -> None:
         else:
             write_atomically(run.code_record, record)
     shutil.rmtree(draft, ignore_errors=True)
-
-
-def _recorded(run: RunDir) -> snapshot.Snapshot:
-    try:
-        return snapshot.Snapshot.from_json(run.code_record.read_text(errors="replace"))
-    except (OSError, RequestError) as error:
-        raise RequestError(f"{run.code_record} cannot be read: {error}") from None
 
 
 def _limit_mb(recorded: snapshot.Snapshot | None) -> float:

@@ -35,8 +35,10 @@ from clusterddp.submission import code_renewal, snapshot
 from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
 from clusterddp.submission.submit import naming_the_job
 
-_RESTARTS = ("requeue", "max_requeues", "restart_on_failure", "restart_in_job")
-CHANGEABLE = frozenset(("resources", "train", "signal", "job_name", *_RESTARTS))
+_CHANGEABLE = (
+    *("resources", "train", "signal", "job_name"),
+    *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
+)
 """Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
 _MOST_CHANGES = 20
 
@@ -166,10 +168,9 @@ def _submission_folder(run: RunDir) -> Iterator[None]:
 def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     """Refuse a change of what a run keeps for good."""
     fixed = [
-        field.name
-        for field in dataclasses.fields(JobSpec)
-        if field.name not in CHANGEABLE
-        and getattr(before, field.name) != getattr(after, field.name)
+        name
+        for name, value in vars(before).items()
+        if name not in _CHANGEABLE and value != vars(after)[name]
     ]
     if fixed:
         raise RequestError(
@@ -306,10 +307,7 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
     if terms.new_code or not run.code_record.is_file():
         return
     if run.code.is_dir():
-        compared = code_renewal.compare(before, run)
-        difference = code_renewal.describe(run, compared) if compared else ""
-        if difference:
-            log.info(difference)
+        code_renewal.log_changes(before, run)
     elif not terms.allow_changed:
         _check_code(run)
 
@@ -409,13 +407,12 @@ def _submit(
     claim.use()
     run = claim.run
     kept: dict[Path, Path | None] = {}
+    records = {run.spec: after.to_json(), run.script: script}
+    if after == before:
+        records = {} if run.script.is_file() else {run.script: script}  # none of `debug`
     try:
         with naming_the_job(after):
-            if after != before:
-                kept = _renew_records(run, after, script)
-            elif not run.script.is_file():  # of `debug`
-                kept = {run.script: None}
-                write_atomically(run.script, script.encode())
+            kept = _renew_records(run, records)
             # Before the submission: the job's first line may come before the record of its id.
             changes = (*_differences(before, after), *(f"code: {line}" for line in code_changes))
             latest = attempts.latest(run) if from_scratch else None
@@ -431,21 +428,20 @@ def _submit(
         raise
 
 
-def _renew_records(run: RunDir, spec: JobSpec, script: str) -> dict[Path, Path | None]:
-    """Write spec.json and the script anew; the former ones stay as spec-N.json, script-N.sbatch.
+def _renew_records(run: RunDir, records: Mapping[Path, str]) -> dict[Path, Path | None]:
+    """Write the files anew; the former ones stay as spec-N.json, script-N.sbatch.
 
     Returns where the former ones are; None for one that was not there. Raises OSError.
     """
     number = 1
-    while any(_former(path, number).exists() for path in (run.spec, run.script)):
+    while any(_former(path, number).exists() for path in records):
         number += 1
     kept: dict[Path, Path | None] = {}
     created = run.spec.stat()
-    for path, content in ((run.spec, spec.to_json()), (run.script, script)):
-        kept[path] = None
-        if path.is_file():
-            shutil.copy2(path, _former(path, number))
-            kept[path] = _former(path, number)
+    for path, content in records.items():
+        kept[path] = _former(path, number) if path.is_file() else None
+        if former := kept[path]:
+            shutil.copy2(path, former)
         write_atomically(path, content.encode())
     os.utime(run.spec, ns=(created.st_atime_ns, created.st_mtime_ns))  # runs are listed by it
     return kept
@@ -465,19 +461,18 @@ def _put_back(kept: Mapping[Path, Path | None]) -> None:
 
 def _differences(before: JobSpec, after: JobSpec) -> list[str]:
     """List the changes of the request, `time 1:00:00, now 2:00:00`."""
-    lines = []
-    for old_part, new_part in (
+    parts = (
         (before, after),
         (before.resources, after.resources),
         (before.train, after.train),
-    ):
-        if old_part is None or new_part is None:
-            continue
-        for field in dataclasses.fields(old_part):
-            old, new = getattr(old_part, field.name), getattr(new_part, field.name)
-            if old != new and not isinstance(old, Resources | TrainConfig):
-                lines.append(f"{field.name} {old}, now {new}")
-    return lines
+    )
+    return [
+        f"{name} {value}, now {vars(new)[name]}"
+        for old, new in parts
+        if old and new
+        for name, value in vars(old).items()
+        if value != vars(new)[name] and not isinstance(value, Resources | TrainConfig)
+    ]
 
 
 def _version(script: str) -> str:

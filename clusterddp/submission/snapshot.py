@@ -13,6 +13,7 @@ import stat
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +21,7 @@ from typing import BinaryIO
 from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.run import formatting
+from clusterddp.run.files import read, write_atomically
 from clusterddp.run.run_dir import RunDir, run_folders
 
 LIMIT_MB = 50.0
@@ -30,10 +32,9 @@ MOST_FILES = 10_000
 _NEVER = frozenset({".git", "__pycache__"})
 """Neither copied nor linked: the copy is no work tree, and Python writes its own bytecode."""
 _LINKED = frozenset({".venv", "node_modules"})
-_ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
-"""Files that venv and conda leave at the top of an environment, whatever its name."""
-_DATASET_MARK = "MNIST/raw"
-"""Path that `clusterddp data` and torchvision make in a folder of datasets, whatever its name."""
+_MARKS = ("pyvenv.cfg", "conda-meta", "MNIST/raw")
+"""Paths that venv and conda leave in an environment, and `clusterddp data` and torchvision in a
+folder of datasets, whatever its name."""
 _LARGE_BYTES = 1_000_000
 """Files from here on are linked, the largest first, where all of them are more than the limit."""
 GIT_SECONDS = 60.0
@@ -45,6 +46,7 @@ _GIT_PLACES = frozenset(
     for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "OBJECT_DIRECTORY", "PREFIX")
 )
 _CHUNK_BYTES = 1 << 20
+_LINK = b"symbolic link to "  # before a link's text, in what its digest is of
 
 
 @dataclass(frozen=True)
@@ -54,31 +56,24 @@ class Snapshot:
     files: int
     """Number of files, symbolic links included."""
     bytes: int
-    digests: dict[str, str]
+    digests: Mapping[str, str]
     """Name below the tree, with slashes, to the SHA-256 of the content (a link: of its text)."""
     commit: str
     """The hash of git's HEAD; empty without a commit. The files may differ from it."""
     large: tuple[str, ...] = field(default=(), compare=False)
     """Files that are linked in place of a copy, as with them it would be over its limit."""
 
-    def to_json(self) -> str:
-        """Format as a record, in plain ASCII, so that every file name survives."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+    def write(self, path: Path) -> None:
+        """Write it as a record, in plain ASCII, so that every file name survives."""
+        write_atomically(path, json.dumps(asdict(self), indent=1, sort_keys=True).encode())
 
     @classmethod
-    def from_json(cls, content: str) -> "Snapshot":
-        """Read a record back; raises RequestError when it is none."""
-        try:
-            fields = json.loads(content)
-            return cls(
-                files=int(fields["files"]),
-                bytes=int(fields["bytes"]),
-                digests={str(name): str(digest) for name, digest in fields["digests"].items()},
-                commit=str(fields["commit"]),
-                large=tuple(map(str, fields.get("large", ()))),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RequestError(f"this is no record of a code snapshot: {error!r}.") from None
+    def read(cls, path: Path) -> "Snapshot":
+        """Read a record back; raises RequestError when that cannot be done."""
+        record = read(cls, path, strict=True)
+        if record is None:
+            raise RequestError(f"{path} cannot be read: it is no record of a code snapshot.")
+        return record
 
 
 @dataclass(frozen=True)
@@ -88,8 +83,8 @@ class Item:
     size: int
     mode: int
     modified_ns: int
-    link: str | None
-    """Text of the link, as it stands in the tree; None for a file."""
+    link: str
+    """Text of the link, as it stands in the tree; empty for a file."""
 
 
 @dataclass(frozen=True)
@@ -126,29 +121,37 @@ def take(
     links = _links(plan)
     try:
         target.mkdir(mode=0o700)
-    except FileExistsError:
-        raise RequestError(
-            f"{target} exists already; a code snapshot is taken into a new folder."
-        ) from None
     except OSError as error:
         raise RequestError(f"cannot make {target} for the code: {error.strerror}.") from None
     try:
-        return _copy(plan, links, str(target))
+        return _copy(plan, str(target), links)
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
 
 
-def warn_of_large(taken: Snapshot, limit_mb: float) -> None:
-    """Name the files linked for their size: what is edited there reaches a waiting run."""
-    if not taken.large:
-        return
-    names = formatting.some([_shown(name) for name in taken.large], 3, ", ")
-    log.warning(
-        f"too large to copy with your code, so linked: {names}. The run reads them where they are. "
-        f"Raise --snapshot-limit MB (now {limit_mb:g}) to have them copied; what .gitignore lists "
-        "is linked without a word."
-    )
+def try_to_take(
+    tree: Path, target: Path, limit_mb: float, leave_out: Collection[Path], *, needed: bool
+) -> Snapshot | None:
+    """Take a copy, or warn that it cannot be taken; where it is `needed`, raise RequestError.
+
+    Warns of files linked for their size too: what is edited there reaches a waiting run.
+    """
+    try:
+        taken = take(tree, target, limit_mb=limit_mb, leave_out=leave_out)
+    except RequestError as error:
+        if needed:
+            raise
+        log.warning(f"your code is not copied: {error}")
+        return None
+    if taken.large:
+        names = formatting.some([_shown(name) for name in taken.large], 3, ", ")
+        log.warning(
+            f"too large to copy with your code, so linked: {names}. The run reads them where they "
+            f"are. Raise --snapshot-limit MB (now {limit_mb:g}) to have them copied; what "
+            ".gitignore lists is linked without a word."
+        )
+    return taken
 
 
 def carry_over(
@@ -209,23 +212,9 @@ def fingerprint(
     None when nothing can be compared: the tree is gone, over the limits, or cannot be read.
     """
     try:
-        plan = _plan(tree, limit_mb, leave_out)
+        return _copy(_plan(tree, limit_mb, leave_out), "", {})
     except RequestError:
         return None
-    digests, size = {}, 0
-    for name, item in plan.items.items():
-        if item.link is not None:
-            digests[name] = _link_digest(item.link)
-            continue
-        try:
-            with open(f"{plan.tree}/{name}", "rb") as file:  # noqa: PTH123
-                digests[name], length = _digest(file)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return None
-        size += length
-    return Snapshot(len(digests), size, digests, plan.commit, plan.large)
 
 
 def changes_since_submission(run: RunDir, folder: Path) -> list[str] | None:
@@ -236,7 +225,7 @@ def changes_since_submission(run: RunDir, folder: Path) -> list[str] | None:
     """
     if run.code.is_dir() or not run.code_record.exists():
         return []
-    before = Snapshot.from_json(run.code_record.read_text(errors="replace"))
+    before = Snapshot.read(run.code_record)
     after = fingerprint(folder, leave_out=run_folders(run))
     return difference(before, after) if after else None
 
@@ -296,29 +285,30 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _copy(plan: Plan, links: Mapping[str, str], target: str) -> Snapshot:
-    """Fill the folder; digests are of the written bytes, also when someone is editing."""
+def _copy(plan: Plan, target: str, links: dict[str, str]) -> Snapshot:
+    """Fill a folder, with these links too; digests are of the written bytes, whoever is editing.
+
+    target: empty where only the digests are wanted.
+    """
     digests, size, name = {}, 0, ""
     try:
-        for name in {name.rpartition("/")[0] for name in plan.items}:
+        for name in {name.rpartition("/")[0] for name in plan.items} if target else ():
             os.makedirs(f"{target}/{name}", exist_ok=True)  # noqa: PTH103
         for name, item in plan.items.items():
-            if item.link is not None:
+            if item.link:
+                digests[name] = hashlib.sha256(_LINK + os.fsencode(item.link)).hexdigest()
+                links[name] = _carried_link(plan, name, item.link)
                 continue
             try:
                 source = open(f"{plan.tree}/{name}", "rb")  # noqa: PTH123, SIM115
             except FileNotFoundError:
                 continue  # removed since, as an editor's temporary file is
-            with source:
-                digests[name], written = _copy_file(source, f"{target}/{name}", item)
-                size += written
+            with source, _new_file(f"{target}/{name}", item) if target else nullcontext() as copy:
+                digests[name], length = _digest(source, copy)
+            size += length
         # Links come last, so that no file can be written through one.
-        for name, item in plan.items.items():
-            if item.link is not None:
-                digests[name] = _link_digest(item.link)
-                Path(f"{target}/{name}").symlink_to(_carried_link(plan, name, item.link))
-        for name, leads_to in links.items():
-            Path(f"{target}/{name}").symlink_to(leads_to)
+        for name in links if target else ():
+            Path(f"{target}/{name}").symlink_to(links[name])
     except OSError as error:
         raise RequestError(
             f"cannot copy {_shown(name or '.')} of {plan.tree} to {target}: {error.strerror}. "
@@ -328,16 +318,16 @@ def _copy(plan: Plan, links: Mapping[str, str], target: str) -> Snapshot:
     return Snapshot(len(digests), size, digests, plan.commit, plan.large)
 
 
-def _copy_file(source: BinaryIO, target: str, item: Item) -> tuple[str, int]:
-    """Copy a file; returns the digest and the size of the copied bytes."""
+@contextmanager
+def _new_file(target: str, item: Item) -> Iterator[BinaryIO]:
+    """Make a file, and give it the mode and the time of the item when it is written."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        digest, size = _digest(source, file)
+        yield file
         file.flush()
         os.fchmod(descriptor, item.mode)
         # make and ninja would build anew what is linked, were its sources younger.
         os.utime(descriptor, ns=(item.modified_ns, item.modified_ns))
-    return digest, size
 
 
 def _carried_link(plan: Plan, name: str, link: str) -> str:
@@ -360,10 +350,6 @@ def _digest(source: BinaryIO, copy: BinaryIO | None = None) -> tuple[str, int]:
         digest.update(chunk)
         size += len(chunk)
     return digest.hexdigest(), size
-
-
-def _link_digest(link: str) -> str:
-    return hashlib.sha256(b"symbolic link to " + os.fsencode(link)).hexdigest()
 
 
 def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path]) -> Plan:
@@ -393,7 +379,7 @@ def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path]) -> Plan:
     items = {name: item for name, item in items.items() if name not in large}
     _check_limits(top, items, limit_mb, without_git)
     for name, item in items.items():
-        if item.link is None and not os.access(f"{top}/{name}", os.R_OK, effective_ids=True):
+        if not item.link and not os.access(f"{top}/{name}", os.R_OK, effective_ids=True):
             raise _unreadable(top, name, "Permission denied")
     return Plan(top, items, left_out, commit, large)
 
@@ -406,8 +392,7 @@ def _links(plan: Plan) -> dict[str, str]:
     folders = {"", *(parent for name in plan.items for parent in _parents(name))}
     links = {}
     for folder in folders:
-        for entry in _entries(plan.tree, folder):
-            name = f"{folder}/{entry.name}" if folder else entry.name
+        for name, entry in _entries(plan.tree, folder):
             if name in plan.items or name in folders or _is_left_out(name, plan.left_out):
                 continue
             if entry.is_symlink() or entry.is_dir() or entry.is_file():
@@ -452,26 +437,16 @@ class _Folders:
                 # git goes on listing what it tracks in a folder that has become a link; written
                 # through the copied link it would land in the original.
                 and _is_real_folder(path)
-                and not any(
-                    os.path.lexists(f"{path}/{mark}")
-                    for mark in (*_ENVIRONMENT_MARKS, _DATASET_MARK)
-                )
+                and not any(os.path.lexists(f"{path}/{mark}") for mark in _MARKS)
             )
         return self._known[name]
 
 
 def _names_below(tree: str, paths: Collection[Path]) -> frozenset[str]:
     """Return the paths that lie in the tree, relative to it, typed through links or not."""
-    names = set()
-    for path in paths:
-        for base, full in (
-            (tree, os.path.abspath(path)),
-            (os.path.realpath(tree), os.path.realpath(path)),
-        ):
-            name = os.path.relpath(full, base)
-            if name not in (".", "..") and not name.startswith("../"):
-                names.add(name)
-    return frozenset(names)
+    typed = {os.path.relpath(os.path.abspath(path), tree) for path in paths}
+    real = {os.path.relpath(os.path.realpath(path), os.path.realpath(tree)) for path in paths}
+    return frozenset(name for name in typed | real if name.split("/")[0] not in (".", ".."))
 
 
 def _walk(tree: str, folders: _Folders) -> Iterator[str]:
@@ -479,8 +454,7 @@ def _walk(tree: str, folders: _Folders) -> Iterator[str]:
     waiting = [""]
     while waiting:
         folder = waiting.pop()
-        for entry in _entries(tree, folder):
-            name = f"{folder}/{entry.name}" if folder else entry.name
+        for name, entry in _entries(tree, folder):
             if not entry.is_dir(follow_symlinks=False):
                 yield name
             elif folders.is_code(name):
@@ -504,10 +478,11 @@ def _files(tree: str, names: Iterable[str], folders: _Folders) -> Iterator[str]:
             yield from _files(tree, (f"{name}/{file}" for file in inner if file != "./"), folders)
 
 
-def _entries(tree: str, folder: str) -> list["os.DirEntry[str]"]:
+def _entries(tree: str, folder: str) -> list[tuple[str, "os.DirEntry[str]"]]:
+    """List what a folder of the tree holds, by its name below the tree."""
     try:
         with os.scandir(f"{tree}/{folder}") as entries:
-            return list(entries)
+            return [(f"{folder}/{entry.name}".lstrip("/"), entry) for entry in entries]
     except FileNotFoundError:
         return []  # removed since it was listed
     except OSError as error:
@@ -520,15 +495,14 @@ def _measure(tree: str, name: str) -> Item | None:
     try:
         status = os.lstat(path)
         # Not Path.readlink, which tidies the text.
-        link = os.readlink(path) if stat.S_ISLNK(status.st_mode) else None  # noqa: PTH115
+        link = os.readlink(path) if stat.S_ISLNK(status.st_mode) else ""  # noqa: PTH115
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise _unreadable(tree, name, error.strerror) from None
-    if link is None and not stat.S_ISREG(status.st_mode):
+    if not link and not stat.S_ISREG(status.st_mode):
         return None
-    size = status.st_size if link is None else 0
-    return Item(size, status.st_mode & 0o777, status.st_mtime_ns, link)
+    return Item(0 if link else status.st_size, status.st_mode & 0o777, status.st_mtime_ns, link)
 
 
 def _large(items: Mapping[str, Item], limit_mb: float) -> tuple[str, ...]:
@@ -589,10 +563,7 @@ def _largest(weights: Mapping[str, int], show: Callable[[int], str]) -> str:
 
 
 def _is_real_folder(path: str) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
+    return os.path.isdir(path) and not os.path.islink(path)  # noqa: PTH112, PTH114
 
 
 def _unreadable(tree: str, name: str, problem: str | None) -> RequestError:

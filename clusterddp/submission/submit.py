@@ -14,7 +14,6 @@ from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
 
@@ -155,15 +154,8 @@ def _keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
 
     leave_out = no_code(spec, run)
     if spec.snapshot is not False:
-        try:
-            taken = snapshot.take(tree, run.code, limit_mb=limit_mb, leave_out=leave_out)
-        except RequestError as error:
-            if spec.snapshot:  # it was asked for
-                raise
-            warning(f"your code is not copied: {error}")
-        else:
-            snapshot.warn_of_large(taken, limit_mb)
-    if taken is None:
-        taken = snapshot.fingerprint(tree, leave_out=leave_out)
+        needed = bool(spec.snapshot)  # it was asked for
+        taken = snapshot.try_to_take(tree, run.code, limit_mb, leave_out, needed=needed)
+    taken = taken or snapshot.fingerprint(tree, leave_out=leave_out)
     if taken:
-        write_atomically(run.code_record, taken.to_json().encode())
+        taken.write(run.code_record)

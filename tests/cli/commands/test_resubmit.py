@@ -20,8 +20,8 @@ from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.restart_policy import causes_of
 from clusterddp.run.run_dir import RunDir, run_folders
-from clusterddp.submission import code_renewal, snapshot
 from clusterddp.submission import resubmit as resubmission
+from clusterddp.submission import snapshot
 from tests.checkpoints import made_checkpoints
 from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, read_events
@@ -371,7 +371,7 @@ def code_run(workplace: Workplace) -> RunDir:
     (tree / "train.py").write_text("print(1)\n")
     now = snapshot.fingerprint(tree, leave_out=run_folders(run))
     assert now is not None
-    run.code_record.write_text(now.to_json())
+    now.write(run.code_record)
     workplace.monkeypatch.chdir(tree)
     workplace.command("sbatch", "/bin/cat >../sent; echo 13")
     return run
@@ -493,7 +493,7 @@ def test_an_interrupt_while_the_code_is_renewed_leaves_the_former(
 
     root = ["--output-root", str(workplace.root)]
     with monkeypatch.context() as patched:
-        patched.setattr(code_renewal, "write_atomically", interrupted)
+        patched.setattr(snapshot, "write_atomically", interrupted)
         assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 130
     assert (code_of(run), run.code_record.read_bytes()) == before
     assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
