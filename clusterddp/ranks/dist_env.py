@@ -13,6 +13,7 @@ from typing import Literal, NoReturn
 
 from clusterddp.errors import RequestError
 from clusterddp.ranks import variables
+from clusterddp.ranks.variables import Number, Place
 
 Origin = Literal["torch", "slurm", "single"]
 
@@ -62,10 +63,10 @@ class DistEnv:
         Raises DistEnvError for variables that are empty, malformed, half set or contradictory.
         """
         if variables.torch_variables_are_set(environ):
-            return _from_torch(environ)
-        if variables.step_id_of(environ) is not None:
-            return _from_step(environ)
-        return _single(environ)
+            return _derived(environ, "torch", variables.read_torch_variables(environ))
+        if variables.is_in_step(environ):
+            return _derived(environ, "slurm", variables.read_step(environ))
+        return _derived(environ, "single", _alone(environ))
 
     def to_environ(self) -> dict[str, str]:
         """Return the variables to export: what torchrun gives its workers, and NODE_RANK.
@@ -115,9 +116,9 @@ class DistEnv:
             self._refuse(f"{index} from 0 to {highest}", index, count)
 
     def _refuse(self, expected: str, *fields: str) -> NoReturn:
-        variables.contradiction([self._seen(name) for name in fields], expected)
+        variables.contradiction(", ".join(map(self._shown, fields)), expected)
 
-    def _seen(self, name: str) -> str:
+    def _shown(self, name: str) -> str:
         value, source = variables.shown_value(str(getattr(self, name))), self.sources.get(name, "")
         if _VARIABLE.fullmatch(source):
             return f"{source}={value}"
@@ -206,121 +207,55 @@ def check_address(addr: str) -> None:
         ) from None
 
 
-def _from_torch(environ: Mapping[str, str]) -> DistEnv:
-    place = variables.read_torch_variables(environ)
-    layout = place.layout
-    return DistEnv(
-        rank=place.rank,
-        local_rank=layout.local_rank.value,
-        node_rank=layout.node_rank.value,
-        world_size=place.world_size,
-        local_world_size=layout.local_world_size.value,
-        num_nodes=layout.num_nodes.value,
-        master_addr=place.master_addr,
-        master_port=place.master_port,
-        hostnames=place.hostnames,
-        origin="torch",
-        sources={
-            "rank": "RANK",
-            "local_rank": layout.local_rank.source,
-            "node_rank": layout.node_rank.source,
-            "world_size": "WORLD_SIZE",
-            "local_world_size": layout.local_world_size.source,
-            "num_nodes": layout.num_nodes.source,
-            "master_addr": "MASTER_ADDR",
-            "master_port": "MASTER_PORT",
-            "hostnames": place.hostnames_source,
-        },
-    )
-
-
-def _from_step(environ: Mapping[str, str]) -> DistEnv:
-    step = variables.read_step(environ)
-    addr, addr_source = step.hosts[0], f"{step.hosts_source} (first host)"
+def _derived(environ: Mapping[str, str], origin: Origin, place: Place) -> DistEnv:
+    """Return the place, and where the ranks meet: by MASTER_ADDR and MASTER_PORT where set."""
+    addr, addr_source = "127.0.0.1", place.hosts_source
     if "MASTER_ADDR" in environ:
         addr, addr_source = variables.text(environ, "MASTER_ADDR"), "MASTER_ADDR"
+    elif origin == "slurm":
+        addr, addr_source = place.hosts[0], f"{place.hosts_source} (first host)"
     if "MASTER_PORT" in environ:
-        port, port_source = _preset_port(environ), "MASTER_PORT"
+        port = variables.number(environ, "MASTER_PORT")
+        if origin != "torch" and not 1 <= port.value <= 65535:  # DistEnv takes a 0 for any port
+            variables.refuse(environ, ("MASTER_PORT",), "a port from 1 to 65535")
+    elif origin == "slurm":
+        port = _step_port(environ)
     else:
-        port, port_source = _step_port(environ)
+        port = Number(0, f"{place.hosts_source}: any free port")
+    numbers = {**place.numbers, "master_port": port}
     return DistEnv(
-        rank=step.rank,
-        local_rank=step.local_rank,
-        node_rank=step.node_rank,
-        world_size=step.world_size,
-        local_world_size=step.tasks_per_node[step.node_rank],
-        num_nodes=len(step.hosts),
+        **{name: number.value for name, number in numbers.items()},
         master_addr=addr,
-        master_port=port,
-        hostnames=step.hosts,
-        origin="slurm",
+        hostnames=place.hosts,
+        origin=origin,
         sources={
-            "rank": "SLURM_PROCID",
-            "local_rank": "SLURM_LOCALID",
-            "node_rank": "SLURM_NODEID",
-            "world_size": step.world_size_source,
-            "local_world_size": step.local_world_size_source,
-            "num_nodes": step.num_nodes_source,
+            **{name: number.source for name, number in numbers.items()},
             "master_addr": addr_source,
-            "master_port": port_source,
-            "hostnames": step.hosts_source,
+            "hostnames": place.hosts_source,
         },
     )
 
 
-def _single(environ: Mapping[str, str]) -> DistEnv:
+def _alone(environ: Mapping[str, str]) -> Place:
     variables.refuse_heterogeneous(environ)
     default = "default: single process"
-    for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
-        if name in environ:
-            default += f" ({name} is set but this shell is no step; start tasks with srun)"
-            break
-    addr, addr_source = "127.0.0.1", default
-    if "MASTER_ADDR" in environ:
-        addr, addr_source = variables.text(environ, "MASTER_ADDR"), "MASTER_ADDR"
-    port, port_source = 0, f"{default}: any free port"
-    if "MASTER_PORT" in environ:
-        port, port_source = _preset_port(environ), "MASTER_PORT"
-    return DistEnv(
-        rank=0,
-        local_rank=0,
-        node_rank=0,
-        world_size=1,
-        local_world_size=1,
-        num_nodes=1,
-        master_addr=addr,
-        master_port=port,
-        hostnames=("localhost",),
-        origin="single",
-        sources={
-            **dict.fromkeys(("rank", "local_rank", "node_rank", "hostnames"), default),
-            **dict.fromkeys(("world_size", "local_world_size", "num_nodes"), default),
-            "master_addr": addr_source,
-            "master_port": port_source,
-        },
-    )
+    name = variables.first_set(environ, variables.JOB_ID)
+    if name:
+        default += f" ({name} is set but this shell is no step; start tasks with srun)"
+    first, only = Number(0, default), Number(1, default)
+    numbers = {
+        **dict.fromkeys(("rank", "local_rank", "node_rank"), first),
+        **dict.fromkeys(("world_size", "local_world_size", "num_nodes"), only),
+    }
+    return Place(numbers, ("localhost",), default)
 
 
-def _step_port(environ: Mapping[str, str]) -> tuple[int, str]:
-    job_name = variables.required(environ, variables.JOB_ID)
-    step_name = variables.required(environ, variables.STEP_ID)
-    restart_count, names = 0, f"{job_name}, {step_name}"
+def _step_port(environ: Mapping[str, str]) -> Number:
+    names = [variables.required(environ, ids) for ids in (variables.JOB_ID, variables.STEP_ID)]
     if "SLURM_RESTART_COUNT" in environ:  # unset on the first start
-        restart_count = variables.integer(environ, "SLURM_RESTART_COUNT")
-        names += ", SLURM_RESTART_COUNT"
-    port = master_port(
-        variables.integer(environ, job_name), variables.integer(environ, step_name), restart_count
-    )
-    return port, f"computed from {names}"
-
-
-def _preset_port(environ: Mapping[str, str]) -> int:
-    port = variables.integer(environ, "MASTER_PORT")
-    if not 1 <= port <= 65535:
-        variables.contradiction(
-            variables.list_shown(environ, ("MASTER_PORT",)), "a port from 1 to 65535"
-        )
-    return port
+        names.append("SLURM_RESTART_COUNT")
+    job_id, step_id, *restarts = (variables.integer(environ, name) for name in names)
+    return Number(master_port(job_id, step_id, sum(restarts)), f"computed from {', '.join(names)}")
 
 
 def _ranks_of_a_host(

@@ -8,11 +8,13 @@ srun(1), OUTPUT ENVIRONMENT VARIABLES.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn, TypeVar
 
 from clusterddp.errors import DistEnvError, RequestError
 from clusterddp.slurm.forms import expand_nodelist, expand_tasks_per_node
+
+T = TypeVar("T")
 
 PRINTABLE = re.compile(r"[!-~]+")
 _INTEGER = re.compile(r"[0-9]{1,19}")
@@ -22,13 +24,16 @@ _DECLARATION = re.compile(r"\s*(?:declare|typeset|export)\s")
 
 # torch's env:// needs these four (torch/distributed/rendezvous.py).
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PLACE_VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("GROUP_RANK", "NODE_RANK", "GROUP_WORLD_SIZE"),
-)
+_LAYOUT = {
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "node_rank": "GROUP_RANK",
+    "num_nodes": "GROUP_WORLD_SIZE",
+}
+"""Node of a rank, and its number among the ranks there: DistEnv's fields and torchrun's names."""
 
 # Step ids from here on are Slurm's own: batch, extern, interactive, pending (slurm/slurm.h).
-FIRST_RESERVED_STEP_ID = 0xFFFFFFF0
+_FIRST_RESERVED_STEP_ID = 0xFFFFFFF0
 
 # Of each list the first that is set counts: the step's own before the job's, which a batch script
 # hands down unchanged to steps of another shape (srun(1), sbatch(1), OUTPUT ENVIRONMENT VARIABLES).
@@ -46,32 +51,20 @@ REHEARSAL_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
 
 
 class Number(NamedTuple):
-    """Number with its source; true in a condition even where the number is 0."""
+    """Number with its source."""
 
     value: int
     source: str
 
 
-class Layout(NamedTuple):
-    """Node of a rank, and its number among the ranks there."""
+class Place(NamedTuple):
+    """Place of a task as variables give it."""
 
-    local_rank: Number
-    local_world_size: Number
-    node_rank: Number
-    num_nodes: Number
-
-
-class TorchPlace(NamedTuple):
-    """Place of a task as torch's variables give it."""
-
-    rank: int
-    world_size: int
-    layout: Layout
-    master_addr: str
-    master_port: int
-    # One name a node, in the order of the node ranks; empty where the variables do not tell.
-    hostnames: tuple[str, ...]
-    hostnames_source: str
+    numbers: Mapping[str, Number]
+    """Rank, world size and so on, by the names of DistEnv's fields."""
+    hosts: tuple[str, ...]
+    """One name a node, in the order of the node ranks; empty where the variables do not tell."""
+    hosts_source: str
 
 
 def torch_variables_are_set(environ: Mapping[str, str]) -> bool:
@@ -90,28 +83,22 @@ def torch_variables_are_set(environ: Mapping[str, str]) -> bool:
     return True
 
 
-def read_torch_variables(environ: Mapping[str, str]) -> TorchPlace:
+def read_torch_variables(environ: Mapping[str, str]) -> Place:
     """Read torch's variables, and derive those that are not set where it is beyond doubt.
 
     Raises DistEnvError for variables that are empty, malformed or contradictory.
     """
-    rank, world_size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
-    step_is_ours = _step_agrees(environ, rank, world_size)
-    layout = _layout(environ, rank, world_size, step_is_ours)
-    master_addr = text(environ, "MASTER_ADDR")
-    hostnames: tuple[str, ...] = ()
-    hostnames_source = "unknown: torch's variables name the first host only"
+    rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+    step_is_ours = _step_agrees(environ, rank.value, world_size.value)
+    layout = _layout(environ, rank.value, world_size.value, step_is_ours)
+    hosts: tuple[str, ...] = ()
+    hosts_source = "unknown: torch's variables name the first host only"
     if step_is_ours and "SLURM_STEP_NODELIST" in environ:
-        hostnames, hostnames_source = (
-            hosts_of(environ, "SLURM_STEP_NODELIST"),
-            "SLURM_STEP_NODELIST",
-        )
-    elif layout.num_nodes.value == 1:
-        hostnames, hostnames_source = (master_addr,), "MASTER_ADDR"
-    master_port = integer(environ, "MASTER_PORT")
-    return TorchPlace(
-        rank, world_size, layout, master_addr, master_port, hostnames, hostnames_source
-    )
+        hosts_source = "SLURM_STEP_NODELIST"
+        hosts = tuple(_expanded(expand_nodelist, environ, hosts_source))
+    elif layout["num_nodes"].value == 1:
+        hosts, hosts_source = (text(environ, "MASTER_ADDR"),), "MASTER_ADDR"
+    return Place({"rank": rank, "world_size": world_size, **layout}, hosts, hosts_source)
 
 
 def _step_agrees(environ: Mapping[str, str], rank: int, world_size: int) -> bool:
@@ -122,7 +109,7 @@ def _step_agrees(environ: Mapping[str, str], rank: int, world_size: int) -> bool
     """
     if "TORCHELASTIC_RUN_ID" in environ or "SLURM_PROCID" not in environ:
         return False
-    if step_id_of(environ) is None or is_heterogeneous(environ):
+    if not is_in_step(environ) or is_heterogeneous(environ):
         return False
     name = first_set(environ, NUM_TASKS)
     if name is None or integer(environ, name) != world_size:
@@ -138,168 +125,110 @@ def _step_agrees(environ: Mapping[str, str], rank: int, world_size: int) -> bool
     return False
 
 
-def _layout(environ: Mapping[str, str], rank: int, world_size: int, step_is_ours: bool) -> Layout:
+def _layout(
+    environ: Mapping[str, str], rank: int, world_size: int, step_is_ours: bool
+) -> dict[str, Number]:
     """Read LOCAL_* and GROUP_*, and derive those that are not set where it is beyond doubt."""
-    local_rank = _optional(environ, "LOCAL_RANK")
-    local_world_size = _optional(environ, "LOCAL_WORLD_SIZE")
-    node_rank = _group_rank(environ)
-    num_nodes = _optional(environ, "GROUP_WORLD_SIZE")
-    if None in (local_rank, local_world_size, node_rank, num_nodes) and step_is_ours:
+    layout = {field: number(environ, name) for field, name in _LAYOUT.items() if name in environ}
+    if "NODE_RANK" in environ:  # the name that other launchers and people give to GROUP_RANK
+        node_rank = number(environ, "NODE_RANK")
+        if layout.setdefault("node_rank", node_rank).value != node_rank.value:
+            refuse(environ, ("GROUP_RANK", "NODE_RANK"), "the same node rank in both")
+    if step_is_ours and len(layout) < len(_LAYOUT):
         # A wrapper that copied Slurm's variables under torch's names, but not all of them.
-        step = read_step(environ)
-        local_rank = local_rank or Number(step.local_rank, "SLURM_LOCALID")
-        local_world_size = local_world_size or Number(
-            step.tasks_per_node[step.node_rank], step.local_world_size_source
-        )
-        node_rank = node_rank or Number(step.node_rank, "SLURM_NODEID")
-        num_nodes = num_nodes or Number(len(step.hosts), step.num_nodes_source)
-    if local_rank is None and local_world_size is None and num_nodes is None and node_rank is None:
+        step = read_step(environ).numbers
+        layout = {field: step[field] for field in _LAYOUT} | layout
+    if not layout:
         assumed = "all ranks on one host, as LOCAL_RANK and LOCAL_WORLD_SIZE are not set"
-        local_rank = Number(rank, f"RANK ({assumed})")
-        local_world_size = Number(world_size, f"WORLD_SIZE ({assumed})")
-        num_nodes = Number(1, assumed)
-        node_rank = Number(0, assumed)
-    local_world_size = local_world_size or _even_share(environ, world_size, num_nodes)
-    blocks = f"RANK and {local_world_size.source}: consecutive ranks share a node"
-    if local_world_size.value < 1:
-        contradiction(list_shown(environ, _PLACE_VARIABLES), "LOCAL_WORLD_SIZE of at least 1")
-    local_rank = local_rank or Number(rank % local_world_size.value, blocks)
-    num_nodes = num_nodes or _even_nodes(environ, world_size, local_world_size)
-    node_rank = node_rank or (
-        Number(0, num_nodes.source)
-        if num_nodes.value == 1
-        else Number(rank // local_world_size.value, blocks)
-    )
-    return Layout(local_rank, local_world_size, node_rank, num_nodes)
+        return {
+            "local_rank": Number(rank, f"RANK ({assumed})"),
+            "local_world_size": Number(world_size, f"WORLD_SIZE ({assumed})"),
+            "num_nodes": Number(1, assumed),
+            "node_rank": Number(0, assumed),
+        }
+    places = ("RANK", "WORLD_SIZE", *_LAYOUT.values(), "NODE_RANK")
+    evenly = "WORLD_SIZE over {}: as many on each node"
+    share, nodes = layout.get("local_world_size"), layout.get("num_nodes")
+    if share is None and world_size == 1:
+        share = Number(1, "WORLD_SIZE")
+    if share is None:
+        if nodes is None or nodes.value < 1 or world_size % nodes.value:
+            refuse(environ, places, "LOCAL_WORLD_SIZE, to know how many ranks share this node")
+        share = Number(world_size // nodes.value, evenly.format(nodes.source))
+    if share.value < 1:
+        refuse(environ, places, "LOCAL_WORLD_SIZE of at least 1")
+    if nodes is None:
+        if world_size % share.value:
+            needed = "GROUP_WORLD_SIZE, as WORLD_SIZE is no multiple of LOCAL_WORLD_SIZE"
+            refuse(environ, places, needed)
+        nodes = Number(world_size // share.value, evenly.format(share.source))
+    blocks = f"RANK and {share.source}: consecutive ranks share a node"
+    first = Number(0, nodes.source)
+    derived = {
+        "local_rank": Number(rank % share.value, blocks),
+        "local_world_size": share,
+        "node_rank": first if nodes.value == 1 else Number(rank // share.value, blocks),
+        "num_nodes": nodes,
+    }
+    return derived | layout
 
 
-def _group_rank(environ: Mapping[str, str]) -> Number | None:
-    """Read GROUP_RANK, torchrun's name, or NODE_RANK, that of other launchers and people."""
-    group, node = _optional(environ, "GROUP_RANK"), _optional(environ, "NODE_RANK")
-    if group and node and group.value != node.value:
-        contradiction(
-            list_shown(environ, ("GROUP_RANK", "NODE_RANK")), "the same node rank in both"
-        )
-    return group or node
-
-
-def _even_share(environ: Mapping[str, str], world_size: int, num_nodes: Number | None) -> Number:
-    if world_size == 1:
-        return Number(1, "WORLD_SIZE")
-    if num_nodes is None or num_nodes.value < 1 or world_size % num_nodes.value:
-        contradiction(
-            list_shown(environ, _PLACE_VARIABLES),
-            "LOCAL_WORLD_SIZE, to know how many ranks share this node",
-        )
-    return Number(
-        world_size // num_nodes.value, f"WORLD_SIZE over {num_nodes.source}: as many on each node"
-    )
-
-
-def _even_nodes(environ: Mapping[str, str], world_size: int, local_world_size: Number) -> Number:
-    if world_size % local_world_size.value:
-        contradiction(
-            list_shown(environ, _PLACE_VARIABLES),
-            "GROUP_WORLD_SIZE, as WORLD_SIZE is no multiple of LOCAL_WORLD_SIZE",
-        )
-    return Number(
-        world_size // local_world_size.value,
-        f"WORLD_SIZE over {local_world_size.source}: as many on each node",
-    )
-
-
-def _optional(environ: Mapping[str, str], name: str) -> Number | None:
-    return Number(integer(environ, name), name) if name in environ else None
-
-
-class Step(NamedTuple):
-    """Place of a task in a Slurm step, with the variables that some of it came from."""
-
-    rank: int
-    local_rank: int
-    node_rank: int
-    world_size: int
-    tasks_per_node: list[int]
-    hosts: tuple[str, ...]
-    world_size_source: str
-    local_world_size_source: str
-    num_nodes_source: str
-    hosts_source: str
-
-
-def read_step(environ: Mapping[str, str]) -> Step:
+def read_step(environ: Mapping[str, str]) -> Place:
     """Read a step's variables and hold its lists against its counts. Raises DistEnvError."""
     refuse_heterogeneous(environ)
-    rank = integer(environ, required(environ, ("SLURM_PROCID",)))
-    local_rank = integer(environ, required(environ, ("SLURM_LOCALID",)))
-    node_rank = integer(environ, required(environ, ("SLURM_NODEID",)))
+    rank = number(environ, required(environ, ("SLURM_PROCID",)))
+    local_rank = number(environ, required(environ, ("SLURM_LOCALID",)))
+    node_rank = number(environ, required(environ, ("SLURM_NODEID",)))
     tasks_name = required(environ, NUM_TASKS)
     layout_name = required(environ, _TASKS_PER_NODE)
     hosts_name = required(environ, _NODELIST)
-    world_size = integer(environ, tasks_name)
-    try:
-        tasks_per_node = expand_tasks_per_node(text(environ, layout_name))
-    except RequestError as error:
-        raise DistEnvError(f"{layout_name}: {error}") from error
-    hosts = hosts_of(environ, hosts_name)
-    if sum(tasks_per_node) != world_size:
-        contradiction(
-            list_shown(environ, (layout_name, tasks_name)),
-            f"the tasks of all nodes, {sum(tasks_per_node)}, to add up to {world_size}",
-        )
-    if len(hosts) != len(tasks_per_node):
-        contradiction(
-            list_shown(environ, (hosts_name, layout_name)),
-            f"as many hosts as entries, not {len(hosts)} and {len(tasks_per_node)}",
-        )
-    num_nodes_source = f"{hosts_name} (number of hosts)"
+    world_size = number(environ, tasks_name)
+    tasks_per_node = _expanded(expand_tasks_per_node, environ, layout_name)
+    hosts = tuple(_expanded(expand_nodelist, environ, hosts_name))
+    num_nodes = Number(len(hosts), f"{hosts_name} (number of hosts)")
     if "SLURM_STEP_NUM_NODES" in environ:
-        num_nodes_source = "SLURM_STEP_NUM_NODES"
-        if integer(environ, num_nodes_source) != len(hosts):
-            contradiction(
-                list_shown(environ, (num_nodes_source, hosts_name)),
-                f"the number of hosts in the list, {len(hosts)}",
-            )
-    if node_rank >= len(hosts):
-        contradiction(
-            list_shown(environ, ("SLURM_NODEID", hosts_name)),
-            f"a node id from 0 to {len(hosts) - 1}",
-        )
-    return Step(
-        rank,
-        local_rank,
-        node_rank,
-        world_size,
-        tasks_per_node,
-        hosts,
-        tasks_name,
-        f"{layout_name} (entry {node_rank})",
-        num_nodes_source,
-        hosts_name,
-    )
+        num_nodes = number(environ, "SLURM_STEP_NUM_NODES")
+    total = sum(tasks_per_node)
+    if total != world_size.value:
+        expected = f"the tasks of all nodes, {total}, to add up to {world_size.value}"
+        refuse(environ, (layout_name, tasks_name), expected)
+    if len(hosts) != len(tasks_per_node):
+        expected = f"as many hosts as entries, not {len(hosts)} and {len(tasks_per_node)}"
+        refuse(environ, (hosts_name, layout_name), expected)
+    if num_nodes.value != len(hosts):
+        expected = f"the number of hosts in the list, {len(hosts)}"
+        refuse(environ, (num_nodes.source, hosts_name), expected)
+    if node_rank.value >= len(hosts):
+        refuse(environ, ("SLURM_NODEID", hosts_name), f"a node id from 0 to {len(hosts) - 1}")
+    entry = f"{layout_name} (entry {node_rank.value})"
+    numbers = {
+        "rank": rank,
+        "local_rank": local_rank,
+        "node_rank": node_rank,
+        "world_size": world_size,
+        "local_world_size": Number(tasks_per_node[node_rank.value], entry),
+        "num_nodes": num_nodes,
+    }
+    return Place(numbers, hosts, hosts_name)
 
 
-def hosts_of(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
-    """Expand the host list in a variable. Raises DistEnvError."""
+def _expanded(expand: Callable[[str], list[T]], environ: Mapping[str, str], name: str) -> list[T]:
     try:
-        return tuple(expand_nodelist(text(environ, name)))
+        return expand(text(environ, name))
     except RequestError as error:
         raise DistEnvError(f"{name}: {error}") from error
 
 
-def step_id_of(environ: Mapping[str, str]) -> int | None:
-    """Return the id of the step that this process is a task of, None where it is of none."""
+def is_in_step(environ: Mapping[str, str]) -> bool:
+    """Return whether this process is a task of a step."""
     name = first_set(environ, STEP_ID)
-    if name is None:
-        return None
-    step_id = integer(environ, name)
-    return step_id if step_id < FIRST_RESERVED_STEP_ID else None
+    return name is not None and integer(environ, name) < _FIRST_RESERVED_STEP_ID
 
 
 def refuse_heterogeneous(environ: Mapping[str, str]) -> None:
     """Raise DistEnvError for a heterogeneous job."""
-    if is_heterogeneous(environ):
-        names = [name for name in sorted(environ) if _HETEROGENEOUS.match(name)]
+    names = sorted(filter(_HETEROGENEOUS.match, environ))
+    if names:
         raise DistEnvError(
             f"{shown(environ, names[:3])}: this is a heterogeneous Slurm job, whose "
             "components number their tasks and nodes apart; expected a job of one component. "
@@ -325,11 +254,16 @@ def required(environ: Mapping[str, str], names: Sequence[str]) -> str:
     return name
 
 
+def number(environ: Mapping[str, str], name: str) -> Number:
+    """Read a whole number, with its name. Raises DistEnvError for anything else."""
+    return Number(integer(environ, name), name)
+
+
 def integer(environ: Mapping[str, str], name: str) -> int:
     """Read a whole number. Raises DistEnvError for anything else."""
     value = text(environ, name)
     if not _INTEGER.fullmatch(value):
-        contradiction(list_shown(environ, (name,)), "a whole number of 0 or more")
+        refuse(environ, (name,), "a whole number of 0 or more")
     return int(value)
 
 
@@ -347,22 +281,22 @@ def first_set(environ: Mapping[str, str], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in environ), None)
 
 
-def contradiction(seen: Sequence[str], expected: str) -> NoReturn:
-    """Raise DistEnvError for variables that do not fit: NAME=value each, and what was expected."""
+def refuse(environ: Mapping[str, str], names: Sequence[str], expected: str) -> NoReturn:
+    """Raise DistEnvError for variables that do not fit: their values, and what was expected."""
+    contradiction(shown(environ, names), expected)
+
+
+def contradiction(variables: str, expected: str) -> NoReturn:
+    """Raise DistEnvError for variables, as `shown`, that do not fit: with what was expected."""
     raise DistEnvError(
-        f"{', '.join(seen)}: expected {expected}. Variables of a surrounding job may have leaked "
+        f"{variables}: expected {expected}. Variables of a surrounding job may have leaked "
         "in: unset them, or start the task with srun or torchrun from a clean shell."
     )
 
 
 def shown(environ: Mapping[str, str], names: Sequence[str]) -> str:
     """Return NAME=value of those that are set, as one text."""
-    return ", ".join(list_shown(environ, names))
-
-
-def list_shown(environ: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Return NAME=value of those that are set."""
-    return [f"{name}={shown_value(environ[name])}" for name in names if name in environ]
+    return ", ".join(f"{name}={shown_value(environ[name])}" for name in names if name in environ)
 
 
 def shown_value(value: str) -> str:

@@ -54,7 +54,7 @@ def _as_json(env: DistEnv) -> str:
     document = {
         "origin": env.origin,
         **{name: getattr(env, name) for name in _FIELDS},
-        "sources": dict(env.sources),
+        "sources": {name: env.sources[name] for name in _FIELDS},
         "environ": env.to_environ(),
     }
     return json.dumps(document, indent=2)
