@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import hardware
-from clusterddp.data import mnist
+from clusterddp.data import shared_memory
 from clusterddp.data.loader import Images
 from clusterddp.request.recipes import RECIPES
 from clusterddp.request.train_config import TrainConfig
@@ -59,9 +59,8 @@ def command(
         recipe=recipe, data_dir=data_dir, device="cpu", threads=threads, **RECIPES[recipe].settings
     )
     with _alone(threads):
-        sets = tuple(
-            Images(*mnist.load("mnist", data_dir, train=train), _CPU) for train in (True, False)
-        )
+        held = shared_memory.read("mnist", data_dir)
+        sets = tuple(Images(*held.tensors(train=train), _CPU) for train in (True, False))
         began = time.perf_counter()
         train(dataclasses.replace(config, max_steps=_WARM_UP_STEPS), *sets)
         warm_up = time.perf_counter() - began

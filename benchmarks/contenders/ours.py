@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders.serving import request, serve
-from clusterddp.data import mnist
+from clusterddp.data import shared_memory
 from clusterddp.data.loader import Images
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import begin
@@ -30,8 +30,8 @@ def main() -> None:
         lr_scaling="none", warmup_steps=0, epochs=1000, max_steps=asked.steps,
         eval_every="1000epochs", save_every="1000epochs", precision=asked.precision,
     )  # fmt: skip
-    train_set = Images(*mnist.load("mnist", asked.root, train=True), device)
-    test_set = Images(*mnist.load("mnist", asked.root, train=False), device)
+    held = shared_memory.read("mnist", asked.root)
+    train_set, test_set = (Images(*held.tensors(train=train), device) for train in (True, False))
     few = Images(test_set._pixels[:64], test_set._labels[:64], device)
 
     def train() -> float:

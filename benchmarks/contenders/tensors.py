@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.contenders.article import ConvNet, step_of
 from benchmarks.contenders.serving import request, serve
 from benchmarks.contenders.timing import timed
-from clusterddp.data import mnist
+from clusterddp.data import shared_memory
 from clusterddp.data.loader import Images, as_images
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(ConvNet().to(device))
     step = step_of(model, asked)
-    images = Images(*mnist.load("mnist", asked.root, train=True), device)
+    images = Images(*shared_memory.read("mnist", asked.root).tensors(train=True), device)
     first = int(os.environ["RANK"]) * asked.steps * asked.batch_size
     order = (torch.arange(asked.steps * asked.batch_size) + first) % len(images)
     batches = [

@@ -1,6 +1,5 @@
 """Fetches MNIST from its mirrors, or imports it from a folder or archive."""
 
-import contextlib
 import gzip
 import http.client
 import io
@@ -11,25 +10,15 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import IO
 
 from clusterddp import log
 from clusterddp.data import mnist
-from clusterddp.data.mnist import (
-    DRAFT_PREFIX,
-    PUBLISHED,
-    DatasetInfo,
-    check,
-    check_at,
-    draft_beside,
-    folder,
-    missing_files,
-    put_into_place,
-    ways,
-)
+from clusterddp.data.mnist import DatasetInfo
 from clusterddp.errors import DataError
 
 # For a mirror that does not answer: torchvision itself would wait for two minutes a try.
@@ -45,56 +34,51 @@ def fetch(data_dir: str) -> DatasetInfo:
     A whole set that is there already is left as it is. Raises DataError with the other ways when
     the mirrors cannot be reached, what came is not MNIST, or the folder cannot be written.
     """
-    root = folder("mnist", data_dir)
-    if not missing_files(root):
+    root = mnist.folder("mnist", data_dir)
+    if not mnist.missing_files(root):
         log.info(f"{root / mnist.RAW} holds the set already; checking it")
-        return check("mnist", data_dir, checksums=True)
-    with draft_beside(root) as draft:
+        return mnist.check("mnist", data_dir, checksums=True)
+    others = mnist.ways("mnist", data_dir, may_fetch=False)
+    with mnist.draft_beside(root) as draft:
         log.info(f"fetching MNIST into {root / mnist.RAW}")
-        _download(draft, data_dir)
+        _download(draft, others)
         for archive in (draft / mnist.RAW).glob("*.gz"):
             archive.unlink()
         try:
-            check_at("mnist", draft, checksums=True)
+            mnist.check_at("mnist", draft, checksums=True)
         except DataError as fault:
             raise DataError(
-                f"what the mirrors sent is not MNIST: {fault} Try again, or:\n"
-                f"{ways('mnist', data_dir, may_fetch=False)}"
+                f"what the mirrors sent is not MNIST: {fault} Try again, or:\n{others}"
             ) from None
         mnist.write_sums(draft / mnist.RAW, "MNIST as published")
-        put_into_place(draft, root)
-    return check("mnist", data_dir, checksums=True)
+        mnist.put_into_place(draft, root)
+    return mnist.check("mnist", data_dir, checksums=True)
 
 
-def _download(draft: Path, data_dir: str) -> None:
+def _download(draft: Path, others: str) -> None:
+    """Have torchvision download MNIST; others: the other ways to get it."""
     try:
         from torchvision import datasets
     except ImportError as error:
         raise DataError(
             f"fetching needs torchvision, which cannot be imported: {error}. Install it "
-            f"(python -m pip install torchvision), or:\n{ways('mnist', data_dir, may_fetch=False)}"
+            f"(python -m pip install torchvision), or:\n{others}"
         ) from None
     patience = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_NETWORK_TIMEOUT_SECONDS)
     try:
-        with (
-            contextlib.nullcontext() if _wants_bars() else contextlib.redirect_stderr(io.StringIO())
-        ):
+        # torchvision draws progress bars wherever stderr leads.
+        drawn = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        with nullcontext() if drawn else redirect_stderr(io.StringIO()):
             datasets.MNIST(root=str(draft), download=True)
     except (RuntimeError, OSError, http.client.HTTPException) as error:
         reason = "\n".join(f"  {line}" for line in str(error).splitlines() if line.strip())
         raise DataError(
             f"MNIST could not be fetched:\n{reason or repr(error)}\nCompute nodes often have no "
-            "way to the internet: fetch on a login node, or:\n"
-            f"{ways('mnist', data_dir, may_fetch=False)}"
+            f"way to the internet: fetch on a login node, or:\n{others}"
         ) from None
     finally:
         socket.setdefaulttimeout(patience)
-
-
-def _wants_bars() -> bool:
-    """Allow torchvision's progress bars, which it draws wherever stderr leads, on a terminal."""
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
 
 
 def import_from(source: Path, data_dir: str) -> DatasetInfo:
@@ -104,8 +88,8 @@ def import_from(source: Path, data_dir: str) -> DatasetInfo:
     A set other than the published MNIST is taken too; its digests are recorded beside it.
     Raises DataError when files are missing, ambiguous or damaged, or when another set is in place.
     """
-    root = folder("mnist", data_dir)
-    with draft_beside(root) as draft:
+    root = mnist.folder("mnist", data_dir)
+    with mnist.draft_beside(root) as draft:
         raw = draft / mnist.RAW
         try:
             with _offered(source) as offers:
@@ -116,12 +100,12 @@ def import_from(source: Path, data_dir: str) -> DatasetInfo:
             mnist.check_labels(raw)
         except DataError as fault:
             raise DataError(f"nothing was imported from {source}: {fault}") from None
-        published = all(mnist.digest(raw / name) == PUBLISHED[name] for name in mnist.FILES)
+        published = all(mnist.digest(raw / name) == mnist.PUBLISHED[name] for name in mnist.FILES)
         if not published:
             log.info("this is not MNIST as published; its own digests are recorded beside it")
         mnist.write_sums(raw, "MNIST as published" if published else "imported from elsewhere")
-        put_into_place(draft, root)
-    return check("mnist", data_dir, checksums=True)
+        mnist.put_into_place(draft, root)
+    return mnist.check("mnist", data_dir, checksums=True)
 
 
 @dataclass(frozen=True)
@@ -129,7 +113,8 @@ class _Offer:
     """One of the four files in some form: its place in the source, and a function to open it."""
 
     path: PurePath
-    open: Callable[[], IO[bytes]]
+    open: Callable[[], IO[bytes] | None]
+    """Gives None only for what is no regular file, and none of these is offered."""
 
 
 @contextmanager
@@ -138,7 +123,7 @@ def _offered(source: Path) -> Iterator[list[_Offer]]:
     if os.path.isdir(source):  # noqa: PTH112 -- answers where Path's raises: no permission
         offers = []
         for place, folders, names in os.walk(source, onerror=_refuse):
-            folders[:] = sorted(name for name in folders if not name.startswith(DRAFT_PREFIX))
+            folders[:] = sorted(name for name in folders if not name.startswith(mnist.DRAFT_PREFIX))
             for path in (Path(place, name) for name in sorted(names)):
                 # os.path's isfile answers where Path's raises; it keeps a pipe from blocking us.
                 if mnist.standard_name(path.name) and os.path.isfile(path):  # noqa: PTH113
@@ -156,7 +141,7 @@ def _offered(source: Path) -> Iterator[list[_Offer]]:
     with archive:
         # Only regular files: a link or device could lead out of the archive.
         yield [
-            _Offer(PurePosixPath(member.name), _member_opener(archive, member))
+            _Offer(PurePosixPath(member.name), partial(archive.extractfile, member))
             for member in members
             if member.isreg() and mnist.standard_name(PurePosixPath(member.name).name)
         ]
@@ -168,15 +153,6 @@ def _refuse(error: OSError) -> None:
 
 def _opener(path: Path) -> Callable[[], IO[bytes]]:
     return lambda: path.open("rb")
-
-
-def _member_opener(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Callable[[], IO[bytes]]:
-    def open_member() -> IO[bytes]:
-        stream = archive.extractfile(member)
-        assert stream is not None  # only a member that is no regular file gives None
-        return stream
-
-    return open_member
 
 
 def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
@@ -218,6 +194,7 @@ def _copy(offer: _Offer, target: Path) -> None:
             stream = offer.open()
         except _UNREADABLE as error:
             raise DataError(f"{offer.path} cannot be read: {_words(error)}.") from None
+        assert stream
         with stream:
             plain = gzip.GzipFile(fileobj=stream) if offer.path.suffix == ".gz" else stream
             while True:

@@ -14,10 +14,10 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from clusterddp.errors import DataError
 
@@ -44,14 +44,6 @@ _KNOWN_FORMS = re.compile(r"(train|t10k)-(images[-.]idx3|labels[-.]idx1)-ubyte(\
 _SUM_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
-class Counts(NamedTuple):
-    """Sizes of a complete set."""
-
-    train_images: int
-    test_images: int
-    bytes: int
-
-
 def image_header(count: int) -> bytes:
     return struct.pack(">4I", _IMAGES_MAGIC, count, SIDE, SIDE)
 
@@ -67,10 +59,11 @@ def standard_name(name: str) -> str | None:
     return name.removesuffix(".gz").replace(".idx", "-idx")
 
 
-def inspect(raw: Path) -> Counts:
+def inspect(raw: Path) -> tuple[int, int, int]:
     """Check each file's header against its size, and the files against each other.
 
-    Reads 16 bytes of each file. Raises DataError for a fault and OSError for an unreadable file.
+    Reads 16 bytes of each file. Returns the numbers of training and test images, and the bytes of
+    all files. Raises DataError for a fault and OSError for an unreadable file.
     """
     counts = {name: _count_in(raw / name) for name in FILES}
     for images, labels in ((TRAIN_IMAGES, TRAIN_LABELS), (TEST_IMAGES, TEST_LABELS)):
@@ -80,13 +73,14 @@ def inspect(raw: Path) -> Counts:
                 "labels; they do not belong together."
             )
     size = sum((raw / name).stat().st_size for name in FILES)
-    return Counts(counts[TRAIN_IMAGES], counts[TEST_IMAGES], size)
+    return counts[TRAIN_IMAGES], counts[TEST_IMAGES], size
 
 
 def _count_in(path: Path) -> int:
     """Count the images or labels in one file, once its header and its size agree."""
-    images = "images" in path.name
-    magic, length = (_IMAGES_MAGIC, 16) if images else (_LABELS_MAGIC, 8)
+    kind, magic, length, item = "labels", _LABELS_MAGIC, 8, 1
+    if "images" in path.name:
+        kind, magic, length, item = "images", _IMAGES_MAGIC, 16, SIDE * SIDE
     size = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(length)
@@ -100,34 +94,22 @@ def _count_in(path: Path) -> int:
     if first != magic:
         raise DataError(
             f"{path.name} starts with {first:#010x}, but an IDX file of "
-            f"{'images' if images else 'labels'} with {magic:#010x}; it is some other file."
+            f"{kind} with {magic:#010x}; it is some other file."
         )
-    if images and shape != [SIDE, SIDE]:
+    if kind == "images" and shape != [SIDE, SIDE]:
         raise DataError(
             f"{path.name} holds images of {shape[0]}x{shape[1]} pixels; "
             f"the models take {SIDE}x{SIDE}."
         )
     if count == 0:
-        raise DataError(
-            f"{path.name} is empty: its header says 0 {'images' if images else 'labels'}."
-        )
-    expected: int = length + count * (SIDE * SIDE if images else 1)
+        raise DataError(f"{path.name} is empty: its header says 0 {kind}.")
+    expected: int = length + count * item
     if size != expected:
         raise DataError(
             f"{path.name} is {'truncated' if size < expected else 'too long'}: {size:,} bytes, "
-            f"but its header, which says {count:,} {'images' if images else 'labels'}, "
-            f"makes it {expected:,}."
+            f"but its header, which says {count:,} {kind}, makes it {expected:,}."
         )
     return int(count)
-
-
-def content(path: Path) -> bytearray:
-    """Read all images or labels of a file that `inspect` has passed, a byte a pixel or label."""
-    with path.open("rb") as file:
-        file.seek(16 if "images" in path.name else 8)
-        data = bytearray(path.stat().st_size - file.tell())
-        file.readinto(data)
-    return data
 
 
 def check_labels(raw: Path) -> None:
@@ -153,11 +135,7 @@ def digest(path: Path) -> str:
 
 def read_sums(raw: Path) -> dict[str, str]:
     """Return the recorded digests by file name; empty without a record."""
-    try:
-        lines = (raw / SUMS).read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return {}
-    matches = (_SUM_LINE.fullmatch(line.strip()) for line in lines)
+    matches = (_SUM_LINE.fullmatch(line.strip()) for line in _record(raw))
     return {match[2]: match[1] for match in matches if match and match[2] in FILES}
 
 
@@ -169,15 +147,17 @@ def write_sums(raw: Path, comment: str) -> None:
 
 def read_comment(raw: Path) -> str:
     """Return the comment that `write_sums` left, or an empty one."""
-    try:
-        first, _, _ = (raw / SUMS).read_text(errors="replace").partition("\n")
-    except FileNotFoundError:
-        return ""
+    first = next(iter(_record(raw)), "")
     return first.removeprefix("# ") if first.startswith("# ") else ""
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
+def _record(raw: Path) -> list[str]:
+    """Read the lines that `write_sums` left, or none."""
+    try:
+        return (raw / SUMS).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+
 
 PUBLISHED = {
     TRAIN_IMAGES: "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
@@ -311,31 +291,10 @@ def rendered_by(dataset: str, data_dir: str) -> str:
     )
 
 
-def load(dataset: str, data_dir: str, *, train: bool) -> tuple["Tensor", "Tensor"]:
-    """Load the set in place: pixels (N, 28, 28) of 0 to 255, uint8, and labels (N,), int64.
-
-    Importing torchvision to read them would take longer than a short training. Raises DataError
-    when the set is missing or damaged, as on a node without the shared folder.
-    """
-    import torch
-
-    raw = check(dataset, data_dir, checksums=False).root / RAW
-    images, labels = TRAIN_FILES if train else TEST_FILES
-    try:
-        pixels, digits = content(raw / images), content(raw / labels)
-    except OSError as error:
-        raise unreadable(raw, error) from None
-    shape = (-1, SIDE, SIDE)
-    return (
-        torch.frombuffer(pixels, dtype=torch.uint8).view(shape),
-        torch.frombuffer(digits, dtype=torch.uint8).long(),
-    )
-
-
 def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
     """Return torchvision's MNIST over the set in place: normalised (1, 28, 28) tensors, labels.
 
-    Raises DataError as `load` does, and where torchvision is missing.
+    Raises DataError as `check` does, and where torchvision is missing.
     """
     root = check(dataset, data_dir, checksums=False).root
     legacy = root / "MNIST" / "processed"
@@ -352,14 +311,8 @@ def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
             f"--data-pipeline loader needs torchvision, which cannot be imported: {error}. Install "
             "it (python -m pip install torchvision), or use --data-pipeline memory."
         ) from None
-    return datasets.MNIST(
-        root=str(root),
-        train=train,
-        download=False,
-        transform=transforms.Compose(
-            [transforms.ToTensor(), transforms.Normalize((PIXEL_MEAN,), (PIXEL_STD,))]
-        ),
-    )
+    steps = [transforms.ToTensor(), transforms.Normalize((PIXEL_MEAN,), (PIXEL_STD,))]
+    return datasets.MNIST(str(root), train=train, transform=transforms.Compose(steps))
 
 
 def ways(dataset: str, data_dir: str, *, may_fetch: bool = True) -> str:
@@ -447,19 +400,15 @@ def draft_beside(root: Path) -> Iterator[Path]:
         if draft:
             shutil.rmtree(draft, ignore_errors=True)
         for place in (home, *([root] if made_root else [])):
-            try:
+            with suppress(OSError):
                 place.rmdir()  # only what was left empty, after a failure
-            except OSError:
-                pass
 
 
 def _make_draft(home: Path) -> Path:
     for _ in range(100):
         home.mkdir(parents=True, exist_ok=True)
-        try:
+        with suppress(FileNotFoundError):  # another process failed and took it away, being empty
             return Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=home))
-        except FileNotFoundError:
-            pass  # another process failed just now and took the empty folder away
     raise OSError(f"{home} vanishes as often as it is made")
 
 

@@ -7,15 +7,14 @@ first rank's /proc entry, which only the same user can. Reading begins before to
 
 import fcntl
 import hashlib
+import itertools
 import mmap
 import os
-import socket
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clusterddp.data import mnist
 from clusterddp.errors import DataError
@@ -24,6 +23,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _HEADER_BYTES = {True: 16, False: 8}  # in a file of images, of labels
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Place of a dataset in the memory of another process of this node."""
+
+    pid: int
+    handle: int
+    """Descriptor of the memory in that process."""
+    file: tuple[int, ...]
+    """Device and inode, by which the memory is recognised."""
+    sizes: tuple[int, ...]
 
 
 @dataclass
@@ -44,38 +55,26 @@ class Held:
         for name in mnist.TRAIN_FILES if train else mnist.TEST_FILES:
             place = mnist.FILES.index(name)
             header = _HEADER_BYTES["images" in name]
+            begin, count = sum(self.sizes[:place]) + header, self.sizes[place] - header
             tensors.append(
-                torch.frombuffer(
-                    self.memory,
-                    dtype=torch.uint8,
-                    offset=sum(self.sizes[:place]) + header,
-                    count=self.sizes[place] - header,
-                )
+                torch.frombuffer(self.memory, dtype=torch.uint8, offset=begin, count=count)
             )
         pixels, labels = tensors
         return pixels.view(-1, mnist.SIDE, mnist.SIDE), labels.long()
 
     def digest(self) -> str:
         """Return what `mnist.fingerprint` does of the files."""
-        begin, digests = 0, []
-        with memoryview(self.memory) as content:
-            for size in self.sizes:
-                with content[begin : begin + size] as file:
-                    digests.append(hashlib.sha256(file).hexdigest())
-                begin += size
-        return hashlib.sha256("".join(digests).encode()).hexdigest()
+        content, ends = memoryview(self.memory), itertools.accumulate(self.sizes)
+        files = (content[end - size : end] for size, end in zip(self.sizes, ends, strict=True))
+        digests = "".join(hashlib.sha256(file).hexdigest() for file in files)
+        return hashlib.sha256(digests.encode()).hexdigest()
 
-    def offer(self) -> dict[str, Any]:
-        """Return what another rank of this node needs to map it; empty where it cannot."""
+    def offer(self) -> Offer | None:
+        """Return what another rank of this node needs to map it; None where it cannot."""
         if self.handle is None:
-            return {}
+            return None
         status = os.fstat(self.handle)
-        return {
-            "pid": os.getpid(),
-            "handle": self.handle,
-            "file": [status.st_dev, status.st_ino],
-            "sizes": list(self.sizes),
-        }
+        return Offer(os.getpid(), self.handle, (status.st_dev, status.st_ino), self.sizes)
 
     def close(self) -> None:
         """Withdraw the offer; tensors keep the memory that they need."""
@@ -99,7 +98,7 @@ class Reading:
     def held(self) -> Held:
         """Wait for the dataset; where reading it failed, read again, as it may be there now.
 
-        Raises DataError as `mnist.load` does.
+        Raises DataError as `read` does.
         """
         self._thread.join()
         if self._held is None:
@@ -131,20 +130,19 @@ def read(dataset: str, data_dir: str) -> Held:
         raise mnist.unreadable(raw, error) from None
 
 
-def take(offer: Mapping[str, Any]) -> Held:
+def take(offer: Offer | None) -> Held:
     """Map what another rank of this node offers; raises OSError or ValueError where it cannot."""
-    if not offer:
+    if offer is None:
         raise ValueError("it could not be put into memory that ranks can share")
-    sizes = tuple(int(size) for size in offer["sizes"])
-    place = f"/proc/{int(offer['pid'])}/fd/{int(offer['handle'])}"
     # The descriptor of another process can be anything, even a pipe that nobody writes to.
-    handle = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
+    handle = os.open(f"/proc/{offer.pid}/fd/{offer.handle}", os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(handle)
         # In a PID namespace of this task's own the number names another process.
-        if [status.st_dev, status.st_ino] != offer["file"] or status.st_size != sum(sizes):
+        is_it = (status.st_dev, status.st_ino) == offer.file
+        if not is_it or status.st_size != sum(offer.sizes):
             raise ValueError("its process id is another process's here")
-        return Held(_mapped(handle, status.st_size), sizes)
+        return Held(_mapped(handle, status.st_size), offer.sizes)
     finally:
         os.close(handle)
 
@@ -184,17 +182,5 @@ def _mapped(handle: int, size: int) -> mmap.mmap:
 
 
 def _read(raw: Path) -> Held:
-    memory, sizes = bytearray(), []
-    for name in mnist.FILES:
-        content = (raw / name).read_bytes()
-        memory += content
-        sizes.append(len(content))
-    return Held(memory, tuple(sizes))
-
-
-def why_alone(error: Exception, rank: int) -> str:
-    """Build the log line of a rank that has to read the files itself."""
-    return (
-        f"rank {rank} on {socket.gethostname()} reads the dataset itself, as it cannot map the "
-        f"copy of its node's first rank: {error}"
-    )
+    contents = [(raw / name).read_bytes() for name in mnist.FILES]
+    return Held(bytearray().join(contents), tuple(map(len, contents)))

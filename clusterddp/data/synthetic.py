@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp import log
 from clusterddp.data import mnist
-from clusterddp.data.mnist import (
-    DatasetInfo,
-    check,
-    draft_beside,
-    folder,
-    missing_files,
-    put_into_place,
-)
+from clusterddp.data.mnist import DatasetInfo
 from clusterddp.errors import DataError
 from clusterddp.request.options import COUNT
 
@@ -41,11 +34,7 @@ _CHUNK = 2_000  # images rendered at once: about 20 MB, whatever the count. Part
 
 
 def synthesise(
-    data_dir: str,
-    *,
-    train_images: int = 60_000,
-    test_images: int = 10_000,
-    seed: int = 0,
+    data_dir: str, *, train_images: int = 60_000, test_images: int = 10_000, seed: int = 0
 ) -> DatasetInfo:
     """Render a set into data_dir/synthetic, checked and moved into place whole.
 
@@ -54,19 +43,19 @@ def synthesise(
     """
     COUNT.check("--train-images", train_images)
     COUNT.check("--test-images", test_images)
-    root = folder("synthetic", data_dir)
+    root = mnist.folder("synthetic", data_dir)
     asked = f"{train_images} and {test_images}, seed {seed}, generator {GENERATOR}"
     recipe = f"clusterddp synthetic digits, {asked}"
-    if len(missing_files(root)) < len(mnist.FILES):
-        return _as_asked(check("synthetic", data_dir, checksums=True), recipe)
-    with draft_beside(root) as draft:
+    if len(mnist.missing_files(root)) < len(mnist.FILES):
+        return _as_asked(mnist.check("synthetic", data_dir, checksums=True), recipe)
+    with mnist.draft_beside(root) as draft:
         raw = draft / mnist.RAW
         log.info(f"rendering {train_images:,} and {test_images:,} digits into {root / mnist.RAW}")
         _write_split(raw / mnist.TRAIN_IMAGES, raw / mnist.TRAIN_LABELS, train_images, [seed, 0])
         _write_split(raw / mnist.TEST_IMAGES, raw / mnist.TEST_LABELS, test_images, [seed, 1])
         mnist.write_sums(raw, recipe)
-        put_into_place(draft, root)
-    return check("synthetic", data_dir, checksums=True)
+        mnist.put_into_place(draft, root)
+    return mnist.check("synthetic", data_dir, checksums=True)
 
 
 def _as_asked(info: DatasetInfo, recipe: str) -> DatasetInfo:

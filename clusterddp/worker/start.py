@@ -283,8 +283,9 @@ def obtain(
             held = reading.held() if reading else None
         except DataError as error:
             fault = error
-        offer = {"error": str(fault)} if fault else held.offer() if held else {}
-        rendezvous.put(store, key, offer)
+        offer = held.offer() if held else None
+        said = {"error": str(fault)} if fault else dataclasses.asdict(offer) if offer else {}
+        rendezvous.put(store, key, said)
     dist.barrier()
     if fault:  # only now: the others would wait here for this rank
         raise fault
@@ -316,22 +317,25 @@ def _in_turn(sets: OwnSets, env: DistEnv, store: RunStore, key: str) -> None:
     if fault:  # only now: the others would wait here for this rank
         raise fault
     if env.local_rank:
-        _offer_of_first(store, env, key)
+        _said_by_first(store, env, key)
         sets.load()
 
 
 def _take(config: TrainConfig, env: DistEnv, store: RunStore, key: str) -> shared_memory.Held:
-    offer = _offer_of_first(store, env, key)
+    offer = files.load(shared_memory.Offer, _said_by_first(store, env, key))
     try:
         return shared_memory.take(offer)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        log.info(shared_memory.why_alone(error, env.rank))
+    except (OSError, ValueError) as error:
+        log.info(
+            f"rank {env.rank} on {socket.gethostname()} reads the dataset itself, as it cannot map "
+            f"the copy of its node's first rank: {error}"
+        )
         return shared_memory.read(config.dataset, config.data_dir)
 
 
-def _offer_of_first(store: RunStore, env: DistEnv, key: str) -> dict[str, Any]:
-    """Return the offer of this node's first rank; raises PeerError where it has failed."""
-    offer = rendezvous.ask(store, env, key, "the offer of its node's first rank") or {}
-    if "error" in offer:
-        raise PeerError(f"the first rank of this node has no dataset: {offer['error']}")
-    return dict(offer)
+def _said_by_first(store: RunStore, env: DistEnv, key: str) -> Mapping[str, object]:
+    """Return what this node's first rank has told; raises PeerError where it has failed."""
+    told = rendezvous.ask(store, env, key, "the offer of its node's first rank") or {}
+    if "error" in told:
+        raise PeerError(f"the first rank of this node has no dataset: {told['error']}")
+    return told

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from clusterddp.data import mnist
+from clusterddp.data import mnist, shared_memory
 from clusterddp.data.loader import Images, Loaded, as_images, evaluation_order, training_order
 from tests.training.trainings import generator_states
+
+CPU = torch.device("cpu")
+
+
+def in_memory(synthetic_dir: Path) -> Images:
+    held = shared_memory.read("synthetic", str(synthetic_dir))
+    return Images(*held.tensors(train=True), CPU)
 
 
 def test_a_batch_holds_the_very_values_of_the_datasets_own_transform(synthetic_dir: Path) -> None:
     dataset = mnist.torchvision_set("synthetic", str(synthetic_dir), train=True)
-    images = Images(*mnist.load("synthetic", str(synthetic_dir), train=True), torch.device("cpu"))
+    images = in_memory(synthetic_dir)
     indices = torch.tensor([3, 1999, 0])
     [(pixels, labels)] = images.batches(indices, 7)
     assert len(images) == len(dataset)
@@ -118,9 +125,6 @@ def test_at_the_end_of_an_epoch_no_batch_is_left() -> None:
     assert list(images.batches(rest, 7)) == []
 
 
-CPU = torch.device("cpu")
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_it_gives_the_batches_that_are_kept_in_memory_too(
     synthetic_dir: Path, workers: int
@@ -128,7 +132,7 @@ def test_it_gives_the_batches_that_are_kept_in_memory_too(
     loaded = Loaded(
         mnist.torchvision_set("synthetic", str(synthetic_dir), train=True), CPU, workers
     )
-    kept = Images(*mnist.load("synthetic", str(synthetic_dir), train=True), CPU)
+    kept = in_memory(synthetic_dir)
     order = torch.randperm(100)[:75]
     ours, theirs = list(loaded.batches(order, 20)), list(kept.batches(order, 20))
     assert [len(labels) for _, labels in ours] == [20, 20, 20, 15]

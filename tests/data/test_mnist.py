@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from clusterddp.data import mnist
 from clusterddp.data.download import import_from
-from clusterddp.data.mnist import PUBLISHED, check, ensure, folder, load, torchvision_set
+from clusterddp.data.mnist import PUBLISHED, check, ensure, folder, torchvision_set
 from clusterddp.data.synthetic import synthesise
 from clusterddp.errors import DataError
 from tests.data.made_sets import NOBODY, gzipped, resized
@@ -200,7 +199,7 @@ def test_checking_imports_neither_torch_nor_numpy(small: Path) -> None:
     assert ran.stdout == "[]\n"
 
 
-# --- ensure and load -----------------------------------------------------------------------
+# --- ensure and torchvision_set -------------------------------------------------------------
 
 
 def test_ensure_renders_a_synthetic_set_that_is_missing(
@@ -260,28 +259,13 @@ def test_processes_that_ensure_at_once_all_get_one_whole_set(tmp_path: Path) -> 
     assert [path.name for path in Path(place, "synthetic", "MNIST").iterdir()] == ["raw"]
 
 
-def test_load_gives_what_torchvision_reads(synthetic_dir: Path) -> None:
-    for train, count in ((True, 2_000), (False, 500)):
-        pixels, labels = load("synthetic", str(synthetic_dir), train=train)
-        theirs = torchvision_set("synthetic", str(synthetic_dir), train=train)
-        assert pixels.shape == (count, 28, 28)
-        assert torch.equal(pixels, theirs.data)
-        assert torch.equal(labels, theirs.targets)
-
-
-def test_load_needs_no_torchvision(synthetic_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loader_needs_torchvision(synthetic_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    load("synthetic", str(synthetic_dir), train=False)
     with pytest.raises(DataError, match="--data-pipeline loader needs torchvision"):
         torchvision_set("synthetic", str(synthetic_dir), train=False)
 
 
-def test_load_names_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="mnist dataset is missing"):
-        load("mnist", str(tmp_path), train=True)
-
-
-def test_load_refuses_what_an_old_torchvision_cached(small: Path) -> None:
+def test_the_loader_refuses_what_an_old_torchvision_cached(small: Path) -> None:
     legacy = small / "synthetic" / "MNIST" / "processed"
     legacy.mkdir()
     for name in ("training.pt", "test.pt"):

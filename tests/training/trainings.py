@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.checkpoints import state
-from clusterddp.data import mnist, rng
+from clusterddp.data import rng, shared_memory
 from clusterddp.data.loader import Images
 from clusterddp.distributed.agreement import Hello
 from clusterddp.models import nets
@@ -149,7 +149,7 @@ def after(ours: Training, at: int, act: Callable[[], object]) -> None:
 
 @functools.cache
 def _images(data_dir: str, train: bool) -> Images:
-    return Images(*mnist.load("synthetic", data_dir, train=train), CPU)
+    return Images(*shared_memory.read("synthetic", data_dir).tensors(train=train), CPU)
 
 
 def generator_states() -> Tensor:
