@@ -30,7 +30,7 @@ def local(**fields: Any) -> Event:
 
 
 def said(state: State, reason: str = "") -> JobState:
-    return JobState(state, reason, source="squeue")
+    return JobState(state, reason)
 
 
 def begun(number: int, job_id: str = "7", restart: int = 0, **fields: Any) -> Event:

@@ -30,8 +30,13 @@ from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.restart_policy import Policy, Start
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
-from clusterddp.slurm.client import check_expedite, explained, submission_environment
-from clusterddp.slurm.own_job import Ending, ending
+from clusterddp.slurm.client import (
+    Ending,
+    check_expedite,
+    ending,
+    explained,
+    submission_environment,
+)
 
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Set by the script: the number of this attempt."""

@@ -25,12 +25,7 @@ from clusterddp.run.restart_policy import Policy, Start, decide, gained, starts_
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.verdict import judge, stop_asked
 from clusterddp.slurm import client as slurm
-from clusterddp.slurm.client import sbatch
-from clusterddp.slurm.own_job import (
-    Ending,
-    ending,
-    requeued_after_grace,
-)
+from clusterddp.slurm.client import Ending, ending, requeued_after_grace, sbatch
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -271,7 +266,7 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
     def requeued() -> None:
         _record(run, events.Requeued, job_id=job_id, attempt=attempt.number, why=why)
 
-    if why == restart_policy.PREEMPTED and _slurm_requeues(own_name(os.environ, job_id)):
+    if why == restart_policy.PREEMPTED and requeued_after_grace(own_name(os.environ, job_id)):
         requeued()
         log.info(f"{why}: Slurm puts job {job_id} back into the queue")
         _heed_withdrawal(run, job_id, job_id)
@@ -292,13 +287,6 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
     log.info(f"{why}: job {job_id} is back in the queue")
     _heed_withdrawal(run, job_id, job_id)
     return True
-
-
-def _slurm_requeues(name: str) -> bool:
-    try:
-        return requeued_after_grace(name)
-    except SlurmError:
-        return False
 
 
 class _Cancelled(ClusterDDPError):
@@ -393,7 +381,7 @@ def _let_job_end(run: RunDir, job_id: str, *, preempted: bool) -> None:
         return
     name = own_name(os.environ, job_id)
     try:
-        if (preempted and _slurm_requeues(name)) or run.load_spec().requeue == EXPEDITE:
+        if (preempted and requeued_after_grace(name)) or run.load_spec().requeue == EXPEDITE:
             slurm.forbid_requeue(name)
     except ClusterDDPError as error:
         log.info(str(error))
@@ -415,11 +403,7 @@ def _give_up(attempt: Attempt, job_id: str, why: str, error: Exception) -> None:
 
 def _warn_of_requeue_exit(run: RunDir, exit_code: int) -> None:
     """Say so where this cluster requeues a job because of the code with which this one ends."""
-    try:
-        settings = slurm.requeue_exits()
-    except SlurmError:
-        return
-    for setting in settings:
+    for setting in slurm.requeue_exits():
         if slurm.lists_exit_code(setting, exit_code):
             log.info(
                 f"warning: slurm.conf has {setting}: Slurm requeues the job for its "

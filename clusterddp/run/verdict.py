@@ -17,7 +17,7 @@ from clusterddp.run.outcome import failure_of, first_failure, first_killed, read
 from clusterddp.run.records import LastWord, Report
 from clusterddp.run.restart_policy import gained, starts_since_submission
 from clusterddp.run.run_dir import RunDir
-from clusterddp.slurm.own_job import Ending, ending
+from clusterddp.slurm.client import Ending, ending
 
 _ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
 # srun's lines stand at the log's end; a set-up can have written a great deal before them.

@@ -1,4 +1,7 @@
-"""Calls of Slurm's commands: sbatch, questions about jobs and the site, changes to a job."""
+"""Calls of Slurm's commands: sbatch, questions about jobs and the site, changes to a job.
+
+A process inside a job asks here, too, why its job ends, and how long it still has.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.slurm.forms import NONCE_VARIABLE, RANK_VARIABLES
+from clusterddp.slurm.forms import NONCE_VARIABLE, RANK_VARIABLES, time_seconds
 from clusterddp.slurm.states import JobState, State, other_word, parse_exit_code, parse_state
 
 if TYPE_CHECKING:
@@ -36,14 +40,14 @@ SBATCH_SECONDS = 60.0
 """Bound on sbatch; its own MessageTimeout is 10 s, and some sites set it to 60."""
 LOOKUP_PAUSES_SECONDS = (0.0, 2.0, 5.0)
 """Waits before each look for a job whose sbatch gave no answer: it can be queued a little later."""
-_EXPEDITE_SINCE = (25, 11)
-"""First release whose sbatch takes --requeue=expedite (its release notes)."""
 # Words of getopt, and so of sbatch, for an option that another release has.
 _NO_SUCH_OPTION = re.compile(r"unrecognized option|doesn't allow an argument|invalid option")
 _PARSABLE = re.compile(r"(\d+)(?:;\S+)?")
 COMPLETION_SECONDS = 3.0
 MOST_SCONTROL_CALLS = 8
 """scontrol shows one job a call; it only adds the exit code of a job that recorded none."""
+# Of a folder that may not be searched, or of a file that may not be run, execve(2) says EACCES.
+_NOT_ON_PATH = (FileNotFoundError, PermissionError)
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 _REQUEUE_EXIT = re.compile(r"^(RequeueExit(?:Hold)?)\s*=\s*([\d,-]+)\s*$", re.MULTILINE)
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
@@ -68,7 +72,7 @@ def sbatch(script: str, environ: Mapping[str, str], *, comment: str) -> str:
     started = time.time()
     try:
         answer = call(["sbatch", "--parsable"], environ, SBATCH_SECONDS, stdin=script)
-    except FileNotFoundError:
+    except _NOT_ON_PATH:
         raise RequestError(
             "no sbatch on PATH: this machine has no Slurm. Submit from a login node of a cluster, "
             "use --launcher local to rehearse the run here, or --dry-run to see its script."
@@ -112,12 +116,14 @@ def outlook(script: str, environ: Mapping[str, str]) -> tuple[bool, str]:
 
 
 def check_expedite(environ: Mapping[str, str]) -> None:
-    """Refuse --requeue=expedite where Slurm is too old for it; raises RequestError."""
-    here = version(environ)
-    if here and not reaches(here, _EXPEDITE_SINCE):
-        since = "{}.{:02}".format(*_EXPEDITE_SINCE)
+    """Refuse --requeue=expedite where Slurm is too old for it; raises RequestError.
+
+    25.11 is the first release whose sbatch takes it (its release notes).
+    """
+    here = _version(environ)
+    if here and not _reaches(here, (25, 11)):
         raise RequestError(
-            f"--requeue=expedite came with Slurm {since}; this is Slurm {here}. Use --requeue."
+            f"--requeue=expedite came with Slurm 25.11; this is Slurm {here}. Use --requeue."
         )
 
 
@@ -127,7 +133,7 @@ def explained(words: str, script: str, environ: Mapping[str, str]) -> str:
     An option that this release lacks gets the release; an expedited requeue that the site has
     switched off (seen on 26.05: "not supported on this system") the setting that allows it.
     """
-    if _NO_SUCH_OPTION.search(words) and (here := version(environ)):
+    if _NO_SUCH_OPTION.search(words) and (here := _version(environ)):
         return f"{words} (this is Slurm {here})"
     if "not supported on this system" in words and "--requeue=expedite" in script:
         return (
@@ -143,12 +149,8 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(started - 120))
     for pause in LOOKUP_PAUSES_SECONDS:
         time.sleep(pause)  # the controller may still be working on the submission
-        try:
-            argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
-            answer = ask(argv, environ)
-        except SlurmError:
-            continue
-        rows = [line.split("|", 2) for line in answer.stdout.splitlines()]
+        argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
+        rows = [line.split("|", 2) for line in _answer(argv, environ).splitlines()]
         ids = [row[0] for row in rows if len(row) == 3 and row[1] >= since and row[2] == comment]
         if ids:
             return max(ids, key=lambda job_id: int(re.sub(r"\D.*", "", job_id) or 0))
@@ -182,37 +184,29 @@ def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> d
 
 def partitions(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the names of the partitions; none where no Slurm answers quickly."""
-    try:
-        answer = ask(["sinfo", "-h", "-o", "%R"], environ, COMPLETION_SECONDS)
-    except SlurmError:
-        return []
-    return list(dict.fromkeys(answer.stdout.split())) if answer.returncode == 0 else []
+    names = _answer(["sinfo", "-h", "-o", "%R"], environ, COMPLETION_SECONDS)
+    return list(dict.fromkeys(names.split()))
 
 
-def version(environ: Mapping[str, str] | None) -> str:
+def _version(environ: Mapping[str, str]) -> str:
     """Return the version of sbatch, `22.05.8`; empty where it cannot be told."""
-    try:
-        answer = ask(["sbatch", "--version"], environ)
-    except SlurmError:
-        return ""
-    number = re.search(r"\d+\.\d+(?:\.\d+)?", answer.stdout)
+    number = re.search(r"\d+\.\d+(?:\.\d+)?", _answer(["sbatch", "--version"], environ))
     return number[0] if number else ""
 
 
-def reaches(version: str, first: tuple[int, int]) -> bool:
+def _reaches(version: str, first: tuple[int, int]) -> bool:
     """Return whether a version, such as `22.05.8`, is of that release or a later one."""
     year, month = version.split(".")[:2]
     return (int(year), int(month)) >= first
 
 
-def requeue_exits(environ: Mapping[str, str] | None = None) -> list[str]:
+def requeue_exits() -> list[str]:
     """Return slurm.conf's RequeueExit and RequeueExitHold as written there: `RequeueExit=1-9,18`.
 
-    They list exit codes for which Slurm requeues a job. Raises SlurmError where Slurm could not be
-    asked.
+    They list exit codes for which Slurm requeues a job; none where Slurm could not be asked.
     """
-    answer = ask(["scontrol", "show", "config"], environ)
-    return [f"{name}={codes}" for name, codes in _REQUEUE_EXIT.findall(answer.stdout)]
+    config = _answer(["scontrol", "show", "config"])
+    return [f"{name}={codes}" for name, codes in _REQUEUE_EXIT.findall(config)]
 
 
 def lists_exit_code(setting: str, exit_code: int) -> bool:
@@ -231,19 +225,16 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[s
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
         raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
     jobs: dict[str, JobState] = {}
-    exact: set[str] = set()
+    arrays: dict[str, JobState] = {}
     for line in answer.stdout.splitlines():
-        names, bar, rest = line.partition("|")
-        state, second_bar, rest = rest.partition("|")
-        reason, _, comment = rest.partition("|")
-        if not (bar and second_bar):
+        names, state, reason, comment = [*line.split("|", 3), "", "", ""][:4]
+        if not state:
             continue  # `CLUSTER: name` of a multi-cluster squeue, or a site's remark
         name, _, raw_id = names.partition(" ")
         array, underscore, _ = name.partition("_")
         job = JobState(
             parse_state(state),
             _reason(reason),
-            source="squeue",
             comment=_reason(comment),
             element=name if underscore else "",
             word=other_word(state),
@@ -252,13 +243,10 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[s
         job_id = raw_id if raw_id in job_ids else name
         if job_id in job_ids:
             jobs[job_id] = job
-            exact.add(job_id)
-            continue
-        # The job is the array, which is as alive as its liveliest element.
-        livelier = array not in jobs or jobs[array].state.is_final
-        if array in job_ids and array not in exact and livelier:
-            jobs[array] = replace(job, element="")
-    return jobs
+        elif array in job_ids and (array not in arrays or arrays[array].state.is_final):
+            # The job is the array, which is as alive as its liveliest element.
+            arrays[array] = replace(job, element="")
+    return arrays | jobs
 
 
 def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str] | None) -> None:
@@ -273,25 +261,19 @@ def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str] | None
         # The state is squeue's: a job name with " JobState=" in it stands before the real one here.
         if answer.returncode == 0 and record:
             code = parse_exit_code(record["exit_code"])
-            jobs[job_id] = replace(jobs[job_id], exit_code=code, source="scontrol")
+            jobs[job_id] = replace(jobs[job_id], exit_code=code)
 
 
 def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
     """Return the jobs that accounting remembers; none where it is off, as on many sites."""
     fields = ["-P", "-n", "-D", "-X", "-j", ",".join(job_ids), "-o", "JobIDRaw,State,ExitCode"]
-    try:
-        answer = ask(["sacct", *fields], environ)
-    except SlurmError:
-        return {}
     jobs: dict[str, JobState] = {}
-    if answer.returncode == 0:
-        for line in answer.stdout.splitlines():
-            job_id, _, rest = line.partition("|")
-            state, _, exit_code = rest.partition("|")
-            if job_id in job_ids:  # requeues repeat the id: the last row is the latest
-                word = parse_state(state)
-                code = parse_exit_code(exit_code, "sacct") if word.is_final else None
-                jobs[job_id] = JobState(word, "", code, "sacct", word=other_word(state))
+    for line in _answer(["sacct", *fields], environ).splitlines():
+        job_id, state, exit_code = [*line.split("|", 2), "", ""][:3]
+        if job_id in job_ids:  # requeues repeat the id: the last row is the latest
+            word = parse_state(state)
+            code = parse_exit_code(exit_code, "sacct") if word.is_final else None
+            jobs[job_id] = JobState(word, exit_code=code, word=other_word(state))
     return jobs
 
 
@@ -310,7 +292,7 @@ def ask(
     argv: Sequence[str],
     environ: Mapping[str, str] | None = None,
     seconds: float | None = None,
-    stdin: str | None = None,
+    stdin: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that shows, tries or cancels jobs.
 
@@ -325,7 +307,7 @@ def ask(
     plain = {n: v for n, v in environ.items() if not n.startswith(_QUERY_PREFIXES)}
     try:
         answer = call(argv, plain, seconds, stdin)
-    except FileNotFoundError:
+    except _NOT_ON_PATH:
         raise SlurmError(f"no {argv[0]} on PATH: this machine has no Slurm") from None
     except OSError as error:
         raise SlurmError(f"{argv[0]} does not start: {error.strerror}") from None
@@ -339,16 +321,27 @@ def ask(
     return answer
 
 
+def _answer(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, seconds: float | None = None
+) -> str:
+    """Return what a command prints, as `ask` runs it; nothing where it fails."""
+    try:
+        answer = ask(argv, environ, seconds)
+    except SlurmError:
+        return ""
+    return "" if answer.returncode else answer.stdout
+
+
 def call(
-    argv: Sequence[str], environ: Mapping[str, str], seconds: float, stdin: str | None = None
+    argv: Sequence[str], environ: Mapping[str, str], seconds: float, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as from a login shell; raises what subprocess.run does."""
     import subprocess
 
-    return subprocess.run(
-        [_program(argv[0], environ), *argv[1:]],
+    return subprocess.run(  # which looks for it on the PATH of `env`, not of this process
+        argv,
         env=submission_environment(environ),
-        input=stdin if stdin is not None else "",
+        input=stdin,
         capture_output=True,
         encoding="utf-8",
         errors="replace",
@@ -362,35 +355,26 @@ def cancel(job_id: str, environ: Mapping[str, str] | None = None) -> None:
 
     Raises SlurmError with scancel's own words.
     """
-    argv = ["scancel", job_id]
-    answer = ask(argv, environ)
-    if answer.returncode:
-        raise _refusal(argv, answer)
+    _change(["scancel", job_id], environ)
 
 
-def signal_script(job_id: str, environ: Mapping[str, str] | None = None) -> None:
+def signal_script(job_id: str) -> None:
     """Send USR1 to a job's batch script alone. Raises SlurmError with scancel's own words."""
-    argv = ["scancel", "--batch", "--signal=USR1", job_id]
-    answer = ask(argv, environ)
     # For a job that does not run, scancel complains and may yet exit with 0.
-    if answer.returncode or "error" in answer.stderr.lower():
-        raise _refusal(argv, answer)
+    _change(["scancel", "--batch", "--signal=USR1", job_id], may_complain=False)
 
 
-def forbid_requeue(job_id: str, environ: Mapping[str, str] | None = None) -> None:
+def forbid_requeue(job_id: str) -> None:
     """Forbid Slurm to requeue a job. Raises SlurmError with scontrol's own words."""
-    argv = ["scontrol", "update", f"JobId={job_id}", "Requeue=0"]
-    answer = ask(argv, environ)
-    if answer.returncode:
-        raise _refusal(argv, answer)
+    _change(["scontrol", "update", f"JobId={job_id}", "Requeue=0"])
 
 
-def requeue(job_id: str, environ: Mapping[str, str] | None = None) -> None:
+def requeue(job_id: str) -> None:
     """Put a job back into the queue; one that is there already stays.
 
     Raises RequeueRefused where that is not allowed, SlurmError where Slurm does not answer.
     """
-    answer = ask(["scontrol", "requeue", job_id], environ)
+    answer = ask(["scontrol", "requeue", job_id])
     words = f"{answer.stdout} {answer.stderr}".strip()
     if answer.returncode and "pending execution" not in words:
         raise RequeueRefused(words or f"scontrol requeue: exit code {answer.returncode}")
@@ -413,16 +397,88 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _program(name: str, environ: Mapping[str, str]) -> str:
-    """Return the program's path on the given environment's PATH, not on this process's."""
-    import shutil
+def _change(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, may_complain: bool = True
+) -> None:
+    """Run a command that changes a job. may_complain: an error on stderr alone is none."""
+    answer = ask(argv, environ)
+    complains = "error" in answer.stderr.lower()
+    if answer.returncode or (complains and not may_complain):
+        words = answer.stderr.strip() or f"exit code {answer.returncode}"
+        raise SlurmError(f"{' '.join(argv)}: {words}")
 
-    path = shutil.which(name, path=environ.get("PATH", os.defpath))
-    if path is None:
-        raise FileNotFoundError(name)
-    return path
+
+class Ending(str, Enum):
+    """Reason for which a job whose script is still there ends, as the controller sees it."""
+
+    NONE = "none"
+    """The job runs."""
+    TIME_LIMIT = "time limit"
+    PREEMPTED = "preempted"
+    REQUEUED = "requeued"
+    """The job is in the queue again already."""
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
 
 
-def _refusal(argv: Sequence[str], answer: subprocess.CompletedProcess[str]) -> SlurmError:
-    words = answer.stderr.strip() or f"exit code {answer.returncode}"
-    return SlurmError(f"{' '.join(argv)}: {words}")
+_ENDINGS = {
+    State.RUNNING: Ending.NONE,
+    State.OTHER: Ending.UNKNOWN,
+    State.TIMEOUT: Ending.TIME_LIMIT,
+}
+
+
+def ending(job_id: str, restart: int) -> Ending:
+    """Return why the job is ending; from inside, Slurm shows COMPLETING for every reason.
+
+    restart: the SLURM_RESTART_COUNT of the start that asks. Seen on 22.05: a requeue has raised
+    Restarts by then, preemption with a grace leaves the job RUNNING with a PreemptTime, and the
+    time limit and scancel differ only in how long the job ran.
+    """
+    fields = _job_fields(job_id)
+    if "JobState" not in fields:
+        return Ending.UNKNOWN
+    state = parse_state(fields["JobState"])
+    if int(fields.get("Restarts") or 0) > restart or state is State.PENDING:
+        return Ending.REQUEUED
+    if fields.get("PreemptTime", "None") not in ("None", ""):
+        return Ending.PREEMPTED
+    if state in _ENDINGS:
+        return _ENDINGS[state]
+    ran, limit = (time_seconds(fields.get(name, "")) for name in ("RunTime", "TimeLimit"))
+    is_over = ran is not None and limit is not None and ran >= limit
+    return Ending.TIME_LIMIT if is_over else Ending.CANCELLED
+
+
+def requeued_after_grace(job_id: str) -> bool:
+    """Return whether Slurm itself requeues a preempted job that ends within its grace.
+
+    It does since 24.05 (slurmctld's proc_req.c, GRACE_PREEMPT; seen on 24.11.5), where the job's
+    PreemptMode is REQUEUE. A requeue of the job's own would leave Slurm's mark on it, which counts
+    at the job's next end then, be it done or not. False where it cannot be told, as with modes that
+    belong to a QOS.
+    """
+    config = _answer(["scontrol", "show", "config"])
+    version = re.search(r"^SLURM_VERSION\s*=\s*(\d+\.\d+)", config, re.MULTILINE)
+    if not version or not _reaches(version[1], (24, 5)):
+        return False
+    if not re.search(r"^PreemptType\s*=\s*(preempt/)?partition_prio\b", config, re.MULTILINE):
+        return False
+    fields = _job_fields(job_id)
+    if fields.get("Requeue") != "1" or "Partition" not in fields:
+        return False
+    partition = _answer(["scontrol", "show", "partition", "-o", fields["Partition"]])
+    mode = re.search(r" PreemptMode=(\S*)", partition)
+    return mode is not None and "REQUEUE" in mode[1].split(",")
+
+
+def _job_fields(job_id: str) -> dict[str, str]:
+    """Return the fields of `scontrol show job`; none for an unknown job."""
+    record = _answer(["scontrol", "show", "job", "-o", job_id])
+    # The last of each name: a job's name and comment, which can hold anything, stand before them.
+    return dict(re.findall(r" ([A-Za-z]+)=(\S*)", record.partition(" Command=")[0]))
+
+
+def seconds_left(job_id: str) -> float | None:
+    """Return the seconds until the job's time limit; None without one, or where it is unknown."""
+    return time_seconds(_answer(["squeue", "-h", "-j", job_id, "-o", "%L"]).strip())

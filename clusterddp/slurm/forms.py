@@ -27,11 +27,11 @@ LONGEST_DIRECTIVE_BYTES = 8000
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _GPUS = re.compile(r"(?:(?P<type>[A-Za-z][A-Za-z0-9_.-]*):)?(?P<count>[0-9]+)")
 
-_RANK_VARIABLES = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK "
-    "ROLE_WORLD_SIZE ROLE_NAME MASTER_ADDR MASTER_PORT"
+RANK_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
+    *("GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *("MASTER_ADDR", "MASTER_PORT"),
 )
-RANK_VARIABLES = tuple(_RANK_VARIABLES.split())
 """Variables that torchrun gives its workers (torch's local_elastic_agent.py), and NODE_RANK."""
 
 NONCE_VARIABLE = "CLUSTERDDP_NONCE"
@@ -134,17 +134,19 @@ def text(option: str, value: str) -> str:
 
 def limit_seconds(value: str) -> int | None:
     """Return a valid time limit in seconds; None for none, which 0 is to sbatch(1) as well."""
-    if not value or not value[0].isdigit():
+    return time_seconds(value) or None
+
+
+def time_seconds(value: str) -> int | None:
+    """Return a time as Slurm takes and prints it in seconds; None for UNLIMITED and the like."""
+    if not value[:1].isdigit() or not re.fullmatch(TIME_LIMIT.pattern, value):
         return None
-    days, dash, rest = value.partition("-") if "-" in value else ("0", "", value)
+    days, dash, rest = value.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if dash:  # D-HH[:MM[:SS]]
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-    elif len(parts) == 3:
-        hours, minutes, seconds = parts
-    else:  # MM[:SS]
-        hours, (minutes, seconds) = 0, [*parts, 0][:2]
-    return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds or None
+    if not dash and len(parts) < 3:  # MM[:SS]
+        parts.insert(0, 0)
+    hours, minutes, seconds = [*parts, 0, 0][:3]  # [D-]HH[:MM[:SS]]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def gpu_count(option: str, value: str) -> tuple[str, int]:

@@ -36,35 +36,24 @@ class State(str, Enum):
 
 
 # squeue(1), sacct(1), scontrol(1): JOB STATE CODES.
-STATES = {
-    "PENDING": State.PENDING,
-    "CONFIGURING": State.PENDING,
-    "REQUEUED": State.PENDING,
-    "REQUEUE_FED": State.PENDING,
-    "REQUEUE_HOLD": State.PENDING,
-    "RESV_DEL_HOLD": State.PENDING,
-    "SPECIAL_EXIT": State.PENDING,
-    "EXPEDITING": State.PENDING,  # 25.11 and later: waits to start again, ahead of all others
-    "RUNNING": State.RUNNING,
-    "RESIZING": State.RUNNING,
-    "SIGNALING": State.RUNNING,
-    "SUSPENDED": State.SUSPENDED,
-    "STOPPED": State.SUSPENDED,
-    "COMPLETING": State.COMPLETING,
-    "STAGE_OUT": State.COMPLETING,
-    "COMPLETED": State.DONE,
-    "FAILED": State.FAILED,
-    "LAUNCH_FAILED": State.FAILED,
-    "RECONFIG_FAIL": State.FAILED,
-    "CANCELLED": State.CANCELLED,
-    "REVOKED": State.CANCELLED,
-    "TIMEOUT": State.TIMEOUT,
-    "PREEMPTED": State.PREEMPTED,
-    "NODE_FAIL": State.NODE_FAIL,
-    "OUT_OF_MEMORY": State.OUT_OF_MEMORY,
-    "DEADLINE": State.DEADLINE,
-    "BOOT_FAIL": State.BOOT_FAIL,
+_WORDS = {
+    State.PENDING: "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD "
+    # 25.11 and later: waits to start again, ahead of all others.
+    "SPECIAL_EXIT EXPEDITING",
+    State.RUNNING: "RUNNING RESIZING SIGNALING",
+    State.SUSPENDED: "SUSPENDED STOPPED",
+    State.COMPLETING: "COMPLETING STAGE_OUT",
+    State.DONE: "COMPLETED",
+    State.FAILED: "FAILED LAUNCH_FAILED RECONFIG_FAIL",
+    State.CANCELLED: "CANCELLED REVOKED",
+    State.TIMEOUT: "TIMEOUT",
+    State.PREEMPTED: "PREEMPTED",
+    State.NODE_FAIL: "NODE_FAIL",
+    State.OUT_OF_MEMORY: "OUT_OF_MEMORY",
+    State.DEADLINE: "DEADLINE",
+    State.BOOT_FAIL: "BOOT_FAIL",
 }
+_STATES = {word: state for state, words in _WORDS.items() for word in words.split()}
 
 
 @dataclass(frozen=True)
@@ -76,8 +65,6 @@ class JobState:
     """Slurm's reason for the state, such as Resources or NonZeroExitCode."""
     exit_code: int | None = None
     """Exit code of an ended job, as a shell would show it: 128 + N for signal N."""
-    source: str = ""
-    """Command that gave the state: squeue, scontrol or sacct; empty for an unknown job."""
     problem: str = ""
     """Reason that Slurm could not be asked. Unknown without a problem: Slurm knows no such job."""
     comment: str = ""
@@ -91,7 +78,7 @@ class JobState:
 def parse_state(text: str) -> State:
     """Return the state of Slurm's word, also of a decorated one: `CANCELLED by 0`, `RUNNING+`."""
     words = re.findall(r"[A-Z_]+", text.upper())
-    return STATES.get(words[0], State.OTHER) if words else State.UNKNOWN
+    return _STATES.get(words[0], State.OTHER) if words else State.UNKNOWN
 
 
 def other_word(text: str) -> str:

@@ -5,7 +5,7 @@ The command and the Python API both submit through here, so that neither can do 
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from clusterddp.errors import RequestError, SlurmError
@@ -117,14 +117,12 @@ def _log_outlook(script: str) -> None:
                 "ever: see sinfo."
             )
     (info if found else warning)(words)
-    with suppress(SlurmError):
-        for setting in requeue_exits():
-            warning(
-                f"slurm.conf has {setting}: Slurm requeues a job that ends with such a "
-                "code, also where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. "
-                "A run that was stopped ends with 75, a failed one with its rank's "
-                "code or 1."
-            )
+    for setting in requeue_exits():
+        warning(
+            f"slurm.conf has {setting}: Slurm requeues a job that ends with such a code, also "
+            "where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. A run that was "
+            "stopped ends with 75, a failed one with its rank's code or 1."
+        )
 
 
 def _warn_of_launcher(spec: JobSpec) -> None:

@@ -36,7 +36,7 @@ from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
 from clusterddp.run.outcome import is_peer_loss, note_hung
-from clusterddp.slurm import own_job
+from clusterddp.slurm import client as slurm
 from clusterddp.training import stop
 from clusterddp.training.stop import Deadline, StopRequest
 
@@ -489,6 +489,6 @@ def _poll(deadline: Deadline, job_id: str, environ: Mapping[str, str]) -> None:
 
 def seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
     """Return the job's seconds left by the controller's clock, or by this host's without squeue."""
-    left = None if is_rehearsal(environ) else own_job.seconds_left(own_name(environ, job_id))
+    left = None if is_rehearsal(environ) else slurm.seconds_left(own_name(environ, job_id))
     end = environ.get("SLURM_JOB_END_TIME", "")  # set by newer versions
     return int(end) - time.time() if left is None and end.isdigit() else left

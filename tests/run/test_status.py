@@ -120,7 +120,7 @@ def test_a_failed_run_that_recorded_nothing_more_still_has_a_status(run: RunDir)
 
 def test_slurms_exit_code_stands_in_for_a_missing_end(run: RunDir) -> None:
     write_events(run, submitted(), started())
-    status = run_status(run, {"7": JobState(State.FAILED, "NonZeroExitCode", 73, "scontrol")})
+    status = run_status(run, {"7": JobState(State.FAILED, "NonZeroExitCode", 73)})
     assert (status.state, status.exit_code) == ("failed", 73)
 
 

@@ -296,8 +296,8 @@ def test_one_squeue_call_answers_for_all_jobs(fake: Fake, tmp_path: Path) -> Non
         squeue="echo '1|PENDING|(Resources, or so)'; echo '2|RUNNING|None'", sacct=NO_ACCOUNTING
     )
     assert query(["1", "2"], environ) == {
-        "1": JobState(State.PENDING, "Resources, or so", None, "squeue"),
-        "2": JobState(State.RUNNING, "", None, "squeue"),
+        "1": JobState(State.PENDING, "Resources, or so"),
+        "2": JobState(State.RUNNING),
     }
     assert len(calls(tmp_path)) == 1
 
@@ -308,15 +308,15 @@ def test_an_ended_job_gets_its_exit_code_from_scontrol(fake: Fake) -> None:
         "Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=137:0 RunTime=0"
     )
     environ = fake(squeue="echo '1|FAILED|NonZeroExitCode'", scontrol=f"echo '{record}'")
-    assert query(["1"], environ)["1"] == JobState(State.FAILED, "NonZeroExitCode", 137, "scontrol")
+    assert query(["1"], environ)["1"] == JobState(State.FAILED, "NonZeroExitCode", 137)
 
 
 def test_accounting_answers_for_what_the_controller_forgot(fake: Fake, tmp_path: Path) -> None:
     sacct = "echo '1|NODE_FAIL|0:0'; echo '1|CANCELLED by 0|0:15'; echo '2|COMPLETED|0:0'"
     environ = fake(squeue=NO_JOB, sacct=sacct)
     assert query(["1", "2", "3"], environ) == {
-        "1": JobState(State.CANCELLED, "", 143, "sacct"),  # the last row: it was requeued
-        "2": JobState(State.DONE, "", 0, "sacct"),
+        "1": JobState(State.CANCELLED, "", 143),  # the last row: it was requeued
+        "2": JobState(State.DONE, "", 0),
         "3": JobState(State.UNKNOWN),
     }
     assert [call.split()[0] for call in calls(tmp_path)] == ["squeue", "sacct"]

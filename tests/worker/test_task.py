@@ -31,7 +31,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
-from clusterddp.slurm import own_job
+from clusterddp.slurm import client as slurm
 from clusterddp.training.metrics import Journal
 from clusterddp.training.stop import StopRequest
 from clusterddp.worker import join, task
@@ -234,7 +234,7 @@ def test_the_job_is_over_in_time_without_a_signal(
     synthetic_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(own_job, "seconds_left", lambda job_id: {"17": 8.0}[job_id])
+    monkeypatch.setattr(slurm, "seconds_left", lambda job_id: {"17": 8.0}[job_id])
     settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
     assert run_task(settings, tmp_path) == EXIT_PAUSED
     assert json.loads(Attempt(RunDir(tmp_path), 1).end.read_text())["reason"] == "time limit"
