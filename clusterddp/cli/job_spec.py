@@ -4,10 +4,11 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
-from clusterddp.cli.options import Values, config_from, source
+from clusterddp.cli.options import config_from, naming_sources, source, typed_flags
 from clusterddp.errors import OptionError
 from clusterddp.launchers import SHIPPED, full_name
 from clusterddp.request.options import (
@@ -27,27 +28,47 @@ _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
 """Directives of sbatch(1) that --sbatch and --omit-directive can name, and no shortened form."""
 
 
-def job_spec(ctx: click.Context, run_name: str, values: Values) -> JobSpec:
+def job_spec(ctx: click.Context, run_name: str) -> JobSpec:
     """Return the checked request; raises RequestError or click's UsageError for one that is not."""
+    with naming_sources(ctx):
+        spec = _job_spec(ctx, run_name)
+        spec.refuse_launcher()
+    return spec
+
+
+def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
     assert isinstance(ctx.obj, Settings)
-    task_command = ctx.meta["command"]
-    train = None if task_command else _train_config(ctx, values)
-    if task_command:
-        _refuse_training_options(ctx)
+    values, task_command = ctx.params, ctx.meta["command"]
+    train = None if task_command else _train_config(ctx)
+    flags = typed_flags(ctx, (row.parameter for row in TRAINING)) if task_command else ""
+    if flags:
+        raise click.UsageError(
+            f"{flags} belong{'' if ',' in flags else 's'} to the MNIST training, but a COMMAND is "
+            "given; put the command's own options behind '--'.",
+            ctx,
+        )
     for name, value in values.items():
         if value == "" and source(ctx, name) == "flag":
             flag = f"--{name.replace('_', '-')}"
             raise OptionError(flag, " is empty; give a value, or leave it out.")
     given = {name: value for name, value in values.items() if value is not None}
-    resources = _resources(given, train)
+    tasks = 1 if train and train.strategy != "ddp" else 0  # a single one drives all GPUs
+    resources = changed_resources(Resources(), given, tasks)
     environment, passed = _environment(ctx.obj.environment, values["env"])
     python = values["python"]
-    fields = {
-        **fields_given(JobSpec, given),
+    names = {field.name for field in dataclasses.fields(JobSpec)}
+    fields = {name: value for name, value in given.items() if name in names}
+    fields |= {
         "run_name": run_name,
+        "run_dir": f"{os.path.abspath(values['output_root'])}/{run_name}",
+        "resources": resources,
+        "train": train,
+        "command": task_command,
+        "environment": environment,
+        "pass_environment": passed,
         # A relative path is meant from here, a bare name from the PATH of the tasks.
         "python": os.path.abspath(python) if "/" in python else python,
-        "template": _template(ctx, values["template"], values["template_dir"]),
+        "template": _template(ctx),
         "sbatch": _directives(values["sbatch"], resources),
         "omit_directives": _omitted(values["omit_directive"]),
         "srun_args": tuple(
@@ -57,55 +78,41 @@ def job_spec(ctx: click.Context, run_name: str, values: Values) -> JobSpec:
         "launch_prefix": forms.words("--launch-prefix", values["launch_prefix"] or ""),
         "signal": "" if values["signal"] == "none" else values["signal"],
     }
-    spec = JobSpec(
-        run_dir=f"{os.path.abspath(values['output_root'])}/{run_name}",
-        resources=resources,
-        train=train,
-        command=task_command,
-        environment=environment,
-        pass_environment=passed,
-        **fields,
-    )
-    spec.refuse_launcher()
-    return spec
+    return JobSpec(**fields)
 
 
-def fields_given(record: type, given: Values) -> Values:
-    """Return those of the given values that are fields of a request's dataclass."""
-    names = {field.name for field in dataclasses.fields(record)}
-    return {name: value for name, value in given.items() if name in names}
+def changed_resources(
+    before: Resources, given: Mapping[str, object], tasks_per_node: int
+) -> Resources:
+    """Return the resources with the given values of options in place of theirs.
+
+    tasks_per_node: where none is given; 0 is one a GPU, or one.
+    """
+    names = {field.name for field in dataclasses.fields(Resources)}
+    fields: dict[str, Any] = {name: value for name, value in given.items() if name in names}
+    if "gpus_per_node" in given:
+        gpus = forms.gpu_count("--gpus-per-node", fields["gpus_per_node"])
+        fields["gpu_type"], fields["gpus_per_node"] = gpus
+    COUNT.check("--tasks-per-node", fields.get("tasks_per_node", 1))
+    return dataclasses.replace(before, **{"tasks_per_node": tasks_per_node, **fields})
 
 
-def template_folder(values: Values) -> Path | None:
+def template_folder(ctx: click.Context) -> Path | None:
     """Return the folder of a person's own templates; raises OptionError where it is not there."""
-    path = Path(values["template"])
-    is_path = "/" in values["template"]
-    if is_path and not path.is_file():
-        raise OptionError("--template", f": {values['template']!r} is no file.")
-    if is_path or (path.is_file() and path.name not in SHIPPED):
+    template, folder = ctx.params["template"], ctx.params["template_dir"]
+    path = Path(template)
+    if "/" in template and not path.is_file():
+        raise OptionError("--template", f": {template!r} is no file.")
+    if "/" in template or (path.is_file() and path.name not in SHIPPED):
         return path.parent
-    if values["template_dir"] is None:
-        return None
-    folder = Path(values["template_dir"])
-    if not folder.is_dir():
-        raise OptionError("--template-dir", f": {values['template_dir']!r} is no folder.")
-    return folder
+    if folder is not None and not Path(folder).is_dir():
+        raise OptionError("--template-dir", f": {folder!r} is no folder.")
+    return None if folder is None else Path(folder)
 
 
-def _resources(given: Values, train: TrainConfig | None) -> Resources:
-    fields = fields_given(Resources, given)
-    fields["gpu_type"], fields["gpus_per_node"] = forms.gpu_count(
-        "--gpus-per-node", given["gpus_per_node"]
-    )
-    if "tasks_per_node" in given:
-        COUNT.check("--tasks-per-node", given["tasks_per_node"])
-    elif train and train.strategy != "ddp":
-        fields["tasks_per_node"] = 1  # a single task drives all GPUs of its node
-    return Resources(**fields)
-
-
-def _template(ctx: click.Context, value: str, folder: str | None) -> str:
+def _template(ctx: click.Context) -> str:
     """Return the name of a template's file; raises OptionError where it could mean two."""
+    value, folder = ctx.params["template"], ctx.params["template_dir"]
     if Path(value).name.startswith("_"):
         raise OptionError("--template", f" {value}: it is part of another one, not for itself.")
     if "/" in value:
@@ -121,11 +128,12 @@ def _template(ctx: click.Context, value: str, folder: str | None) -> str:
     return full_name(value, Path(folder) if folder else None)
 
 
-def _train_config(ctx: click.Context, values: Values) -> TrainConfig:
-    paths = {"data_dir": os.path.abspath(values["data_dir"]) if values["data_dir"] else ""}
-    if values["resume"]:
-        paths["resume"] = _resume_path(values["resume"], values["output_root"])
-    return config_from({**values, **paths}, ctx)
+def _train_config(ctx: click.Context) -> TrainConfig:
+    data_dir, resume = ctx.params["data_dir"], ctx.params["resume"]
+    paths = {"data_dir": os.path.abspath(data_dir) if data_dir else ""}
+    if resume:
+        paths["resume"] = _resume_path(resume, ctx.params["output_root"])
+    return config_from(ctx, **paths)
 
 
 def _resume_path(value: str, output_root: str) -> str:
@@ -138,16 +146,6 @@ def _resume_path(value: str, output_root: str) -> str:
         f": {value!r} is neither a checkpoint, nor a run's directory, nor the name of a run below "
         f"{output_root}.",
     )
-
-
-def _refuse_training_options(ctx: click.Context) -> None:
-    given = [row.flag for row in TRAINING if source(ctx, row.parameter) == "flag"]
-    if given:
-        raise click.UsageError(
-            f"{', '.join(given)} belong{'' if given[1:] else 's'} to the MNIST training, but a "
-            "COMMAND is given; put the command's own options behind '--'.",
-            ctx,
-        )
 
 
 def _environment(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound=Callable[..., object])
-Values = dict[str, Any]
-"""Values of a command's parameters by name, as click has converted them."""
 
 
 def options(
@@ -62,15 +60,14 @@ def options(
     return add
 
 
-def config_from(params: Values, ctx: click.Context) -> TrainConfig:
-    """Return the checked configuration that a command's parameters give; others are left aside.
+def config_from(ctx: click.Context, **paths: str) -> TrainConfig:
+    """Return the checked configuration that a command's parameters give, with these paths.
 
-    A recipe gives those that have their default in `ctx`, the command's. Raises RequestError for
-    a value that is not valid.
+    A recipe gives those that have their default. Raises RequestError for a value that is not valid.
     """
     names = [row.parameter for row in TRAINING]
-    values = {name: params[name] for name in names if params[name] is not None}
-    for name, value in recipe_settings(params["recipe"]).items():
+    values = {name: ctx.params[name] for name in names if ctx.params[name] is not None} | paths
+    for name, value in recipe_settings(ctx.params["recipe"]).items():
         if ctx.get_parameter_source(name) is ParameterSource.DEFAULT:
             values[name] = value
     return TrainConfig(**values)
@@ -92,16 +89,10 @@ def site_options(function: F) -> F:
 
 
 class SettingsCommand(click.Command):
-    """A command whose options can be set in site.cfg and by SBATCH_* variables too.
+    """A command whose options can be set in site.cfg and by SBATCH_* variables too."""
 
-    `groups` names further sections of --help, with the parameters that stand in each.
-    """
-
-    def __init__(
-        self, *args: Any, groups: Mapping[str, Sequence[str]] | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._groups = groups or {}
+    titles: ClassVar[dict[str, str]] = {}
+    """Sections of --help for parameters of its own, by their names."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Completion must print nothing, even where site.cfg is broken.
@@ -143,17 +134,16 @@ class SettingsCommand(click.Command):
         return {k: v for k, v in values.items() if k in ("site", "cluster") and isinstance(v, str)}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in self._groups}
+        titles = {row.parameter: row.group for row in OPTIONS.values()} | self.titles
+        in_order = (*self.titles.values(), *GROUPS, "Options")
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in in_order}
         for parameter in self.get_params(ctx):
-            name = (parameter.name or "").replace("_", "-")
-            titles = [title for title, names in self._groups.items() if parameter.name in names]
-            titles.append(OPTIONS[name].group if name in OPTIONS else "Options")
             if record := parameter.get_help_record(ctx):
-                sections.setdefault(titles[0], []).append(record)
-        for title in (*self._groups, *GROUPS, "Options"):
-            if title in sections:
+                sections[titles.get(parameter.name or "", "Options")].append(record)
+        for title, records in sections.items():
+            if records:
                 with formatter.section(title):
-                    formatter.write_dl(sections[title])
+                    formatter.write_dl(records)
 
 
 @contextlib.contextmanager
@@ -182,6 +172,11 @@ def source(ctx: click.Context, name: str) -> str:
         assert isinstance(ctx.obj, Settings)
         return ctx.obj.sources[name.replace("_", "-")]
     return "default"
+
+
+def typed_flags(ctx: click.Context, names: Iterable[str]) -> str:
+    """Return those of the parameters that were typed, as flags: `--epochs, --lr`."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names if source(ctx, name) == "flag")
 
 
 def _items(value: str) -> list[str]:
@@ -244,9 +239,6 @@ class RequeueOption(click.Option):
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         """Register all forms for one value."""
         super().add_to_parser(parser, ctx)
-        parser.add_option(
-            obj=self, opts=["--no-requeue"], dest=self.name, action="store_const", const="no"
-        )
         parse = parser.parse_args
         parser.parse_args = lambda args: parse(_with_value(args))
 
@@ -257,9 +249,10 @@ class RequeueOption(click.Option):
 
 
 def _with_value(args: list[str]) -> list[str]:
-    """Spell a bare `--requeue` out: click would take the word after it as its value."""
+    """Spell the bare flags out: click would take the word after `--requeue` as its value."""
     cut = [*args, "--"].index("--")
-    return [f"{arg}=yes" if arg == "--requeue" else arg for arg in args[:cut]] + args[cut:]
+    spelled = {"--requeue": "--requeue=yes", "--no-requeue": "--requeue=no"}
+    return [spelled.get(arg, arg) for arg in args[:cut]] + args[cut:]
 
 
 def _partitions(_ctx: click.Context, incomplete: str) -> list[str]:
@@ -280,16 +273,16 @@ def _templates(ctx: click.Context, _incomplete: str) -> Iterable[str]:
     return dict.fromkeys([*SHIPPED, *own])
 
 
-_SPECIAL: dict[str, Values] = {
+_SPECIAL: dict[str, dict[str, Any]] = {
     "partition": {"type": Completed("partition", _partitions)},
     "template": {"type": Completed("template", _templates, files=True)},
     "requeue": {"type": Requeue(), "cls": RequeueOption},
 }
 
 
-def _keywords(row: Option) -> Values:
+def _keywords(row: Option) -> dict[str, Any]:
     """Return the keyword arguments of click.option."""
-    keywords: Values = {
+    keywords = {
         "help": row.help,
         "metavar": row.metavar,
         "default": row.default,

@@ -1,106 +1,95 @@
 """Shared by the commands on runs: the argument RUN, options, JSON, a run followed to its end."""
 
+import dataclasses
 import json
-import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
-from clusterddp import log
-from clusterddp.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_PAUSED,
-    ClusterDDPError,
-    RequestError,
-)
+from clusterddp import errors, log
+from clusterddp.cli.options import Completed
 from clusterddp.launchers import Submission
+from clusterddp.request.spec import JobSpec
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import DONE, FAILED, STOPPED
-from clusterddp.run.status import DEFAULT_ROOT, RunStatus, all_runs, statuses
+from clusterddp.run.status import DEFAULT_ROOT, RunStatus, all_runs, find_those, statuses
 
-F = TypeVar("F", bound=Callable[..., object])
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from clusterddp.run.stop import Cancellation, Stop
+
+_Result = TypeVar("_Result", bound="Stop | Cancellation")
 _LAST_LINES = 20
 
 
-class RunArgument(click.types.StringParamType):
-    """A run's name, job id or directory; completes the names, the latest first."""
-
-    name = "run"
-
-    def shell_complete(
-        self,
-        ctx: click.Context,
-        param: click.Parameter,
-        incomplete: str,
-    ) -> list[CompletionItem]:
-        root = ctx.params.get("output_root") or os.environ.get("CLUSTERDDP_OUTPUT_ROOT")
-        try:
-            runs = all_runs(Path(root or DEFAULT_ROOT))
-        except RequestError:
-            return []  # while completing, nothing may be printed but names
-        names = [run.name for run in reversed(runs)]
-        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+def _names(ctx: click.Context, _incomplete: str) -> Iterable[str]:
+    """Return the runs' names, the latest first."""
+    root = ctx.params.get("output_root") or os.environ.get("CLUSTERDDP_OUTPUT_ROOT")
+    try:
+        return [run.name for run in reversed(all_runs(Path(root or DEFAULT_ROOT)))]
+    except errors.RequestError:
+        return []  # while completing, nothing may be printed but names
 
 
-RUN = RunArgument()
-
+RUN = Completed("run", _names)
+"""Type of a run's name, job id or directory."""
 JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+OUTPUT_ROOT_OPTION = click.option(
+    "--output-root",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_ROOT,
+    show_default=True,
+    envvar="CLUSTERDDP_OUTPUT_ROOT",
+    help="Folder in which runs are kept.",
+)
+"""The same as that of `submit`."""
 
 
-def output_root_option(function: F) -> F:
-    """Add the option of the output root, the same as that of `submit`."""
-    return click.option(
-        "--output-root",
-        metavar="DIR",
-        type=click.Path(path_type=Path),
-        default=DEFAULT_ROOT,
-        show_default=True,
-        envvar="CLUSTERDDP_OUTPUT_ROOT",
-        help="Folder in which runs are kept.",
-    )(function)
+def act_on_each(
+    root: Path,
+    names: Sequence[str],
+    act: Callable[[RunDir, RunStatus], _Result],
+    words: Callable[[_Result], str],
+    *,
+    as_json: bool,
+    wait: Callable[[Sequence[RunDir]], int] | None = None,
+) -> int:
+    """Act on each run, and print the results; where it does not work with one, the next follows.
 
-
-def on_each(
-    runs: Sequence[RunDir],
-    act: Callable[[RunDir, RunStatus], T],
-    tell: Callable[[T], str] | None,
-    failed: list[ClusterDDPError],
-) -> list[T]:
-    """Act on each run, and return the results; `tell` words one for a person, who reads it at once.
-
-    failed: takes the error of a run with which it did not work, and the next run follows.
+    words: words a result for a person, who reads it at once; JSON comes at the end, in a list.
+    wait: waits for the runs with which it worked, and returns an exit code.
+    Returns the highest of the exit codes.
     """
-    done = []
+    runs, failed = find_those(root, names)
+    reached, results = [], []
     for run, status in zip(runs, statuses(runs), strict=True):
         try:
             result = act(run, status)
-        except ClusterDDPError as error:
+        except errors.ClusterDDPError as error:
             failed.append(error)
             continue
-        done.append(result)
-        if tell:
-            click.echo(tell(result))
-    return done
-
-
-def print_failed(failed: Sequence[ClusterDDPError]) -> int:
-    """Print the errors; returns the highest of the exit codes, 0 without an error."""
-    for error in failed:
-        click.echo(f"clusterddp: {error}", err=True)
-    return max((error.exit_code for error in failed), default=EXIT_DONE)
+        reached.append(run)
+        results.append(result)
+        if not as_json:
+            click.echo(words(result))
+    for failure in failed:
+        click.echo(f"clusterddp: {failure}", err=True)
+    code = max((failure.exit_code for failure in failed), default=errors.EXIT_DONE)
+    if wait:
+        code = max(code, wait(reached))
+    if as_json:
+        echo_json([dataclasses.asdict(result) for result in results])
+    return code
 
 
 def echo_json(value: object) -> None:
     """Print indented JSON; a loss that is not a number becomes null, for JSON knows no NaN."""
-    click.echo(json.dumps(_finite(value), indent=2))
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    click.echo(json.dumps(finite, indent=2))
 
 
 def follow(
@@ -135,7 +124,7 @@ def follow(
                 f"again, 'clusterddp cancel {run.shown}' ends it",
                 err=True,
             )
-        return EXIT_INTERRUPTED
+        return errors.EXIT_INTERRUPTED
     if status.state == FAILED and status.failed_rank != 0:
         # The job log ends with the last words of the rank that failed.
         latest = sys.maxsize if status.attempt is None else status.attempt
@@ -143,52 +132,38 @@ def follow(
         if last:
             click.echo("\n".join([f"--- last lines of {run.job_log}:", *last]), err=True)
     log.info(f"{run.name}: {how_it_ended(status)}")
-    return exit_code(status)
+    codes = {DONE: errors.EXIT_DONE, STOPPED: errors.EXIT_PAUSED}
+    return codes.get(status.state, errors.EXIT_FAILED)
 
 
 def follow_submitted(
+    spec: JobSpec,
     run: RunDir,
     submission: Submission,
-    words: str | None,
-    fields: Mapping[str, str],
+    words: str,
     *,
     wait: bool,
+    as_json: bool,
     lines: int | None = None,
 ) -> int:
     """Print a submission, and follow the run where that is asked for or where it lives no longer.
 
-    words: the text for a person; None prints `fields` as JSON instead, with the exit code of a run
-    that was followed. lines: see `follow`. Returns the command's exit code.
+    words: the text for a person; the JSON in its place has also the exit code of a run that was
+    followed, and comes then. lines: see `follow`. Returns the command's exit code.
     """
-    following = wait or submission.stop is not None
-    if words is not None:
+    fields = {"run": spec.run_name, "run_dir": spec.run_dir, "job_id": submission.job_id}
+    if not (wait or submission.stop):
+        click.echo(json.dumps(fields) if as_json else words)
+        return errors.EXIT_DONE
+    if not as_json:
         click.echo(words)
-    elif not following:
-        click.echo(json.dumps(fields))
-    if not following:
-        return EXIT_DONE
-    code = follow(run, lines=lines, goes_on=not submission.stop, to_stderr=words is None)
+    code = follow(run, lines=lines, goes_on=not submission.stop, to_stderr=as_json)
     if submission.stop:
-        if code == EXIT_INTERRUPTED:
+        if code == errors.EXIT_INTERRUPTED:
             log.info(f"{run.name}: cancelling")
             submission.stop()
             log.info(f"{run.name}: cancelled")
         submission.stop()
-    if words is None:
+    if as_json:
         click.echo(json.dumps({**fields, "exit_code": code}))
     return code
-
-
-def exit_code(status: RunStatus) -> int:
-    """Return the exit code of a command that has waited for a run's end."""
-    return {DONE: EXIT_DONE, STOPPED: EXIT_PAUSED}.get(status.state, EXIT_FAILED)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

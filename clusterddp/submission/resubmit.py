@@ -35,7 +35,7 @@ from clusterddp.submission import code_renewal, snapshot
 from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
 from clusterddp.submission.submit import naming_the_job
 
-_CHANGEABLE = (
+CHANGEABLE = (
     *("resources", "train", "signal", "job_name"),
     *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
 )
@@ -170,7 +170,7 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     fixed = [
         name
         for name, value in vars(before).items()
-        if name not in _CHANGEABLE and value != vars(after)[name]
+        if name not in CHANGEABLE and value != vars(after)[name]
     ]
     if fixed:
         raise RequestError(

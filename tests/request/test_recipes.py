@@ -19,8 +19,9 @@ from clusterddp.request.train_config import TRAINING, TrainConfig, changes
 def resolved(argv: list[str], *, settings: bool = True, **default_map: Any) -> TrainConfig:
     """The configuration of a command with training options, typed with these words."""
 
-    def run(**params: Any) -> TrainConfig:
-        return config_from(params, click.get_current_context())
+    @click.pass_context
+    def run(ctx: click.Context, **_params: Any) -> TrainConfig:
+        return config_from(ctx)
 
     command = click.command()(options(TRAINING, settings=settings)(run))
     config = command.main(argv, standalone_mode=False, default_map=default_map)

@@ -1,26 +1,18 @@
 """`clusterddp cancel`: ends runs, whether Slurm or this workstation runs them."""
 
-import dataclasses
+from operator import attrgetter
 from pathlib import Path
 
 import click
 
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import (
-    JSON_OPTION,
-    RUN,
-    echo_json,
-    on_each,
-    output_root_option,
-    print_failed,
-)
-from clusterddp.run.status import find_those
+from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, act_on_each
 from clusterddp.run.stop import cancel
 
 
 @click.command(name="cancel", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
-@output_root_option
+@OUTPUT_ROOT_OPTION
 @JSON_OPTION
 def command(run: tuple[str, ...], output_root: Path, as_json: bool) -> int:
     """Cancel each RUN: a run's name, job id or directory.
@@ -31,9 +23,4 @@ def command(run: tuple[str, ...], output_root: Path, as_json: bool) -> int:
 
     Exit codes: 0 each is cancelled or had ended, 1 one could not be cancelled, 2 one is no run.
     """
-    runs, failed = find_those(output_root, run)
-    results = on_each(runs, cancel, None if as_json else lambda result: result.message, failed)
-    code = print_failed(failed)
-    if as_json:
-        echo_json([dataclasses.asdict(result) for result in results])
-    return code
+    return act_on_each(output_root, run, cancel, attrgetter("message"), as_json=as_json)

@@ -10,7 +10,7 @@ from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Entry
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, RUN, echo_json, output_root_option
+from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.errors import CheckpointError
 from clusterddp.run import formatting
 from clusterddp.run.run_dir import RunDir
@@ -21,7 +21,7 @@ _HEADER = ("STEP", "AGE", "SIZE", "", "STATE")
 
 @click.command(name="checkpoints", cls=SettingsCommand)
 @click.argument("run", type=RUN, required=False, metavar="[RUN]")
-@output_root_option
+@OUTPUT_ROOT_OPTION
 @JSON_OPTION
 def command(run: str | None, output_root: Path, as_json: bool) -> None:
     """List the checkpoints of RUN and verify each: a run's name, job id or directory.

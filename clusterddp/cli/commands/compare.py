@@ -12,30 +12,14 @@ import click
 
 from clusterddp import log
 from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.cli.options import (
-    SettingsCommand,
-    Values,
-    config_from,
-    naming_sources,
-    options,
-    site_options,
-    source,
-)
+from clusterddp.cli.options import SettingsCommand, config_from, options, site_options, typed_flags
 from clusterddp.cli.runs import echo_json
-from clusterddp.comparison import plan
-from clusterddp.comparison.results import (
-    DONE,
-    Row,
-    Trial,
-    notes,
-    results,
-    scaling,
-    table,
-    trials_of,
-)
+from clusterddp.comparison import plan, results
+from clusterddp.comparison.results import Row, Trial
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestError
 from clusterddp.processes import processors
 from clusterddp.reporting import plots
+from clusterddp.request.options import Choice
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.run import formatting
@@ -48,12 +32,18 @@ _FIXED: dict[str, object] = {
     **{"nodes": 1, "nodelist": None, "launcher": "sbatch", "check": False, "job_name": None},
     **{"strategy": "ddp", "resume": "", "find_batch_size": False},
 }
+_OWN = ("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of")
+_BESIDE_OF = {"of", "output_root", "plot", "as_json", "site", "cluster"}
+_STRATEGIES = Choice(tuple(reversed(STRATEGIES)))
+_COUNTS = forms.Form(r"0*[1-9][0-9]*(,0*[1-9][0-9]*)*", "list of counts", "1,2,4")
 _LONGEST_NAME = 80
 """Longest name of a comparison; its runs' names add to it."""
 
 
 class CompareCommand(SettingsCommand):
     """Takes the options of `submit` and of the training, but those that are fixed here."""
+
+    titles = dict.fromkeys(_OWN, "What is compared")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
@@ -62,42 +52,16 @@ class CompareCommand(SettingsCommand):
         return rest
 
 
-def _strategies(ctx: click.Context, _param: click.Parameter, value: str) -> tuple[str, ...]:
-    names = value.split(",")
-    for name in names:
-        if name not in STRATEGIES:
-            raise click.BadParameter(
-                f"{name!r} is not one of {', '.join(reversed(STRATEGIES))}.", ctx
-            )
-    return tuple(dict.fromkeys(names))
-
-
-def _world_sizes(ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    words = value.split(",")
-    # int() would take '1_0' and '٢' as well.
-    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise click.BadParameter(f"{value!r} is no list of counts, such as 1,2,4.", ctx)
-    return tuple(sorted({int(word) for word in words}))
-
-
 @click.command(
     name="compare",
     cls=CompareCommand,
-    groups={
-        "What is compared": [
-            *("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of")
-        ],
-    },
     epilog="Exit codes: 0 done, 1 a run failed, 2 a wrong request, 130 interrupted.",
 )
 @click.option(
     "--strategies",
     metavar="LIST",
-    default=",".join(reversed(STRATEGIES)),
+    default=",".join(_STRATEGIES.names),
     show_default=True,
-    callback=_strategies,
     help="Rows to compare: single, one process on one device; dp, one process with all GPUs of a "
     "host (DataParallel); ddp, a rank a device (DistributedDataParallel).",
 )
@@ -105,7 +69,6 @@ def _world_sizes(ctx: click.Context, _param: click.Parameter, value: str | None)
     "--world-sizes",
     metavar="LIST",
     show_default="powers of two, from 2 to the GPUs of a host",
-    callback=_world_sizes,
     help="Numbers of ranks of ddp and of GPUs of dp, such as 2,4,8.",
 )
 @click.option(
@@ -176,19 +139,21 @@ def command(
     jobs run one after the other. On CPUs a rank takes its share of them, so that one rank takes
     all: --threads 1 compares device with device.
     """
-    values = ctx.params
+    root = ctx.params["output_root"]
     if dry_run and as_json:
         raise click.UsageError("--dry-run prints commands or scripts, none of them as --json.", ctx)
     if plot is not None:
         plots.check_file(Path(plot))
     if of:
-        _refuse_beside_of(ctx)
-        trials = trials_of(Path(values["output_root"]), of)
+        flags = typed_flags(ctx, (name for name in ctx.params if name not in _BESIDE_OF))
+        if flags:
+            raise click.UsageError(f"--of runs nothing, so {flags} has no part in it.", ctx)
+        trials = results.trials_of(Path(root), of)
         return _show(trials, ", ".join(of), as_json, plot)
     name = _checked_name(name)
-    config, base, rows = _rows(ctx, name, where, values)
-    planned = plan.requests(rows, name, values["output_root"], repeat, base)
-    templates = template_folder(values) if base else None
+    config, base, rows = _rows(ctx, name, where)
+    planned = plan.requests(rows, name, root, repeat, base)
+    templates = template_folder(ctx) if base else None
     elsewhere = base is not None and in_another_python(base)
     if dry_run:
         find_own_functions(config, elsewhere=elsewhere)
@@ -199,60 +164,44 @@ def command(
     number = 0
     try:
         if base:
-            trials = plan.train_as_jobs(planned, templates, values["snapshot_limit"])
+            trials = plan.train_as_jobs(planned, templates, ctx.params["snapshot_limit"])
         else:
             trials, number = plan.train_here(planned)
     except plan.Interrupted as interrupted:
-        _print_interrupted(name, values["output_root"], interrupted)
+        _print_interrupted(name, root, interrupted)
         return EXIT_INTERRUPTED
-    failed = any(trial.state != DONE for trial in trials)
+    failed = any(trial.state != results.DONE for trial in trials)
     trials += [Trial(row, why=row.missing) for row in rows if row.missing]
     if plot is None:
-        plot = _usual_picture(name, values["output_root"])
+        plot = _usual_picture(name, root)
     code = _show(trials, name, as_json, plot)
     return 128 + number if number else EXIT_FAILED if failed else code
 
 
 def _rows(
-    ctx: click.Context, name: str, where: str, values: Values
+    ctx: click.Context, name: str, where: str
 ) -> tuple[TrainConfig, JobSpec | None, list[Row]]:
     """Return the configuration, the request of Slurm jobs (None for this machine) and the rows."""
-    base = None
+    strategies = tuple(dict.fromkeys(ctx.params["strategies"].split(",")))
+    for strategy in strategies:
+        _STRATEGIES.check("--strategies", strategy)
+    counts = ctx.params["world_sizes"]
+    if counts is not None:
+        _COUNTS.check("--world-sizes", counts)
     if where == "debug":
-        _refuse_requests(ctx)
-        config = config_from(ctx.params, ctx)
+        flags = typed_flags(ctx, (row.parameter for row in REQUEST if row.name != "output-root"))
+        if flags:
+            raise click.UsageError(f"{flags} is asked of Slurm: add --launcher sbatch.", ctx)
+        base, config = None, config_from(ctx)
         place = plan.workstation(config)
     else:
-        with naming_sources(ctx):
-            base = job_spec(ctx, name, values)
-        config = base.train or config_from(ctx.params, ctx)
+        base = job_spec(ctx, name)
+        config = base.train or config_from(ctx)
         place = plan.cluster(base, config)
-    rows = plan.plan(
-        config,
-        values["strategies"],
-        values["world_sizes"] or plan.powers_of_two(place),
-        place,
-        fixed_global_batch=values["fixed_global_batch"],
-    )
+    sizes = sorted({*map(int, counts.split(","))}) if counts else plan.powers_of_two(place)
+    fixed = ctx.params["fixed_global_batch"]
+    rows = plan.plan(config, strategies, sizes, place, fixed_global_batch=fixed)
     return config, base, rows
-
-
-def _refuse_beside_of(ctx: click.Context) -> None:
-    known = {"of", "output_root", "plot", "as_json", "site", "cluster"}
-    given = [n for n in ctx.params if n not in known and source(ctx, n) == "flag"]
-    if given:
-        raise click.UsageError(f"--of runs nothing, so {_flags(given)} has no part in it.", ctx)
-
-
-def _refuse_requests(ctx: click.Context) -> None:
-    names = [row.parameter for row in REQUEST]
-    given = [n for n in names if n != "output_root" and source(ctx, n) == "flag"]
-    if given:
-        raise click.UsageError(f"{_flags(given)} is asked of Slurm: add --launcher sbatch.", ctx)
-
-
-def _flags(names: Sequence[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _checked_name(name: str | None) -> str:
@@ -286,20 +235,21 @@ def _usual_picture(name: str, root: str) -> str | None:
 
 def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -> int:
     """Print the table or its JSON, and draw the picture; returns 1 where that cannot be written."""
-    lines = results(trials)
-    remarks = notes(trials, lines, _hardware(trials))
+    lines = results.results(trials)
+    remarks = results.notes(trials, lines, _hardware(trials))
     if as_json:
         echo_json([dataclasses.asdict(line) for line in lines])
     else:
-        click.echo(table(lines))
+        click.echo(results.table(lines))
         for note in remarks:
             click.echo(f"  {note}")
     if plot:
         if not any(line.baseline for line in lines):
             log.info(f"no picture is drawn to {plot}: no run has figures")
             return EXIT_FAILED
+        picture = results.scaling(lines, formatting.line(name))
         try:
-            plots.save_scaling(scaling(lines, formatting.line(name)), Path(plot), remarks[:2])
+            plots.save_scaling(picture, Path(plot), remarks[:2])
         except OSError as error:
             log.info(f"the picture cannot be written to {plot}: {error.strerror}")
             return EXIT_FAILED

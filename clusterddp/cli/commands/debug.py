@@ -9,7 +9,7 @@ import click
 
 from clusterddp import log
 from clusterddp.cli.options import SettingsCommand, config_from, options
-from clusterddp.cli.runs import output_root_option
+from clusterddp.cli.runs import OUTPUT_ROOT_OPTION
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.processes import START_METHODS
 from clusterddp.ranks.dist_env import MOST_PROCS, DistEnv
@@ -41,7 +41,7 @@ from clusterddp.submission.preflight import make_sure
 @click.option(
     "--run-name", metavar="NAME", show_default="debug-<time>", help="Name of the run's directory."
 )
-@output_root_option
+@OUTPUT_ROOT_OPTION
 @click.option(
     "--run-dir",
     metavar="DIR",
@@ -65,7 +65,7 @@ def command(
     from clusterddp.worker import workstation  # after --help, which needs no multiprocessing
 
     ctx = click.get_current_context()
-    config = config_from(ctx.params, ctx)
+    config = config_from(ctx)
     if run_dir is not None and run_name is not None:
         raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
     if run_dir == "":

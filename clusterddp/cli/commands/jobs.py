@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, echo_json, output_root_option
+from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, echo_json
 from clusterddp.run import formatting
 from clusterddp.run.state import STATES
 from clusterddp.run.status import RunStatus, all_runs, statuses
@@ -24,7 +24,7 @@ _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "WHY")
     multiple=True,
     help="The runs in this state alone; repeatable.",
 )
-@output_root_option
+@OUTPUT_ROOT_OPTION
 @JSON_OPTION
 def command(last: int | None, state: tuple[str, ...], output_root: Path, as_json: bool) -> None:
     """List the runs, the latest last.

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import RUN, follow, output_root_option
+from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow
 from clusterddp.errors import RequestError
 from clusterddp.run.follow import LogPrinter, check_logs, default_log
 from clusterddp.run.status import find_run, statuses
@@ -27,7 +27,7 @@ from clusterddp.run.status import find_run, statuses
 @click.option(
     "-n", "--lines", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each."
 )
-@output_root_option
+@OUTPUT_ROOT_OPTION
 def command(
     *,
     run: str | None,

@@ -10,7 +10,7 @@ import click
 
 from clusterddp.cli import main
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, RUN, echo_json, output_root_option
+from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.errors import RequestError
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.run import formatting
@@ -29,7 +29,7 @@ _HEADER = (
 
 @click.command(name="report", cls=SettingsCommand)
 @click.argument("run_names", type=RUN, nargs=-1, metavar="[RUN]…")
-@output_root_option
+@OUTPUT_ROOT_OPTION
 @JSON_OPTION
 @click.option(
     "--html",

@@ -3,21 +3,21 @@
 import dataclasses
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import click
 
-from clusterddp.cli.job_spec import fields_given
-from clusterddp.cli.options import SettingsCommand, Values, options, recipe_settings
-from clusterddp.cli.runs import RUN, follow_submitted, output_root_option
+from clusterddp.cli.job_spec import changed_resources
+from clusterddp.cli.options import SettingsCommand, options, recipe_settings, source, typed_flags
+from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
 from clusterddp.errors import EXIT_DONE
-from clusterddp.request.options import ASKED, COUNT, INTERRUPTED, KEPT
-from clusterddp.request.spec import REQUEST, JobSpec, Resources
+from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
+from clusterddp.request.spec import REQUEST, JobSpec
 from clusterddp.request.train_config import TRAINING
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import find_run
-from clusterddp.slurm import forms
-from clusterddp.submission.resubmit import Resubmission, Terms, resubmit
+from clusterddp.submission.resubmit import CHANGEABLE, Resubmission, Terms, resubmit
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
 # from its own checkpoints, which come before those of another run.
@@ -72,7 +72,7 @@ class ResubmitCommand(SettingsCommand):
 )
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
 @click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
-@output_root_option
+@OUTPUT_ROOT_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.pass_context
 def command(
@@ -106,30 +106,23 @@ def command(
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
     run_dir = find_run(output_root, run)
-    given = {
-        name: value
-        for name, value in ctx.params.items()
-        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-    }
     terms = Terms(
-        allow_changed=bool(given.get("allow_changed")),
+        allow_changed=bool(ctx.params["allow_changed"]),
         new_code=code == "new",
         from_scratch=from_scratch,
         template_folder=template_dir,
         snapshot_limit_mb=snapshot_limit,
     )
-    done = resubmit(
-        run_dir, lambda before: changed_request(ctx, before, given), terms, dry_run=dry_run
-    )
+    done = resubmit(run_dir, partial(changed_request, ctx), terms, dry_run=dry_run)
     return _print(run_dir, done, wait=wait, as_json=as_json)
 
 
 def _print(run: RunDir, done: Resubmission, *, wait: bool, as_json: bool) -> int:
     """Print the script of a dry run, or the submission, and follow the run where that is asked."""
     spec = done.spec
-    fields = {"run": spec.run_name, "run_dir": spec.run_dir}
     if done.submission is None:
-        text = json.dumps({**fields, "script": done.script}) if as_json else done.script
+        fields = {"run": spec.run_name, "run_dir": spec.run_dir, "script": done.script}
+        text = json.dumps(fields) if as_json else done.script
         click.echo(text, nl=as_json)
         return EXIT_DONE
     words = (
@@ -138,52 +131,34 @@ def _print(run: RunDir, done: Resubmission, *, wait: bool, as_json: bool) -> int
         f"  status  clusterddp status {run.shown}\n"
         f"  logs    clusterddp logs -f {run.shown}"
     )
-    fields["job_id"] = done.job_id
-    return follow_submitted(
-        run, done.submission, None if as_json else words, fields, wait=wait, lines=0
-    )
+    return follow_submitted(spec, run, done.submission, words, wait=wait, as_json=as_json, lines=0)
 
 
-def changed_request(ctx: click.Context, before: JobSpec, given: Values) -> JobSpec:
+def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     """Return the request with the typed options in place of the recorded ones.
 
     Raises RequestError, or UsageError for options of the training where the run has none.
     """
-    fields: Values = {}
-    resources = _resources(before.resources, given)
-    if resources != before.resources:
-        fields["resources"] = resources
-    for name in ("job_name", "requeue", "max_requeues", "restart_on_failure", "restart_in_job"):
-        if name in given:
-            fields[name] = given[name]
-    if "signal" in given:
-        fields["signal"] = "" if given["signal"] == "none" else given["signal"]
-    elif "resources" in fields and dataclasses.replace(before, signal=None) == before:
+    given = {name: value for name, value in ctx.params.items() if source(ctx, name) == "flag"}
+    asked = before.resources
+    # Where it was one a GPU before, it stays so.
+    tasks = 0 if asked.tasks_per_node == (asked.gpus_per_node or 1) else asked.tasks_per_node
+    fields = {name: value for name, value in given.items() if name in CHANGEABLE}
+    fields["resources"] = changed_resources(asked, given, tasks)
+    if fields.get("signal") == "none":
+        fields["signal"] = ""
+    elif "signal" not in given and dataclasses.replace(before, signal=None) == before:
         fields["signal"] = None  # the default follows the time limit
-    rows = [row for row in _TRAINED if row.parameter in given and row.name != "allow-changed"]
-    if rows and before.train is None:
-        flags = ", ".join(row.flag for row in rows)
+    settings = [row.parameter for row in _TRAINED if row.name != "allow-changed"]
+    flags = typed_flags(ctx, settings)
+    if flags and before.train is None:
         raise click.UsageError(
             f"{flags} belongs to the MNIST training, but {before.run_name} runs a command.", ctx
         )
     if before.train is not None:
-        trained = {row.parameter: given[row.parameter] for row in rows}
-        trained = {**recipe_settings(trained.get("recipe", "")), **trained}
+        trained = {name: given[name] for name in settings if name in given}
+        trained = {**recipe_settings(trained.get("recipe")), **trained}
         if trained.get("data_dir"):
             trained["data_dir"] = os.path.abspath(trained["data_dir"])
         fields["train"] = dataclasses.replace(before.train, **trained)
-    return dataclasses.replace(before, **fields)
-
-
-def _resources(before: Resources, given: Values) -> Resources:
-    fields = fields_given(Resources, given)
-    if "gpus_per_node" in fields:
-        fields["gpu_type"], fields["gpus_per_node"] = forms.gpu_count(
-            "--gpus-per-node", fields["gpus_per_node"]
-        )
-        usual = before.tasks_per_node == (before.gpus_per_node or 1)
-        if usual and "tasks_per_node" not in fields:
-            fields["tasks_per_node"] = 0  # one a GPU, as before
-    if "tasks_per_node" in given:
-        COUNT.check("--tasks-per-node", given["tasks_per_node"])
     return dataclasses.replace(before, **fields)

@@ -47,9 +47,9 @@ def command(site: str | None, cluster: str | None, as_json: bool) -> None:
 
 def _check(ctx: click.Context) -> None:
     """Refuse what a submission with these settings would refuse, naming where it came from."""
+    spec = job_spec(ctx, "site")
     with naming_sources(ctx):
-        spec = job_spec(ctx, "site", ctx.params)
-        folder = template_folder(ctx.params)
+        folder = template_folder(ctx)
         if spec.template in SHIPPED or (folder and (folder / spec.template).is_file()):
             return
         raise OptionError(

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, RUN, echo_json, output_root_option
+from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.run import formatting
 from clusterddp.run.state import STOPPED
 from clusterddp.run.status import RunStatus, find_run, statuses
@@ -17,7 +17,7 @@ _MOST_REASONS = 5
 
 @click.command(name="status", cls=SettingsCommand)
 @click.argument("run", type=RUN, required=False, metavar="[RUN]")
-@output_root_option
+@OUTPUT_ROOT_OPTION
 @JSON_OPTION
 def command(run: str | None, output_root: Path, as_json: bool) -> None:
     """Show how RUN is doing: a run's name, job id or directory; the latest run without one.

@@ -1,31 +1,23 @@
 """`clusterddp stop`: asks runs to save and leave, so that they can be resumed later."""
 
-import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from clusterddp import log
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import (
-    JSON_OPTION,
-    RUN,
-    echo_json,
-    on_each,
-    output_root_option,
-    print_failed,
-)
+from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, act_on_each
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import FAILED, UNKNOWN
-from clusterddp.run.status import RunStatus, find_those
 from clusterddp.run.stop import Stop, stop
 
 
 @click.command(name="stop", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
 @click.option("--wait", is_flag=True, help="Return when the runs have left.")
-@output_root_option
+@OUTPUT_ROOT_OPTION
 @JSON_OPTION
 def command(run: tuple[str, ...], wait: bool, output_root: Path, as_json: bool) -> int:
     """Ask each RUN to save and leave: a run's name, job id or directory.
@@ -38,29 +30,16 @@ def command(run: tuple[str, ...], wait: bool, output_root: Path, as_json: bool) 
     Exit codes: 0 each is asked, or had ended (with --wait: and it did not fail), 1 one could not
     be asked, or failed, 2 one is no run, 130 interrupted.
     """
-    reached: list[RunDir] = []
-
-    def ask(run_dir: RunDir, status: RunStatus) -> Stop:
-        result = stop(run_dir, status)
-        reached.append(run_dir)
-        return result
-
-    runs, failed = find_those(output_root, run)
-    results = on_each(runs, ask, None if as_json else _shown, failed)
-    code = print_failed(failed)
-    if wait:
-        code = max(code, _wait(reached))
-    if as_json:
-        echo_json([dataclasses.asdict(result) for result in results])
-    return code
+    until_left = _wait if wait else None
+    return act_on_each(output_root, run, stop, _words, as_json=as_json, wait=until_left)
 
 
-def _shown(result: Stop) -> str:
+def _words(result: Stop) -> str:
     again = f"\n  go on with: {result.next_command}" if result.next_command else ""
     return f"{result.message}{again}"
 
 
-def _wait(runs: list[RunDir]) -> int:
+def _wait(runs: Sequence[RunDir]) -> int:
     from clusterddp.run.follow import how_it_ended, wait_for_end
 
     code = 0

@@ -8,7 +8,7 @@ import click
 
 from clusterddp.cli import main
 from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.cli.options import SettingsCommand, naming_sources, options, site_options
+from clusterddp.cli.options import SettingsCommand, options, site_options
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, RequestError
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
@@ -67,17 +67,14 @@ def command(
 
     Trains MNIST on every task, or runs COMMAND there with RANK, WORLD_SIZE, MASTER_ADDR … set.
     """
-    values = ctx.params
     for name in unused_variables(os.environ, REQUEST):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
     if run_name == "":
         raise RequestError("--run-name is empty; leave it out to have one made up.")
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
-    with naming_sources(ctx):
-        spec = job_spec(ctx, run_name or _made_up_name(), values)
-    script = load(spec.launcher).prepare(spec, template_folder(values))
-    fields = {"run": spec.run_name, "run_dir": spec.run_dir}
+    spec = job_spec(ctx, run_name or _made_up_name())
+    script = load(spec.launcher).prepare(spec, template_folder(ctx))
     if dry_run:
         if spec.uses_own_code:
             from clusterddp.submission import submit
@@ -85,18 +82,15 @@ def command(
             submit.check_own_code(spec)
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
-        if as_json:
-            click.echo(json.dumps({**fields, "script": script}))
-        else:
-            click.echo(script, nl=False)
+        fields = {"run": spec.run_name, "run_dir": spec.run_dir, "script": script}
+        click.echo(json.dumps(fields) if as_json else script, nl=as_json)
         return EXIT_DONE
     main.go_on()
     from clusterddp.submission import submit  # what follows has no part in a dry run
 
     try:
-        run, submission = submit.submit(
-            spec, script, snapshot_limit_mb=values["snapshot_limit"], check=values["check"]
-        )
+        limit, check = ctx.params["snapshot_limit"], ctx.params["check"]
+        run, submission = submit.submit(spec, script, snapshot_limit_mb=limit, check=check)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     from clusterddp.cli.runs import follow_submitted
@@ -108,8 +102,7 @@ def command(
         f"  logs    clusterddp logs -f {run.shown}\n"
         f"  cancel  clusterddp cancel {run.shown}"
     )
-    fields["job_id"] = submission.job_id
-    return follow_submitted(run, submission, None if as_json else words, fields, wait=wait)
+    return follow_submitted(spec, run, submission, words, wait=wait, as_json=as_json)
 
 
 def _made_up_name() -> str:

@@ -71,7 +71,7 @@ def command(
     A run directory that holds checkpoints is resumed from its newest.
     """
     ctx = click.get_current_context()
-    config = config_from(ctx.params, ctx)
+    config = config_from(ctx)
     env = dist_env.from_flags(
         rank, world_size, master_addr, master_port, local_rank, local_world_size
     )

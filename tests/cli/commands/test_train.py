@@ -323,10 +323,12 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
 
 
 def options_command(settings: bool) -> click.Command:
-    def run(**params: Any) -> TrainConfig:
-        return config_from({**params, "nodes": 2}, click.get_current_context())
+    @click.pass_context
+    def run(ctx: click.Context, **_params: Any) -> TrainConfig:
+        return config_from(ctx)
 
-    return click.command()(options(TRAINING, settings=settings)(run))
+    other = click.option("--nodes", default=2)
+    return click.command()(other(options(TRAINING, settings=settings)(run)))
 
 
 def test_options_become_the_configuration_and_its_argv_the_options() -> None:
