@@ -13,13 +13,12 @@ from clusterddp.errors import EXIT_INTERRUPTED, RequestError
 from clusterddp.reporting.plots import Scaling, Size, efficiency
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
-from clusterddp.run import formatting
+from clusterddp.run import files, formatting
 from clusterddp.run.formatting import count
-from clusterddp.run.progress import latest_report
 from clusterddp.run.records import Report
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import FAILED
-from clusterddp.run.status import RunStatus, all_runs, find_run, statuses
+from clusterddp.run.status import RunStatus, all_runs, find_run, latest_report, statuses
 
 DONE = "done"
 NOT_RUN = "not run"
@@ -280,10 +279,7 @@ def _why(run: RunDir, status: RunStatus) -> str:
 
 
 def _last_line(path: Path) -> str:
-    try:
-        content = path.read_bytes()[-_LAST_BYTES:].decode(errors="replace").strip()
-    except OSError:
-        return ""
+    content = files.read_tail(path, _LAST_BYTES).decode(errors="replace").strip()
     return content.splitlines()[-1] if content else ""
 
 

@@ -18,7 +18,6 @@ from clusterddp.run import files
 from clusterddp.run.attempt import Attempt, attempts, summaries
 from clusterddp.run.files import read_lines
 from clusterddp.run.outcome import first_failure, read_outcomes
-from clusterddp.run.progress import latest_report
 from clusterddp.run.records import (
     Agreement,
     AttemptSummary,
@@ -29,7 +28,7 @@ from clusterddp.run.records import (
     WorstImage,
 )
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.status import RunStatus, first_known, spec_of
+from clusterddp.run.status import RunStatus, first_known, latest_report, spec_of
 
 SLOW = 0.8
 """Share of the other ranks' median speed below which a rank is a straggler."""

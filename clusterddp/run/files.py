@@ -99,6 +99,16 @@ def read_file(path: Path) -> bytes:
         return file.read()
 
 
+def read_tail(path: Path, most: int, *, since: int = 0) -> bytes:
+    """Read the last bytes of a file, from an offset on; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(since, file.seek(0, os.SEEK_END) - most))
+            return file.read()
+    except OSError:
+        return b""
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file whole or not at all: a temporary beside it, fsync, rename, fsync of the folder.
 
@@ -124,23 +134,28 @@ def write_record(path: Path, record: object, *, indent: int | None = None) -> No
 
 
 def append_json_line(path: Path, content: Mapping[str, object]) -> None:
-    """Append an object to a JSON-lines file in one write, and sync it. Raises OSError.
+    """Append an object to a JSON-lines file in one write, and sync it. Raises OSError."""
+    append_line(path, json.dumps(content, default=dataclasses.asdict), os.O_CREAT, sync=True)
+
+
+def append_line(path: Path, line: str, flags: int, *, sync: bool = False) -> None:
+    """Append a line in one write. Raises OSError. flags: of open(2).
 
     Two writers do not mix their lines, and a line that was torn, by a kill or a full disk, is ended
     first.
     """
-    line = f"{json.dumps(content, default=dataclasses.asdict)}\n".encode()
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o600)
     try:
         size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        if os.write(descriptor, line) < len(line):
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        content = f"\n{line}\n".encode() if torn else f"{line}\n".encode()
+        if os.write(descriptor, content) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(descriptor)
+        if sync:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    if not size:
+    if sync and not size:
         sync_folder(path.parent)
 
 

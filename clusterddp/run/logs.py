@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 
 _DIVIDER = re.compile(r"^--- attempt (\d{1,9}), job [^\n]* ---$", re.MULTILINE)
@@ -24,11 +25,11 @@ def divide(attempt: Attempt, job_id: str) -> None:
     """
     if attempt.number == 1:
         return
-    line = f"{_divider(attempt.number, job_id)}\n"
+    line = _divider(attempt.number, job_id)
     with contextlib.suppress(OSError):
         for log in sorted(attempt.run.logs.glob("*.log")):
             with contextlib.suppress(OSError):
-                _append(log, line)
+                files.append_line(log, line, os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def divide_own(number: int, job_id: str, restarts: int) -> None:
@@ -40,18 +41,13 @@ def divide_own(number: int, job_id: str, restarts: int) -> None:
 
 def of_attempt(log: Path, number: int) -> str:
     """Read one attempt's part of a log, its last megabyte at most; empty without such a log."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    text = files.read_tail(log, _TAIL_BYTES).decode(errors="replace")
     begin, end = 0, len(text)
-    for found in _DIVIDER.finditer(text):
-        if int(found[1]) > number:
-            end = found.start()
+    for divider in _DIVIDER.finditer(text):
+        if int(divider[1]) > number:
+            end = divider.start()
             break
-        begin = found.end() + 1
+        begin = divider.end() + 1
     return text[begin:end]
 
 
@@ -93,14 +89,3 @@ def _turn_to_submission_folder(refused: int, error: OSError) -> None:
 def _divider(number: int, job_id: str, start: str = "") -> str:
     words = [f"attempt {number}", f"job {job_id or '(none)'}", start]
     return f"--- {', '.join(filter(None, words))}, {time.strftime('%Y-%m-%d %H:%M')} ---"
-
-
-def _append(log: Path, line: str) -> None:
-    """Add a line at the end; text that a killed writer has left without an end gets one."""
-    descriptor = os.open(log, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, f"\n{line}".encode() if torn else line.encode())
-    finally:
-        os.close(descriptor)

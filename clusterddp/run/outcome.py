@@ -411,13 +411,9 @@ class Traces:
         """Read the end of what the command has printed, if that went to a file."""
         if self._log_start is None:
             return ""
-        try:
-            with Path(f"/proc/self/fd/{self._log}").open("rb") as file:
-                end = file.seek(0, os.SEEK_END)
-                file.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
-                return file.read(_LOG_TAIL_BYTES).decode(errors="replace")
-        except OSError:
-            return ""
+        log = Path(f"/proc/self/fd/{self._log}")
+        tail = files.read_tail(log, _LOG_TAIL_BYTES, since=self._log_start)
+        return tail.decode(errors="replace")
 
 
 def is_peer_loss(error: BaseException) -> bool:

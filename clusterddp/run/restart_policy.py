@@ -19,7 +19,7 @@ from clusterddp.run.events import (
     StopFailed,
     Submitted,
 )
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import RunDir, newest_checkpoint
 
 DONE = "done"
 FAILED = "failed"
@@ -201,17 +201,13 @@ def _is_a_persons(event: Event) -> bool:
 
 def gained(attempt: Attempt) -> int | None:
     """Steps that an attempt has brought onto the disk."""
-    steps = [
-        int(path.stem.removeprefix("step-"))
-        for path in attempt.checkpoints.glob("step-*.pt")
-        if path.stem.removeprefix("step-").isdigit()
-    ]
     record = attempt.read_record()
     if not record:
         return None if not attempt.run.resolved.exists() and _runs_a_command(attempt.run) else 0
     # The next attempt takes the files over, and says from which of them it started.
     after = Attempt(attempt.run, attempt.number + 1).read_record()
-    reached = max(*steps, (after.step or 0) if after else 0, 0)
+    newest = newest_checkpoint(attempt.checkpoints)
+    reached = max(newest[0] if newest else 0, (after.step or 0) if after else 0)
     return max(reached - (record.step or 0), 0)
 
 

@@ -29,6 +29,7 @@ A run is one directory below the output root. What is in it:
 """
 
 import os
+import re
 import shlex
 import tempfile
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ from typing import Protocol
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.files import write_atomically
+
+_CHECKPOINT = re.compile(r"step-(\d+)\.pt", re.ASCII)
 
 
 class _Folder(Protocol):
@@ -186,6 +189,28 @@ def find_runs(output_root: Path) -> list[RunDir]:
         if not path.name.startswith(".") and os.access(path / "spec.json", os.R_OK)
     ]
     return sorted(runs, key=lambda run: (run.spec.stat().st_mtime, run.name))
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """Return the step of a checkpoint, by its name; None for a file of another name."""
+    name = _CHECKPOINT.fullmatch(path.name)
+    return int(name[1]) if name else None
+
+
+def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
+    """Find step and time of the checkpoint with the highest step; not verified, so cheap."""
+    try:
+        with os.scandir(folder) as entries:
+            by_step = [
+                (step, entry)
+                for entry in entries
+                if (step := checkpoint_step(Path(entry.name))) is not None
+                and entry.is_file(follow_symlinks=False)
+            ]
+        step, newest = max(by_step, key=lambda each: each[0])
+        return step, newest.stat().st_mtime
+    except (OSError, ValueError):
+        return None
 
 
 def run_folders(run: RunDir) -> list[Path]:

@@ -1,7 +1,6 @@
 """Status of a run: found by name, job id or directory, and put together from its parts.
 
-Its parts are the latest submission (`submission`), the state (`state`) and what the training has
-left (`progress`).
+Its parts are the latest submission and the state (`state`), and what the training has left.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from typing import TypeVar
 
 from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError, RequestError
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import events, restart_policy
+from clusterddp.run import events, files, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Failure
 from clusterddp.run.outcome import first_failure, read_outcomes
-from clusterddp.run.progress import latest_metrics, latest_report, newest_checkpoint
-from clusterddp.run.records import AttemptRecord, Report
-from clusterddp.run.run_dir import RunDir, find_runs
+from clusterddp.run.records import AttemptRecord, MetricsLine, Report
+from clusterddp.run.run_dir import RunDir, find_runs, newest_checkpoint
 from clusterddp.run.state import (
     CANCELLED,
     CREATED,
@@ -48,6 +46,7 @@ from clusterddp.slurm.states import JobState, State
 
 T = TypeVar("T")
 
+_METRICS_BYTES = 65536
 _NOT_PRINTED = ("failed_rank", "is_forgotten")
 
 
@@ -130,7 +129,7 @@ def run_status(
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
     figures, latest = report or Report(), latest_metrics(run.metrics)
-    checkpoint = newest_checkpoint(run)
+    checkpoint = newest_checkpoint(run.checkpoints)
     failure = _failure(run, state, submission, by_hand)
     spec = spec_of(run)
     known = submission or Submission("", "")
@@ -170,6 +169,39 @@ def run_status(
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
     return _with_attempt(status, by_hand, now) if by_hand else status
+
+
+@dataclass(frozen=True)
+class Latest:
+    """Latest values in metrics.jsonl."""
+
+    step: int | None = None
+    epoch: int | None = None
+    loss: float | None = None
+    """Loss of training."""
+    test_accuracy: float | None = None
+
+
+def latest_metrics(path: Path) -> Latest:
+    """Read the latest values in metrics.jsonl, from its end."""
+    latest = Latest()
+    for values in files.parse_json_lines(files.read_tail(path, _METRICS_BYTES)):
+        line = files.load(MetricsLine, values) or MetricsLine()
+        if line.step >= 0:
+            latest = dataclasses.replace(latest, step=line.step, epoch=line.epoch)
+        if line.tested:
+            latest = dataclasses.replace(latest, test_accuracy=line.accuracy)
+        elif line.loss is not None:
+            latest = dataclasses.replace(latest, loss=line.loss)
+    return latest
+
+
+def latest_report(run: RunDir, attempt: int | None) -> Report | None:
+    """Read report.json, unless it is of an attempt before that, the latest one."""
+    report = files.read(Report, run.report)
+    if report is None or report.attempt is None or attempt is None:
+        return report
+    return None if report.attempt < attempt else report
 
 
 def _failure(

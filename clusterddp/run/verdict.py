@@ -154,13 +154,7 @@ class _Evidence:
     @cached_property
     def job_log(self) -> str:
         """Job log since this job, or its latest restart, has started."""
-        try:
-            with self.run.job_log.open("rb") as file:
-                file.seek(0, 2)
-                file.seek(max(file.tell() - _LOG_TAIL_BYTES, 0))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return ""
+        text = files.read_tail(self.run.job_log, _LOG_TAIL_BYTES).decode(errors="replace")
         return text.rpartition(f", job {self.job_id} on ")[2] if self.job_id else text
 
     @cached_property

@@ -12,8 +12,9 @@ from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig, changes
-from clusterddp.run.progress import checkpoint_step, is_finished, recorded_batch
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run import files
+from clusterddp.run.records import Agreement, Report
+from clusterddp.run.run_dir import RunDir, checkpoint_step
 
 
 def make_sure(
@@ -144,3 +145,25 @@ def _check_run(
         problem = config.uneven_batch(reference, world_size)
         if problem:
             raise RequestError(f"--resume {config.resume}: {problem}")
+
+
+def recorded_batch(run: RunDir) -> tuple[int, int] | None:
+    """Return images of a step over all ranks, and of one rank at the run's start, as agreed."""
+    agreed = files.read(Agreement, run.resolved) or Agreement()
+    images, reference = agreed.global_batch_size, agreed.reference_world_size
+    return (images, images // reference) if 1 <= reference <= images else None
+
+
+def is_finished(run: RunDir, step: int, before: TrainConfig, after: TrainConfig) -> bool:
+    """Return whether a run has trained all of `after`, by the report that it wrote at `step`.
+
+    before: what it was asked for. A run without a report has not come to its end.
+    """
+    report = files.read(Report, run.report) or Report()
+    steps, epochs = report.steps, report.epochs
+    if steps is None or epochs is None or step != steps:
+        return False
+    if after.max_steps and after.max_steps <= steps:
+        return True
+    # Ended by --max-steps, it may have been anywhere in its last epoch.
+    return steps != before.max_steps and after.epochs <= epochs

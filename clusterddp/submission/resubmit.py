@@ -20,19 +20,19 @@ from clusterddp.run import attempt as attempts
 from clusterddp.run import events, formatting
 from clusterddp.run.claim import Claim, claimed
 from clusterddp.run.files import write_atomically
-from clusterddp.run.progress import (
-    checkpoint_step,
-    is_finished,
-    newest_checkpoint,
-    recorded_batch,
-)
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
 from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
 from clusterddp.run.status import run_status
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import code_renewal, snapshot
-from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
+from clusterddp.submission.preflight import (
+    find_own_functions,
+    in_another_python,
+    is_finished,
+    make_sure,
+    recorded_batch,
+)
 from clusterddp.submission.submit import naming_the_job
 
 CHANGEABLE = (
@@ -266,7 +266,7 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
             raise RequestError(
                 f"{run.name} is done: its command has ended with exit code 0. Submit a new run."
             )
-        reached = newest_checkpoint(run)
+        reached = newest_checkpoint(run.checkpoints)
         is_at_most = reached and 0 < before.train.max_steps <= reached[0]
         more = "a larger --max-steps N" if is_at_most else "--epochs N --allow-changed"
         raise RequestError(
@@ -327,7 +327,7 @@ def _check_code(run: RunDir) -> None:
 
 def _check_steps(run: RunDir, spec: JobSpec) -> None:
     """Refuse a --max-steps that lies below the step from which the run goes on."""
-    reached = newest_checkpoint(run)
+    reached = newest_checkpoint(run.checkpoints)
     if spec.train and reached and 0 < spec.train.max_steps < reached[0]:
         raise RequestError(
             f"--max-steps {spec.train.max_steps}: {run.name} has trained {reached[0]} steps "
@@ -342,7 +342,7 @@ def _check_ranks(run: RunDir, spec: JobSpec) -> None:
         return
     images, step_size = recorded
     reference = images // step_size
-    if newest_checkpoint(run):
+    if newest_checkpoint(run.checkpoints):
         reference = spec.train.reference_world_size(spec.world_size, images, step_size)
     elif spec.train.resume:
         return  # it starts from another run's checkpoint, and preflight checks that one
@@ -383,7 +383,7 @@ def _has_more(run: RunDir, before: JobSpec, after: JobSpec) -> bool:
     """Return whether a training that is done has something left to train by the new options."""
     if before.train is None or after.train is None:
         return False
-    reached = newest_checkpoint(run)
+    reached = newest_checkpoint(run.checkpoints)
     if reached and is_finished(run, reached[0], before.train, after.train):
         return False
     old = dataclasses.asdict(before.train)

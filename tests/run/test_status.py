@@ -11,10 +11,9 @@ from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import restart_policy
 from clusterddp.run.attempt import Attempt, begin, publish
-from clusterddp.run.progress import latest_metrics
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.status import run_status
+from clusterddp.run.status import latest_metrics, run_status
 from clusterddp.slurm.states import JobState, State
 from tests.made_events import (
     BOOM,
