@@ -24,7 +24,7 @@ from pathlib import Path
 
 from clusterddp.errors import RequestError
 from clusterddp.launchers import Submission, sbatch
-from clusterddp.launchers.srun import CANCELLED, KILL_WAIT_SECONDS, signal_session
+from clusterddp.launchers.srun import CANCELLED, KILL_WAIT_SECONDS, signal_session, variables
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.variables import REHEARSAL_VARIABLE
 from clusterddp.request.spec import JobSpec
@@ -83,8 +83,7 @@ def main() -> None:
     run = RunDir(Path(sys.argv[1]))
     script = run.script.read_text()
     limit = Limit.of(script)
-    job = _Job(run, limit)
-    job.listen()  # ahead of the folder, which would outlive a signal
+    job = _Job(run, limit)  # ahead of the folder, which would outlive a signal
     with tempfile.TemporaryDirectory(prefix="clusterddp-local-") as folder:
         environ = {
             **os.environ,
@@ -136,34 +135,28 @@ def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
     cpus = int(directives.get("cpus-per-task", "1"))
     hosts = "127.0.0.1" if nodes == 1 else f"127.0.0.[1-{nodes}]"
     each = f"(x{nodes})" if nodes > 1 else ""
-    environ = {
-        "SLURMD_NODENAME": "127.0.0.1",
-        "SLURM_CLUSTER_NAME": "local",
-        "SLURM_CPUS_ON_NODE": str(cpus * tasks_per_node),
-        "SLURM_GTIDS": "0",
-        "SLURM_JOBID": str(job_id),
-        "SLURM_JOB_CPUS_PER_NODE": f"{cpus * tasks_per_node}{each}",
-        "SLURM_JOB_GID": str(os.getgid()),
-        "SLURM_JOB_ID": str(job_id),
-        "SLURM_JOB_NAME": directives.get("job-name", ""),
-        "SLURM_JOB_NODELIST": hosts,
-        "SLURM_JOB_NUM_NODES": str(nodes),
-        "SLURM_JOB_PARTITION": directives.get("partition", "local"),
-        "SLURM_JOB_UID": str(os.getuid()),
-        "SLURM_JOB_USER": os.environ.get("USER", str(os.getuid())),
-        "SLURM_LOCALID": "0",
-        "SLURM_NNODES": str(nodes),
-        "SLURM_NODEID": "0",
-        "SLURM_NODELIST": hosts,
-        "SLURM_NPROCS": str(tasks),
-        "SLURM_NTASKS": str(tasks),
-        "SLURM_NTASKS_PER_NODE": str(tasks_per_node),
-        "SLURM_PROCID": "0",
-        "SLURM_SUBMIT_DIR": str(folder),
-        "SLURM_SUBMIT_HOST": socket.gethostname(),
-        "SLURM_TASKS_PER_NODE": f"{tasks_per_node}{each}",
-        "SLURM_TASK_PID": str(job_id),
-    }
+    environ = variables(
+        {
+            "SLURMD_NODENAME": "127.0.0.1",
+            "SLURM_CLUSTER_NAME": "local",
+            "SLURM_CPUS_ON_NODE": cpus * tasks_per_node,
+            "SLURM_GTIDS SLURM_LOCALID SLURM_NODEID SLURM_PROCID": 0,
+            "SLURM_JOBID SLURM_JOB_ID SLURM_TASK_PID": job_id,
+            "SLURM_JOB_CPUS_PER_NODE": f"{cpus * tasks_per_node}{each}",
+            "SLURM_JOB_GID": os.getgid(),
+            "SLURM_JOB_NAME": directives.get("job-name", ""),
+            "SLURM_JOB_NODELIST SLURM_NODELIST": hosts,
+            "SLURM_JOB_NUM_NODES SLURM_NNODES": nodes,
+            "SLURM_JOB_PARTITION": directives.get("partition", "local"),
+            "SLURM_JOB_UID": os.getuid(),
+            "SLURM_JOB_USER": os.environ.get("USER", os.getuid()),
+            "SLURM_NPROCS SLURM_NTASKS": tasks,
+            "SLURM_NTASKS_PER_NODE": tasks_per_node,
+            "SLURM_SUBMIT_DIR": folder,
+            "SLURM_SUBMIT_HOST": socket.gethostname(),
+            "SLURM_TASKS_PER_NODE": f"{tasks_per_node}{each}",
+        }
+    )
     if "cpus-per-task" in directives:
         environ["SLURM_CPUS_PER_TASK"] = str(cpus)
     per_task = int(directives.get("gpus-per-task", "0").rpartition(":")[2])
@@ -185,7 +178,7 @@ def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
 
 
 class _Job:
-    """Batch script and tasks of its steps; a TERM to this process cancels them all."""
+    """Batch script and tasks of its steps; from here on a TERM to this process cancels them."""
 
     def __init__(self, run: RunDir, limit: Limit) -> None:
         self._run, self._limit = run, limit
@@ -193,11 +186,8 @@ class _Job:
         self._cancelled = False
         self._warned = False
         self._kill_at: float | None = None
-
-    def listen(self) -> None:
-        """Have a TERM cancel the job from here on, be its script started or not."""
-        signal.signal(signal.SIGTERM, self._cancel)
-        signal.signal(signal.SIGINT, self._cancel)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._cancel)
 
     def run(self, argv: list[str], environ: Mapping[str, str], steps: Path) -> int:
         """Run the script to its exit code; each step notes its tasks in the folder `steps`."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from jinja2 import (
-    BaseLoader,
     ChoiceLoader,
     Environment,
     FileSystemBytecodeCache,
@@ -46,11 +45,12 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
 
 def render(spec: JobSpec, template_folder: Path | None = None) -> str:
     """Render the whole script; raises RequestError with the line when the template is at fault."""
-    environment = _jinja(template_folder)
+    folders = [*([template_folder] if template_folder else []), shipped_folder()]
+    environment = _jinja(folders)
     try:
         script = environment.get_template(spec.template).render(_context(spec))
     except TemplateNotFound as error:
-        known = ", ".join(_known(template_folder))
+        known = ", ".join(_known(folders))
         raise RequestError(f"template {error.name!r} is not found; there are: {known}.") from None
     except TemplateSyntaxError as error:
         raise RequestError(
@@ -61,7 +61,7 @@ def render(spec: JobSpec, template_folder: Path | None = None) -> str:
     except UnicodeDecodeError:
         raise RequestError(f"template {spec.template} is not UTF-8 text.") from None
     except Exception as error:  # whatever an expression in a person's own template can raise
-        _blame(error, [shipped_folder(), *([template_folder] if template_folder else [])])
+        _blame(error, folders)
     if template_folder:
         _check_blocks(environment, spec.template)
     _check(spec, script)
@@ -95,8 +95,7 @@ def shipped_folder() -> Path:
 
 def directives(spec: JobSpec, *, agents: bool = False) -> list[str]:
     """Give the lines behind `#SBATCH `; `agents` asks for one task a node instead of one a rank."""
-    values = directive_values(spec, agents=agents)
-    return [directive(name, value) for name, value in values.items()]
+    return [directive(name, value) for name, value in directive_values(spec, agents=agents).items()]
 
 
 def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | None]:
@@ -182,40 +181,32 @@ def _gpu_directive(spec: JobSpec, tasks_per_node: int) -> tuple[str, str]:
     return "gpus-per-node", f"{prefix}{count}"
 
 
+_OF_SPEC = (
+    "run_name run_dir python resources environment pass_environment modules setup teardown "
+    "srun_args network_interface launch_prefix"
+)
+"""Fields of the request that a template can use by their names."""
+
+
 def _context(spec: JobSpec) -> dict[str, object]:
     """Give the names that a template can use; `docs/templates.md` lists them."""
     return {
+        **{name: getattr(spec, name) for name in _OF_SPEC.split()},
         "spec": spec,
-        "resources": spec.resources,
         "version": __version__,
-        "run_name": spec.run_name,
-        "run_dir": spec.run_dir,
-        "python": spec.python,
         "directives": directives(spec),
         "agent_directives": directives(spec, agents=True),
-        "environment": spec.environment,
-        "pass_environment": spec.pass_environment,
-        "modules": spec.modules,
-        "setup": spec.setup,
-        "teardown": spec.teardown,
-        "srun_args": spec.srun_args,
-        "network_interface": spec.network_interface,
-        "launch_prefix": spec.launch_prefix,
         "rank_variables": forms.RANK_VARIABLES,
         "task_arguments": task_arguments(spec),
         "spec_json": spec.to_json(),
     }
 
 
-def _jinja(template_folder: Path | None) -> Environment:
-    folder = shipped_folder()
-    shipped = FileSystemLoader(folder)
-    compiled = importlib.util.cache_from_source(str(folder / "_.py"))
-    loaders: list[BaseLoader] = [shipped, PrefixLoader({"shipped": shipped})]
-    if template_folder:
-        loaders.insert(0, FileSystemLoader(template_folder))
+def _jinja(folders: list[Path]) -> Environment:
+    shipped = PrefixLoader({"shipped": FileSystemLoader(folders[-1])})
+    compiled = importlib.util.cache_from_source(str(folders[-1] / "_.py"))
     environment = Environment(
-        loader=ChoiceLoader(loaders),
+        loader=ChoiceLoader([FileSystemLoader(folders), shipped]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -307,8 +298,7 @@ def _extended(tree: nodes.Template) -> str | None:
     return named.value if isinstance(named, nodes.Const) else None
 
 
-def _known(template_folder: Path | None) -> list[str]:
-    folders = [shipped_folder(), *([template_folder] if template_folder else [])]
+def _known(folders: list[Path]) -> list[str]:
     names = {path.name for folder in folders for path in folder.glob("*.j2")}
     return sorted(name for name in names if not name.startswith("_"))
 

@@ -83,28 +83,22 @@ def task_environment(
     node = next(n for n in range(len(hosts)) if rank < sum(counts[: n + 1]))
     local_rank = rank - sum(counts[:node])
     ranks = range(sum(counts[:node]), sum(counts[: node + 1]))
-    layout = _compressed(counts)
     nodelist = hosts[0] if len(hosts) == 1 else f"127.0.0.[1-{len(hosts)}]"
-    environ = {
-        **job,
+    of_task = {
         "SLURMD_NODENAME": hosts[node],
         "SLURM_DISTRIBUTION": "block",
         "SLURM_GTIDS": ",".join(map(str, ranks)),
         "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
-        "SLURM_LOCALID": str(local_rank),
-        "SLURM_NNODES": str(len(hosts)),
-        "SLURM_NODEID": str(node),
-        "SLURM_NPROCS": str(options.ntasks),
-        "SLURM_NTASKS": str(options.ntasks),
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEPID": str(step_id),
-        "SLURM_STEP_ID": str(step_id),
+        "SLURM_LOCALID": local_rank,
+        "SLURM_NNODES SLURM_STEP_NUM_NODES": len(hosts),
+        "SLURM_NODEID": node,
+        "SLURM_NPROCS SLURM_NTASKS SLURM_STEP_NUM_TASKS": options.ntasks,
+        "SLURM_PROCID": rank,
+        "SLURM_STEPID SLURM_STEP_ID": step_id,
         "SLURM_STEP_NODELIST": nodelist,
-        "SLURM_STEP_NUM_NODES": str(len(hosts)),
-        "SLURM_STEP_NUM_TASKS": str(options.ntasks),
-        "SLURM_STEP_TASKS_PER_NODE": layout,
-        "SLURM_TASKS_PER_NODE": layout,
+        "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE": _compressed(counts),
     }
+    environ = {**job, **variables(of_task)}
     if options.ntasks_per_node:
         environ["SLURM_NTASKS_PER_NODE"] = str(options.ntasks_per_node)
     if options.cpus_per_task:
@@ -121,6 +115,11 @@ def task_environment(
         if per_task:
             environ["SLURMD_TRES_BIND"] = f"gpu:per_task:{per_task}"
     return environ
+
+
+def variables(values: Mapping[str, object]) -> dict[str, str]:
+    """Give the variables of an environment; those that share a value stand in one key."""
+    return {name: str(value) for names, value in values.items() for name in names.split()}
 
 
 def run_step(options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], note: Path) -> int:
@@ -201,12 +200,10 @@ def _next_step(steps: Path) -> int:
     """Take the number of a step, from 0: creating the folder's file takes it."""
     step_id = 0
     while True:
-        try:
+        with suppress(FileExistsError):
             (steps / f"{step_id}.taken").touch(exist_ok=False)
-        except FileExistsError:
-            step_id += 1
-        else:
             return step_id
+        step_id += 1
 
 
 def _compressed(counts: Sequence[int]) -> str:

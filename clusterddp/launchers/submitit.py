@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,16 +93,18 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
         patience_seconds=max(spec.signal_lead, _LEAST_PATIENCE_SECONDS),
         by_protocol=_by_protocol(spec),
     )
-    with _environment(submission_environment(os.environ)):
-        try:
-            job = executor.submit(task)
-        except submitit.core.utils.FailedJobError as error:
-            words = explained(" ".join(str(error).split()), script, os.environ)
-            raise RequestError(f"sbatch refused the job: {words}") from None
-        finally:
-            # Slurm has a copy of its own of the script; submitit leaves a link to it, or the file.
-            for left in _folder(spec).glob(".submission_file_*.sh"):
-                left.unlink(missing_ok=True)
+    kept = dict(os.environ)
+    environment.replace(submission_environment(kept))  # submitit starts sbatch with it
+    try:
+        job = executor.submit(task)
+    except submitit.core.utils.FailedJobError as error:
+        words = explained(" ".join(str(error).split()), script, os.environ)
+        raise RequestError(f"sbatch refused the job: {words}") from None
+    finally:
+        environment.replace(kept)
+        # Slurm has a copy of its own of the script; submitit leaves a link to it, or the file.
+        for left in _folder(spec).glob(".submission_file_*.sh"):
+            left.unlink(missing_ok=True)
     events.add(
         run.events, events.Submitted, job_id=job.job_id, launcher="submitit", folder=str(Path.cwd())
     )
@@ -251,14 +252,3 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
 def _escaped(value: str | None) -> str | None:
     """submitit quotes a value for a shell; Slurm's own reader also takes backslashes out."""
     return None if value is None else forms.text("directive", value).replace("\\", "\\\\")
-
-
-@contextmanager
-def _environment(wanted: dict[str, str]) -> Iterator[None]:
-    """submitit starts sbatch with this process's own variables: change them while it does."""
-    kept = dict(os.environ)
-    environment.replace(wanted)
-    try:
-        yield
-    finally:
-        environment.replace(kept)

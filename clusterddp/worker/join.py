@@ -27,11 +27,10 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import note_clocks
-from clusterddp.run.records import Agreement, AttemptRecord
+from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import device as devices
 from clusterddp.training.step import gpus_of_one_process
-from clusterddp.worker import start
 
 _OWN_DATA_SECONDS = 3600.0
 # Logs and records of hosts that are further apart are hard to read side by side.
@@ -48,23 +47,20 @@ class Joined:
 
     @property
     def attempt(self) -> Attempt:
-        return Attempt(RunDir(Path(self.agreed.run_dir)), self.agreed.attempt)
+        return _attempt(self.agreed)
 
 
 def join(
     config: TrainConfig,
-    run_dir: Path | None,
-    attempt: int | None,
     env: DistEnv,
     store: RunStore,
     environ: Mapping[str, str],
-    *,
-    fingerprint: Callable[[], str] | None = None,
-    lookups: tcp_store.Lookups | None = None,
+    settle: Callable[[list[Hello]], Agreement],
+    lookups: tcp_store.Lookups | None,
 ) -> Joined:
     """Introduce this rank, learn what was agreed on, and join the process group.
 
-    fingerprint: of the dataset, on rank 0, where it is known without reading the files again.
+    settle: decides on rank 0 what holds for all.
     lookups: the name look-ups of this start.
 
     Raises ClusterDDPError, a PeerError where another rank is to blame.
@@ -74,51 +70,53 @@ def join(
     except ClusterDDPError as error:
         rendezvous.decline(store, env, error)
         raise
-    agreed = _meet(config, run_dir, attempt, env, store, environ, hello, fingerprint)
-    device = torch.device(hello.device)
+    agreed = _meet(config, env, store, hello, settle)
+    joined = Joined(hello, agreed, torch.device(hello.device))
     interface = ""
     if lookups and agreed.backend == "gloo" and tcp_store.GLOO_INTERFACE not in environ:
         interface = lookups.gloo_interface()
     defaults = _variables(config, agreed, interface)
     environment.change({name: environ.get(name, value) for name, value in defaults.items()})
-    _settle(agreed, device, deterministic=config.deterministic)
-    _start_group(config, agreed, env, store, device)
+    _enter_group(config, joined, env, store)
     announce(config, agreed, hello, env)
-    return Joined(hello, agreed, device)
+    return joined
 
 
 def _meet(
     config: TrainConfig,
-    run_dir: Path | None,
-    attempt: int | None,
     env: DistEnv,
     store: RunStore,
-    environ: Mapping[str, str],
     hello: Hello,
-    fingerprint: Callable[[], str] | None,
+    settle: Callable[[list[Hello]], Agreement],
 ) -> Agreement:
-    """Meet the other ranks; rank 0 decides for all, and compares the clocks of their hosts."""
-    speakers: dict[int, str] = {}
+    """Meet the other ranks; rank 0 compares the clocks of their hosts."""
+    tellers: dict[int, str] = {}
 
     def decide(hellos: list[dict[str, Any]]) -> dict[str, Any]:
-        agreed = start.decide(config, run_dir, attempt, hellos, _identity(environ), fingerprint)
-        speakers.update(rendezvous.time_tellers(hellos))
-        return {**dataclasses.asdict(agreed), "tell_time": sorted(speakers), "sent": time.time()}
+        agreed = settle([Hello(**each) for each in hellos])
+        tellers.update(rendezvous.time_tellers(hellos))
+        return {**dataclasses.asdict(agreed), "tell_time": sorted(tellers), "sent": time.time()}
 
     # Rank 0 calls a user function meanwhile, which may have to fetch its data.
     is_own = is_reference(config.dataset)
     patience = _OWN_DATA_SECONDS if is_own else rendezvous.GRACE_SECONDS
-    verdict = rendezvous.agree(
-        store, env, hello.__dict__, decide, config.rendezvous_timeout, patience
-    )
+    verdict = rendezvous.agree(store, env, vars(hello), decide, config.rendezvous_timeout, patience)
     if env.rank in verdict.get("tell_time", ()):
         rendezvous.tell_time(store, env, time.time())
     agreed = files.load(Agreement, verdict)
     assert agreed, "rank 0 sends a whole agreement"
-    if speakers:
-        ahead = rendezvous.collect_clocks(store, env, speakers, verdict["sent"])
-        _note_clocks(agreed, {hello.host: 0.0, **ahead})
+    if tellers:
+        ahead = rendezvous.collect_clocks(store, env, tellers, verdict["sent"])
+        apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
+        if apart:
+            log.warning(f"clocks differ from that of rank 0's host: {', '.join(apart)}")
+        with suppress(OSError):  # a full disk costs the record
+            note_clocks(_attempt(agreed).outcomes, {hello.host: 0.0, **ahead})
     return agreed
+
+
+def _attempt(agreed: Agreement) -> Attempt:
+    return Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt)
 
 
 def _variables(config: TrainConfig, agreed: Agreement, interface: str) -> dict[str, str]:
@@ -140,24 +138,6 @@ def _variables(config: TrainConfig, agreed: Agreement, interface: str) -> dict[s
     return variables
 
 
-def _note_clocks(agreed: Agreement, ahead: dict[str, float]) -> None:
-    """Record the offsets beside the ranks' outcomes; a full disk costs the record."""
-    apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
-    if apart:
-        log.warning(f"clocks differ from that of rank 0's host: {', '.join(apart)}")
-    with suppress(OSError):
-        note_clocks(Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt).outcomes, ahead)
-
-
-def _identity(environ: Mapping[str, str]) -> AttemptRecord:
-    return AttemptRecord(
-        job_id=environ.get("SLURM_JOB_ID", ""),
-        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-    )
-
-
 def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
     absent = config.missing_package()
     if absent:
@@ -170,9 +150,7 @@ def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) ->
         granted=devices.granted_gpus(environ),
         driver=processors.NVIDIA_DRIVER.exists(),
     )
-    gpu = ""
-    if choice.kind == "cuda":
-        gpu = _take_gpu(choice.index)
+    gpu = _take_gpu(choice.index) if choice.kind == "cuda" else ""
     warning = choice.warning
     if config.strategy == "dp" and gpus_of_one_process("dp", choice.kind) < 2:
         warning = warning or (
@@ -222,23 +200,15 @@ def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
     return max(usable // local_world_size, 1)
 
 
-def _settle(agreed: Agreement, device: torch.device, *, deterministic: bool) -> None:
+def _enter_group(config: TrainConfig, joined: Joined, env: DistEnv, store: RunStore) -> None:
+    agreed, device = joined.agreed, joined.device
     torch.set_num_threads(agreed.threads)
-    if deterministic:
+    if config.deterministic:
         torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Otherwise cuDNN may choose algorithms whose sums differ from run to run.
         torch.backends.cudnn.deterministic = True
-
-
-def _start_group(
-    config: TrainConfig,
-    agreed: Agreement,
-    env: DistEnv,
-    store: RunStore,
-    device: torch.device,
-) -> None:
     dist.init_process_group(
         agreed.backend,
         store=PrefixStore("group", store),

@@ -4,12 +4,10 @@ every rank obtains its two sets.
 
 import dataclasses
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,12 +37,12 @@ from clusterddp.slurm import forms
 from clusterddp.training import metrics
 
 
-def decide(
+def settle_attempt(
     config: TrainConfig,
     run_dir: Path | None,
     number: int | None,
-    hellos: Sequence[Mapping[str, Any]],
     identity: AttemptRecord,
+    hellos: Sequence[Hello],
     fingerprint: Callable[[], str] | None = None,
 ) -> Agreement:
     """Decide on rank 0 what holds for all ranks of this attempt, and publish it.
@@ -58,7 +56,7 @@ def decide(
     """
     run = RunDir((run_dir or Path("jobs", time.strftime("train-%Y%m%d-%H%M%S"))).resolve())
     recorded = files.read(Agreement, run.resolved)
-    terms = agreement.decide(config, [Hello(**hello) for hello in hellos], recorded)
+    terms = agreement.decide(config, hellos, recorded)
     data_sha256 = _check_data(config, recorded, fingerprint)
     try:
         run.make(run.attempts)
@@ -97,27 +95,14 @@ def _record_request(run: RunDir, config: TrainConfig, terms: Agreement) -> None:
     """Record a request for ranks that nobody submitted, so that all commands know the run."""
     if run.spec.exists() or not forms.RUN_NAME.fullmatch(run.name):
         return
-    nodes = len(terms.hosts)
-    even = terms.world_size % nodes == 0
-    spec = JobSpec(
-        run_name=run.name,
-        run_dir=str(run.path),
-        resources=Resources(
-            nodes=nodes if even else 1,
-            tasks_per_node=terms.world_size // (nodes if even else 1),
-        ),
-        python=sys.executable,
-        train=config,
-        launcher="local",
-    )
+    nodes = 1 if terms.world_size % len(terms.hosts) else len(terms.hosts)
+    resources = Resources(nodes=nodes, tasks_per_node=terms.world_size // nodes)
+    spec = JobSpec(run.name, str(run.path), resources, train=config, launcher="local")
     write_atomically(run.spec, spec.to_json().encode())
 
 
 def _attempt(
-    run: RunDir,
-    number: int | None,
-    identity: AttemptRecord,
-    config: TrainConfig,
+    run: RunDir, number: int | None, identity: AttemptRecord, config: TrainConfig
 ) -> Attempt:
     if number is None:
         attempts.await_silence(run, identity.job_id, config.rendezvous_timeout)
@@ -164,8 +149,13 @@ def _choose_checkpoint(
     else:
         content = state.load(source)
         state.check_fits(source, content, config, data_sha256=data_sha256)
-        _check_configuration(source, content["config"], config)
         before = content["config"]
+        changed = changes(before, config)
+        if changed and not config.allow_changed:
+            raise CheckpointError(
+                f"the checkpoint {source} was trained with another configuration: "
+                f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
+            )
         images = before["batch_size"] * before.get("accumulate", 1)
         origin = _Origin(
             config.reference_world_size(world_size, content["global_batch_size"], images),
@@ -179,15 +169,6 @@ def _choose_checkpoint(
     if problem:
         raise TrainingError(problem)
     return origin
-
-
-def _check_configuration(source: Path, before: Mapping[str, Any], config: TrainConfig) -> None:
-    changed = changes(before, config)
-    if changed and not config.allow_changed:
-        raise CheckpointError(
-            f"the checkpoint {source} was trained with another configuration: "
-            f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
-        )
 
 
 def _publish(
@@ -242,7 +223,7 @@ def _shown(run: RunDir, source: Path | None) -> str | None:
     return str(path.relative_to(run.path)) if path.is_relative_to(run.path) else str(path)
 
 
-Sets = tuple[Images | Loaded, Images | Loaded, shared_memory.Held | None]
+Sets = tuple[Images | Loaded, Images | Loaded]
 
 
 def obtain(
@@ -254,7 +235,7 @@ def obtain(
     *,
     data_sha256: str,
 ) -> Sets:
-    """Obtain the training set, the test set, and what this rank holds for others until `close`.
+    """Obtain the training set and the test set.
 
     Collective over the default process group. With --data-pipeline memory the first rank of a node
     reads the files and the others map what it has read; a rank that cannot logs it and reads them.
@@ -267,58 +248,55 @@ def obtain(
     """
     key = f"data/{env.node_rank}"
     if isinstance(reading, OwnSets):
-        _in_turn(reading, env, store, key)
+        _have_first_read(env, store, key, reading.load)
+        if env.local_rank:
+            _said_by_first(store, env, key)
         if reading.fingerprint() != data_sha256:
             raise DataError(
                 f"--dataset {config.dataset} gives rank {env.rank} on {socket.gethostname()} "
                 "another set than rank 0. Every rank has to get the same images in the same "
                 "order: seed what is random, sort what is listed."
             )
-        return (*reading.on(device), None)
-    held, fault = None, None
-    if env.local_rank == 0:
-        try:
-            if env.rank:  # rank 0 has made sure of it already
-                mnist.ensure(config.dataset, config.data_dir, {"synthetic": synthesise})
-            held = reading.held() if reading else None
-        except DataError as error:
-            fault = error
-        offer = held.offer() if held else None
-        said = {"error": str(fault)} if fault else dataclasses.asdict(offer) if offer else {}
-        rendezvous.put(store, key, said)
-    dist.barrier()
-    if fault:  # only now: the others would wait here for this rank
-        raise fault
+        return reading.on(device)
+
+    def read() -> shared_memory.Offer | None:
+        if env.rank:  # rank 0 has made sure of it already
+            mnist.ensure(config.dataset, config.data_dir, {"synthetic": synthesise})
+        return reading.held().offer() if reading else None
+
+    _have_first_read(env, store, key, read)
     if config.data_pipeline == "loader":
-        read = mnist.torchvision_set
         train_set, test_set = (
-            Loaded(read(config.dataset, config.data_dir, train=train), device, config.workers)
-            for train in (True, False)
+            mnist.torchvision_set(config.dataset, config.data_dir, train=each)
+            for each in (True, False)
         )
-        return train_set, test_set, None
-    if held is None:
-        held = reading.held() if reading else _take(config, env, store, key)
+        return Loaded(train_set, device, config.workers), Loaded(test_set, device, config.workers)
+    held = reading.held() if reading else _take(config, env, store, key)
     train, test = (Images(*held.tensors(train=each), device) for each in (True, False))
-    return train, test, held
+    dist.barrier()
+    held.close()  # all ranks have mapped it
+    return train, test
 
 
-def _in_turn(sets: OwnSets, env: DistEnv, store: RunStore, key: str) -> None:
-    """Have a function that downloads do so once: rank 0 has called it already, then comes the
-    first rank of every node, then all others.
+def _have_first_read(
+    env: DistEnv, store: RunStore, key: str, read: Callable[[], shared_memory.Offer | None]
+) -> None:
+    """Have the first rank of every node read the dataset, and leave an offer to the others.
+
+    A user function that downloads thus does so once: rank 0 has called it before.
     """
     fault = None
     if env.local_rank == 0:
+        told = {}
         try:
-            sets.load()
+            if offer := read():
+                told = dataclasses.asdict(offer)
         except ClusterDDPError as error:
-            fault = error
-        rendezvous.put(store, key, {"error": str(fault)} if fault else {})
+            fault, told = error, {"error": str(error)}
+        rendezvous.put(store, key, told)
     dist.barrier()
     if fault:  # only now: the others would wait here for this rank
         raise fault
-    if env.local_rank:
-        _said_by_first(store, env, key)
-        sets.load()
 
 
 def _take(config: TrainConfig, env: DistEnv, store: RunStore, key: str) -> shared_memory.Held:

@@ -90,7 +90,7 @@ def supervise(
             error = explain(status)
         record.ended(status, error)
     code = os.waitstatus_to_exitcode(status)
-    if code == EXIT_PAUSED and not forwards_signals(os.environ):
+    if code == EXIT_PAUSED and not forwards:
         return 0
     return code if code >= 0 else 128 - code
 
@@ -202,8 +202,7 @@ def _report(report_writer: int, error: BaseException) -> None:
     peer_lost = bool(getattr(error, "peer_lost", False))
     # Our own errors are clear by themselves; of others the type is half the message.
     kind = "" if isinstance(error, ClusterDDPError) else type(error).__name__
-    content = {"type": kind, "message": message, "peer_lost": peer_lost}
-    os.write(report_writer, json.dumps(content).encode())
+    os.write(report_writer, json.dumps(vars(TaskError(kind, message, peer_lost))).encode())
 
 
 def _read_report(report_reader: int) -> TaskError | None:
@@ -217,12 +216,7 @@ def _read_report(report_reader: int) -> TaskError | None:
 def _in_foreground() -> bool:
     """Return whether a Ctrl-C reaches the child by itself: its group is the terminal's."""
     try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+        with Path("/dev/tty").open("rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:
         return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)

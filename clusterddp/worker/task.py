@@ -1,6 +1,5 @@
 """Runs a task: find out who it is, meet the others, agree, train, tidy up."""
 
-import contextlib
 import gc
 import importlib.util
 import json
@@ -14,7 +13,6 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from clusterddp import log
@@ -36,18 +34,19 @@ from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
 from clusterddp.run.outcome import is_peer_loss, note_hung
+from clusterddp.run.records import AttemptRecord
 from clusterddp.slurm import client as slurm
 from clusterddp.training import stop
 from clusterddp.training.stop import Deadline, StopRequest
 
 if TYPE_CHECKING:
     from clusterddp.checkpoints.writer import Saver
-    from clusterddp.data.loader import Images, Loaded
     from clusterddp.distributed.heartbeat import Progress
     from clusterddp.distributed.rendezvous import RunStore
     from clusterddp.distributed.watchdog import Verdict, Watchdog
     from clusterddp.training.loop import Training
     from clusterddp.worker.join import Joined
+    from clusterddp.worker.start import Sets
 
     _Reading = shared_memory.Reading | user_dataset.OwnSets
 
@@ -112,7 +111,7 @@ def _run(task: _Task) -> int:
 
     from clusterddp.distributed import rendezvous
     from clusterddp.distributed.heartbeat import Progress
-    from clusterddp.worker import join
+    from clusterddp.worker import join, start
 
     progress, watchdog = Progress(), None
     with ExitStack() as at_end, _breaking_off(env, lambda: _suspect(watchdog)):
@@ -123,16 +122,15 @@ def _run(task: _Task) -> int:
             bound=bound,
             answered=lambda: lookups is None or lookups.master_answered,
         )
-        joined = join.join(
+        settle = partial(
+            start.settle_attempt,
             config,
             task.run_dir,
             task.attempt,
-            env,
-            store,
-            os.environ,
+            _identity(os.environ),
             fingerprint=reading.fingerprint if reading else None,
-            lookups=lookups,
         )
+        joined = join.join(config, env, store, os.environ, settle, lookups)
         if config.watchdog:
             watchdog = _watch(config, env, joined, progress)
             at_end.callback(watchdog.stop)
@@ -140,9 +138,16 @@ def _run(task: _Task) -> int:
         dist.barrier()
     dist.destroy_process_group()
     rendezvous.leave(store, env)
-    if not reason:
-        return EXIT_DONE
-    return EXIT_INTERRUPTED if reason == "interrupt" else EXIT_PAUSED
+    return {"": EXIT_DONE, "interrupt": EXIT_INTERRUPTED}.get(reason, EXIT_PAUSED)
+
+
+def _identity(environ: Mapping[str, str]) -> AttemptRecord:
+    return AttemptRecord(
+        job_id=environ.get("SLURM_JOB_ID", ""),
+        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
 
 
 def _require_torch() -> None:
@@ -174,7 +179,8 @@ def _import_torch() -> None:
         import torch
 
         import clusterddp.distributed.watchdog
-        import clusterddp.worker.join  # noqa: F401
+        import clusterddp.worker.join
+        import clusterddp.worker.start  # noqa: F401
 
         # The first optimizer imports as much again (torch._dynamo, sympy: some 900 modules). Here,
         # so that ranks which are slow at it are waited for once: when all meet.
@@ -241,45 +247,28 @@ def _train(
 ) -> str:
     """Train; returns the reason where the ranks have stopped early, for rank 0 to have noted."""
     from clusterddp.checkpoints import state
+    from clusterddp.training import report
     from clusterddp.training.learner import check_fit
     from clusterddp.training.loop import Inputs, Training, train
     from clusterddp.worker import start
 
-    config, env, attempt, agreed = task.config, task.env, joined.attempt, joined.agreed
+    config, env, deadline = task.config, task.env, task.deadline
+    attempt, agreed, device = joined.attempt, joined.agreed, joined.device
     presence = Presence(attempt, stop.requested)
     with presence if env.rank == 0 else nullcontext():
         if env.rank == 0:
-            poll_time_limit(task.deadline, os.environ)
-        train_set, test_set, held = start.obtain(
-            config, env, store, reading, joined.device, data_sha256=agreed.data_sha256
-        )
+            poll_time_limit(deadline, os.environ)
+        sets = start.obtain(config, env, store, reading, device, data_sha256=agreed.data_sha256)
         if config.find_batch_size:
-            reason = _find_batch_size(config, joined, env, (train_set, test_set), progress)
-            if held:
-                held.close()  # the ranks have exchanged, so all of them have mapped it
-            return reason
-        content = None
-        if agreed.resume:
-            content = state.load_together(Path(agreed.resume), joined.device)
+            return _find_batch_size(task, joined, sets, progress)
+        content = state.load_together(Path(agreed.resume), device) if agreed.resume else None
         inputs = Inputs(
-            config,
-            agreed,
-            env.rank,
-            joined.device,
-            train_set,
-            test_set,
-            attempt,
-            stop.requested,
-            task.deadline,
-            progress,
+            config, agreed, env.rank, device, *sets, attempt, stop.requested, deadline, progress
         )
         training = Training(inputs, content)
         del content
         if config.own_functions:
-            check_fit(config, training.model, train_set, test_set)
-        if held:
-            held.close()  # DDP has begun on every rank, so all of them have mapped it
-            held = None  # a GPU has the set in its own memory
+            check_fit(config, training.model, *sets)
         saver = training.checkpoints.saver
         presence.step = lambda: training.position.step
         presence.saved = lambda: saver.last_step if saver else None
@@ -288,26 +277,13 @@ def _train(
         except BaseException:
             _let_save_end(training)
             raise
-        if env.rank == 0:
-            _record_end(task, joined, training, reason)
+        if saver:  # on rank 0
+            last_saved = f"Its last checkpoint is that of step {saver.last_step}."
+            with _writing(f"how the training ended to {attempt.run.path}", last_saved):
+                if not reason:
+                    log.info(report.write(training, env, task.began, os.environ))
+                _note_end(attempt, reason, training.position.step, saver)
     return reason
-
-
-def _record_end(task: _Task, joined: "Joined", training: "Training", reason: str) -> None:
-    """Write on rank 0 how the training ended, and its report where it is done."""
-    from clusterddp.training import report
-
-    attempt, saver = joined.attempt, training.checkpoints.saver
-    try:
-        if not reason:
-            log.info(report.write(training, task.env, task.began, os.environ))
-        _note_end(attempt, reason, training.position.step, saver)
-    except OSError as error:
-        raise TrainingError(
-            f"rank 0 on {socket.gethostname()} cannot write how the training ended to "
-            f"{attempt.run.path}: {error.strerror}. Its last checkpoint is that of step "
-            f"{saver.last_step if saver else None}."
-        ) from None
 
 
 def _let_save_end(training: "Training") -> None:
@@ -315,60 +291,55 @@ def _let_save_end(training: "Training") -> None:
     curves too."""
     from clusterddp.distributed.tcp_store import bounded
 
-    if training.checkpoints.saver:
-        for end, seconds in (
-            (training.checkpoints.saver.wait, _SAVE_SECONDS),
-            (training.journal.close, 5.0),
-        ):
+    saver = training.checkpoints.saver
+    if saver:
+        for end, seconds in ((saver.wait, _SAVE_SECONDS), (training.journal.close, 5.0)):
             with suppress(Exception):  # the training's own failure is the one reported
                 bounded(end, seconds)
 
 
-def _find_batch_size(
-    config: TrainConfig,
-    joined: "Joined",
-    env: DistEnv,
-    sets: "tuple[Images | Loaded, Images | Loaded]",
-    progress: "Progress",
-) -> str:
+def _find_batch_size(task: _Task, joined: "Joined", sets: "Sets", progress: "Progress") -> str:
     """Try batch sizes instead of training; returns as `_train` does."""
     from clusterddp.models import nets
     from clusterddp.training import batch_size
     from clusterddp.training.learner import check_fit
 
+    config, run = task.config, joined.attempt.run
     if config.own_functions:
         check_fit(config, nets.build(config.model).to(joined.device), *sets)
     rows, reason = batch_size.find(
         config,
         joined.agreed,
-        rank=env.rank,
+        rank=task.env.rank,
         train_set=sets[0],
         device=joined.device,
         mark=progress.mark,
         request=stop.requested,
     )
-    if env.rank == 0:
-        run = joined.attempt.run
-        try:
+    if task.env.rank == 0:
+        with _writing(f"the batch sizes to {run.path}"):
             batch_size.write(run.batch_sizes, rows)
             _note_end(joined.attempt, reason, 0)
-        except OSError as error:
-            raise TrainingError(
-                f"rank 0 on {socket.gethostname()} cannot write the batch sizes to {run.path}: "
-                f"{error.strerror}."
-            ) from None
     return reason
+
+
+@contextmanager
+def _writing(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise TrainingError where rank 0 cannot write to the run directory."""
+    try:
+        yield
+    except OSError as error:
+        words = f"rank 0 on {socket.gethostname()} cannot write {what}: {error.strerror}. {remedy}"
+        raise TrainingError(words.rstrip()) from None
 
 
 def _note_hung(attempt: Attempt, verdict: "Verdict | None") -> None:
     """Record which rank hangs: the verdict then names it before those that gave up waiting."""
     if verdict and verdict.kind == "alone":
         return  # a rank that sees no other
+    hang = verdict if verdict and verdict.reason else None
     with suppress(OSError):
-        if verdict and verdict.reason:
-            note_hung(attempt.outcomes, verdict.ranks, verdict.reason)
-        else:
-            note_hung(attempt.outcomes, (), "")
+        note_hung(attempt.outcomes, hang.ranks if hang else (), hang.reason if hang else "")
 
 
 def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = None) -> None:
@@ -398,17 +369,13 @@ def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = 
 class Presence:
     """While its context is open, the attempt's sign of life is renewed and `stop` looked at."""
 
-    def __init__(
-        self, attempt: Attempt, request: StopRequest, superseded: Callable[[], None] | None = None
-    ) -> None:
-        """`superseded` is called when a later attempt has begun; by default the process ends."""
+    def __init__(self, attempt: Attempt, request: StopRequest) -> None:
         self.step: Callable[[], int] = lambda: 0
         """Returns the training's step."""
         self.saved: Callable[[], int | None] = lambda: None
         """Returns the step of its newest checkpoint, if it has one."""
         self._attempt = attempt
         self._request = request
-        self._superseded = superseded or self._leave
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._stay, name="presence", daemon=True)
         self._said = False
@@ -418,12 +385,7 @@ class Presence:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(ALIVE_SECONDS)  # a file system that hangs must not keep the process
 
@@ -451,23 +413,19 @@ class Presence:
             return
         if reason is not None:
             self._request.note("stop" if reason == "stop" else "signal")
-        if superseded:
-            self._superseded()
+        if superseded:  # whatever it still did would be work done twice
+            later = self._attempt.number + 1
+            self._end(f"superseded: attempt {later} of the run has begun, and trains on")
 
     def _say(self, line: str) -> None:
         if not self._said:
             self._said = True
-            with contextlib.suppress(OSError):  # the log may lie on the same disk
+            with suppress(OSError):  # the log may lie on the same disk
                 log.warning(f"attempt {self._attempt.number} {line}")
-
-    def _leave(self) -> None:
-        """End this attempt: whatever it still did would be work done twice."""
-        later = self._attempt.number + 1
-        self._end(f"superseded: attempt {later} of the run has begun, and trains on")
 
     def _end(self, why: str) -> None:
         """End this process at once; the other ranks find their exchange broken."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             print(f"clusterddp: attempt {self._attempt.number} ends: {why}", file=sys.stderr)
             sys.stderr.flush()
             sys.stdout.flush()
@@ -477,14 +435,14 @@ class Presence:
 def poll_time_limit(deadline: Deadline, environ: Mapping[str, str]) -> None:
     """Poll Slurm for the job's time limit from a background thread, as a controller can be slow."""
     job_id = environ.get("SLURM_JOB_ID", "")
+
+    def poll() -> None:
+        while True:
+            deadline.set(seconds_left(job_id, environ))
+            time.sleep(_TIME_LIMIT_SECONDS)
+
     if job_id:
-        threading.Thread(target=lambda: _poll(deadline, job_id, environ), daemon=True).start()
-
-
-def _poll(deadline: Deadline, job_id: str, environ: Mapping[str, str]) -> None:
-    while True:
-        deadline.set(seconds_left(job_id, environ))
-        time.sleep(_TIME_LIMIT_SECONDS)
+        threading.Thread(target=poll, daemon=True).start()
 
 
 def seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:

@@ -56,14 +56,8 @@ def recorded(
     Gives the directory and a function that records the exit code and the first Failure, if any.
     Raises RequestError where the run exists, unless it may.
     """
-    spec = JobSpec(
-        run_name=Path(path).name,
-        run_dir=path,
-        resources=Resources(tasks_per_node=procs),
-        python=sys.executable,
-        train=config,
-        launcher="local",
-    )
+    resources = Resources(tasks_per_node=procs)
+    spec = JobSpec(Path(path).name, path, resources, train=config, launcher="local")
     job_id = str(os.getpid())
 
     def record(code: int, failure: Failure | None = None) -> None:
@@ -79,11 +73,8 @@ def recorded(
         events.add(run.events, events.Started, job_id=job_id, nodelist="localhost")
         try:
             yield run, record
-        except KeyboardInterrupt:
-            record(EXIT_INTERRUPTED)
-            raise
-        except Exception as error:
-            left = is_debuggers_quit(error)
+        except (Exception, KeyboardInterrupt) as error:
+            left = isinstance(error, KeyboardInterrupt) or is_debuggers_quit(error)
             record(EXIT_INTERRUPTED if left else getattr(error, "exit_code", EXIT_FAILED))
             raise
 
@@ -131,15 +122,8 @@ def _start_rank(
     rank_log, tee = run.rank_log(env.rank), env.rank == 0
     environ = rank_environment(env)
     if start_method == "exec":
-        argv = [
-            sys.executable,
-            "-m",
-            "clusterddp",
-            "train",
-            *config.to_argv(),
-            f"--run-dir={run.path}",
-            f"--attempt={attempt.number}",
-        ]
+        argv = [sys.executable, "-m", "clusterddp", "train", *config.to_argv()]
+        argv += [f"--run-dir={run.path}", f"--attempt={attempt.number}"]
         group.start(argv, environ, rank_log, tee=tee)
     else:
         group.call(start_method, _rank, (config, attempt, env), environ, rank_log, tee=tee)
@@ -170,11 +154,8 @@ def rank_environment(env: DistEnv) -> dict[str, str]:
 def free_port() -> int:
     """Find a port below the kernel's ephemeral range on which nobody listens at this moment."""
     for port in random.SystemRandom().sample(range(12000, 32000), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
     raise TrainingError("no free port was found from 12000 to 31999 on 127.0.0.1.")
 
@@ -263,11 +244,11 @@ def _call(
     except Exception as error:  # a value's own __reduce__ can raise anything
         words = f"{type(error).__name__}: {error}"
         _fail(folder, rank, f"what rank {rank} returned cannot be pickled: {words}")
-    _result(folder, rank).write_bytes(content)
+    (folder / f"result-{rank}").write_bytes(content)
 
 
 def _fail(folder: Path, rank: int, words: str) -> NoReturn:
-    _failure(folder, rank).write_bytes(pickle.dumps((time.time(), words)))
+    (folder / f"failure-{rank}").write_bytes(pickle.dumps((time.time(), rank, words)))
     sys.stdout.flush()
     # Past what the function's libraries do at an exit: a process group that has lost a peer may
     # hang there.
@@ -276,7 +257,7 @@ def _fail(folder: Path, rank: int, words: str) -> NoReturn:
 
 def _read_result(folder: Path, rank: int) -> Any:
     try:
-        return pickle.loads(_result(folder, rank).read_bytes())
+        return pickle.loads((folder / f"result-{rank}").read_bytes())
     except FileNotFoundError:
         raise TrainingError(f"rank {rank} left with exit code 0 and returned nothing.") from None
     except Exception as error:  # what builds the value anew can raise anything
@@ -290,22 +271,10 @@ def _first_failure(folder: Path, statuses: Sequence[int], first: int | None) -> 
 
     first: the one whose process ended first; another may have raised before, and ended later.
     """
-    failures: dict[int, tuple[float, str]] = {}
-    for rank in range(len(statuses)):
-        path = _failure(folder, rank)
-        if path.exists():
-            failures[rank] = pickle.loads(path.read_bytes())
-    if first in failures or first is None:
-        first = min(failures, key=lambda rank: failures[rank][0])
-        return f"rank {first} of {len(statuses)} failed first:\n{failures[first][1]}"
+    failures = [pickle.loads(path.read_bytes()) for path in folder.glob("failure-*")]
+    if first is None or first in [rank for _, rank, _ in failures]:
+        _, first, words = min(failures)
+        return f"rank {first} of {len(statuses)} failed first:\n{words}"
     status = statuses[first]
     words = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
     return f"rank {first} of {len(statuses)} failed first: {words}."
-
-
-def _result(folder: Path, rank: int) -> Path:
-    return folder / f"result-{rank}"
-
-
-def _failure(folder: Path, rank: int) -> Path:
-    return folder / f"failure-{rank}"

@@ -230,8 +230,8 @@ def test_a_run_is_not_gone_on_with_on_another_set(own: Any, tmp_path: Path) -> N
 
     def decide(sets: OwnSets) -> str:
         settings = config(data_dir=str(tmp_path))
-        return start.decide(
-            settings, run.path, None, [hello(0, 1)], identity, sets.fingerprint
+        return start.settle_attempt(
+            settings, run.path, None, identity, [hello(0, 1)], sets.fingerprint
         ).data_sha256
 
     first = sets_of(own, "floats, labels")
@@ -318,9 +318,7 @@ def _obtain(rank: int, world_size: int, folder: str, environ: dict[str, str]) ->
     dist.broadcast_object_list(found)
     store = Identity("", "").within(dist.FileStore(f"{folder}/store", world_size))
     try:
-        train, _, _ = start.obtain(
-            settings, env, store, sets, CPU, data_sha256=found[0]
-        )  # fmt: skip
+        train, _ = start.obtain(settings, env, store, sets, CPU, data_sha256=found[0])
     except ClusterDDPError as error:
         return f"{type(error).__name__}: {error}"
     return str(len(train))

@@ -1,5 +1,6 @@
 """The options that make a step faster, in whole trainings."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def test_what_the_model_itself_raises_is_no_matter_of_the_compiler(
 
 def hellos(kind: str, bf16: list[bool]) -> list[Hello]:
     return [
-        Hello(**{**hello(rank, len(bf16)), "kind": kind, "gpu": f"gpu{rank}", "bf16": able})
+        replace(hello(rank, len(bf16)), kind=kind, gpu=f"gpu{rank}", bf16=able)
         for rank, able in enumerate(bf16)
     ]
 

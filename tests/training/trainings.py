@@ -46,11 +46,11 @@ def config(data_dir: Path, **fields: Any) -> TrainConfig:
     return TrainConfig(data_dir=str(data_dir), **{**defaults, **fields})
 
 
-def hello(rank: int, world_size: int) -> dict[str, Any]:
+def hello(rank: int, world_size: int) -> Hello:
     return Hello(
         rank=rank, world_size=world_size, local_rank=rank, host="h01", pid=100 + rank, kind="cpu",
         device="cpu", gpu="", threads=1, torch=torch.__version__,
-    ).__dict__  # fmt: skip
+    )  # fmt: skip
 
 
 def agree(
@@ -63,7 +63,7 @@ def agree(
     """As rank 0 decides. All starts are of one job, so that none waits for another."""
     hellos = [hello(rank, world_size) for rank in range(world_size)]
     identity = AttemptRecord(job_id="7", host="h01", pid=1)
-    return start.decide(settings, run, number, hellos, identity)
+    return start.settle_attempt(settings, run, number, identity, hellos)
 
 
 def build(rank: int, settings: TrainConfig, agreed: Agreement, **more: Any) -> Training:

@@ -30,7 +30,7 @@ from tests.training.trainings import agree, config, hello, train_alone
 def decide(settings: TrainConfig, run: Path, job_id: str, **identity: Any) -> start.Agreement:
     who = {"job_id": job_id, "host": os.uname().nodename, "pid": os.getpid()}
     identity = AttemptRecord(**{**who, **identity})
-    return start.decide(settings, run, None, [hello(0, 1)], identity)
+    return start.settle_attempt(settings, run, None, identity, [hello(0, 1)])
 
 
 def test_a_first_start_lays_out_its_attempt_and_records_it(

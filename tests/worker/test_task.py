@@ -378,6 +378,14 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The reasons for which a process would have ended."""
+    reasons: list[str] = []
+    monkeypatch.setattr(Presence, "_end", lambda _, why: reasons.append(why))
+    return reasons
+
+
+@pytest.fixture
 def attempt(tmp_path: Path) -> Attempt:
     return begin(RunDir(tmp_path))
 
@@ -410,18 +418,18 @@ def test_a_request_in_the_attempts_folder_is_noted(
 
 
 @pytest.mark.usefixtures("quickly")
-def test_an_attempt_that_a_later_one_follows_is_told(attempt: Attempt) -> None:
-    told = threading.Event()
-    with Presence(attempt, StopRequest(), superseded=told.set):
+def test_an_attempt_that_a_later_one_follows_ends(attempt: Attempt, ends: list[str]) -> None:
+    with Presence(attempt, StopRequest()):
         wait_for(attempt.alive.exists, "a sign of life")
-        assert not told.is_set()
+        assert not ends
         begin(attempt.run)
-        assert told.wait(90)
+        wait_for(lambda: ends, "the end")
+    assert ends[0] == "superseded: attempt 2 of the run has begun, and trains on"
 
 
 @pytest.mark.usefixtures("quickly")
 def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, logged: list[str], ends: list[str]
 ) -> None:
     tries = []
 
@@ -430,28 +438,24 @@ def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Attempt, "show_life", full)
-    request, told = StopRequest(), threading.Event()
-    with Presence(attempt, request, superseded=told.set):
+    request = StopRequest()
+    with Presence(attempt, request):
         wait_for(lambda: len(tries) > 2, "more than one try")
         attempt.stop.touch()
         wait_for(lambda: request.reason, "the request")
         begin(attempt.run)
-        assert told.wait(90)
+        wait_for(lambda: ends, "the end")
     assert sum("No space left on device" in line for line in logged) == 1
 
 
 @pytest.mark.usefixtures("quickly")
-def test_an_attempt_whose_folder_was_removed_ends(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(Presence, "_end", lambda _, why: said.append(why))
+def test_an_attempt_whose_folder_was_removed_ends(attempt: Attempt, ends: list[str]) -> None:
     with Presence(attempt, StopRequest()):
         wait_for(attempt.alive.exists, "a sign of life")
         while attempt.path.exists():
             shutil.rmtree(attempt.path, ignore_errors=True)
-        wait_for(lambda: said, "the end")
-    assert said[0] == f"{attempt.path} was removed: nothing can be saved any more"
+        wait_for(lambda: ends, "the end")
+    assert ends[0] == f"{attempt.path} was removed: nothing can be saved any more"
 
 
 def _step(attempt: Attempt) -> int:
