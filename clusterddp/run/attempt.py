@@ -1,29 +1,37 @@
-"""Attempts of a run: a numbered directory each, who trains there, and what they came to.
+"""Attempts of a run: a numbered directory each, who trains there, and what they came to; claims.
 
 A requeued job, the next job of a run and a person's own each make an attempt. It alone writes below
 its directory, so that a lost node's orphan cannot touch what its successor reads: a checkpoint that
 it still writes lies where nobody looks any more. The directory is made by mkdir, which is atomic on
 network file systems too; no lock outlives a node.
+
+A claim is the right of one process at a time to submit a run once more. Claims are numbered files
+made by an exclusive create. The highest number counts: it is held, done, or left by a process that
+has died, after which the next number is free.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
+import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterddp import log
-from clusterddp.errors import ClusterDDPError
+from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.request.spec import submission_comment
 from clusterddp.run import events, files
-from clusterddp.run.files import write_atomically
 from clusterddp.run.records import (
     ATTEMPT_FORMAT,
     AttemptRecord,
     AttemptSummary,
+    ClaimHolder,
     LastWord,
     SignOfLife,
     StopRequest,
@@ -36,6 +44,9 @@ ALIVE_SECONDS = 2.0
 SILENT_SECONDS = 15.0
 """Without a sign of life for so long, an attempt of another job is taken for dead."""
 _RESERVE_BYTES = 256 << 10
+EXPIRES_SECONDS = 900.0
+"""A process on another machine, which cannot be looked at, has given up its claim after so long."""
+_CLAIM = re.compile(r"resubmit-(\d{1,9})\.claim", re.ASCII)
 
 
 class NotStarted(ClusterDDPError):
@@ -110,16 +121,16 @@ class Attempt:
         with contextlib.suppress(OSError):
             self.reserve.unlink()
 
-    def write_last_word(self, path: Path, content: bytes) -> None:
+    def write_last_word(self, path: Path, record: object) -> None:
         """Write a record of how the attempt ends: on a full disk into its reserve.
 
         Raises OSError.
         """
         try:
-            write_atomically(path, content)
+            files.write_record(path, record)
         except OSError:
             self.give_room_back()  # as another rank may just have done
-            write_atomically(path, content)
+            files.write_record(path, record)
 
     def trouble_writing(self) -> str:
         """Return why nothing can be written in the attempt's directory; empty where it can."""
@@ -175,17 +186,13 @@ class Attempt:
         By a rename, after which a network file system looks at this folder anew, and so at `stop`.
         """
         fresh = self.alive.with_name(f".{self.alive.name}.{os.getpid()}")
-        fresh.write_text(json.dumps({"step": step, "saved": saved}))  # nobody waits for the disk
+        sign = dataclasses.asdict(SignOfLife(step, saved))
+        fresh.write_text(json.dumps(sign))  # nobody waits for the disk
         fresh.replace(self.alive)
 
     def is_alive(self) -> bool:
         """Return whether rank 0 has given a sign of life lately, by the file system's own clock."""
-        try:
-            last = self.alive.stat().st_mtime
-        except OSError:
-            return False
-        with tempfile.NamedTemporaryFile(dir=self.run.attempts, prefix=".now-") as probe:
-            return os.fstat(probe.fileno()).st_mtime - last < SILENT_SECONDS
+        return _age(self.alive, self.run.attempts) < SILENT_SECONDS
 
 
 def attempts(run: RunDir) -> list[Attempt]:
@@ -260,7 +267,7 @@ def _is_at_work(attempt: Attempt, job_id: str) -> bool:
     record = attempt.read_record()
     if not record or (job_id and record.job_id == job_id) or attempt.end.exists():
         return False
-    if record.host == os.uname().nodename and not Path(f"/proc/{record.pid}").exists():
+    if process_alive(record.pid, record.host, record.began) is False:
         return False
     ended = any(
         isinstance(event, events.Ended) and event.attempt == attempt.number
@@ -336,3 +343,159 @@ def last_step(attempt: Attempt) -> int:
     if last_word and last_word.step is not None:
         return last_word.step
     return attempt.read_sign_of_life().step or 0
+
+
+@dataclass
+class Claim:
+    """Right to resubmit a run."""
+
+    run: RunDir
+    number: int
+    """Number of the claim, from 1."""
+    is_used: bool = False
+    """True once a job may have been queued under it."""
+
+    @property
+    def path(self) -> Path:
+        return self.run.path / f"resubmit-{self.number:04d}.claim"
+
+    def use(self) -> None:
+        """Note that a job is queued from here on.
+
+        Raises RequestError when another process has taken the claim over meanwhile.
+        """
+        latest = _latest_claim(self.run)
+        if latest and latest.number > self.number:
+            raise RequestError(
+                f"{latest._refusal()} This process took longer than {EXPIRES_SECONDS:.0f} s, and "
+                "has submitted nothing."
+            )
+        self.is_used = True
+
+    def _refusal(self) -> str:
+        holder = files.read(ClaimHolder, self.path) or ClaimHolder()
+        who = f"process {holder.pid} on {holder.host}" if holder.pid is not None else "another"
+        local = time.localtime(holder.time)
+        when = f" since {time.strftime('%H:%M:%S', local)}" if holder.time else ""
+        return (
+            f"{self.run.name} is being resubmitted by {who}{when}: one run cannot be submitted "
+            f"twice at once. See 'clusterddp status {self.run.shown}' in a moment. Where that "
+            f"process is gone, remove {self.path}."
+        )
+
+    def _is_held(self) -> bool:
+        holder = files.read(ClaimHolder, self.path)
+        if holder is None and not self.path.exists():
+            return False
+        holder = holder or ClaimHolder()  # being written
+        if holder.done:
+            return False
+        alive = process_alive(holder.pid, holder.host, holder.time)
+        return _age(self.path, self.run.path) < EXPIRES_SECONDS if alive is None else alive
+
+
+@contextlib.contextmanager
+def claimed(run: RunDir) -> Iterator[Claim]:
+    """Hold the claim on a run while the body looks at it and submits it.
+
+    Raises RequestError where another process holds it, or where it cannot be written.
+    """
+    try:
+        claim = _take(run)
+    except OSError as error:
+        raise RequestError(
+            f"{run.path} cannot be written: {error.strerror}. Make room, or give it back its write "
+            "permission; nothing was submitted."
+        ) from None
+    try:
+        yield claim
+    except BaseException as error:
+        if claim.is_used and not isinstance(error, RequestError):
+            _release(claim)
+        else:
+            with contextlib.suppress(OSError):
+                claim.path.unlink()
+        raise
+    _release(claim)
+
+
+def _take(run: RunDir) -> Claim:
+    while True:
+        latest = _latest_claim(run)
+        if latest and latest._is_held():
+            raise RequestError(latest._refusal())
+        former = files.read(ClaimHolder, latest.path) if latest else None
+        left = latest is not None and not (former and former.done)
+        claim = Claim(run, latest.number + 1 if latest else 1)
+        try:
+            claim.path.touch(0o600, exist_ok=False)
+        except FileExistsError:
+            continue
+        try:
+            claim.path.write_text(json.dumps(dataclasses.asdict(_holder())))
+        except BaseException:  # a full disk: an empty claim would be held until it expires
+            claim.path.unlink(missing_ok=True)
+            raise
+        # A look at the numbers that was long ago: that number had been used, and removed.
+        if _latest_claim(run) != claim:
+            claim.path.unlink()
+            continue
+        if left:
+            log.warning(
+                f"a process that resubmitted {run.name} ended in the midst of it. A job "
+                f"of it may be queued: look with squeue --me -t all -o '%i %T %V %k' for the "
+                f"comment {submission_comment(run.name)}"
+            )
+        return claim
+
+
+def _release(claim: Claim) -> None:
+    """Leave the number as used, and remove those before it."""
+    with contextlib.suppress(OSError):  # this process ends, by which the claim does as well
+        files.write_record(claim.path, replace(_holder(), done=True))
+        for number in _claim_numbers(claim.run):
+            if number < claim.number:
+                Claim(claim.run, number).path.unlink(missing_ok=True)
+
+
+def _holder() -> ClaimHolder:
+    return ClaimHolder(socket.gethostname(), os.getpid(), round(time.time(), 3))
+
+
+def _latest_claim(run: RunDir) -> Claim | None:
+    numbers = _claim_numbers(run)
+    return Claim(run, max(numbers)) if numbers else None
+
+
+def _claim_numbers(run: RunDir) -> list[int]:
+    with os.scandir(run.path) as entries:
+        return [int(name[1]) for entry in entries if (name := _CLAIM.fullmatch(entry.name))]
+
+
+def _age(path: Path, folder: Path) -> float:
+    """Return the seconds since a file's last change by the file system's clock; inf without it."""
+    try:
+        changed = path.stat().st_mtime
+    except OSError:
+        return float("inf")
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as probe:
+        return os.fstat(probe.fileno()).st_mtime - changed
+
+
+def process_alive(pid: int | None, host: str | None, since: float | None) -> bool | None:
+    """Return whether a process of this machine is there; None for another machine's.
+
+    since: when it was there for certain, in seconds of the epoch; one that started later has only
+    inherited the number.
+    """
+    if pid is None or host not in (None, socket.gethostname()):
+        return None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False  # also where it ended while being read
+    if fields[0] in "ZX":
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    # The clock can have been set since; a number comes round again only after a long while.
+    return since is None or time.time() - age <= since + 60

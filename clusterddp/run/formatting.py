@@ -1,5 +1,6 @@
 """Figures as a person reads them, and texts that strangers may have written."""
 
+import signal
 from collections.abc import Sequence
 
 
@@ -37,6 +38,14 @@ def memory(count: int | None) -> str:
         return "-"
     mebibytes = count / 2**20
     return f"{mebibytes:,.0f} MiB" if mebibytes < 1000 else f"{mebibytes / 1024:,.1f} GiB"
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGKILL` for 9; a real-time signal has no name of its own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def count(value: int, noun: str) -> str:

@@ -9,11 +9,10 @@ from the first one.
 import json
 import os
 import re
-import signal
 import stat
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterddp import log
@@ -22,8 +21,7 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
-from clusterddp.run.files import write_atomically
-from clusterddp.run.formatting import clean
+from clusterddp.run.formatting import clean, signal_name
 from clusterddp.run.records import HungRanks, Outcome, TaskError
 from clusterddp.run.run_dir import RunDir
 
@@ -296,7 +294,6 @@ class TaskRecord:
         self._run = run
         self._attempt = Attempt(run, attempt) if attempt else None
         self._folder = self._attempt.outcomes if self._attempt else run.outcomes
-        self._rank = env.rank
         self._fields: dict[str, object] = {
             "rank": env.rank,
             "local_rank": env.local_rank,
@@ -317,37 +314,29 @@ class TaskRecord:
         self._fields |= {
             "ended": round(time.time(), 3),
             "exit_code": code if code >= 0 else 128 - code,
-            "signal": _signal_name(-code) if code < 0 else None,
-            "error": _told(error) if error else None,
+            "signal": signal_name(-code) if code < 0 else None,
+            "error": _shown(error) if error else None,
         }
         self._write()
 
     def _write(self) -> None:
         """A run directory that is gone or full costs the record, never the task."""
         try:
-            path, content = self._folder / f"rank-{self._rank}.json", json.dumps(self._fields)
+            path = self._folder / f"rank-{self._fields['rank']}.json"
             if self._attempt:
-                self._attempt.write_last_word(path, content.encode())
+                self._attempt.write_last_word(path, self._fields)
             else:
                 self._run.make(self._folder)  # an attempt's is there, or the attempt is gone
-                write_atomically(path, content.encode())
+                files.write_record(path, self._fields)
         except OSError as error:
-            rank, host = self._rank, self._fields["host"]
             log.info(
-                f"rank {rank} on {host} cannot record its outcome in {self._folder}: "
-                f"{error.strerror}."
+                f"rank {self._fields['rank']} on {self._fields['host']} cannot record its outcome "
+                f"in {self._folder}: {error.strerror}."
             )
 
 
-def _told(error: TaskError) -> dict[str, object]:
-    return {name: value for name, value in asdict(error).items() if value or name != "of_command"}
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"  # a real-time signal has no name of its own
+def _shown(error: TaskError) -> dict[str, object]:
+    return {name: value for name, value in vars(error).items() if value or name != "of_command"}
 
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"

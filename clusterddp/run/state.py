@@ -6,20 +6,17 @@ events are taken together to the run's latest submission.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED
 from clusterddp.run import restart_policy
+from clusterddp.run.attempt import process_alive
 from clusterddp.run.events import (
     CancelAsked,
     CancelFailed,
     Ended,
     Event,
-    Failure,
     Requeued,
     RequeueFailed,
     Started,
@@ -27,6 +24,7 @@ from clusterddp.run.events import (
     StopFailed,
     Submitted,
 )
+from clusterddp.run.formatting import signal_name
 from clusterddp.run.records import Report
 from clusterddp.slurm.states import JobState, State
 
@@ -82,8 +80,7 @@ _WHY_PENDING = {
     "JobHeldAdmin": "JobHeldAdmin: held by an administrator",
     "ReqNodeNotAvail": "ReqNodeNotAvail: a node it asks for is not available",
 }
-_SIGNALS = {9: "KILL", 15: "TERM", 11: "SEGV", 6: "ABRT", 2: "INT", 7: "BUS"}
-
+_NOT_ASKED = JobState(State.UNKNOWN, problem="Slurm was not asked")
 
 # Words for a list of reasons; of an attempt that left no end, nobody knows more.
 _REASONS = {restart_policy.REQUEUED: "requeued by Slurm", "": "node lost or killed"}
@@ -95,21 +92,15 @@ class Submission:
 
     job_id: str
     launcher: str
-    array_element: str = ""
-    """Name by which Slurm's commands take the job, 89_0, where it is an array's element."""
     pid: int | None = None
     """Process that controls a local run, on `host`."""
     host: str | None = None
     submitted: float | None = None
-    """Times are seconds since the epoch."""
-    first_started: float | None = None
-    started: float | None = None
-    """Time of the latest start: a requeued job starts several times."""
-    restart: int = 0
-    nodelist: str = ""
-    ended: float | None = None
-    exit_code: int | None = None
-    first_failure: Failure | None = None
+    """Time at which a person submitted the run, in seconds since the epoch."""
+    start: Started = field(default_factory=Started)
+    """Latest start: a requeued job starts several times."""
+    end: Ended | None = None
+    """End since then."""
     cancelled: bool = False
     """True where `clusterddp cancel` asked for its end."""
     attempt: int | None = None
@@ -118,18 +109,6 @@ class Submission:
     """Starts after the first since a person last submitted the run."""
     reasons: tuple[str, ...] = ()
     """Reason for each of them, in a few words."""
-    cause: str = ""
-    """Cause of its end: a word of `restart_policy`; empty in the records of other scripts."""
-    how: str = ""
-    """Event that ended it, where the word of the cause would say another thing."""
-    why: str = ""
-    """Reason for which it does not go on after that."""
-    saved: bool = True
-    """True where its latest attempt has left something to resume from."""
-    step: int | None = None
-    """Step at which the ranks left."""
-    trouble: str = ""
-    """Reason for which a checkpoint or a record could not be written at its end."""
     goes_on: str = ""
     """Reason for which it was put back into the queue, until it has started again."""
     goes_on_since: float | None = None
@@ -141,6 +120,16 @@ class Submission:
     @property
     def is_local(self) -> bool:
         return self.launcher == "local"
+
+    @property
+    def is_alive(self) -> bool | None:
+        """Whether the process that controls a local run is there; None for another machine's."""
+        return process_alive(self.pid, self.host, self.submitted)
+
+    @property
+    def restart(self) -> int:
+        """SLURM_RESTART_COUNT of the latest start."""
+        return (self.end or self.start).restart
 
 
 def latest_submission(history: Sequence[Event]) -> Submission | None:
@@ -168,15 +157,12 @@ def latest_submission(history: Sequence[Event]) -> Submission | None:
         # the tasks of a local run may know it by another number, so there the order does.
         if event.job_id == job_id or (launcher == "local" and index > position):
             submission = _after(submission, event)
-    if persons is not None:
-        submission = replace(submission, submitted=persons)
     causes = restart_policy.causes_of(history)
-    if not causes:
-        return replace(submission, restarts=submission.restart)
     return replace(
         submission,
-        attempt=max(causes),
-        restarts=len(causes) - 1,
+        submitted=submission.submitted if persons is None else persons,
+        attempt=max(causes, default=submission.start.attempt),
+        restarts=len(causes) - 1 if causes else submission.restart,
         reasons=tuple(reason(cause) for cause in list(causes.values())[:-1]),
     )
 
@@ -190,7 +176,9 @@ def jobs_to_ask(submissions: Sequence[Submission | None]) -> list[str]:
     return [
         each.job_id
         for each in submissions
-        if each and not each.is_local and not (each.ended is not None and _settled(each))
+        if each
+        and not each.is_local
+        and not (each.end and (each.end.exit_code == 0 or each.cancelled))
     ]
 
 
@@ -199,32 +187,16 @@ def reason(cause: str) -> str:
     return _REASONS.get(cause, cause)
 
 
-# The fields that tell of an end, which the next start makes void.
-_OF_THE_END = (
-    *("ended", "exit_code", "first_failure", "cause", "how", "why", "saved", "step", "trouble"),
-    *("goes_on", "goes_on_since", "requeue_error", "stop_asked"),
-)
-_NO_END = {name: getattr(Submission, name) for name in _OF_THE_END}
-
-
 def _after(before: Submission, event: Event) -> Submission:
     """Take in one of its events."""
     if isinstance(event, Submitted):
         after = replace(before, submitted=event.time, pid=event.pid, host=event.host)
-        if not event.in_place_of or before.started is not None:
-            return after
-        return replace(after, goes_on=event.why or "?", goes_on_since=event.time)
+        if event.in_place_of and before.start.time is None:
+            after = replace(after, goes_on=event.why or "?", goes_on_since=event.time)
+        return after
     if isinstance(event, Started):
-        return replace(
-            before,
-            first_started=before.first_started or event.time,
-            started=event.time,
-            restart=event.restart,
-            nodelist=event.nodelist,
-            attempt=event.attempt,
-            array_element=event.array_element,
-            **_NO_END,
-        )
+        before = replace(before, start=event, end=None, stop_asked=False)
+        return replace(before, goes_on="", goes_on_since=None, requeue_error="")
     if isinstance(event, StopAsked | StopFailed):
         return replace(before, stop_asked=isinstance(event, StopAsked))
     if isinstance(event, CancelAsked | CancelFailed):
@@ -232,22 +204,10 @@ def _after(before: Submission, event: Event) -> Submission:
     if _is_late(event, before):
         return before
     if isinstance(event, Ended):
-        after = replace(
-            before,
-            ended=event.time or 0.0,
-            restart=event.restart,
-            exit_code=event.exit_code,
-            first_failure=event.first_failure,
-            cause=event.cause,
-            how=event.how,
-            why=event.why,
-            trouble=event.trouble,
-            saved=event.saved,
-            step=event.step,
-        )
-        if event.cause != restart_policy.REQUEUED:
-            return after
-        return replace(after, goes_on=restart_policy.REQUEUED, goes_on_since=event.time)
+        after = replace(before, end=event)
+        if event.cause == restart_policy.REQUEUED:
+            after = replace(after, goes_on=event.cause, goes_on_since=event.time)
+        return after
     if isinstance(event, Requeued):
         return replace(before, goes_on=event.why or "?", goes_on_since=event.time)
     if isinstance(event, RequeueFailed):
@@ -257,13 +217,9 @@ def _after(before: Submission, event: Event) -> Submission:
 
 def _is_late(event: Event, submission: Submission) -> bool:
     """Return whether it tells of an attempt before the latest one."""
-    if event.attempt is not None and submission.attempt is not None:
-        return event.attempt != submission.attempt
+    if event.attempt is not None and submission.start.attempt is not None:
+        return event.attempt != submission.start.attempt
     return isinstance(event, Ended) and event.restart < submission.restart
-
-
-def _settled(submission: Submission) -> bool:
-    return submission.exit_code == 0 or submission.cancelled
 
 
 def judge(
@@ -271,25 +227,9 @@ def judge(
     report: Report | None,
     job: JobState | None,
     alive: bool | None,
-    now: float | None = None,
+    now: float,
 ) -> tuple[str, str]:
     """Judge the state of a run and the reason for it, with the trouble its end had with the disk.
-
-    See `_judge`.
-    """
-    state, detail = _judge(submission, report, job, alive, now)
-    trouble = submission.trouble if submission and submission.ended is not None else ""
-    return state, "; ".join(filter(None, (detail, trouble)))
-
-
-def _judge(
-    submission: Submission | None,
-    report: Report | None,
-    job: JobState | None,
-    alive: bool | None,
-    now: float | None = None,
-) -> tuple[str, str]:
-    """Judge the state of a run and the reason for it.
 
     report: None without one.
     job: what Slurm says; None when it was not asked.
@@ -300,21 +240,22 @@ def _judge(
         return DONE, "its ranks were started by hand"
     if submission is None:
         return CREATED, "nothing was submitted, as far as the run's records tell"
-    if submission.ended is not None:
-        return _judge_ended(submission, job, alive, now)
+    job = job or _NOT_ASKED
+    if submission.end:
+        state, detail = _judge_ended(submission, submission.end, job, alive, now)
+        return state, "; ".join(filter(None, (detail, submission.end.trouble)))
+    started = submission.start.time
     if submission.goes_on and not submission.cancelled:
         return _judge_going_on(submission, job, now)
     if submission.is_local:
         return _judge_local(submission, alive)
-    if job is None:
-        job = JobState(State.UNKNOWN, problem="Slurm was not asked")
     if job.state is State.UNKNOWN:
         return _judge_forgotten(submission, report, job)
     if job.state is State.PENDING:
-        again = "put back into the queue by Slurm" if submission.started else ""
+        again = "put back into the queue by Slurm" if started else ""
         return QUEUED, ": ".join(filter(None, (again, _why_pending(job))))
     if job.state is State.OTHER:
-        state = RUNNING if submission.started else QUEUED
+        state = RUNNING if started else QUEUED
         return state, ", ".join(filter(None, (_other(job), _asked(submission))))
     if not job.state.is_final:
         shown = "" if job.state is State.RUNNING else job.state.value
@@ -322,57 +263,53 @@ def _judge(
     if job.state is State.DONE:
         return DONE, "Slurm says COMPLETED; the run itself recorded no end"
     if job.state is State.CANCELLED:
-        return CANCELLED, "" if submission.started else "before it started"
+        return CANCELLED, "" if started else "before it started"
     why = _WHY_FAILED[job.state]
     return FAILED, f"{why} ({job.reason})" if job.reason and job.state is State.FAILED else why
 
 
 def _judge_ended(
-    submission: Submission, job: JobState | None, alive: bool | None, now: float | None
+    submission: Submission, end: Ended, job: JobState, alive: bool | None, now: float
 ) -> tuple[str, str]:
-    cause = submission.cause
-    if cause == restart_policy.DONE or (not cause and submission.exit_code == 0):
+    cause, why = end.cause, end.why
+    if cause == restart_policy.DONE or (not cause and end.exit_code == 0):
         return DONE, ""
     if submission.cancelled:
         return CANCELLED, "before it started again" if submission.goes_on else ""
     if submission.goes_on:
         return _judge_going_on(submission, job, now)
     held = ""
-    if job and job.state is State.PENDING and job.reason == _HELD and submission.why:
+    if job.state is State.PENDING and job.reason == _HELD and why:
         held = f"; Slurm holds job {submission.job_id}: 'scancel {submission.job_id}' drops it"
-    elif job and job.state is State.PENDING:
+    elif job.state is State.PENDING:
         return QUEUED, ": ".join(filter(None, ("requeued", _why_pending(job))))
+    at = "" if end.step is None else f" at step {end.step}"
+    how = end.how or cause
     if submission.requeue_error:
-        error = f"it could not be started again: {submission.requeue_error}"
-        return STOPPED, f"{_how(submission)}; {error}"
+        return STOPPED, f"{how}{at}; it could not be started again: {submission.requeue_error}"
     if cause == restart_policy.CANCELLED:
         return CANCELLED, "by scancel"
-    if cause and not submission.why:
-        return _judge_undecided(submission, job, alive)
     if not cause:
-        return _judge_code(submission.exit_code, job)
+        return _judge_code(end.exit_code, job)
+    if not why:
+        return _judge_undecided(submission, cause, f"{how}{at}", job, alive)
     if cause == restart_policy.FAILED:
-        why = "" if submission.why == restart_policy.NO_RESTART else f"; {submission.why}"
-        return FAILED, f"exit code {submission.exit_code}{why}{held}"
+        more = "" if why == restart_policy.NO_RESTART else f"; {why}"
+        return FAILED, f"exit code {end.exit_code}{more}{held}"
     if cause == restart_policy.STOPPED:
-        return STOPPED, f"by 'clusterddp stop'{_at(submission)}"
-    how = submission.how or cause
-    says_how = submission.why in (how, restart_policy.requeue_is_off(how))
-    text = f"{submission.why}{_at(submission)}"
-    text = text if says_how else f"{_how(submission)}; {submission.why}"
-    if cause in _SLURMS_CAUSES and not submission.saved:
+        return STOPPED, f"by 'clusterddp stop'{at}"
+    says_how = why in (how, restart_policy.requeue_is_off(how))
+    text = f"{why}{at}" if says_how else f"{how}{at}; {why}"
+    if cause in _SLURMS_CAUSES and not end.saved:
         return FAILED, f"{text}; it ended without saving"
     return STOPPED, text
 
 
-def _judge_going_on(
-    submission: Submission, job: JobState | None, now: float | None
-) -> tuple[str, str]:
+def _judge_going_on(submission: Submission, job: JobState, now: float) -> tuple[str, str]:
     """Judge a job that was put back into the queue, or submitted in another one's place."""
     again = f"goes on after {_AFTER.get(submission.goes_on, submission.goes_on)}"
-    if job is None or job.problem:
-        problem = job.problem if job else "Slurm was not asked"
-        return UNKNOWN, f"it {again}, and Slurm could not be asked: {problem}"
+    if job.problem:
+        return UNKNOWN, f"it {again}, and Slurm could not be asked: {job.problem}"
     if job.state is State.UNKNOWN:
         job_id = submission.job_id
         return UNKNOWN, f"it was put back into the queue, but Slurm no longer knows job {job_id}"
@@ -381,35 +318,34 @@ def _judge_going_on(
     if job.state is State.RUNNING:
         return RUNNING, "it is starting"
     since = submission.goes_on_since or 0.0
-    if job.state.is_final and (time.time() if now is None else now) - since > SETTLE_SECONDS:
+    if job.state.is_final and now - since > SETTLE_SECONDS:
         what = _WHY_FAILED.get(job.state, f"Slurm says {job.state.value}")
         return FAILED, f"it was put back into the queue, and recorded no start since: {what}"
     return QUEUED, ": ".join(filter(None, (again, _why_pending(job))))
 
 
 def _judge_undecided(
-    submission: Submission, job: JobState | None, alive: bool | None
+    submission: Submission, cause: str, end: str, job: JobState, alive: bool | None
 ) -> tuple[str, str]:
     """Judge a job whose end is recorded, and that it is to go on, but not that it was put back."""
-    after = f"after {_AFTER.get(submission.cause, submission.cause)}"
+    after = f"after {_AFTER.get(cause, cause)}"
+    if submission.is_local and alive:
+        return RUNNING, "its script is ending"
     if submission.is_local:
-        if alive:
-            return RUNNING, "its script is ending"
-        return STOPPED, f"{_how(submission)}; a rehearsal is not put back into a queue"
-    if job is None or job.problem:
-        problem = job.problem if job else "Slurm was not asked"
-        return UNKNOWN, f"it is to go on {after}, and Slurm could not be asked: {problem}"
+        return STOPPED, f"{end}; a rehearsal is not put back into a queue"
+    if job.problem:
+        return UNKNOWN, f"it is to go on {after}, and Slurm could not be asked: {job.problem}"
     if job.state is not State.UNKNOWN and not job.state.is_final:
         return RUNNING, f"about to go on {after}"
-    state = FAILED if submission.cause == restart_policy.FAILED else STOPPED
-    return state, f"{_how(submission)}; its script ended before it had put the job back"
+    state = FAILED if cause == restart_policy.FAILED else STOPPED
+    return state, f"{end}; its script ended before it had put the job back"
 
 
-def _judge_code(code: int | None, job: JobState | None) -> tuple[str, str]:
+def _judge_code(code: int | None, job: JobState) -> tuple[str, str]:
     """Judge from the exit code alone, as of a script that came to no verdict of its own."""
-    if job and job.state is State.CANCELLED:
+    if job.state is State.CANCELLED:
         return CANCELLED, "by scancel"
-    if job and job.state in _WHY_FAILED and job.state is not State.FAILED:
+    if job.state in _WHY_FAILED and job.state is not State.FAILED:
         return FAILED, _WHY_FAILED[job.state]
     if code is None:
         return FAILED, "the run recorded its end without an exit code"
@@ -420,14 +356,13 @@ def _judge_code(code: int | None, job: JobState | None) -> tuple[str, str]:
     if code == 143:
         return FAILED, "exit code 143: ended by SIGTERM (scancel, the time limit or preemption)"
     if code > 128:
-        name = _SIGNALS.get(code - 128)
-        return FAILED, f"exit code {code}: {f'SIG{name}' if name else f'signal {code - 128}'}"
+        return FAILED, f"exit code {code}: {signal_name(code - 128)}"
     return FAILED, f"exit code {code}"
 
 
 def _judge_local(submission: Submission, alive: bool | None) -> tuple[str, str]:
     if alive:
-        if not submission.started:
+        if not submission.start.time:
             return QUEUED, "its processes are starting"
         return RUNNING, _asked(submission)
     if alive is None:
@@ -446,9 +381,9 @@ def _judge_forgotten(
     if job.problem:
         return UNKNOWN, f"Slurm could not be asked: {job.problem}{finished}"
     if submission.cancelled:
-        return CANCELLED, "" if submission.started else "before it started"
+        return CANCELLED, "" if submission.start.time else "before it started"
     lost = "Slurm no longer knows the job, and "
-    if submission.started:
+    if submission.start.time:
         return UNKNOWN, f"{lost}it recorded no end: killed, or its node was lost{finished}"
     return UNKNOWN, f"{lost}it never recorded a start: cancelled, or failed before its first line"
 
@@ -465,58 +400,3 @@ def _other(job: JobState) -> str:
 
 def _asked(submission: Submission) -> str:
     return "asked to save and leave" if submission.stop_asked else ""
-
-
-def _how(submission: Submission) -> str:
-    return f"{submission.how or submission.cause}{_at(submission)}"
-
-
-def _at(submission: Submission) -> str:
-    return "" if submission.step is None else f" at step {submission.step}"
-
-
-def process_alive(submission: Submission) -> bool | None:
-    """Return whether the process that controls a local run is there; None for another machine's."""
-    return is_alive(submission.pid, submission.host, submission.submitted)
-
-
-def is_alive(pid: int | None, host: str | None, since: float | None) -> bool | None:
-    """Return whether a process of this machine is there; None for another machine's.
-
-    since: when it was there for certain, in seconds of the epoch; one that started later has only
-    inherited the number.
-    """
-    import socket
-
-    if pid is None or host not in (None, socket.gethostname()):
-        return None
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return False
-        return _answers_signal(pid)  # no /proc: macOS
-    except OSError:
-        return False  # it ended while being read
-    if fields[0] in "ZX":
-        return False
-    started = _boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    # The clock can have been set since; a number comes round again only after a long while.
-    return since is None or started <= since + 60
-
-
-def _boot_time() -> float:
-    for line in Path("/proc/stat").read_text().splitlines():
-        if line.startswith("btime "):
-            return float(line.split()[1])
-    return 0.0
-
-
-def _answers_signal(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # somebody's process, at least
-    return True

@@ -19,7 +19,7 @@ from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError, RequestError
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events, files, restart_policy
 from clusterddp.run.attempt import Attempt, latest
-from clusterddp.run.events import Failure
+from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.records import AttemptRecord, MetricsLine, Report
 from clusterddp.run.run_dir import RunDir, find_runs, newest_checkpoint
@@ -37,7 +37,6 @@ from clusterddp.run.state import (
     jobs_to_ask,
     judge,
     latest_submission,
-    process_alive,
     reason,
 )
 from clusterddp.slurm.client import query
@@ -120,7 +119,7 @@ def run_status(
     job = slurm_states.get(submission.job_id) if submission else None
     if job and is_another_runs(run, job):
         job = JobState(State.UNKNOWN)
-    alive = process_alive(submission) if submission and submission.is_local else None
+    alive = submission.is_alive if submission and submission.is_local else None
     report = latest_report(run, submission.attempt if submission else None)
     state, detail = judge(submission, report, job, alive, now)
     if state == CREATED and run.array_index:  # by the script itself
@@ -132,19 +131,20 @@ def run_status(
     checkpoint = newest_checkpoint(run.checkpoints)
     failure = _failure(run, state, submission, by_hand)
     spec = spec_of(run)
-    known = submission or Submission("", "")
-    status = RunStatus(
+    known = submission or _by_hand(by_hand)
+    started, ended = known.start, known.end
+    return RunStatus(
         name=run.name,
         state=state,
         detail=detail,
         job_id=known.job_id,
-        array_element=known.array_element or (job.element if job else ""),
+        array_element=started.array_element or (job.element if job else ""),
         launcher=known.launcher,
         nodes=spec.resources.nodes if spec else None,
         tasks_per_node=spec.resources.tasks_per_node if spec else None,
         world_size=spec.world_size if spec else None,
         layout=spec.layout if spec else "",
-        hosts=_hosts(known.nodelist),
+        hosts=_hosts(started.nodelist),
         attempt=known.attempt,
         restarts=known.restarts,
         restart_reasons=list(known.reasons),
@@ -158,8 +158,8 @@ def run_status(
         warnings=list(figures.warnings),
         created_time=_created(run),
         submitted_time=known.submitted,
-        started_time=known.started,
-        ended_time=known.ended if state in ENDED else None,
+        started_time=started.time,
+        ended_time=ended.time if ended and state in ENDED else None,
         elapsed_seconds=_elapsed(known, state, now),
         exit_code=_exit_code(state, submission, job),
         first_failure=failure.describe() if failure else "",
@@ -168,7 +168,6 @@ def run_status(
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
-    return _with_attempt(status, by_hand, now) if by_hand else status
 
 
 @dataclass(frozen=True)
@@ -215,16 +214,17 @@ def _failure(
         return None
     if submission is None:
         return _failure_by_hand(by_hand) if by_hand else None
-    if submission.first_failure or submission.cause:
-        return submission.first_failure
-    return _first_failure(run)  # the script came to no verdict
+    if submission.end and (submission.end.first_failure or submission.end.cause):
+        return submission.end.first_failure
+    attempt = latest(run)  # the script came to no verdict
+    return first_failure(read_outcomes(attempt.outcomes if attempt else run.outcomes))
 
 
 def _is_forgotten(submission: Submission | None, job: JobState | None) -> bool:
     if submission is None or submission.is_local or submission.goes_on:
         return False
     unknown = job is not None and job.state is State.UNKNOWN and not job.problem
-    return unknown and submission.ended is None
+    return unknown and submission.end is None
 
 
 def _started_by_hand(run: RunDir) -> Attempt | None:
@@ -234,6 +234,13 @@ def _started_by_hand(run: RunDir) -> Attempt | None:
     except OSError:
         return None
     return attempt if attempt and attempt.read_record() else None
+
+
+def _by_hand(attempt: Attempt | None) -> Submission:
+    """Return what stands in for a submission: the job in which ranks met, if any, and when."""
+    record = (attempt and attempt.read_record()) or AttemptRecord()
+    number = attempt.number if attempt else None
+    return Submission(record.job_id, "", start=Started(time=record.began), attempt=number)
 
 
 def _judge_by_hand(attempt: Attempt, report: Report | None) -> tuple[str, str]:
@@ -270,20 +277,6 @@ def _failure_by_hand(attempt: Attempt) -> Failure | None:
     )
 
 
-def _with_attempt(status: RunStatus, attempt: Attempt, now: float) -> RunStatus:
-    """Add the job in which ranks were started by hand, if any, and when they met."""
-    record = attempt.read_record() or AttemptRecord()
-    began = record.began
-    running = began is not None and status.state == RUNNING
-    return dataclasses.replace(
-        status,
-        job_id=record.job_id,
-        attempt=attempt.number,
-        started_time=began,
-        elapsed_seconds=round(max(now - began, 0.0), 3) if began and running else None,
-    )
-
-
 def is_another_runs(run: RunDir, job: JobState) -> bool:
     """Return whether another run submitted the job.
 
@@ -313,11 +306,11 @@ def _created(run: RunDir) -> float | None:
 
 def _elapsed(submission: Submission, state: str, now: float) -> float | None:
     """Return the seconds from the latest start to the end, or to now; none in the queue."""
-    if submission.started is None:
+    started, end = submission.start.time, submission.end
+    if started is None or state == QUEUED or (end is None and state != RUNNING):
         return None
-    if submission.ended is not None and state != QUEUED:  # one that waits takes no time
-        return round(max(submission.ended - submission.started, 0.0), 3)
-    return round(max(now - submission.started, 0.0), 3) if state == RUNNING else None
+    until = (end.time or 0.0) if end else now
+    return round(max(until - started, 0.0), 3)
 
 
 def _hosts(nodelist: str) -> list[str]:
@@ -330,15 +323,9 @@ def _hosts(nodelist: str) -> list[str]:
 def _exit_code(state: str, submission: Submission | None, job: JobState | None) -> int | None:
     if submission is None or state not in ENDED:
         return None
-    if submission.exit_code is not None:
-        return submission.exit_code
+    if submission.end and submission.end.exit_code is not None:
+        return submission.end.exit_code
     return job.exit_code if job else None
-
-
-def _first_failure(run: RunDir) -> Failure | None:
-    """Find it in the ranks' own outcomes, where the script came to no verdict."""
-    attempt = latest(run)
-    return first_failure(read_outcomes(attempt.outcomes if attempt else run.outcomes))
 
 
 def _next_command(
@@ -357,25 +344,22 @@ def _next_command(
     again = run.resubmission
     if state == STOPPED or (state == CANCELLED and has_checkpoint):
         return again
-    if state == CANCELLED and not run.rank_log(0).exists() and not run.job_log.exists():
+    is_silent = not run.rank_log(0).exists() and not run.job_log.exists()
+    if state == CANCELLED and is_silent:
         # It never started: there is nothing to read. One on this workstation was in no queue.
         return "" if submission.is_local else again
     if state in (QUEUED, RUNNING):
         return f"clusterddp logs -f {run.shown}"
     # Without a verdict of the script on its attempt there is little to read.
-    judged = submission.cause and submission.why in ("", restart_policy.NO_RESTART)
+    end = submission.end or Ended()
+    judged = end.cause and end.why in ("", restart_policy.NO_RESTART)
     if state in (FAILED, UNKNOWN) and has_checkpoint and not judged:
         return again
     if failure:
         return f"clusterddp logs --rank {failure.rank} {run.shown}"
     if state in (FAILED, UNKNOWN):
         return f"clusterddp logs --job {run.shown}"
-    if (
-        state == DONE
-        and submission.is_local
-        and not run.rank_log(0).exists()
-        and not run.job_log.exists()
-    ):
+    if state == DONE and submission.is_local and is_silent:
         return f"clusterddp report {run.shown}"  # a terminal has what it printed
     return f"clusterddp logs {run.shown}"
 

@@ -18,7 +18,6 @@ from clusterddp.run.state import (
     UNKNOWN,
     Submission,
     latest_submission,
-    process_alive,
 )
 from clusterddp.run.status import RunStatus
 from clusterddp.slurm import client as slurm
@@ -120,7 +119,7 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
     if status.is_forgotten:
         message = f"{run.name}: Slurm no longer knows job {submission.job_id}: nothing to cancel"
         return Cancellation(run.name, submission.job_id, False, message)
-    if submission.is_local and process_alive(submission) is None:
+    if submission.is_local and submission.is_alive is None:
         where = submission.host or "another machine"
         raise RequestError(
             f"{run.name} runs on {where}, not here; cancel it there with "

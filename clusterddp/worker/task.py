@@ -2,7 +2,6 @@
 
 import gc
 import importlib.util
-import json
 import os
 import socket
 import sys
@@ -34,7 +33,7 @@ from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
 from clusterddp.run.outcome import is_peer_loss, note_hung
-from clusterddp.run.records import AttemptRecord
+from clusterddp.run.records import AttemptRecord, LastWord
 from clusterddp.slurm import client as slurm
 from clusterddp.training import stop
 from clusterddp.training.stop import Deadline, StopRequest
@@ -350,16 +349,15 @@ def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = 
     """
     if reason:
         log.info(f"stopped at step {step} ({reason}); start the run again to resume from there")
-    end = {
-        "cause": "stopped" if reason else "done",
-        "reason": reason,
-        "step": step,
-        "saved": saver.last_step if saver else None,
-    }
-    if saver and saver.trouble:
-        end["trouble"] = saver.trouble
+    end = LastWord(
+        "stopped" if reason else "done",
+        reason,
+        step,
+        saved=saver.last_step if saver else None,
+        trouble=saver.trouble if saver else "",
+    )
     try:
-        attempt.write_last_word(attempt.end, json.dumps(end).encode())
+        attempt.write_last_word(attempt.end, end)
     except OSError as error:
         if not reason:
             raise

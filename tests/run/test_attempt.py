@@ -223,8 +223,8 @@ def test_the_last_records_of_an_attempt_find_room_on_a_full_disk(
         "try: Path('filler').write_bytes(bytes(1 << 20))\n"
         "except OSError: pass\n"
         "print(attempt.trouble_writing())\n"
-        "attempt.write_last_word(attempt.end, b'{}')\n"
-        "print(attempt.end.read_text(), attempt.reserve.exists())\n"
+        "attempt.write_last_word(attempt.end, {})\n"
+        "print(attempt.end.read_text().strip(), attempt.reserve.exists())\n"
     )
     done = subprocess.run(
         [*small_disk("size=1m"), sys.executable, "-c", write],

@@ -13,7 +13,7 @@ import pytest
 
 from clusterddp import log
 from clusterddp.errors import RequestError
-from clusterddp.run.claim import EXPIRES_SECONDS, claimed
+from clusterddp.run.attempt import EXPIRES_SECONDS, claimed
 from clusterddp.run.run_dir import RunDir
 from tests.waiting import dying_with_us
 
@@ -71,7 +71,7 @@ def test_a_claim_that_a_full_disk_has_cut_holds_nobody_up(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("clusterddp.run.claim.json.dump", full)
+        patched.setattr(Path, "write_text", full)
         with pytest.raises(RequestError, match="No space left"):
             submit(run)
     assert files(run) == []
@@ -81,7 +81,7 @@ def test_a_claim_that_a_full_disk_has_cut_holds_nobody_up(
 HOLD = """
 import sys
 from pathlib import Path
-from clusterddp.run.claim import claimed
+from clusterddp.run.attempt import claimed
 from clusterddp.run.run_dir import RunDir
 with claimed(RunDir(Path(sys.argv[1]))):
     print("held", flush=True)

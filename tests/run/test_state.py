@@ -10,7 +10,7 @@ import pytest
 
 from clusterddp.run import restart_policy
 from clusterddp.run.events import parse
-from clusterddp.run.state import Submission, jobs_to_ask, judge, latest_submission, process_alive
+from clusterddp.run.state import Submission, jobs_to_ask, judge, latest_submission
 from clusterddp.slurm.states import JobState, State
 from tests.made_events import (
     FORGOTTEN,
@@ -223,20 +223,20 @@ def test_a_local_process_is_seen_until_it_is_gone() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     mine = Submission("1", "local", pid=process.pid, submitted=time.time())
     try:
-        assert process_alive(mine) is True
+        assert mine.is_alive is True
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert process_alive(mine) is False  # a zombie runs nothing
+        assert mine.is_alive is False  # a zombie runs nothing
     finally:
         process.kill()
         process.communicate()
-    assert process_alive(mine) is False
+    assert mine.is_alive is False
 
 
 def test_a_process_that_only_inherited_the_number_is_not_ours() -> None:
-    assert process_alive(Submission("1", "local", pid=os.getpid(), submitted=1000.0)) is False
+    assert Submission("1", "local", pid=os.getpid(), submitted=1000.0).is_alive is False
 
 
 def test_a_process_of_another_machine_cannot_be_seen() -> None:
-    assert process_alive(Submission("1", "local", pid=os.getpid(), host="elsewhere")) is None
-    assert process_alive(Submission("1", "local")) is None
+    assert Submission("1", "local", pid=os.getpid(), host="elsewhere").is_alive is None
+    assert Submission("1", "local").is_alive is None
