@@ -22,13 +22,10 @@ import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.slurm.forms import Form
-
-if TYPE_CHECKING:
-    import configparser
 
 T = TypeVar("T")
 
@@ -114,10 +111,9 @@ class Choice:
 
     def check(self, option: str, value: str) -> None:
         """Raise RequestError with the names unless the value is one of them."""
-        if value in self.names or (self.or_function and is_reference(value)):
-            return
-        more = " (your own is MODULE:FUNCTION)" if self.or_function else ""
-        raise OptionError(option, f": {value!r} is not one of {', '.join(self.names)}{more}.")
+        if value not in self.names and not (self.or_function and is_reference(value)):
+            more = " (your own is MODULE:FUNCTION)" if self.or_function else ""
+            raise OptionError(option, f": {value!r} is not one of {', '.join(self.names)}{more}.")
 
 
 def is_reference(value: str) -> bool:
@@ -321,10 +317,9 @@ def read_site(path: Path | None, cluster: str | None, known: Collection[str]) ->
         raise RequestError(f"{path}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise RequestError(f"{path} is not UTF-8 text.") from None
-    clusters = tuple(
-        name.removeprefix(_CLUSTER) for name in parser.sections() if name.startswith(_CLUSTER)
-    )
-    _check_names(path, parser, known)
+    sections = {name: dict(parser[name]) for name in parser.sections()}
+    _check_names(path, sections, known)
+    clusters = [name.removeprefix(_CLUSTER) for name in sections if name.startswith(_CLUSTER)]
     if cluster and cluster not in clusters:
         raise RequestError(
             f"--cluster {cluster}: {path} defines {', '.join(clusters) or 'no clusters'}."
@@ -332,11 +327,10 @@ def read_site(path: Path | None, cluster: str | None, known: Collection[str]) ->
     values: dict[str, str] = {}
     sources: dict[str, str] = {}
     for section in ("defaults", f"{_CLUSTER}{cluster}" if cluster else ""):
-        if parser.has_section(section):
-            values.update(parser[section])
-            sources.update(dict.fromkeys(parser[section], f"{path} [{section}]"))
-    environment = dict(parser["environment"]) if parser.has_section("environment") else {}
-    return Settings(path, values, sources, environment, clusters)
+        given = sections.get(section, {})
+        values |= given
+        sources |= dict.fromkeys(given, f"{path} [{section}]")
+    return Settings(path, values, sources, sections.get("environment", {}), tuple(clusters))
 
 
 def sbatch_directives(environ: Mapping[str, str]) -> dict[str, str | None]:
@@ -363,17 +357,17 @@ def unused_variables(environ: Mapping[str, str], rows: Iterable[Option]) -> list
     return sorted(name for name in environ if name.startswith("SBATCH_") and name not in known)
 
 
-def _check_names(path: Path, parser: "configparser.ConfigParser", known: Collection[str]) -> None:
-    for section in parser.sections():
+def _check_names(path: Path, sections: Mapping[str, Iterable[str]], known: Collection[str]) -> None:
+    for section, keys in sections.items():
         if section == "environment":
             continue
         if section != "defaults" and not section.startswith(_CLUSTER):
+            near = _near(section, ("defaults", "environment"))
             raise RequestError(
-                f"{path}: unknown section [{section}]"
-                f"{_near(section, ['defaults', 'environment'])}; "
+                f"{path}: unknown section [{section}]{near}; "
                 "there are [defaults], [cluster:NAME] and [environment]."
             )
-        for key in parser[section]:
+        for key in keys:
             if key not in known:
                 raise RequestError(f"{path} [{section}]: unknown key {key!r}{_near(key, known)}.")
 

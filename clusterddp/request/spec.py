@@ -12,40 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.request.options import (
-    ASKED,
-    CODE,
-    COUNT,
-    EXPEDITE,
-    GROUPS,
-    INTERRUPTED,
-    KEPT,
-    START,
-    WHOLE,
-    Choice,
-    check_fields,
-    option,
-    options_of,
-)
+from clusterddp.request import options as table
+from clusterddp.request.options import COUNT, WHOLE, Choice, option
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
-from clusterddp.slurm.forms import (
-    ACCOUNT,
-    CONSTRAINT,
-    DEPENDENCY,
-    DIRECTIVE,
-    LINE,
-    MAIL_EVENTS,
-    MAIL_USER,
-    MEMORY,
-    MODULE,
-    NETWORK_INTERFACE,
-    PARTITIONS,
-    QOS,
-    RESERVATIONS,
-    SIGNAL,
-    TIME_LIMIT,
-)
 
 SPEC_FORMAT = 1
 MOST_LEAD_SECONDS = 120
@@ -58,6 +28,7 @@ _BASH_OWNS = (
     "EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD IFS LINENO PIPESTATUS POSIXLY_CORRECT PPID RANDOM "
     "SECONDS SHELLOPTS SHLVL SRANDOM UID"
 )
+_DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
 
 @dataclass(frozen=True)
@@ -81,72 +52,70 @@ class Resources:
         None, "CPUs for each rank.", COUNT, "--cpus-per-task -c", shown="the site's"
     )
     mem: str = option(
-        "", "Memory of each node, as 64G; 0 is all.", MEMORY, "--mem SBATCH_MEM_PER_NODE SIZE"
+        "", "Memory of each node, as 64G; 0 is all.", forms.MEMORY, "--mem SBATCH_MEM_PER_NODE SIZE"
     )
     time: str = option(
-        "", "Time limit: 90, 02:30:00 or 1-12.", TIME_LIMIT, "--time -t SBATCH_TIMELIMIT LIMIT"
+        "",
+        "Time limit: 90, 02:30:00 or 1-12.",
+        forms.TIME_LIMIT,
+        "--time -t SBATCH_TIMELIMIT LIMIT",
     )
     partition: str = option(
-        "", "Partition, or several with commas.", PARTITIONS, "--partition -p SBATCH_PARTITION"
+        "",
+        "Partition, or several with commas.",
+        forms.PARTITIONS,
+        "--partition -p SBATCH_PARTITION",
     )
-    account: str = option("", "Account to charge.", ACCOUNT, "--account -A SBATCH_ACCOUNT NAME")
-    qos: str = option("", "Quality of service.", QOS, "--qos -q SBATCH_QOS NAME")
+    account: str = option(
+        "", "Account to charge.", forms.ACCOUNT, "--account -A SBATCH_ACCOUNT NAME"
+    )
+    qos: str = option("", "Quality of service.", forms.QOS, "--qos -q SBATCH_QOS NAME")
     constraint: str = option(
-        "", "Features of the nodes.", CONSTRAINT, "--constraint -C SBATCH_CONSTRAINT FEATURES"
+        "", "Features of the nodes.", forms.CONSTRAINT, "--constraint -C SBATCH_CONSTRAINT FEATURES"
     )
     reservation: str = option(
-        "", "Reservation to use.", RESERVATIONS, "--reservation SBATCH_RESERVATION NAME"
+        "", "Reservation to use.", forms.RESERVATIONS, "--reservation SBATCH_RESERVATION NAME"
     )
     nodelist: str = option(
         "", "Hosts that must be in the job: gpu[01-03].", names="--nodelist -w HOSTS"
     )
     exclude: str = option("", "Hosts that must not be in the job.", names="--exclude -x HOSTS")
     dependency: str = option(
-        "", "Jobs to wait for, such as afterok:1234.", DEPENDENCY, "--dependency -d LIST"
+        "", "Jobs to wait for, such as afterok:1234.", forms.DEPENDENCY, "--dependency -d LIST"
     )
     exclusive: bool = option(
         False, "Share no node with other jobs.", names="--exclusive SBATCH_EXCLUSIVE"
     )
     mail_type: str = option(
-        "", "Events to mail about, such as END,FAIL.", MAIL_EVENTS, "--mail-type EVENTS"
+        "", "Events to mail about, such as END,FAIL.", forms.MAIL_EVENTS, "--mail-type EVENTS"
     )
-    mail_user: str = option("", "Address to mail to.", MAIL_USER, "--mail-user ADDRESS")
+    mail_user: str = option("", "Address to mail to.", forms.MAIL_USER, "--mail-user ADDRESS")
 
     def __post_init__(self) -> None:
         if self.tasks_per_node == 0:
             object.__setattr__(self, "tasks_per_node", self.gpus_per_node or 1)
-        check_fields(self)
-        if self.gpus_per_node and self.gpus_per_node % self.tasks_per_node:
-            relation = (
-                "more tasks than GPUs"
-                if self.tasks_per_node > self.gpus_per_node
-                else ("the GPUs cannot be shared out evenly")
-            )
+        table.check_fields(self)
+        gpus, tasks = self.gpus_per_node, self.tasks_per_node
+        if gpus % tasks:
+            relation = "the GPUs cannot be shared out evenly"
+            if tasks > gpus:
+                relation = "more tasks than GPUs"
             raise OptionError(
-                "--tasks-per-node",
-                f" {self.tasks_per_node} against --gpus-per-node "
-                f"{self.gpus_per_node}: {relation}. Use one task per GPU (the default).",
+                f"--tasks-per-node {tasks}",
+                f" against --gpus-per-node {gpus}: {relation}. Use one task per GPU (the default).",
             )
-        self._check_hosts()
-
-    def _check_hosts(self) -> None:
-        if not (self.nodelist or self.exclude):
-            return
-        from clusterddp.slurm.forms import expand_nodelist
-
-        wanted = expand_nodelist(self.nodelist) if self.nodelist else []
-        unwanted = set(expand_nodelist(self.exclude)) if self.exclude else set()
-        if len(set(wanted)) > self.nodes:
+        wanted = set(forms.expand_nodelist(self.nodelist) if self.nodelist else ())
+        unwanted = forms.expand_nodelist(self.exclude) if self.exclude else ()
+        if len(wanted) > self.nodes:
             raise OptionError(
-                "--nodelist",
-                f" {self.nodelist} names {len(set(wanted))} hosts, but --nodes asks for "
-                f"{self.nodes}: Slurm gives a job every host of its list. Use --nodes "
-                f"{len(set(wanted))} or a shorter list.",
+                f"--nodelist {self.nodelist}",
+                f" names {len(wanted)} hosts, but --nodes asks for {self.nodes}: Slurm gives a job "
+                f"every host of its list. Use --nodes {len(wanted)} or a shorter list.",
             )
-        both = [host for host in wanted if host in unwanted]
+        both = next((host for host in unwanted if host in wanted), None)
         if both:
             raise OptionError(
-                "--nodelist", f" {self.nodelist} and --exclude {self.exclude} both name {both[0]}."
+                f"--nodelist {self.nodelist}", f" and --exclude {self.exclude} both name {both}."
             )
 
     @property
@@ -167,7 +136,11 @@ class JobSpec:
     """Absolute path of the run's directory."""
     resources: Resources
     python: str = option(
-        sys.executable, "Interpreter of the tasks, with clusterddp.", LINE, "FILE", shown="this one"
+        sys.executable,
+        "Interpreter of the tasks, with clusterddp.",
+        forms.LINE,
+        "FILE",
+        shown="this one",
     )
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
@@ -179,10 +152,10 @@ class JobSpec:
     job_name: str = option(
         "",
         "Slurm's job name.",
-        LINE,
+        forms.LINE,
         "--job-name -J SBATCH_JOB_NAME NAME",
         shown="the run's name",
-        group=KEPT,
+        group=table.KEPT,
     )
     launcher: str = option(
         "sbatch", "Launcher; local rehearses the run on this workstation.", Choice(LAUNCHERS)
@@ -191,18 +164,18 @@ class JobSpec:
         DEFAULT_TEMPLATE, "Script template; see 'clusterddp templates list'.", names="NAME|FILE"
     )
     sbatch: tuple[tuple[str, str | None], ...] = option(
-        (), "Any other directive; repeatable.", names="KEY=VALUE", group=ASKED
+        (), "Any other directive; repeatable.", names="KEY=VALUE", group=table.ASKED
     )
     omit_directives: tuple[str, ...] = option(
         (),
         "Leave a directive out that the site rejects, such as mem; repeatable.",
-        DIRECTIVE,
+        forms.DIRECTIVE,
         "KEY",
         name="omit-directive",
-        group=ASKED,
+        group=table.ASKED,
     )
     srun_args: tuple[str, ...] = option(
-        (), "Further arguments for srun, quoted as in a shell; repeatable.", LINE, "WORDS"
+        (), "Further arguments for srun, quoted as in a shell; repeatable.", forms.LINE, "WORDS"
     )
     environment: tuple[tuple[str, str], ...] = ()
     """Variables written into the script."""
@@ -215,19 +188,19 @@ class JobSpec:
         "--export SBATCH_EXPORT",
     )
     setup: tuple[str, ...] = option(
-        (), "Shell line to run before the tasks, on the first node; repeatable.", LINE, "LINE"
+        (), "Shell line to run before the tasks, on the first node; repeatable.", forms.LINE, "LINE"
     )
     teardown: tuple[str, ...] = option(
-        (), "Shell line to run after them, however they end; repeatable.", LINE, "LINE"
+        (), "Shell line to run after them, however they end; repeatable.", forms.LINE, "LINE"
     )
     modules: tuple[str, ...] = option(
-        (), "Environment module to load; repeatable.", MODULE, "NAME", name="module"
+        (), "Environment module to load; repeatable.", forms.MODULE, "NAME", name="module"
     )
     network_interface: str = option(
-        "", "Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.", NETWORK_INTERFACE, "NAME"
+        "", "Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.", forms.NETWORK_INTERFACE, "NAME"
     )
     launch_prefix: tuple[str, ...] = option(
-        (), "Words put before each task: 'apptainer exec --nv IMG'.", LINE, "WORDS", type=str
+        (), "Words put before each task: 'apptainer exec --nv IMG'.", forms.LINE, "WORDS", type=str
     )
     requeue: bool | str | None = option(
         None,
@@ -235,20 +208,20 @@ class JobSpec:
         "later): after a hardware failure, ahead of all other jobs.",
         names="--requeue SBATCH_REQUEUE",
         shown="on for the training, the site's for a COMMAND",
-        group=INTERRUPTED,
+        group=table.INTERRUPTED,
     )
     max_requeues: int = option(
-        20, "Most attempts after the first, whatever the cause.", WHOLE, group=INTERRUPTED
+        20, "Most attempts after the first, whatever the cause.", WHOLE, group=table.INTERRUPTED
     )
     restart_on_failure: int = option(
-        0, "Most attempts that may follow a crash.", WHOLE, group=INTERRUPTED
+        0, "Most attempts that may follow a crash.", WHOLE, group=table.INTERRUPTED
     )
     restart_in_job: int = option(
         0,
         "Most restarts of a failed rank inside the job, with all others, before the job ends; "
         "with --template torchrun.sbatch.j2.",
         WHOLE,
-        group=INTERRUPTED,
+        group=table.INTERRUPTED,
     )
     snapshot: bool | None = option(
         None,
@@ -256,58 +229,62 @@ class JobSpec:
         "uses the copy, whatever is edited meanwhile.",
         negatable=True,
         shown="on for code of your own, if it is not too large",
-        group=CODE,
+        group=table.CODE,
     )
     signal: str | None = option(
         None,
         "Slurm's signal ahead of the time limit, on which the ranks save and leave, or none. B: "
         "is to the batch script, which asks the ranks to stop.",
-        SIGNAL,
+        forms.SIGNAL,
         "--signal SBATCH_SIGNAL SIGNAL@SECONDS",
         shown="B:USR1@120, or less for a short --time",
-        group=INTERRUPTED,
+        group=table.INTERRUPTED,
     )
 
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
-        if self.requeue not in (None, True, False, EXPEDITE):
-            raise OptionError("--requeue", f": {self.requeue!r} is neither yes, no nor {EXPEDITE}.")
+        if self.requeue not in (None, True, False, table.EXPEDITE):
+            raise OptionError(
+                "--requeue", f": {self.requeue!r} is neither yes, no nor {table.EXPEDITE}."
+            )
         if bool(self.command) == bool(self.train):
             raise RequestError(
                 "a run either trains (train) or runs a command (command): give one of them."
             )
-        check_fields(self)
+        table.check_fields(self)
         if self.requeue is False and self.restart_on_failure:
             raise OptionError(
-                "--restart-on-failure",
-                f" {self.restart_on_failure} against --no-requeue: the second forbids what the "
-                "first asks for. Leave one of them out.",
+                f"--restart-on-failure {self.restart_on_failure}",
+                " against --no-requeue: the second forbids what the first asks for. Leave one of "
+                "them out.",
             )
         if self.requeue is None and (self.train or self.restart_on_failure):
             object.__setattr__(self, "requeue", True)
-        if self.signal is None:
-            object.__setattr__(self, "signal", self._default_signal() if self.train else "")
-        if self.signal:
-            limit = forms.limit_seconds(self.resources.time)
-            if limit is not None and self.signal_lead >= limit:
-                raise OptionError(
-                    "--signal",
-                    f" {self.signal} against --time {self.resources.time}: it would come "
-                    f"at once, for the limit is {limit} s. Use a lead that is shorter.",
-                )
-        if not Path(self.run_dir).is_absolute() or "%" in forms.text("--output-root", self.run_dir):
+        limit = forms.limit_seconds(self.resources.time)
+        if self.signal is None:  # Slurm looks at limits twice a minute
+            lead = min(MOST_LEAD_SECONDS, limit // 5) if limit else MOST_LEAD_SECONDS
+            usual = f"B:USR1@{max(lead, 1)}" if self.train else ""
+            object.__setattr__(self, "signal", usual)
+        if limit and self.signal_lead >= limit:
+            raise OptionError(
+                f"--signal {self.signal}",
+                f" against --time {self.resources.time}: it would come at once, for the limit is "
+                f"{limit} s. Use a lead that is shorter.",
+            )
+        run_dir = forms.text("--output-root", self.run_dir)
+        rewritten = "%" in run_dir or "\\" in run_dir or run_dir != run_dir.strip()
+        if rewritten or not Path(run_dir).is_absolute():
             raise OptionError(
                 "--output-root",
-                f": the run directory {self.run_dir!r} must be an absolute path "
-                "without '%' (Slurm replaces it in log paths).",
+                f": the run directory {run_dir!r} must be an absolute path without '%', backslash "
+                "and outer blanks, which Slurm replaces or takes out in log paths.",
             )
-        if self.run_dir != self.run_dir.strip() or "\\" in self.run_dir:
-            raise OptionError(
-                "--output-root",
-                f": {self.run_dir!r} has a backslash or outer blanks, which Slurm "
-                "takes out of log paths. Choose another folder.",
-            )
-        self._check_lines()
+        if not self.python:
+            raise OptionError("--python", " is empty; name the interpreter that the tasks use.")
+        for word in self.command:
+            forms.text("COMMAND", word)
+        if self.command and not self.command[0]:
+            raise RequestError("COMMAND is empty; give a program to run after '--'.")
         self._check_environment()
         if self.train:
             self._check_ranks(self.train)
@@ -335,38 +312,18 @@ class JobSpec:
                 "--profile", f" {train.profile}: there is no such rank; {self.layout}, from 0."
             )
 
-    def _default_signal(self) -> str:
-        """Return a signal two minutes ahead, or a fifth of a short time limit."""
-        # Slurm looks at limits twice a minute.
-        limit = forms.limit_seconds(self.resources.time)
-        lead = MOST_LEAD_SECONDS if limit is None else min(MOST_LEAD_SECONDS, limit // 5)
-        return f"B:USR1@{max(lead, 1)}"
-
-    def _check_lines(self) -> None:
-        if not self.python:
-            raise OptionError("--python", " is empty; name the interpreter that the tasks use.")
-        for word in self.command:
-            forms.text("COMMAND", word)
-        if self.command and not self.command[0]:
-            raise RequestError("COMMAND is empty; give a program to run after '--'.")
-
     def _check_environment(self) -> None:
-        for name in (*(name for name, _ in self.environment), *self.pass_environment):
+        for name in (*dict(self.environment), *self.pass_environment):
             if not forms.VARIABLE.fullmatch(forms.text("--env", name)):
                 raise OptionError(
                     "--env",
-                    f": {name!r} is no name of a variable; valid is NAME=VALUE, or NAME "
-                    "to pass the variable that is set where you submit.",
+                    f": {name!r} is no name of a variable; valid is NAME=VALUE, or NAME to pass "
+                    "the variable that is set where you submit.",
                 )
             if name in _BASH_OWNS.split():
-                raise OptionError(
-                    "--env",
-                    f": {name} is set by bash itself, so a value would not reach the tasks.",
-                )
-            preset = name in ("MASTER_ADDR", "MASTER_PORT")
-            if (name in forms.RANK_VARIABLES and not preset) or name.startswith(
-                ("SLURM_", "TORCHELASTIC_")
-            ):
+                problem = "is set by bash itself, so a value would not reach the tasks."
+                raise OptionError("--env", f": {name} {problem}")
+            if name in _DERIVED or name.startswith(("SLURM_", "TORCHELASTIC_")):
                 raise OptionError(
                     "--env", f": {name} is derived for each task; it cannot be preset."
                 )
@@ -468,7 +425,7 @@ class _Terms:
         False,
         "Ask Slurm before the submission when it would start (sbatch --test-only), and warn when "
         "it finds no nodes for it.",
-        group=ASKED,
+        group=table.ASKED,
         negatable=True,
     )
     template_dir: str = option("", "Folder of your own templates.", names="DIR")
@@ -479,13 +436,16 @@ class _Terms:
         names="NAME[=VALUE]",
     )
     snapshot_limit: float = option(
-        50.0, "Most megabytes that such a copy may have.", names="MB", group=CODE
+        50.0, "Most megabytes that such a copy may have.", names="MB", group=table.CODE
     )
-    output_root: str = option("jobs", "Folder in which runs are kept.", names="DIR", group=KEPT)
+    output_root: str = option(
+        "jobs", "Folder in which runs are kept.", names="DIR", group=table.KEPT
+    )
 
 
-_ROWS = (*options_of(Resources, ASKED), *options_of(JobSpec, START), *options_of(_Terms, START))
-REQUEST = tuple(sorted(_ROWS, key=lambda option: GROUPS.index(option.group)))
+_RECORDS = ((Resources, table.ASKED), (JobSpec, table.START), (_Terms, table.START))
+_ROWS = (row for record, group in _RECORDS for row in table.options_of(record, group))
+REQUEST = tuple(sorted(_ROWS, key=lambda option: table.GROUPS.index(option.group)))
 """Options of what is asked for, in the order of --help."""
 OPTIONS = {option.name: option for option in (*REQUEST, *TRAINING)}
 """Every option by its name, which is also its key in site.cfg."""

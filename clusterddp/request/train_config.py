@@ -1,24 +1,13 @@
 """The configuration of a training, `TrainConfig`, in torch's words, checked when it is built."""
 
-import dataclasses
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clusterddp.errors import OptionError
-from clusterddp.request.options import (
-    COUNT,
-    NUMBER,
-    POSITIVE,
-    SHARE,
-    TRAINED,
-    Choice,
-    Number,
-    check_fields,
-    option,
-    options_of,
-)
+from clusterddp.request import options as table
+from clusterddp.request.options import COUNT, NUMBER, POSITIVE, SHARE, Choice, option
 from clusterddp.request.recipes import RECIPES, SUMMARIES
 from clusterddp.slurm.forms import LINE, Form
 
@@ -109,7 +98,7 @@ class TrainConfig:
     seed: int = option(
         0,
         "Seed of the weights and of the order of the images.",
-        Number(f"within 0 and {2**32 - 1}", below=2**32),
+        table.Number(f"within 0 and {2**32 - 1}", below=2**32),
         decisive=True,
     )
     deterministic: bool = option(
@@ -202,8 +191,12 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        self._check_combinations()
+        table.check_fields(self)
+        typed = self.to_argv()
+        for first, second, why in _CONTRADICTIONS:
+            if first in typed and second in typed:
+                names = f"{first} against {second}".replace("=", " ")
+                raise OptionError(names, f": {why}. Leave one of them out.")
         if not self.data_dir:
             raise OptionError("--data-dir", " is empty; name the folder that holds MNIST/raw.")
 
@@ -212,51 +205,6 @@ class TrainConfig:
         """Return the options that name a user function, each with its reference."""
         values = (("--model", self.model), ("--dataset", self.dataset))
         return tuple((option, value) for option, value in values if ":" in value)
-
-    def _check_combinations(self) -> None:
-        on_cpu, dp, graph = self.device == "cpu", self.strategy == "dp", self.cuda_graph == "on"
-        keras = self.model == "keras-convnet"
-        torchs = "; --model bn-convnet is the same network in plain torch"
-        for given, options, why in (
-            (on_cpu and self.backend == "nccl", "backend nccl,device cpu", "it links GPUs"),
-            (
-                self.sync_batchnorm and self.strategy != "ddp",
-                f"sync-batchnorm,strategy {self.strategy}",
-                "it goes over ranks, and there is one",
-            ),
-            (
-                self.compile and dp,
-                "compile,strategy dp",
-                "its copies of the model are new each step",
-            ),
-            (graph and on_cpu, "cuda-graph on,device cpu", "graphs are replayed by GPUs"),
-            (
-                graph and self.precision == "fp16",
-                "cuda-graph on,precision fp16",
-                "its loss scale is chosen step by step",
-            ),
-            (graph and self.compile, "cuda-graph on,compile", "torch.compile captures by itself"),
-            (
-                graph and dp,
-                "cuda-graph on,strategy dp",
-                "it copies the model to each GPU each step",
-            ),
-            (
-                keras and self.sync_batchnorm,
-                "sync-batchnorm,model keras-convnet",
-                f"Keras shares BatchNorm's statistics on TensorFlow alone{torchs}",
-            ),
-            (
-                keras and self.compile,
-                "compile,model keras-convnet",
-                f"torch.compile cuts Keras' calls into pieces, and no step gets faster{torchs}",
-            ),
-        ):
-            if given:
-                option, other = options.split(",")
-                raise OptionError(
-                    f"--{option}", f" against --{other}: {why}. Leave one of them out."
-                )
 
     def peak_lr(self, world_size: int) -> float:
         """Return the full learning rate at this world size, that of the run's first attempt.
@@ -319,19 +267,41 @@ class TrainConfig:
 
         The recipe's name is left out: where the flags are read, it must not add to them.
         """
-        argv = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool):
-                if value:
-                    argv.append(f"--{field.name.replace('_', '-')}")
-            elif field.name != "recipe" and value != "":
-                argv.append(f"--{field.name.replace('_', '-')}={value}")
-        return argv
+        values = {row.flag: getattr(self, row.parameter) for row in TRAINING}
+        del values["--recipe"]
+        return [
+            flag if value is True else f"{flag}={value}"
+            for flag, value in values.items()
+            if value is not False and value != ""
+        ]
 
 
-TRAINING = tuple(options_of(TrainConfig, TRAINED))
+TRAINING = tuple(table.options_of(TrainConfig, table.TRAINED))
 """Options of the training, in the order of their fields."""
+
+_ONE_PROCESS = "it goes over ranks, and there is one"
+_PLAIN = "; --model bn-convnet is the same network in plain torch"
+_CONTRADICTIONS = (
+    ("--backend=nccl", "--device=cpu", "it links GPUs"),
+    ("--sync-batchnorm", "--strategy=dp", _ONE_PROCESS),
+    ("--sync-batchnorm", "--strategy=single", _ONE_PROCESS),
+    ("--compile", "--strategy=dp", "its copies of the model are new each step"),
+    ("--cuda-graph=on", "--device=cpu", "graphs are replayed by GPUs"),
+    ("--cuda-graph=on", "--precision=fp16", "its loss scale is chosen step by step"),
+    ("--cuda-graph=on", "--compile", "torch.compile captures by itself"),
+    ("--cuda-graph=on", "--strategy=dp", "it copies the model to each GPU each step"),
+    (
+        "--sync-batchnorm",
+        "--model=keras-convnet",
+        f"Keras shares BatchNorm's statistics on TensorFlow alone{_PLAIN}",
+    ),
+    (
+        "--compile",
+        "--model=keras-convnet",
+        f"torch.compile cuts Keras' calls into pieces, and no step gets faster{_PLAIN}",
+    ),
+)
+"""Options that exclude each other, as `to_argv` writes them, and why."""
 
 
 def changes(before: Mapping[str, object], after: TrainConfig) -> list[str]:
