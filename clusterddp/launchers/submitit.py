@@ -20,7 +20,7 @@ from typing import Any
 
 from clusterddp.errors import EXIT_PAUSED, RequestError
 from clusterddp.launchers import Submission, sbatch
-from clusterddp.processes import environment
+from clusterddp.processes import replace_environment
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import events, restart_policy
@@ -94,14 +94,14 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
         by_protocol=_by_protocol(spec),
     )
     kept = dict(os.environ)
-    environment.replace(submission_environment(kept))  # submitit starts sbatch with it
+    replace_environment(submission_environment(kept))  # submitit starts sbatch with it
     try:
         job = executor.submit(task)
     except submitit.core.utils.FailedJobError as error:
         words = explained(" ".join(str(error).split()), script, os.environ)
         raise RequestError(f"sbatch refused the job: {words}") from None
     finally:
-        environment.replace(kept)
+        replace_environment(kept)
         # Slurm has a copy of its own of the script; submitit leaves a link to it, or the file.
         for left in _folder(spec).glob(".submission_file_*.sh"):
             left.unlink(missing_ok=True)

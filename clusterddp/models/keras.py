@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import TrainingError
-from clusterddp.processes import environment
+from clusterddp.processes import change_environment
 from clusterddp.request.train_config import TrainConfig
 
 # Of the module convnet below; `keras` is imported by then.
@@ -134,11 +134,11 @@ def _settings() -> Iterator[None]:
     at the same time.
     """
     before = _own_variables()
-    environment.change({"KERAS_BACKEND": "torch", "KERAS_HOME": os.devnull}, without=before)
+    change_environment({"KERAS_BACKEND": "torch", "KERAS_HOME": os.devnull}, without=before)
     try:
         yield
     finally:
-        environment.change(before, without=_own_variables())
+        change_environment(before, without=_own_variables())
 
 
 def _own_variables() -> dict[str, str]:

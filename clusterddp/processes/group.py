@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from clusterddp.processes.signals import die_with_parent
 
@@ -77,7 +77,7 @@ class TaskGroup:
                 start_new_session=True,
                 preexec_fn=lambda: _begin(parent),  # noqa: PLW1509 -- only calls of the system
             )
-        return self._take_in(_Program(process), reader, log)
+        return self._take_in(_Task(process, reader, log))
 
     def call(
         self,
@@ -103,20 +103,22 @@ class TaskGroup:
             else:
                 with Connection(os.dup(writer), readable=False) as pipe:
                     process = start_methods.begin(method, function, arguments, env, pipe)
-        return self._take_in(_Call(process, method), reader, log)
+        # Only the fork server knows how its child ended. The sentinel of other processes is of no
+        # use: what they leave running holds it open.
+        sentinel = process.sentinel if method == "forkserver" else None
+        return self._take_in(_Task(process, reader, log, sentinel))
 
-    def _take_in(self, process: _Handle, reader: int | None, log: int | None) -> int:
-        task = _Task(process, reader, log)
-        if reader is not None:
-            self._selector.register(reader, selectors.EVENT_READ, task)
-        self._selector.register(process.events, selectors.EVENT_READ, task)
+    def _take_in(self, task: _Task) -> int:
+        if task.reader is not None:
+            self._selector.register(task.reader, selectors.EVENT_READ, task)
+        self._selector.register(task.events, selectors.EVENT_READ, task)
         self._tasks.append(task)
         return len(self._tasks) - 1
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the tasks, each of them also the id of its process group."""
-        return [task.process.pid for task in self._tasks]
+        return [task.pid for task in self._tasks]
 
     def wait(self) -> list[int]:
         """Wait for all tasks; returns their exit codes, or -N for signal N (as subprocess).
@@ -125,12 +127,13 @@ class TaskGroup:
         `kill_wait_seconds`. What the tasks have left running in their sessions is killed.
         """
         while any(task.status is None for task in self._tasks):
-            self._take_events(self._patience())
+            left = None if self._kill_at is None else max(self._kill_at - time.monotonic(), 0.0)
+            self._take_events(left)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self.signal_all(signal.SIGKILL)
                 self._kill_at = None
         self._clear_away()
-        return [task.status if task.status is not None else 0 for task in self._tasks]
+        return [task.status or 0 for task in self._tasks]
 
     def signal_all(self, number: int) -> None:
         """Send a signal to every process of every task that still runs."""
@@ -157,20 +160,18 @@ class TaskGroup:
             self._clear_away()
             self._selector.close()
 
-    def _patience(self) -> float | None:
-        return None if self._kill_at is None else max(self._kill_at - time.monotonic(), 0.0)
-
     def _take_events(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):
             task: _Task = key.data
-            if key.fd == task.process.events:
+            if key.fd == task.events:
                 # The status first: a Ctrl-C in between leaves what `wait` comes back to.
-                task.status = task.process.status()
+                task.status = status = task.look()
                 self._selector.unregister(key.fd)
-                if self._on_exit and task.status is not None:
-                    self._on_exit(self._tasks.index(task), task.status)
-                if task.status and self.first_failed is None and self._kill_at is None:
-                    self.first_failed = self._tasks.index(task)
+                index = self._tasks.index(task)
+                if self._on_exit:
+                    self._on_exit(index, status)
+                if status and self.first_failed is None and self._kill_at is None:
+                    self.first_failed = index
                     if self.kill_on_bad_exit:
                         self.terminate()
             elif not task.copy_output(self._show):
@@ -181,7 +182,7 @@ class TaskGroup:
         for task in self._tasks:
             if not task.closed:
                 task.signal(signal.SIGKILL)
-                code = task.process.reap()
+                code = task.reap()
                 task.read_rest(self._show)
                 if task.status is None:
                     task.status = code
@@ -189,24 +190,63 @@ class TaskGroup:
 
 
 class _Task:
-    """Process with its output."""
+    """Process of the group, however it began, with its output."""
 
-    def __init__(self, process: _Handle, reader: int | None, log: int | None) -> None:
-        self.process = process
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes] | BaseProcess,
+        reader: int | None,
+        log: int | None,
+        sentinel: int | None = None,
+    ) -> None:
+        """`sentinel` is that of a process which is no child of this one."""
+        assert process.pid is not None, "it has been started"
+        self._process, self._sentinel = process, sentinel
+        self.pid = process.pid
+        self.events = os.pidfd_open(self.pid) if sentinel is None else sentinel
+        """Descriptor that can be read from once the process has ended."""
         self.status: int | None = None
         self.reader = reader
         """Pipe with the output of a tee."""
         self.log = log
         self.closed = False
 
+    def look(self) -> int:
+        """Exit code, or -N for signal N, of a process that has ended.
+
+        It is not reaped if that can be: its process id must not be given away yet.
+        """
+        if self._sentinel is None:
+            with contextlib.suppress(ChildProcessError):  # multiprocessing has reaped it already
+                end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+                assert end is not None, "its pidfd said that it has ended"
+                return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        return self._exit_code()
+
+    def reap(self) -> int:
+        """Wait for its end, and let go of it; returns what `look` does."""
+        code = self._exit_code()
+        if self._sentinel is None:
+            os.close(self.events)
+        if not isinstance(self._process, subprocess.Popen):
+            self._process.close()
+        return code
+
+    def _exit_code(self) -> int:
+        if isinstance(self._process, subprocess.Popen):
+            return self._process.wait()
+        self._process.join()
+        assert self._process.exitcode is not None, "it has ended"
+        return self._process.exitcode
+
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             try:
-                os.killpg(self.process.pid, number)
+                os.killpg(self.pid, number)
             except ProcessLookupError:
                 if self.status is not None:
                     raise
-                os.kill(self.process.pid, number)  # it has yet to begin a session of its own
+                os.kill(self.pid, number)  # it has yet to begin a session of its own
 
     def copy_output(self, show: Callable[[bytes], None]) -> bool:
         """Pass on what it has printed; False when nothing will come any more."""
@@ -230,78 +270,6 @@ class _Task:
     def close(self) -> None:
         _close(self.reader, self.log)
         self.closed = True
-
-
-class _Handle(Protocol):
-    """Process of the group, however it began."""
-
-    pid: int
-    events: int
-    """Descriptor that can be read from once the process has ended."""
-
-    def status(self) -> int:
-        """Exit code, or -N for signal N, of a process that has ended.
-
-        It is not reaped if that can be: its process id must not be given away yet.
-        """
-
-    def reap(self) -> int:
-        """Wait for its end, and let go of it; returns what `status` does."""
-
-
-class _Program:
-    """Process that runs a program."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self.pid = process.pid
-        self.events = os.pidfd_open(process.pid)
-
-    def status(self) -> int:
-        return _look_at(self.pid)
-
-    def reap(self) -> int:
-        os.close(self.events)
-        return self._process.wait()
-
-
-class _Call:
-    """Process that multiprocessing has started."""
-
-    def __init__(self, process: BaseProcess, method: str) -> None:
-        assert process.pid is not None, "it has been started"
-        self._process = process
-        self.pid = process.pid
-        # Only the fork server knows how its child ended. The sentinel of other processes is of no
-        # use: what they leave running holds it open.
-        self._owns = method != "forkserver"
-        self.events = os.pidfd_open(self.pid) if self._owns else process.sentinel
-
-    def status(self) -> int:
-        if self._owns:
-            with contextlib.suppress(ChildProcessError):  # multiprocessing has reaped it already
-                return _look_at(self.pid)
-        return self._exit_code()
-
-    def reap(self) -> int:
-        code = self._exit_code()
-        if self._owns:
-            os.close(self.events)
-        self._process.close()
-        return code
-
-    def _exit_code(self) -> int:
-        self._process.join()
-        code = self._process.exitcode
-        assert code is not None, "it has ended"
-        return code
-
-
-def _look_at(pid: int) -> int:
-    """Exit code, or -N for signal N, of a child that has ended; it is not reaped."""
-    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert end is not None, "its pidfd said that it has ended"
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 @contextlib.contextmanager

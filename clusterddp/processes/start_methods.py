@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from clusterddp.errors import RequestError
-from clusterddp.processes import environment
+from clusterddp.processes import replace_environment
 from clusterddp.processes.processors import NVIDIA_DRIVER
 from clusterddp.processes.signals import die_with_parent
 
@@ -112,7 +112,7 @@ def _become(
     starter = multiprocessing.process.parent_process()
     if starter and not starter.is_alive():  # it is not the parent of a fork server's process
         os._exit(128 + signal.SIGKILL)
-    environment.replace(env)
+    replace_environment(env)
     _redirect(output)
     function(*arguments)
 

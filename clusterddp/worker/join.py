@@ -20,7 +20,7 @@ from clusterddp.distributed import rendezvous, tcp_store
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import ClusterDDPError, TrainingError
-from clusterddp.processes import environment, processors
+from clusterddp.processes import change_environment, processors
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
@@ -76,7 +76,7 @@ def join(
     if lookups and agreed.backend == "gloo" and tcp_store.GLOO_INTERFACE not in environ:
         interface = lookups.gloo_interface()
     defaults = _variables(config, agreed, interface)
-    environment.change({name: environ.get(name, value) for name, value in defaults.items()})
+    change_environment({name: environ.get(name, value) for name, value in defaults.items()})
     _enter_group(config, joined, env, store)
     announce(config, agreed, hello, env)
     return joined

@@ -26,7 +26,7 @@ from clusterddp.errors import (
     PeerError,
     TrainingError,
 )
-from clusterddp.processes import environment
+from clusterddp.processes import change_environment
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import is_reference
@@ -100,7 +100,7 @@ class _Task:
 
 def _run(task: _Task) -> int:
     config, env = task.config, task.env
-    environment.change(env.to_environ())
+    change_environment(env.to_environ())
     bound = tcp_store.bind(env, os.environ)  # first of all, so that no rank has to ask again
     reading = _begin_reading(config, env)
     lookups = tcp_store.Lookups(env) if env.world_size > 1 else None

@@ -7,7 +7,7 @@ import click
 
 from clusterddp.cli import main
 from clusterddp.cli.options import config_from, options
-from clusterddp.processes import environment
+from clusterddp.processes import change_environment
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TRAINING
@@ -78,7 +78,7 @@ def command(
     if env:
         dist_env.check_address(env.master_addr)
         # Those of a job in whose shell it was typed are of no other rank.
-        environment.change({}, without=dist_env.foreign(os.environ))
+        change_environment({}, without=dist_env.foreign(os.environ))
         if env.world_size > 1:
             click.echo(
                 f"clusterddp: rank {env.rank} waits up to {config.rendezvous_timeout} s for all "
