@@ -1,6 +1,5 @@
 """Results of a comparison: its rows, their runs, medians, speed-up and efficiency, as a table."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -10,7 +9,8 @@ from statistics import median
 
 from clusterddp import log
 from clusterddp.errors import EXIT_INTERRUPTED, RequestError
-from clusterddp.reporting.plots import Scaling, Size, efficiency
+from clusterddp.reporting.gather import differences
+from clusterddp.reporting.plots import Scaling, Size
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.run import files, formatting
@@ -26,8 +26,9 @@ INTERRUPTED = "interrupted"
 _LAST_BYTES = 4096
 _NAMES = "STRATEGY RANKS NODES TIME TOTAL IMAGES/S SPEED-UP EFFICIENCY ACCURACY MEMORY"
 _HEADER = _NAMES.split()
-# Columns of a row without figures.
-_OF_ALL = 3
+_OF_ALL = 3  # columns of a row without figures
+_MEDIANS = ("train_seconds", "total_seconds", "images_per_second", "accuracy")
+_COUNTS = ("peak_memory_bytes", "steps", "threads", "train_images")
 # The settings in which the rows of one comparison differ on purpose.
 _OF_A_ROW = {"strategy", "batch_size", "lr", "lr_scaling", "sync_batchnorm", "cuda_graph"}
 
@@ -92,7 +93,7 @@ class Trial:
     report: Report | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """One line of the table, as --json prints it.
 
@@ -108,22 +109,22 @@ class Result:
     """`done` when all of its runs are; else the state of the first that is not."""
     why: str
     runs: tuple[str, ...]
-    train_seconds: float | None
+    train_seconds: float | None = None
     """Time of the training steps alone."""
-    total_seconds: float | None
+    total_seconds: float | None = None
     """Time from a task's start to its end."""
-    images_per_second: float | None
+    images_per_second: float | None = None
     """Speed of all devices together."""
     images_per_second_each: tuple[float, ...]
     """Speed of every run."""
-    accuracy: float | None
+    accuracy: float | None = None
     """Accuracy on the test set."""
-    peak_memory_bytes: int | None
+    peak_memory_bytes: int | None = None
     """Largest of any rank: torch's on a GPU, the resident set on a CPU."""
-    steps: int | None
+    steps: int | None = None
     images_per_device: int
     """Images of a device in one optimizer step: its batch, or its share of a smaller dataset."""
-    threads: int | None
+    threads: int | None = None
     """Compute threads of each rank."""
     speed_up: float | None = None
     """Images per second over those of the baseline."""
@@ -158,20 +159,30 @@ def results(trials: Sequence[Trial]) -> list[Result]:
     if not measured:
         return lines
     base = min(measured, key=lambda line: line.devices)  # of equals the first, which is single
-    return [_against(base, line) for line in lines]
+    rate = base.images_per_second or 0.0
+    return [
+        replace(
+            line,
+            speed_up=line.images_per_second / rate,
+            efficiency=line.images_per_second / line.devices / (rate / base.devices),
+            baseline=line is base,
+        )
+        if line.images_per_second
+        else line
+        for line in lines
+    ]
 
 
 def scaling(lines: Sequence[Result], title: str) -> Scaling:
     """Return the runs of the lines with figures, for `reporting.plots` to draw."""
     measured = [line for line in lines if line.images_per_second]
     base = next(line for line in measured if line.baseline)
-    of_one = (base.images_per_second or 0.0) / base.devices
     sizes = [
-        Size(line.label, line.devices, rate, efficiency(rate, line.devices, of_one), line.strategy)
+        Size(line.label, line.devices, rate, line.strategy)
         for line in measured
         for rate in line.images_per_second_each
     ]
-    return Scaling(title, sizes, unit="devices")
+    return Scaling(title, sizes, (base.images_per_second or 0.0) / base.devices, unit="devices")
 
 
 def _medians(row: Row, trials: Sequence[Trial]) -> Result:
@@ -181,18 +192,13 @@ def _medians(row: Row, trials: Sequence[Trial]) -> Result:
     if short and done:
         why = f"{len(trials) - len(done)} of {len(trials)}{': ' if why else ''}{why}"
 
-    def values(name: str) -> list[float]:
-        known = (getattr(trial.report, name) for trial in done if trial.report)
-        return [value for value in known if value is not None]
-
-    def middle(name: str) -> float | None:
-        known = values(name)
-        return median(known) if known else None
-
-    def whole(name: str) -> int | None:
-        value = middle(name)
-        return None if value is None else round(value)
-
+    reports = [trial.report for trial in done if trial.report]
+    known = {
+        name: [value for report in reports if (value := getattr(report, name)) is not None]
+        for name in (*_MEDIANS, *_COUNTS)
+    }
+    counts = {name: round(median(known[name])) for name in _COUNTS if known[name]}
+    train_images = counts.pop("train_images", None)
     return Result(
         strategy=row.strategy,
         ranks=row.ranks,
@@ -201,27 +207,10 @@ def _medians(row: Row, trials: Sequence[Trial]) -> Result:
         state=short.state if short else DONE,
         why=why,
         runs=tuple(trial.run for trial in trials if trial.run),
-        train_seconds=middle("train_seconds"),
-        total_seconds=middle("total_seconds"),
-        images_per_second=middle("images_per_second"),
-        images_per_second_each=tuple(values("images_per_second")),
-        accuracy=middle("accuracy"),
-        peak_memory_bytes=whole("peak_memory_bytes"),
-        steps=whole("steps"),
-        images_per_device=row.images_of_a_device(whole("train_images")),
-        threads=whole("threads"),
-    )
-
-
-def _against(base: Result, line: Result) -> Result:
-    if not line.images_per_second or not base.images_per_second:
-        return line
-    of_one = base.images_per_second / base.devices
-    return replace(
-        line,
-        speed_up=line.images_per_second / base.images_per_second,
-        efficiency=efficiency(line.images_per_second, line.devices, of_one),
-        baseline=line is base,
+        images_per_second_each=tuple(known["images_per_second"]),
+        images_per_device=row.images_of_a_device(train_images),
+        **{name: median(known[name]) for name in _MEDIANS if known[name]},
+        **counts,
     )
 
 
@@ -326,7 +315,8 @@ def notes(trials: Sequence[Trial], lines: Sequence[Result], hardware: str) -> li
             "the ranks had unequal shares of the CPUs, all of them when there was one rank: "
             "--threads 1 compares device with device"
         )
-    different = _different([trial.row.train for trial in trials])
+    settings = [name for name, _ in differences([trial.row.train for trial in trials])]
+    different = [f"--{name.replace('_', '-')}" for name in settings if name not in _OF_A_ROW]
     if different:
         lines_of_text.append(f"the runs differ in {', '.join(different)}")
     return [formatting.line(note) for note in lines_of_text]
@@ -360,7 +350,7 @@ def _cells(line: Result) -> list[str]:
         rate,
         _text(line.speed_up, "{:.2f}"),
         _text(line.efficiency, "{:.0%}"),
-        _text(line.accuracy, "{:.2%}"),
+        formatting.percent(line.accuracy),
         formatting.memory(line.peak_memory_bytes),
     ]
     return cells if line.state == DONE else [*cells, _state(line)]
@@ -395,12 +385,3 @@ def _each(reports: Sequence[Report], name: str) -> str:
 
 def _once(values: Iterable[object]) -> list[str]:
     return list(dict.fromkeys(str(value) for value in values if value not in (None, "")))
-
-
-def _different(configs: Sequence[TrainConfig]) -> list[str]:
-    return [
-        f"--{field.name.replace('_', '-')}"
-        for field in dataclasses.fields(configs[0])
-        if field.name not in _OF_A_ROW
-        and len({getattr(config, field.name) for config in configs}) > 1
-    ]

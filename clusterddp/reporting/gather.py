@@ -32,6 +32,13 @@ from clusterddp.run.status import RunStatus, first_known, latest_report, spec_of
 
 SLOW = 0.8
 """Share of the other ranks' median speed below which a rank is a straggler."""
+_OF_STATUS = ("name", "state", "detail", "first_failure", "job_id", "launcher")
+_OF_REPORT = (
+    *("parameters", "train_images", "test_images", "total_seconds", "peak_memory_bytes"),
+    *("weights_sha256", "finished"),
+)
+_OF_START = ("precision", "backend", "cuda_graph")
+_OF_REQUEST = ("model", "dataset", "strategy")
 _LARGEST_SIDE = 512
 _MOST_CONFUSIONS = 20
 
@@ -45,17 +52,13 @@ class Straggler:
     images_per_second: float
     median_of_others: float
 
-    @property
-    def part(self) -> float:
-        """Share of the other ranks' median."""
-        return self.images_per_second / self.median_of_others
-
     def describe(self) -> str:
         """Describe it: `rank 3 on h02: 812 images/s, 61% of the other ranks' median, 1,330`."""
         host = f" on {self.host}" if self.host else ""
+        part = self.images_per_second / self.median_of_others
         return (
-            f"rank {self.rank}{host}: {self.images_per_second:,.0f} images/s, {self.part:.0%} of "
-            f"the other ranks' median, {self.median_of_others:,.0f}"
+            f"rank {self.rank}{host}: {self.images_per_second:,.0f} images/s, {part:.0%} of the "
+            f"other ranks' median, {self.median_of_others:,.0f}"
         )
 
 
@@ -192,57 +195,43 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     known: list[Attempt] = []
     with contextlib.suppress(OSError):
         known = attempts(run)
-    attempt = known[-1] if known else None
-    final = latest_report(run, attempt.number if attempt else None)
+    final = latest_report(run, known[-1].number if known else None)
+    points = read_points(run.metrics)
     report = final or Report()
     resolved = files.read(Agreement, run.resolved) or Agreement(precision="")
     settled = report if report != Report() else resolved
     train = spec.train if spec else None
-    points = read_points(run.metrics)
     last = points[-1] if points else MetricsLine()
     trained = next((point for point in reversed(points) if not point.tested), MetricsLine())
     tested = next((point for point in reversed(points) if point.tested), MetricsLine())
     step = first_known(report.steps, last.step if points else None)
     evaluation = _evaluation(run, step)
-    ranks = _ranks(report, points, attempt)
-    starts = _starts((final.attempts if final else ()) or (summaries(run) if known else ()), known)
+    ranks = _ranks(report, points, known)
+    starts = _starts(report.attempts or (summaries(run) if known else ()), known)
     if starts and not starts[-1].cause:
         starts[-1] = replace(starts[-1], cause=status.state)
     account = RunReport(
-        name=status.name,
-        state=status.state,
-        detail=status.detail,
-        first_failure=status.first_failure,
+        **{name: getattr(status, name) for name in _OF_STATUS},
+        **{name: getattr(report, name) for name in _OF_REPORT},
+        **{name: getattr(settled, name) for name in _OF_START},
+        **{name: getattr(report, name) or getattr(train, name, "") for name in _OF_REQUEST},
         directory=str(run.path.absolute()),
-        job_id=status.job_id,
-        launcher=status.launcher,
         complete=final is not None,
         command=list(spec.command) if spec else [],
-        model=report.model or (train.model if train else ""),
-        dataset=report.dataset or (train.dataset if train else ""),
-        strategy=report.strategy or (train.strategy if train else ""),
-        parameters=report.parameters,
-        train_images=report.train_images,
-        test_images=report.test_images,
         accuracy=first_known(report.accuracy, tested.accuracy),
         loss=first_known(report.loss, tested.loss),
         train_loss=trained.loss,
         step=step,
         epoch=first_known(report.epochs, last.epoch),
         train_seconds=first_known(report.train_seconds, last.seconds),
-        total_seconds=report.total_seconds,
         images_per_second=first_known(report.images_per_second, trained.images_per_second),
         world_size=settled.world_size or status.world_size,
         num_nodes=report.num_nodes or status.nodes,
         hosts=list(dict.fromkeys(settled.hosts)) or status.hosts,
         where=list(resolved.where),
         device=report.device or resolved.kind,
-        precision=settled.precision,
-        backend=settled.backend,
         threads=settled.threads or None,
-        cuda_graph=settled.cuda_graph,
         versions={name: text for name, text in (report.versions or {}).items() if text},
-        peak_memory_bytes=report.peak_memory_bytes,
         ranks=ranks,
         stragglers=stragglers(ranks),
         starts=report.starts or len(starts) or (status.restarts + 1 if status.started_time else 0),
@@ -252,8 +241,6 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         confusions=evaluation.confusions()[:_MOST_CONFUSIONS],
         settings=changed_settings(train) if train else {},
         warnings=list(settled.warnings),
-        weights_sha256=report.weights_sha256,
-        finished=report.finished,
     )
     return Gathered(run, account, points, evaluation, spec)
 
@@ -264,18 +251,25 @@ def changed_settings(config: TrainConfig) -> dict[str, object]:
     return {name: value for name, value in vars(config).items() if value != defaults[name]}
 
 
+def differences(configs: Sequence[TrainConfig]) -> list[tuple[str, list[object]]]:
+    """List the fields in which configurations differ, each with its value in every one."""
+    names = vars(TrainConfig())
+    rows = [(name, [getattr(config, name) for config in configs]) for name in names]
+    return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
+
+
 def _evaluation(run: RunDir, step: int | None) -> Evaluation:
     """Read evaluation.json, unless the run has been resumed since."""
     record = files.read(EvaluationRecord, run.evaluation) or EvaluationRecord()
     return read_evaluation(record if record.step in (None, step) else EvaluationRecord())
 
 
-def _ranks(report: Report, points: list[MetricsLine], attempt: Attempt | None) -> list[RankReport]:
+def _ranks(report: Report, points: list[MetricsLine], known: Sequence[Attempt]) -> list[RankReport]:
     """Return each rank's speed from the report, or as far as metrics and outcomes have it."""
     if report.ranks:
         return sorted(report.ranks, key=lambda rank: rank.rank)
     rates = rank_rates(points)
-    outcomes = read_outcomes(attempt.outcomes) if rates and attempt else []
+    outcomes = read_outcomes(known[-1].outcomes) if rates and known else []
     hosts = {outcome.rank: str(outcome.host) for outcome in outcomes}
     return [RankReport(rank, rate, hosts.get(rank, "")) for rank, rate in enumerate(rates)]
 
@@ -320,13 +314,10 @@ def stragglers(ranks: Sequence[RankReport]) -> list[Straggler]:
 
 def read_evaluation(record: EvaluationRecord) -> Evaluation:
     """Take from the record what can be shown."""
-    pictures = [(image, _grey_values(image)) for image in record.worst]
-    return Evaluation(_matrix(record), [(image, grey) for image, grey in pictures if grey])
-
-
-def _matrix(record: EvaluationRecord) -> list[list[int]]:
-    known = [[count for count in row if count is not None] for row in record.confusion]
-    return known if all(len(row) == len(known) for row in known) else []
+    matrix = [[count for count in row if count is not None] for row in record.confusion]
+    is_square = all(len(row) == len(matrix) for row in matrix)
+    pictures = [(image, grey) for image in record.worst if (grey := _grey_values(image))]
+    return Evaluation(matrix if is_square else [], pictures)
 
 
 def _grey_values(record: WorstImage) -> bytes | None:

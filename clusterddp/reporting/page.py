@@ -1,7 +1,6 @@
 """Renders the page of `clusterddp report --html`: one file without scripts or external content."""
 
 import base64
-import dataclasses
 import json
 import re
 import shlex
@@ -12,7 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from clusterddp.reporting import plots
-from clusterddp.reporting.gather import Evaluation, Gathered
+from clusterddp.reporting.gather import Evaluation, Gathered, differences
 from clusterddp.request.spec import Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import formatting
@@ -42,41 +41,42 @@ def page(gathered: Sequence[Gathered]) -> str:
         memory=formatting.memory,
         when=_when,
     )
-    reports = [one.report for one in gathered]
+    reports = [each.report for each in gathered]
+    trained = [each.spec.train for each in gathered if each.spec and each.spec.train]
     return environment.get_template("page.html.j2").render(
         version=__version__,
         now=time.time(),
         reports=reports,
         overall=plots.overall(gathered),
         colours=plots.colours(len(gathered)),
-        scalings=[(one, plots.of_scaling(one)) for one in plots.scalings(reports)],
-        differences=_differences(gathered),
-        runs=[_run(one) for one in gathered],
+        scalings=[(scaling, plots.of_scaling(scaling)) for scaling in plots.scalings(reports)],
+        differences=differences(trained) if len(trained) == len(gathered) else [],
+        runs=[_run(each) for each in gathered],
     )
 
 
-def _run(one: Gathered) -> dict[str, object]:
+def _run(gathered: Gathered) -> dict[str, object]:
     """Collect what the page shows of one run besides its report."""
-    ranks = one.report.ranks
+    ranks = gathered.report.ranks
     slowest = sorted(ranks, key=lambda rank: rank.images_per_second or float("inf"))
     return {
-        "report": one.report,
-        "command": shlex.join(one.report.command),
-        "pace": plots.pace(one),
-        "slow": {straggler.rank for straggler in one.report.stragglers},
+        "report": gathered.report,
+        "command": shlex.join(gathered.report.command),
+        "pace": plots.pace(gathered),
+        "slow": {straggler.rank for straggler in gathered.report.stragglers},
         "ranks": ranks if len(ranks) <= _MOST_RANKS else slowest[:_MOST_RANKS],
         "fastest": max((rank.images_per_second or 0.0 for rank in ranks), default=0.0),
-        "starts": one.report.attempts[-_MOST_STARTS:],
-        "matrix": _shaded(one.evaluation),
-        "widest": _widest(one.evaluation),
+        "starts": gathered.report.attempts[-_MOST_STARTS:],
+        "matrix": _shaded(gathered.evaluation),
+        "widest": _widest(gathered.evaluation),
         "worst": [
             (worst, f"data:image/png;base64,{base64.b64encode(picture).decode()}")
-            for worst, grey in one.evaluation.worst
+            for worst, grey in gathered.evaluation.worst
             for picture in [plots.png(worst.shape, grey)]
         ],
-        "settings": _settings(one.spec.train if one.spec else None, TrainConfig()),
-        "resources": _settings(one.spec.resources if one.spec else None, Resources()),
-        "script": _script(one),
+        "settings": _settings(gathered.spec.train if gathered.spec else None, TrainConfig()),
+        "resources": _settings(gathered.spec.resources if gathered.spec else None, Resources()),
+        "script": _script(gathered),
     }
 
 
@@ -86,24 +86,12 @@ def _settings(
     """List (name, value, default, whether it was changed), the changed ones first."""
     if asked is None:
         return []
+    defaults = vars(usual)
     rows = [
-        (one.name, value, default, value != default)
-        for one in dataclasses.fields(asked)
-        for value, default in [(getattr(asked, one.name), getattr(usual, one.name))]
+        (name, value, defaults[name], value != defaults[name])
+        for name, value in vars(asked).items()
     ]
     return sorted(rows, key=lambda row: not row[3])
-
-
-def _differences(gathered: Sequence[Gathered]) -> list[tuple[str, list[object]]]:
-    """List the settings in which the runs differ, each with its value in every run."""
-    trained = [one.spec.train for one in gathered if one.spec and one.spec.train]
-    if len(trained) < 2 or len(trained) < len(gathered):
-        return []
-    rows = [
-        (one.name, [getattr(config, one.name) for config in trained])
-        for one in dataclasses.fields(TrainConfig)
-    ]
-    return [(name, values) for name, values in rows if any(one != values[0] for one in values)]
 
 
 def _shaded(evaluation: Evaluation) -> list[list[tuple[int, float]]]:
@@ -111,7 +99,7 @@ def _shaded(evaluation: Evaluation) -> list[list[tuple[int, float]]]:
     matrix = evaluation.matrix
     if not 0 < len(matrix) <= _LARGEST_MATRIX:
         return []
-    most = max((one.count for one in evaluation.confusions()), default=1)
+    most = max((mistake.count for mistake in evaluation.confusions()), default=1)
     return [[(count, round(0.08 + 0.6 * count / most, 3)) for count in row] for row in matrix]
 
 
@@ -121,15 +109,15 @@ def _widest(evaluation: Evaluation) -> float:
     return round(0.65 * longest + 1, 2)  # a digit is not wider, and the cell has a margin
 
 
-def _script(one: Gathered) -> str:
+def _script(gathered: Gathered) -> str:
     """Return the script of a run without the values of --env, which may be secret."""
-    if one.spec is None:
+    if gathered.spec is None:
         return ""  # it is not known which of its lines hold such a value
     try:
-        script = one.run.script.read_text(errors="replace")
+        script = gathered.run.script.read_text(errors="replace")
     except OSError:
         return ""
-    for name, value in one.spec.environment:
+    for name, value in gathered.spec.environment:
         # The templates write it as `export NAME=…`, and in the record of the request.
         script = re.sub(rf"\b{re.escape(name)}=.*", f"{name}={_LEFT_OUT}", script)
         script = script.replace(json.dumps([name, value]), json.dumps([name, _LEFT_OUT]))

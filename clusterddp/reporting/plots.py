@@ -12,10 +12,11 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from markupsafe import Markup
 
@@ -56,32 +57,22 @@ _WITHOUT_EFFECT = re.compile(
 )
 
 
+Scale = Literal["logarithmic", "percent", "from zero"]
+"""Scale of a picture's values."""
+Band = Sequence[tuple[int, float, float]]
+"""Steps, each with the lowest and the highest value."""
+
+
 @dataclass(frozen=True)
 class Line:
-    """One line of a picture; None breaks it."""
+    """One line of a picture; a value that is None breaks it."""
 
-    steps: Sequence[int]
-    values: Sequence[float | None]
+    points: Sequence[tuple[int, float | None]]
+    """(step, value)."""
     colour: str
     strong: bool = False
     """Thicker, with a mark at each point."""
     faint: bool = False
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Values of runs over their steps."""
-
-    label: str
-    """Label of the values' axis."""
-    lines: list[Line]
-    marks: list[tuple[int, str]] = field(default_factory=list)
-    """Steps at which a run was started again, each with the colour of its run."""
-    band: tuple[Sequence[int], Sequence[float], Sequence[float]] | None = None
-    """Steps, lowest and highest values."""
-    logarithmic: bool = False
-    from_zero: bool = False
-    percent: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,8 +93,6 @@ class Size:
     name: str
     world_size: int
     images_per_second: float
-    efficiency: float
-    """Images/s of a rank over those of the baseline's; see `efficiency`."""
     series: str = ""
     """Drawn in one colour: the strategy, where several are compared."""
 
@@ -115,12 +104,13 @@ class Scaling:
     title: str
     """`convnet on cpu, bf16`."""
     sizes: list[Size]
+    of_one: float
+    """Images/s of the baseline's one device."""
     unit: str = "ranks"
 
-
-def efficiency(images_per_second: float, size: int, of_one: float) -> float:
-    """Images/s over those of perfect scaling: `size` times the baseline's rate of one device."""
-    return images_per_second / size / of_one
+    def efficiency(self, size: Size) -> float:
+        """Images/s over those of perfect scaling: as many times the baseline's of one device."""
+        return size.images_per_second / size.world_size / self.of_one
 
 
 def overall(gathered: Sequence[Gathered]) -> list[Drawing]:
@@ -129,42 +119,42 @@ def overall(gathered: Sequence[Gathered]) -> list[Drawing]:
     Raises ImportError without matplotlib, as whatever draws here.
     """
     drawn = [
-        _of_runs(gathered, "Loss", "loss", lambda point: point.loss, logarithmic=True),
-        _of_runs(gathered, "Accuracy", "accuracy", lambda point: point.accuracy, percent=True),
+        _of_runs(gathered, "Loss", "loss", "logarithmic", lambda point: point.loss),
+        _of_runs(gathered, "Accuracy", "accuracy", "percent", lambda point: point.accuracy),
         _of_runs(
             gathered,
             "Images per second",
             "images/s of all ranks",
+            "from zero",
             lambda point: None if point.tested else point.images_per_second,
-            from_zero=True,
         ),
     ]
-    return [one for one in drawn if one]
+    return [drawing for drawing in drawn if drawing]
 
 
-def pace(one: Gathered) -> Drawing | None:
+def pace(gathered: Gathered) -> Drawing | None:
     """Draw images/s of each rank over steps; None where they were not measured, or for one rank."""
-    points = [point for point in one.points if point.rank_images_per_second]
+    points = [point for point in gathered.points if point.rank_images_per_second]
     size = len(points[-1].rank_images_per_second) if points else 0
     if size < 2:
         return None
     points = _thinned([point for point in points if len(point.rank_images_per_second) == size])
-    slow = [straggler.rank for straggler in one.report.stragglers if straggler.rank < size]
-    hosts = {rank.rank: rank.host for rank in one.report.ranks}
+    slow = [straggler.rank for straggler in gathered.report.stragglers if straggler.rank < size]
+    hosts = {rank.rank: rank.host for rank in gathered.report.ranks}
 
     def line(rank: int, colour: str, **more: bool) -> Line:
-        rates = [point.rank_images_per_second[rank] for point in points]
-        return Line([point.step for point in points], rates, colour, **more)
+        rates = [(point.step, point.rank_images_per_second[rank]) for point in points]
+        return Line(rates, colour, **more)
 
     def named(rank: int) -> str:
         return f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
 
-    band = None
+    band: Band = ()
     if size > _MOST_LINES:
         band, middle = _band(points)
         lines = [middle]
         legend = [(PALETTE[0], f"{size} ranks: median, and from the slowest to the fastest")]
-        slow = slow or _slowest(one, size)
+        slow = slow or _slowest(gathered, size)
     elif slow:
         lines = [line(rank, MUTED) for rank in range(size) if rank not in slow]
         legend = [(MUTED, "the other ranks")]
@@ -176,9 +166,9 @@ def pace(one: Gathered) -> Drawing | None:
         lines += [line(rank, ALARM, faint=True) for rank in slow[1:]]
         lines.append(line(slow[0], ALARM, strong=True))
         legend.append((ALARM, f"{named(slow[0])}, the slowest"))
-    picture = Picture("images/s", lines, _marks(one, MUTED), band, from_zero=True)
+    svg = _over_steps("images/s", "from zero", lines, _marks(gathered, MUTED), band)
     note = "Over the time in which a rank did not wait for the others."
-    return Drawing("Images per second of each rank", _over_steps(picture), legend, note)
+    return Drawing("Images per second of each rank", svg, legend, note)
 
 
 def scalings(reports: Sequence[RunReport]) -> list[Scaling]:
@@ -187,7 +177,7 @@ def scalings(reports: Sequence[RunReport]) -> list[Scaling]:
     for report in reports:
         if report.complete and report.world_size and report.images_per_second:
             groups.setdefault(_same(report), []).append(report)
-    several = [group for group in groups.values() if len({one.world_size for one in group}) > 1]
+    several = [group for group in groups.values() if len({each.world_size for each in group}) > 1]
     return [_compared(group) for group in several]
 
 
@@ -251,58 +241,41 @@ def _of_runs(
     gathered: Sequence[Gathered],
     title: str,
     label: str,
+    scale: Scale,
     value: Callable[[MetricsLine], float | None],
-    *,
-    logarithmic: bool = False,
-    percent: bool = False,
-    from_zero: bool = False,
 ) -> Drawing | None:
     """Draw one value of all runs: training thin, the test set with marks."""
     alone = len(gathered) == 1
     lines: list[Line] = []
     marks: list[tuple[int, str]] = []
     legend: list[tuple[str, str]] = []
-    for one, colour in zip(gathered, colours(len(gathered)), strict=True):
-        known = [point for point in one.points if value(point) is not None]
-        trained = _thinned([point for point in known if not point.tested])
-        tested = _thinned([point for point in known if point.tested])
+    for each, colour in zip(gathered, colours(len(gathered)), strict=True):
+        known = [point for point in each.points if value(point) is not None]
+        trained, tested = (
+            [(point.step, value(point)) for point in _thinned(points)]
+            for points in ([p for p in known if not p.tested], [p for p in known if p.tested])
+        )
         tests = PALETTE[1] if alone else colour
         if trained:
-            thin = bool(tested) and not alone
-            lines.append(_line(trained, value, colour, faint=thin))
+            lines.append(Line(trained, colour, faint=bool(tested) and not alone))
         if tested:
-            lines.append(_line(tested, value, tests, strong=True))
+            lines.append(Line(tested, tests, strong=True))
         if alone and tested:
             legend = [(colour, "training"), (tests, "test set")]
-        elif not alone and (trained or tested):
-            legend.append((colour, one.report.name))
-        marks += _marks(one, MUTED if alone else colour)
+        elif known and not alone:
+            legend.append((colour, each.report.name))
+        marks += _marks(each, MUTED if alone else colour)
     if not lines:
         return None
-    notes = [] if alone or from_zero else ["Thin: training; with marks: the test set."]
+    notes = [] if alone or scale == "from zero" else ["Thin: training; with marks: the test set."]
     if marks:
         notes.append("Dotted: resumed from there.")
-    picture = Picture(
-        label, lines, marks, logarithmic=logarithmic, percent=percent, from_zero=from_zero
-    )
-    return Drawing(title, _over_steps(picture), legend, " ".join(notes))
+    return Drawing(title, _over_steps(label, scale, lines, marks), legend, " ".join(notes))
 
 
-def _line(
-    points: Sequence[MetricsLine],
-    value: Callable[[MetricsLine], float | None],
-    colour: str,
-    *,
-    strong: bool = False,
-    faint: bool = False,
-) -> Line:
-    return Line(
-        [point.step for point in points], [value(point) for point in points], colour, strong, faint
-    )
-
-
-def _marks(one: Gathered, colour: str) -> list[tuple[int, str]]:
-    again = one.report.attempts[1:]
+def _marks(gathered: Gathered, colour: str) -> list[tuple[int, str]]:
+    """List the steps at which a run was resumed, each with the colour of its run."""
+    again = gathered.report.attempts[1:]
     return [(start.first_step, colour) for start in again if start.first_step is not None]
 
 
@@ -312,22 +285,24 @@ def _thinned(points: list[MetricsLine]) -> list[MetricsLine]:
     return points if stride < 2 else points[::-1][::stride][::-1]
 
 
-def _band(points: Sequence[MetricsLine]) -> tuple[tuple[list[int], list[float], list[float]], Line]:
-    """Return steps with the lowest and highest rate of any rank, and the line of the medians."""
+def _band(points: Sequence[MetricsLine]) -> tuple[Band, Line]:
+    """Return the lowest and highest rate of any rank at each step, and the line of the medians."""
+    band: list[tuple[int, float, float]] = []
+    middle: list[tuple[int, float]] = []
+    for point in points:
+        rates = [rate for rate in point.rank_images_per_second if rate is not None]
+        if rates:
+            band.append((point.step, min(rates), max(rates)))
+            middle.append((point.step, median(rates)))
+    return band, Line(middle, PALETTE[0])
+
+
+def _slowest(gathered: Gathered, size: int) -> list[int]:
     known = [
-        (point.step, rates)
-        for point in points
-        if (rates := [rate for rate in point.rank_images_per_second if rate is not None])
+        (rank.images_per_second, rank.rank)
+        for rank in gathered.report.ranks
+        if rank.rank < size and rank.images_per_second is not None
     ]
-    steps = [step for step, _ in known]
-    lowest = [min(rates) for _, rates in known]
-    highest = [max(rates) for _, rates in known]
-    return (steps, lowest, highest), Line(steps, [median(rates) for _, rates in known], PALETTE[0])
-
-
-def _slowest(one: Gathered, size: int) -> list[int]:
-    rates = [(rank.images_per_second, rank.rank) for rank in one.report.ranks if rank.rank < size]
-    known = [(rate, rank) for rate, rank in rates if rate is not None]
     return [min(known)[1]] if known else []
 
 
@@ -344,35 +319,27 @@ def _same(report: RunReport) -> object:
 
 
 def _compared(group: Sequence[RunReport]) -> Scaling:
-    known = [
-        (report.name, report.world_size or 1, report.images_per_second or 0.0) for report in group
-    ]
-    fewest = min(ranks for _, ranks, _ in known)
-    of_one = median(rate / ranks for _, ranks, rate in known if ranks == fewest)
-    sizes = [
-        Size(name, ranks, rate, efficiency(rate, ranks, of_one)) for name, ranks, rate in known
-    ]
-    first = group[0]
-    machine = ", ".join(filter(None, (first.device, first.precision)))
-    title = f"{first.model} on {machine}" if machine else first.model
-    return Scaling(title, sorted(sizes, key=lambda size: size.world_size))
+    sizes = [Size(each.name, each.world_size or 1, each.images_per_second or 0.0) for each in group]
+    sizes.sort(key=lambda size: size.world_size)
+    fewest = [size for size in sizes if size.world_size == sizes[0].world_size]
+    of_one = median(size.images_per_second / size.world_size for size in fewest)
+    machine = ", ".join(filter(None, (group[0].device, group[0].precision)))
+    return Scaling(" on ".join(filter(None, (group[0].model, machine))), sizes, of_one)
 
 
 def _scaling_figure(scaling: Scaling, height: float) -> "Figure":
     figure = _figure(9.6, height)
     left, right = figure.subplots(1, 2)
     counts = sorted({size.world_size for size in scaling.sizes})
-    first = scaling.sizes[0]
-    of_one = first.images_per_second / first.world_size / first.efficiency
     dashed = {"color": MUTED, "linestyle": "--", "linewidth": 1.1}
-    left.plot(counts, [of_one * count for count in counts], **dashed)
+    left.plot(counts, [scaling.of_one * count for count in counts], **dashed)
     right.axhline(1.0, **dashed)
     for number, series in enumerate(dict.fromkeys(size.series for size in scaling.sizes)):
         sizes = [size for size in scaling.sizes if size.series == series]
-        for axes, name in ((left, "images_per_second"), (right, "efficiency")):
-            points = [(size.world_size, getattr(size, name)) for size in sizes]
+        for axes, value in ((left, attrgetter("images_per_second")), (right, scaling.efficiency)):
+            points = [(size.world_size, value(size)) for size in sizes]
             medians = {
-                count: median(value for each, value in points if each == count)
+                count: median(height for each, height in points if each == count)
                 for count, _ in sorted(points)
             }
             colour = PALETTE[number]
@@ -393,21 +360,23 @@ def _scaling_figure(scaling: Scaling, height: float) -> "Figure":
     right.set_ylim(bottom=0)
     if left.get_yscale() != "log":
         left.set_ylim(bottom=0)
-    if first.series:
+    if scaling.sizes[0].series:
         left.legend()
     return figure
 
 
-def _over_steps(picture: Picture) -> Markup:
-    """Draw lines over steps as an SVG element."""
+def _over_steps(
+    label: str, scale: Scale, lines: list[Line], marks: list[tuple[int, str]], band: Band = ()
+) -> Markup:
+    """Draw lines over steps, with marks at some and a label of the values, as an SVG element."""
     from matplotlib.ticker import MaxNLocator
 
     figure = _figure(5.6, 3.2)
     axes = figure.subplots()
-    for line in picture.lines:
+    for line in lines:
         axes.plot(
-            line.steps,
-            [value if _drawable(value) else float("nan") for value in line.values],
+            [step for step, _ in line.points],
+            [value if _drawable(value) else float("nan") for _, value in line.points],
             color=line.colour,
             linewidth=1.8 if line.strong else 1.1,
             alpha=0.45 if line.faint else 1.0,
@@ -415,32 +384,32 @@ def _over_steps(picture: Picture) -> Markup:
             markevery=marked(line),
             markersize=4,
         )
-    if picture.band:
-        steps, lowest, highest = picture.band
-        if len(steps) == 1:  # an area needs two
+    if band:
+        steps, lowest, highest = zip(*band, strict=True)
+        if len(band) == 1:  # an area needs two
             axes.vlines(steps, lowest, highest, color=PALETTE[0], alpha=0.2, linewidth=6)
         axes.fill_between(steps, lowest, highest, color=PALETTE[0], alpha=0.2, linewidth=0)
-    for step, colour in picture.marks:
+    for step, colour in marks:
         axes.axvline(step, color=colour, linestyle=":", linewidth=1.2)
-    values = [value for line in picture.lines for value in line.values if _drawable(value)]
-    values += picture.band[2] if picture.band else []
-    if picture.logarithmic and values and min(values) > 0:
+    values = [value for line in lines for _, value in line.points if _drawable(value)]
+    values += [highest for _, _, highest in band]
+    if scale == "logarithmic" and values and min(values) > 0:
         _logarithmic(axes)
-    elif picture.from_zero:
+    elif scale == "from zero":
         axes.set_ylim(bottom=0, top=max(values, default=1.0) * 1.08 or 1.0)
-    axes.yaxis.set_major_formatter(_percent if picture.percent else _plain)
+    axes.yaxis.set_major_formatter(_percent if scale == "percent" else _plain)
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(_plain)
     axes.set_xlabel("step")
-    axes.set_ylabel(picture.label)
+    axes.set_ylabel(label)
     return _svg(figure)
 
 
 def marked(line: Line) -> list[int]:
     """Indices of points with a mark: all of a strong line, else those that no stroke leads to."""
-    drawn = [False, *map(_drawable, line.values), False]
-    if line.strong and len(line.steps) <= _MOST_STEPS_MARKED:
-        return [index for index in range(len(line.steps)) if drawn[index + 1]]
+    drawn = [False, *(_drawable(value) for _, value in line.points), False]
+    if line.strong and len(line.points) <= _MOST_STEPS_MARKED:
+        return [index for index in range(len(line.points)) if drawn[index + 1]]
     around = zip(drawn, drawn[1:], drawn[2:], strict=False)
     return [index for index, shown in enumerate(around) if shown == (False, True, False)]
 

@@ -215,10 +215,10 @@ def test_a_run_of_one_line_of_metrics_is_drawn(workplace: Workplace, ranks: int)
 def test_marks_stand_at_points_that_no_line_leads_to() -> None:
     nothing = float("nan")
     values = [1.0, nothing, 2.0, 3.0, None, 4.0]
-    line = plots.Line(range(len(values)), values, "#000000")
+    line = plots.Line(list(enumerate(values)), "#000000")
     assert plots.marked(line) == [0, 5]
     assert plots.marked(dataclasses.replace(line, strong=True)) == [0, 2, 3, 5]
-    assert plots.marked(plots.Line([], [], "#000000")) == []
+    assert plots.marked(plots.Line([], "#000000")) == []
 
 
 def test_a_rank_without_a_figure_has_no_bar_and_none_has_no_column(workplace: Workplace) -> None:

@@ -83,7 +83,7 @@ def test_runs_of_one_configuration_are_compared_by_their_ranks() -> None:
         ]
     )
     assert found.title == "convnet on cuda, bf16"
-    assert [(one.name, one.world_size, one.efficiency) for one in found.sizes] == [
+    assert [(one.name, one.world_size, found.efficiency(one)) for one in found.sizes] == [
         ("one", 1, 0.5), ("one again", 1, 1.5), ("four", 4, 0.375), ("eight", 8, 0.25),
     ]  # fmt: skip
 
