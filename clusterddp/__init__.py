@@ -16,41 +16,19 @@ if TYPE_CHECKING:
     from clusterddp.request.train_config import TrainConfig
     from clusterddp.run.status import RunStatus
 
-__all__ = [
-    "ClusterDDPError",
-    "DistEnv",
-    "JobSpec",
-    "RequestError",
-    "Resources",
-    "Run",
-    "RunStatus",
-    "SubmittedRun",
-    "TrainConfig",
-    "TrainingError",
-    "__version__",
-    "launch",
-    "render",
-    "runs",
-    "submit",
-]
+__all__ = ["ClusterDDPError", "DistEnv", "JobSpec", "RequestError", "Resources", "Run", "RunStatus"]
+__all__ += ["SubmittedRun", "TrainConfig", "TrainingError", "__version__"]
+__all__ += ["launch", "render", "runs", "submit"]
 
-# name -> the module that holds it
-_MODULES = {
-    "ClusterDDPError": "errors",
-    "DistEnv": "ranks.dist_env",
-    "JobSpec": "request.spec",
-    "RequestError": "errors",
-    "Resources": "request.spec",
-    "Run": "api",
-    "RunStatus": "run.status",
-    "SubmittedRun": "api",
-    "TrainConfig": "request.train_config",
-    "TrainingError": "errors",
-    "launch": "api",
-    "render": "api",
-    "runs": "api",
-    "submit": "api",
+_NAMES = {
+    "api": ("Run", "SubmittedRun", "launch", "render", "runs", "submit"),
+    "errors": ("ClusterDDPError", "RequestError", "TrainingError"),
+    "ranks.dist_env": ("DistEnv",),
+    "request.spec": ("JobSpec", "Resources"),
+    "request.train_config": ("TrainConfig",),
+    "run.status": ("RunStatus",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

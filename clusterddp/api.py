@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 from clusterddp import launchers
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, RequestError, TrainingError
@@ -34,10 +34,6 @@ from clusterddp.submission.resubmit import Resubmission, Terms
 from clusterddp.worker import workstation
 
 T = TypeVar("T")
-Report = dict[str, Any]
-"""Object in report.json."""
-
-_TRACEBACK = "Traceback (most recent call last):"
 
 
 def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
@@ -65,26 +61,36 @@ class Run:
         return self.run_dir.name
 
     @property
+    def _run(self) -> RunDir:
+        """Its directory; raises RequestError where that is not there."""
+        if not self.run_dir.is_dir():
+            raise RequestError(f"there is no run at {self.run_dir}: no such folder.")
+        return RunDir(self.run_dir)
+
+    @property
     def job_id(self) -> str:
         """Job id of the latest submission; empty where nothing was submitted."""
-        submission = latest_submission(events.read(RunDir(self.run_dir).events))
+        submission = latest_submission(events.read(self._run.events))
         return submission.job_id if submission else ""
 
     @property
     def spec(self) -> JobSpec:
         """Recorded request. Raises RequestError where it cannot be read."""
-        return RunDir(self.run_dir).load_spec()
+        return self._run.load_spec()
 
     def status(self) -> RunStatus:
-        """Return how the run is doing, as `clusterddp status` shows it."""
-        return statuses([RunDir(self.run_dir)])[0]
+        """Return how the run is doing, as `clusterddp status` shows it.
+
+        Raises RequestError, as all here do, where there is no such directory.
+        """
+        return statuses([self._run])[0]
 
     def wait(self) -> RunStatus:
         """Wait until the run has ended, over requeues, and return how; logs changes of its state.
 
         A run of which Slurm no longer knows the job, and that recorded no end, is `unknown`.
         """
-        return follow.wait_for_end(RunDir(self.run_dir))
+        return follow.wait_for_end(self._run)
 
     def logs(self, rank: int | None = None, *, job: bool = False, lines: int | None = None) -> str:
         """Read the log of a rank, or of the job; by default the one that tells most.
@@ -92,8 +98,7 @@ class Run:
         That is the job's log after a failure, and rank 0's otherwise. lines: only the last ones.
         Raises RequestError where there is no such log.
         """
-        run = RunDir(self.run_dir)
-        status = self.status()
+        run, status = self._run, self.status()
         path = follow.default_log(run, status) if rank is None else run.rank_log(rank)
         if job:
             path = run.job_log
@@ -106,14 +111,14 @@ class Run:
         A run that waits in the queue is cancelled; one that has ended is left as it is. Raises
         RequestError or SlurmError where it could not be asked.
         """
-        return stopping.stop(RunDir(self.run_dir), self.status())
+        return stopping.stop(self._run, self.status())
 
     def cancel(self) -> Cancellation:
         """Ask Slurm, or the run's process on this workstation, to end the run now.
 
         Raises RequestError or SlurmError where that failed.
         """
-        return stopping.cancel(RunDir(self.run_dir), self.status())
+        return stopping.cancel(self._run, self.status())
 
     def resubmit(
         self,
@@ -137,7 +142,7 @@ class Run:
             template_folder=Path(template_folder) if template_folder else None,
             snapshot_limit_mb=snapshot_limit_mb,
         )
-        return resubmission.resubmit(RunDir(self.run_dir), lambda before: spec or before, terms)
+        return resubmission.resubmit(self._run, lambda before: spec or before, terms)
 
 
 SubmittedRun = Run
@@ -178,7 +183,7 @@ def launch(
     procs: int = 1,
     start_method: str | None = None,
     run_dir: str | Path | None = None,
-) -> Report: ...
+) -> dict[str, object]: ...
 
 
 @overload
@@ -198,7 +203,7 @@ def launch(
     procs: int = 1,
     start_method: str | None = None,
     run_dir: str | Path | None = None,
-) -> Report | list[T]:
+) -> dict[str, object] | list[T]:
     """Train a configuration, or call a function, in so many processes of this workstation.
 
     A function finds RANK, WORLD_SIZE, MASTER_ADDR and the rest of torchrun's variables in
@@ -216,10 +221,12 @@ def launch(
         raise RequestError(f"procs: {procs!r} is no number of processes; give one such as 2.")
     if not 1 <= procs <= MOST_PROCS:
         raise RequestError(f"procs: {procs} is not within 1 and {MOST_PROCS}.")
+    known = START_METHODS if isinstance(target, TrainConfig) else START_METHODS[1:]
+    if start_method not in (None, *known):
+        raise RequestError(f"start_method: {start_method!r} is not one of {', '.join(known)}.")
     if isinstance(target, TrainConfig):
         if args:
             raise RequestError("args are those of a function, but a TrainConfig is given.")
-        _check_method(start_method, START_METHODS)
         return _train(target, procs, start_method or "exec", run_dir)
     if not callable(target):
         raise RequestError(
@@ -228,18 +235,12 @@ def launch(
         )
     if run_dir is not None:
         raise RequestError("run_dir is that of a TrainConfig; a function keeps its own records.")
-    _check_method(start_method, START_METHODS[1:])
     return workstation.call_on_ranks(target, args, procs, start_method or "fork")
-
-
-def _check_method(start_method: str | None, known: Sequence[str]) -> None:
-    if start_method is not None and start_method not in known:
-        raise RequestError(f"start_method: {start_method!r} is not one of {', '.join(known)}.")
 
 
 def _train(
     config: TrainConfig, procs: int, start_method: str, run_dir: str | Path | None
-) -> Report:
+) -> dict[str, object]:
     path = os.path.abspath(run_dir or time.strftime("jobs/debug-%Y%m%d-%H%M%S"))
     make_sure(config, may_fetch=False)
     with workstation.recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):
@@ -249,7 +250,7 @@ def _train(
         raise KeyboardInterrupt
     report = read_json(run.report)
     if code == EXIT_DONE and report is not None:
-        return dict(report)
+        return report
     if code == EXIT_PAUSED:
         raise TrainingError(f"it was stopped and has saved; go on with run_dir={str(path)!r}.")
     raise TrainingError(_how_it_failed(run, failure))
@@ -261,5 +262,5 @@ def _how_it_failed(run: RunDir, failure: Failure | None) -> str:
         return f"the training failed; the logs are in {run.logs}"
     attempt = attempts.latest(run)
     text = of_attempt(run.rank_log(failure.rank), attempt.number if attempt else 1)
-    _, found, trace = text.rpartition(_TRACEBACK)
-    return f"{failure.describe()}\n{found}{trace}".rstrip() if found else failure.describe()
+    _, begin, trace = text.rpartition("Traceback (most recent call last):")
+    return f"{failure.describe()}\n{begin}{trace}".rstrip() if begin else failure.describe()

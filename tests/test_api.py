@@ -120,6 +120,14 @@ def test_a_run_does_what_the_commands_do(folder: Path, monkeypatch: pytest.Monke
         run.resubmit(dataclasses.replace(run.spec, python="/usr/bin/python"))
 
 
+def test_a_run_that_has_no_folder_is_refused(folder: Path) -> None:
+    run = clusterddp.Run(folder / "nowhere")
+    for ask in (run.status, run.wait, run.logs, run.stop, run.cancel, run.resubmit):
+        with pytest.raises(RequestError, match=f"there is no run at {run.run_dir}"):
+            ask()
+    assert not run.run_dir.exists()
+
+
 def test_render_gives_the_bytes_of_the_dry_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -189,14 +190,23 @@ def of_scaling(scaling: Scaling) -> Markup:
     return _svg(_scaling_figure(scaling, 3.4))
 
 
-def check_file(path: Path) -> None:
-    """Refuse a file that cannot be drawn, before the runs: raises RequestError."""
+def check_file(option: str, name: str, formats: Sequence[str] = FORMATS) -> None:
+    """Refuse a file that cannot be drawn, before anything is read or run: raises RequestError.
+
+    formats: the suffixes that it can have; empty for any.
+    """
+    path = Path(name)
     if not can_draw():
-        raise RequestError(f"--plot needs matplotlib, which is not installed. Get it: {INSTALL}")
-    if path.suffix not in FORMATS:
-        raise RequestError(f"--plot: {str(path)!r} ends with none of {', '.join(FORMATS)}.")
-    if not path.parent.is_dir() or path.is_dir():
-        raise RequestError(f"--plot: {str(path)!r} cannot be written: give a file in a folder.")
+        raise RequestError(
+            f"{option} draws with matplotlib, which is not installed for {sys.executable}. Install "
+            f"it there: {INSTALL}"
+        )
+    if not name or path.is_dir():
+        raise RequestError(f"{option}: {name!r} names no file; give one in a folder.")
+    if not path.parent.is_dir():
+        raise RequestError(f"{option}: there is no folder {path.parent}; make it, or name another.")
+    if formats and path.suffix not in formats:
+        raise RequestError(f"{option}: {name!r} ends with none of {', '.join(formats)}.")
 
 
 def can_draw() -> bool:

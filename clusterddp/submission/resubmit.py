@@ -22,7 +22,7 @@ from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
 from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
-from clusterddp.run.status import run_status
+from clusterddp.run.status import RunStatus, run_status
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import code_renewal, snapshot
@@ -124,6 +124,8 @@ def resubmit(
         _check_fields(run, before, after)
         if claim:
             _check_state(run, before, after)
+        else:
+            _check_done(run, before, after, run_status(run, {}))
         _check_changes(run, before, after, terms)
         script, launcher = _script(run, before, after, terms)
         own_code = run.code if run.code.is_dir() and not terms.new_code else None
@@ -261,18 +263,7 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
             f"twice at once. Follow it with 'clusterddp logs -f {run.shown}', or end it first "
             f"with 'clusterddp stop {run.shown}'."
         )
-    if status.state == DONE and not _has_more(run, before, after):
-        if not before.train:
-            raise RequestError(
-                f"{run.name} is done: its command has ended with exit code 0. Submit a new run."
-            )
-        reached = newest_checkpoint(run.checkpoints)
-        is_at_most = reached and 0 < before.train.max_steps <= reached[0]
-        more = "a larger --max-steps N" if is_at_most else "--epochs N --allow-changed"
-        raise RequestError(
-            f"{run.name} is done: there is nothing left to train. Give it more, such as {more}, or "
-            "submit a new run."
-        )
+    _check_done(run, before, after, status)
     if status.state != UNKNOWN or submission is None:
         return
     if submission.is_local:
@@ -290,6 +281,23 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
             "train one run."
         )
     log.info(f"{run.name}: {status.detail}; submitting it again")
+
+
+def _check_done(run: RunDir, before: JobSpec, after: JobSpec, status: RunStatus) -> None:
+    """Refuse a run that is done and has nothing left to do."""
+    if status.state != DONE or _has_more(run, before, after):
+        return
+    if not before.train:
+        raise RequestError(
+            f"{run.name} is done: its command has ended with exit code 0. Submit a new run."
+        )
+    reached = newest_checkpoint(run.checkpoints)
+    is_at_most = reached and 0 < before.train.max_steps <= reached[0]
+    more = "a larger --max-steps N" if is_at_most else "--epochs N --allow-changed"
+    raise RequestError(
+        f"{run.name} is done: there is nothing left to train. Give it more, such as {more}, or "
+        "submit a new run."
+    )
 
 
 def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> None:

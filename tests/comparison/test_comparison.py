@@ -257,7 +257,7 @@ def test_a_picture_that_could_not_be_written_is_refused(name: str, tmp_path: Pat
     pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(RequestError, match="--plot"):
-        plots.check_file(tmp_path / name)
+        plots.check_file("--plot", str(tmp_path / name))
 
 
 def test_a_picture_without_matplotlib_is_refused(
@@ -265,7 +265,7 @@ def test_a_picture_without_matplotlib_is_refused(
 ) -> None:
     monkeypatch.setattr(plots, "can_draw", lambda: False)
     with pytest.raises(RequestError, match=r"pip install 'clusterddp\[plots\]'"):
-        plots.check_file(tmp_path / "a.png")
+        plots.check_file("--plot", str(tmp_path / "a.png"))
 
 
 def test_what_json_gives_of_a_row_keeps_its_names() -> None:

@@ -143,7 +143,7 @@ def command(
     if dry_run and as_json:
         raise click.UsageError("--dry-run prints commands or scripts, none of them as --json.", ctx)
     if plot is not None:
-        plots.check_file(Path(plot))
+        plots.check_file("--plot", plot)
     if of:
         flags = typed_flags(ctx, (name for name in ctx.params if name not in _BESIDE_OF))
         if flags:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
@@ -12,6 +13,7 @@ from clusterddp.data.mnist import RAW, DatasetInfo, check
 from clusterddp.errors import RequestError
 from clusterddp.request.train_config import DATASETS
 
+F = TypeVar("F", bound=Callable[..., object])
 _MOST_IMAGES = 1_000_000
 
 
@@ -21,17 +23,32 @@ def _data_dir(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     return value
 
 
-def _with_data_dir(function: Callable[..., object]) -> Callable[..., object]:
+_DATA_DIR_OPTION = click.option(
+    "--data-dir",
+    metavar="FOLDER",
+    default="data",
+    envvar="CLUSTERDDP_DATA_DIR",
+    show_default=True,
+    show_envvar=True,
+    callback=_data_dir,
+    help="Where datasets are kept: FOLDER/MNIST/raw, FOLDER/synthetic/MNIST/raw.",
+)
+
+
+def _images_option(purpose: str, count: int) -> Callable[[F], F]:
     return click.option(
-        "--data-dir",
-        metavar="FOLDER",
-        default="data",
-        envvar="CLUSTERDDP_DATA_DIR",
+        f"--{purpose}-images",
+        type=click.IntRange(1, _MOST_IMAGES),
+        default=count,
         show_default=True,
-        show_envvar=True,
-        callback=_data_dir,
-        help="Where datasets are kept: FOLDER/MNIST/raw, FOLDER/synthetic/MNIST/raw.",
-    )(function)
+        help=f"Images to {purpose} on.",
+    )
+
+
+class DataCommand(SettingsCommand):
+    """A command whose options have the names of a training's, and are none of it."""
+
+    titles = dict.fromkeys(("data_dir", "dataset", "seed"), "Options")
 
 
 @click.group()
@@ -49,8 +66,8 @@ def command() -> None:
     """
 
 
-@command.command("fetch", cls=SettingsCommand)
-@_with_data_dir
+@command.command("fetch", cls=DataCommand)
+@_DATA_DIR_OPTION
 def fetch_command(data_dir: str) -> None:
     """Download MNIST, verify it, and put it into place.
 
@@ -62,8 +79,8 @@ def fetch_command(data_dir: str) -> None:
     _show(fetch(data_dir))
 
 
-@command.command("check", cls=SettingsCommand)
-@_with_data_dir
+@command.command("check", cls=DataCommand)
+@_DATA_DIR_OPTION
 @click.option(
     "--dataset",
     type=click.Choice(DATASETS),
@@ -86,9 +103,9 @@ def check_command(data_dir: str, dataset: str, as_json: bool) -> None:
         _show(info)
 
 
-@command.command("import", cls=SettingsCommand)
+@command.command("import", cls=DataCommand)
 @click.argument("source", metavar="FILE", type=click.Path(exists=True, path_type=Path))
-@_with_data_dir
+@_DATA_DIR_OPTION
 def import_command(source: Path, data_dir: str) -> None:
     """Take MNIST out of a folder or tar archive.
 
@@ -101,22 +118,10 @@ def import_command(source: Path, data_dir: str) -> None:
     _show(import_from(source, data_dir))
 
 
-@command.command("synthesise", cls=SettingsCommand)
-@_with_data_dir
-@click.option(
-    "--train-images",
-    type=click.IntRange(1, _MOST_IMAGES),
-    default=60_000,
-    show_default=True,
-    help="Images to train on.",
-)
-@click.option(
-    "--test-images",
-    type=click.IntRange(1, _MOST_IMAGES),
-    default=10_000,
-    show_default=True,
-    help="Images to test on.",
-)
+@command.command("synthesise", cls=DataCommand)
+@_DATA_DIR_OPTION
+@_images_option("train", 60_000)
+@_images_option("test", 10_000)
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**32 - 1),
@@ -132,22 +137,12 @@ def synthesise_command(data_dir: str, train_images: int, test_images: int, seed:
     """
     from clusterddp.data.synthetic import synthesise
 
-    _show(
-        synthesise(
-            data_dir,
-            train_images=train_images,
-            test_images=test_images,
-            seed=seed,
-        )
-    )
+    _show(synthesise(data_dir, train_images=train_images, test_images=test_images, seed=seed))
 
 
 def _show(info: DatasetInfo) -> None:
-    checksums = "not compared"
-    if info.checksums_verified:
-        checksums = "verified, " + (
-            "MNIST as published" if info.published else "the set's own SHA256SUMS"
-        )
+    against = "MNIST as published" if info.published else "the set's own SHA256SUMS"
+    checksums = f"verified, {against}" if info.checksums_verified else "not compared"
     click.echo(f"{info.name} is whole at {info.root / RAW}")
     click.echo(f"  train images  {info.train_images:,}")
     click.echo(f"  test images   {info.test_images:,}")

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import shlex
-import sys
 from pathlib import Path
 
 import click
@@ -50,24 +49,27 @@ def command(run_names: tuple[str, ...], output_root: Path, as_json: bool, html: 
     if html is not None and as_json:
         raise RequestError("--html and --json ask for two forms; give one of them.")
     if html is not None:
-        _check_page(html)
-    found = find_each(output_root, run_names) or [find_run(output_root, None)]
-    gathered = [gather(run, status) for run, status in zip(found, statuses(found), strict=True)]
+        from clusterddp.reporting import plots
+
+        plots.check_file("--html", html, formats=())
+    runs = find_each(output_root, run_names) or [find_run(output_root, None)]
+    gathered = [gather(run, status) for run, status in zip(runs, statuses(runs), strict=True)]
     if html is not None:
         from clusterddp.reporting.page import page
 
         main.go_on()  # matplotlib is no small thing
         _write(html, page(gathered))
     elif as_json:
-        echo_json([dataclasses.asdict(one.report) for one in gathered])
+        echo_json([dataclasses.asdict(run.report) for run in gathered])
     elif len(gathered) == 1:
         click.echo(describe(gathered[0].report))
     else:
-        click.echo(formatting.table([_HEADER, *(_row(one.report) for one in gathered)]))
+        click.echo(formatting.table([_HEADER, *(_row(run.report) for run in gathered)]))
 
 
 def describe(report: RunReport) -> str:
     """The account of one run as lines of `label  value`; what is not known is left out."""
+    memory = formatting.memory(report.peak_memory_bytes)
     lines = [
         ("run", report.name),
         ("state", ": ".join(filter(None, (report.state, report.detail)))),
@@ -77,13 +79,13 @@ def describe(report: RunReport) -> str:
         ("training", _training(report)),
         ("ranks", _ranks(report)),
         ("with", _machinery(report)),
-        ("memory", _memory(report)),
+        ("memory", formatting.known(("peak of any rank {}", memory))),
         ("model", _model(report)),
         ("settings", _settings(report)),
         ("versions", ", ".join(f"{name} {value}" for name, value in report.versions.items())),
         *_starts(report),
-        *(("straggler", one.describe()) for one in report.stragglers[:_MOST_NAMED]),
-        ("confused", "; ".join(one.describe() for one in report.confusions[:_MOST_NAMED])),
+        *(("straggler", rank.describe()) for rank in report.stragglers[:_MOST_NAMED]),
+        ("confused", "; ".join(pair.describe() for pair in report.confusions[:_MOST_NAMED])),
         *(("warning", text) for text in report.warnings),
         ("files", report.directory),
     ]
@@ -93,7 +95,7 @@ def describe(report: RunReport) -> str:
 
 
 def _result(report: RunReport) -> str:
-    return _joined(
+    return formatting.known(
         ("test accuracy {:.2%}", report.accuracy),
         ("test loss {:.4f}", report.loss),
         ("training loss {:.4f}", None if report.complete else report.train_loss),
@@ -102,20 +104,12 @@ def _result(report: RunReport) -> str:
     )
 
 
-def _joined(*parts: tuple[str, float | None]) -> str:
-    """Format the figures that are known, each in its words."""
-    return ", ".join(form.format(value) for form, value in parts if value is not None)
-
-
 def _training(report: RunReport) -> str:
-    parts = []
-    if report.train_seconds is not None:
-        parts.append(formatting.duration(report.train_seconds))
-    if report.images_per_second is not None:
-        parts.append(f"{formatting.rate(report.images_per_second)} images/s")
-    if report.total_seconds is not None:
-        parts.append(f"the latest start took {formatting.duration(report.total_seconds)} in all")
-    return ", ".join(parts)
+    return formatting.known(
+        ("{}", formatting.duration(report.train_seconds)),
+        ("{} images/s", formatting.rate(report.images_per_second)),
+        ("the latest start took {} in all", formatting.duration(report.total_seconds)),
+    )
 
 
 def _ranks(report: RunReport) -> str:
@@ -134,21 +128,16 @@ def _machinery(report: RunReport) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _memory(report: RunReport) -> str:
-    if report.peak_memory_bytes is None:
-        return ""
-    return f"peak of any rank {formatting.memory(report.peak_memory_bytes)}"
-
-
 def _model(report: RunReport) -> str:
-    parts = [report.model]
-    if report.parameters is not None:
-        parts.append(f"{report.parameters:,} parameters")
-    if report.dataset:
-        parts.append(report.dataset)
+    images = ""
     if report.train_images is not None and report.test_images is not None:
-        parts.append(f"{report.train_images:,} training and {report.test_images:,} test images")
-    return ", ".join(filter(None, parts))
+        images = f"{report.train_images:,} training and {report.test_images:,} test images"
+    return formatting.known(
+        ("{}", report.model),
+        ("{:,} parameters", report.parameters),
+        ("{}", report.dataset),
+        ("{}", images),
+    )
 
 
 def _starts(report: RunReport) -> list[tuple[str, str]]:
@@ -159,21 +148,20 @@ def _starts(report: RunReport) -> list[tuple[str, str]]:
     lines = [("starts", f"{shown}, {formatting.duration(report.seconds_lost)} lost")]
     if len(report.attempts) > _MOST_STARTS:
         lines.append(("", f"… the latest {_MOST_STARTS}:"))
-    for one in report.attempts[-_MOST_STARTS:]:
+    for start in report.attempts[-_MOST_STARTS:]:
         steps = "its ranks never met"
-        if one.first_step is not None:
-            steps = f"steps {one.first_step:,} to {one.last_step or one.first_step:,}"
-        lines.append(("", f"{one.attempt}  {'; '.join(filter(None, (steps, one.ended)))}"))
+        if start.first_step is not None:
+            steps = f"steps {start.first_step:,} to {start.last_step or start.first_step:,}"
+        lines.append(("", f"{start.attempt}  {'; '.join(filter(None, (steps, start.ended)))}"))
     return lines
 
 
 def _settings(report: RunReport) -> str:
     """Format the settings as the flags that give them."""
-    flags = []
-    for name, value in report.settings.items():
-        flag = f"--{name.replace('_', '-')}"
-        flags.append(flag if value is True else f"{flag}={value}")
-    return shlex.join(flags)
+    return shlex.join(
+        f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}"
+        for name, value in report.settings.items()
+    )
 
 
 def _row(report: RunReport) -> tuple[str, ...]:
@@ -193,24 +181,6 @@ def _row(report: RunReport) -> tuple[str, ...]:
         str(report.starts),
     )
     return tuple(formatting.line(cell) for cell in cells)
-
-
-def _check_page(html: str) -> None:
-    """Check the page's file before anything is read. Raises RequestError."""
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise RequestError(
-            f"--html draws its curves with matplotlib, which is not installed for "
-            f"{sys.executable}. Install it there: pip install 'clusterddp[plots]'."
-        )
-    if html == "-":
-        return
-    path = Path(html)
-    if not html or path.is_dir():
-        raise RequestError(f"--html: {html!r} names no file; give one, such as report.html.")
-    if not path.parent.is_dir():
-        raise RequestError(f"--html: there is no folder {path.parent}; make it, or name another.")
 
 
 def _write(html: str, content: str) -> None:

@@ -32,14 +32,14 @@ def command(site: str | None, cluster: str | None, as_json: bool) -> None:
     except click.UsageError as error:
         raise RequestError(error.format_message()) from None
     assert isinstance(ctx.obj, Settings)
-    names = sorted(OPTIONS)
-    rows = {name: _row(ctx, name.replace("-", "_")) for name in names}
+    rows = {
+        name: {"value": ctx.params[row.parameter], "source": source(ctx, row.parameter)}
+        for name, row in sorted(OPTIONS.items())
+    }
     if as_json:
-        environment = dict(ctx.obj.environment)
         path = str(ctx.obj.path) if ctx.obj.path else None
-        click.echo(
-            json.dumps({"site": path, "settings": rows, "environment": environment}, indent=2)
-        )
+        shown = {"site": path, "settings": rows, "environment": dict(ctx.obj.environment)}
+        click.echo(json.dumps(shown, indent=2))
     else:
         _print_table(ctx.obj, rows)
     _check(ctx)
@@ -69,15 +69,7 @@ def _print_table(site: Settings, rows: Mapping[str, Mapping[str, object]]) -> No
         click.echo(f"{variable}={value}  {site.path} [environment]")
 
 
-def _row(ctx: click.Context, name: str) -> dict[str, object]:
-    value = ctx.params[name]
-    return {
-        "value": list(value) if isinstance(value, tuple) else value,
-        "source": source(ctx, name),
-    }
-
-
 def _shown(value: object) -> str:
-    if value is None or value == []:
+    if value in (None, ()):
         return "-"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -38,6 +38,14 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
 def describe(status: RunStatus) -> str:
     """The status as lines of `label  value`; what is not known is left out."""
     launcher = f" ({status.launcher})" if status.launcher else ""
+    took = "took {}" if status.has_ended else "running for {}"
+    elapsed = formatting.duration(status.elapsed_seconds) if status.started_time else ""
+    progress = formatting.known(
+        ("step {}", status.step),
+        ("epoch {}", status.epoch),
+        ("loss {:.4f}", status.loss),
+        ("accuracy {:.4f}", status.accuracy),
+    )
     lines = [
         ("run", status.name),
         ("state", f"{status.state}: {status.detail}" if status.detail else status.state),
@@ -47,30 +55,11 @@ def describe(status: RunStatus) -> str:
         ("attempt", _attempt(status)),
         ("asked", status.layout),
         ("hosts", formatting.some(status.hosts, 8)),
+        ("submitted", _time(status.submitted_time)),
+        ("started", formatting.known(("{}", _time(status.started_time)), (took, elapsed))),
+        ("ended", _time(status.ended_time)),
+        ("progress", progress),
     ]
-    for label, when in (
-        ("submitted", status.submitted_time),
-        ("started", status.started_time),
-        ("ended", status.ended_time),
-    ):
-        if when:
-            shown = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
-            if label == "started" and status.elapsed_seconds is not None:
-                shown += f", took {formatting.duration(status.elapsed_seconds)}"
-                if not status.has_ended:
-                    shown = shown.replace(", took", ", running for")
-            lines.append((label, shown))
-    progress = [
-        f"{label} {value:{form}}"
-        for label, value, form in (
-            ("step", status.step, "d"),
-            ("epoch", status.epoch, "d"),
-            ("loss", status.loss, ".4f"),
-            ("accuracy", status.accuracy, ".4f"),
-        )
-        if value is not None
-    ]
-    lines.append(("progress", ", ".join(progress)))
     if status.checkpoint_step is not None:
         age = formatting.duration(time.time() - (status.checkpoint_time or 0.0))
         lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
@@ -79,6 +68,10 @@ def describe(status: RunStatus) -> str:
     return "\n".join(
         f"{label:<{_WIDTH}}{formatting.clean(value)}" for label, value in lines if value
     )
+
+
+def _time(when: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if when else ""
 
 
 def _attempt(status: RunStatus) -> str:

@@ -105,8 +105,10 @@ def test_a_missing_set_is_an_error_of_the_dataset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fetch", "check", "import", "synthesise"])
 def test_help_shows_the_default_folder_and_its_variable(name: str) -> None:
-    words = " ".join(run(name, "--help").stdout.split())
-    assert "[env var: CLUSTERDDP_DATA_DIR; default: data]" in words
+    shown = run(name, "--help").stdout
+    assert "[env var: CLUSTERDDP_DATA_DIR; default: data]" in " ".join(shown.split())
+    _, _, options = shown.partition("\nOptions:\n")  # below no heading of a training's
+    assert "--data-dir FOLDER" in options
 
 
 def test_the_whole_command_exits_with_1_and_no_traceback(tmp_path: Path) -> None:

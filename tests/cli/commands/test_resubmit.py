@@ -667,8 +667,8 @@ DONE = {**ended("12", 0), "attempt": 1, "cause": "done", "why": ""}
 def test_a_run_that_is_done_has_nothing_left(workplace: Workplace) -> None:
     run = stopped(workplace)
     add_event(run, **{**DONE, "time": time.time()})
-    assert "nothing left to train" in refused(workplace, run)
-    assert "nothing left to train" in refused(workplace, run, "--time", "5", "--allow-changed")
+    for more in ([], ["--time", "5", "--allow-changed"], ["--dry-run"]):
+        assert "one is done: there is nothing left to train" in refused(workplace, run, *more)
     assert "--epochs 2, now 5" in refused(workplace, run, "--epochs", "5")
     accepted(workplace, "one", "--epochs", "5", "--allow-changed")
     assert "--epochs=5" in sent(workplace)
