@@ -9,6 +9,7 @@ import hashlib
 import io
 import pickle
 import platform
+import random
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from torch.optim import Optimizer
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import FORMAT, Best
 from clusterddp.data import mnist as data
-from clusterddp.data.rng import States
 from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.version import __version__
@@ -31,9 +31,27 @@ from clusterddp.version import __version__
 Content = dict[str, Any]
 """Plain values and tensors, which torch.load reads with `weights_only`."""
 
+States = dict[str, Tensor]
+"""Random generators' states by name: of one rank, or a row a rank."""
+
 # Bytes broadcast at once: a network stack may hold them twice.
 _PIECE_BYTES = 64 << 20
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError)
+
+
+# How clusterddp up to 0.1.1 packed the states of a rank, before the bytes of torch's two: their
+# lengths, Python's 625 integers and numpy's 625, each with whether half of a Gaussian pair waits.
+_PACKED = np.dtype(
+    [
+        ("layout", "<u4"),
+        ("torch", "<u4"),
+        ("cuda", "<u4"),
+        ("python", "<u4", 626),
+        ("python_gauss", "<f8"),
+        ("numpy", "<u4", 626),
+        ("numpy_gauss", "<f8"),
+    ]
+)
 
 
 @dataclass
@@ -77,7 +95,7 @@ class Restored:
     position: Position
     best: Best | None
     random_states: States | Tensor | None
-    """Result of `rng.gather`; a tensor in older checkpoints."""
+    """Result of `gather_random_states`; a tensor in older checkpoints."""
     scaler: Content
     """State of fp16's loss scale; empty at other precisions."""
 
@@ -233,6 +251,92 @@ def restore(
         raise CheckpointError(
             f"the checkpoint {path} does not fit the model {config.model}: {error}"
         ) from None
+
+
+def gather_random_states(device: torch.device) -> States | None:
+    """Return the states of all ranks on rank 0, a row a rank; None on the others.
+
+    Collective over the default process group: every rank calls it.
+    """
+    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    gathered = {}
+    for name, state in random_states(device).items():
+        own = state.to(on)
+        rows = None
+        if dist.get_rank() == 0:
+            rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.gather(own, rows, dst=0)
+        if rows:
+            gathered[name] = torch.stack(rows).cpu()
+    return gathered or None
+
+
+def random_states(device: torch.device) -> States:
+    """Return the states of this rank's generators, each of one length on all ranks of a kind.
+
+    torch, cuda: bytes, the latter on a GPU alone. python, numpy: the Mersenne Twister's integers,
+    numpy's position, whether half of a Gaussian pair waits, and it, all as float64; numpy's is
+    left out where its generator is another.
+    """
+    _, integers, waiting = random.getstate()
+    python = [*integers, waiting is not None, waiting or 0.0]
+    states = {"torch": torch.get_rng_state(), "python": torch.tensor(python, dtype=torch.float64)}
+    kind = np.random.get_state(legacy=False)
+    if isinstance(kind, dict) and kind["bit_generator"] == "MT19937":
+        twister = kind["state"]
+        numpy = [*twister["key"].tolist(), twister["pos"], kind["has_gauss"], kind["gauss"]]
+        states["numpy"] = torch.tensor(numpy, dtype=torch.float64)
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(
+    states: States | Tensor | None, rank: int, world: int, device: torch.device
+) -> None:
+    """Give a rank's generators back what was gathered of as many ranks as `world`.
+
+    Without states, or with those of another number of ranks, they stay as they are; so does a
+    device's generator with states of another kind of device. A tensor holds the rows of an older
+    checkpoint. Raises CheckpointError for damaged states and for those of another generator.
+    """
+    if states is None or len(states if isinstance(states, Tensor) else states["torch"]) != world:
+        return
+    try:
+        if isinstance(states, Tensor):
+            own = _unpacked(states[rank])
+        else:
+            # Clones: torch reads the state of its generator from the start of the storage.
+            own = {name: rows[rank].clone() for name, rows in states.items()}
+        *integers, waits, waiting = own["python"].tolist()
+        twister = tuple(map(int, integers))
+        torch.set_rng_state(own["torch"])
+        if device.type == "cuda" and "cuda" in own:
+            torch.cuda.set_rng_state(own["cuda"], device)
+        random.setstate((3, twister, waiting if waits else None))
+        if "numpy" in own:
+            *integers, position, has_gauss, gauss = own["numpy"].tolist()
+            key = np.array(integers, dtype=np.uint32)
+            np.random.set_state(("MT19937", key, int(position), int(has_gauss), gauss))
+    except (LookupError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"the random states of the checkpoint cannot be restored: {error}. "
+            "Resume with the versions that wrote it."
+        ) from None
+
+
+def _unpacked(row: Tensor) -> States:
+    """Decode the bytes of one rank in an older checkpoint."""
+    data = row.numpy().tobytes()
+    packed = np.frombuffer(data, _PACKED, 1)[0]
+    if packed["layout"] != 1 or len(data) != _PACKED.itemsize + packed["torch"] + packed["cuda"]:
+        raise ValueError(f"layout {packed['layout']}, {len(data)} bytes")
+    middle = _PACKED.itemsize + int(packed["torch"])
+    states = {"torch": row[_PACKED.itemsize : middle].clone(), "cuda": row[middle:].clone()}
+    for name in ("python", "numpy"):
+        numbers = [*packed[name].tolist(), float(packed[f"{name}_gauss"])]
+        states[name] = torch.tensor(numbers, dtype=torch.float64)
+    return {name: state for name, state in states.items() if state.any()}
 
 
 def weights_sha256(model: nn.Module) -> str:

@@ -39,14 +39,14 @@ class OwnSets:
         and in both calls. Raises DataError for sets that cannot be trained on, and TrainingError
         where the function fails.
         """
-        from clusterddp.data import rng
+        from clusterddp.data import loader
 
         reference = self._config.dataset
         for train in (True, False):
             if train in self._given:
                 continue
             function = user_functions.load(reference)
-            rng.seed(self._config.seed)
+            loader.seed_generators(self._config.seed)
             with user_functions.running(reference):
                 given = function(self._config.data_dir, train=train)
             self._given[train] = self._checked(given, train=train)

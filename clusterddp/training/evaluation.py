@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from clusterddp.data import rng
-from clusterddp.data.loader import Images, Loaded, as_images, evaluation_order
+from clusterddp.data.loader import Images, Loaded, as_images, evaluation_order, generators_kept
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.run.records import EvaluationRecord, WorstImage
 
@@ -68,7 +67,7 @@ def evaluate(
     classes = torch.zeros((), dtype=torch.int64, device=device)
     model.eval()
     # Random numbers of its own, so that training draws the same however often this is done.
-    with rng.kept(device), torch.no_grad():
+    with generators_kept(device), torch.no_grad():
         for images, labels in test_set.batches(share, BATCH):
             mark(Phase.EVALUATE)
             with autocast():

@@ -15,10 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from clusterddp.checkpoints import state
 from clusterddp.checkpoints.catalog import Best
-from clusterddp.checkpoints.state import Position
-from clusterddp.data import rng
-from clusterddp.data.loader import Images, Loaded, as_images
-from clusterddp.data.rng import States
+from clusterddp.checkpoints.state import Position, States
+from clusterddp.data.loader import Images, Loaded, as_images, generators_kept, seed_generators
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import DataError, TrainingError
 from clusterddp.models import nets
@@ -56,7 +54,7 @@ class Learner:
         self.config, self.agreed, self.device = config, agreed, device
         if device.type == "cpu":
             devices.keep_freed()
-        rng.seed(config.seed)  # the same weights on every rank
+        seed_generators(config.seed)  # the same weights on every rank
         self.model = nets.build(config.model).to(device)
         if config.sync_batchnorm:
             self.model = sync_batchnorm.convert(self.model, config.model)
@@ -64,7 +62,7 @@ class Learner:
         self.optimizer = step.build_optimizer(config, self.model, captured=agreed.cuda_graph)
         self.position = Position()
         self.best: Best | None = None
-        rng.seed(config.seed + rank)  # from here on each rank draws its own numbers
+        seed_generators(config.seed + rank)  # from here on each rank draws its own numbers
         scaler = self._restore(rank, resume_content) if agreed.resume else {}
         self.tally = Tally(device)
         is_seen = not (agreed.cuda_graph or config.sync_batchnorm)
@@ -143,7 +141,7 @@ class Learner:
             restored = state.restore(path, self.config, self.model, self.optimizer, content)
         self.position, self.best = restored.position, restored.best
         world = self.agreed.world_size
-        rng.restore(restored.random_states, rank, world, self.device)
+        state.restore_random_states(restored.random_states, rank, world, self.device)
         return restored.scaler
 
 
@@ -165,7 +163,7 @@ def check_fit(
     is_own = is_reference(config.model)
     try:
         with (
-            rng.kept(images.device),
+            generators_kept(images.device),
             torch.no_grad(),
             user_functions.running(tried) if is_own else nullcontext(),
         ):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from clusterddp import log
+from clusterddp.checkpoints import state
 from clusterddp.checkpoints.catalog import Best
+from clusterddp.checkpoints.state import States
 from clusterddp.checkpoints.writer import Saver
-from clusterddp.data import rng
-from clusterddp.data.loader import Images, Loaded, training_order
-from clusterddp.data.rng import States
+from clusterddp.data.loader import Images, Loaded, generators_kept, training_order
 from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.errors import CheckpointError, TrainingError
@@ -154,7 +154,7 @@ class Training:
         """Settle DDP's buckets, and begin to measure."""
         self.progress.mark(self.position.step, Phase.START)
         if self.agreed.world_size > 1:
-            with rng.kept(self.device):
+            with generators_kept(self.device):
                 [batch] = self.train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
                 self.learner.settle(*batch)
         self.learner.tally.restart()
@@ -287,7 +287,7 @@ class Checkpoints:
             return
         self._progress.mark(step, Phase.SAVE)
         began = time.perf_counter()
-        self._random_states = rng.gather(learner.device)
+        self._random_states = state.gather_random_states(learner.device)
         if self.saver:
             content = learner.collect(self._random_states)
             self.saver.save(content, time.perf_counter() - began)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.catalog import Best, checksum_of, name_of
-from clusterddp.checkpoints.state import Position
+from clusterddp.checkpoints.state import Position, States
+from clusterddp.data.loader import generators_kept, seed_generators
 from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
@@ -19,6 +20,7 @@ from clusterddp.training.step import build_optimizer
 from clusterddp.version import __version__
 from tests.checkpoints.made_checkpoints import rehash
 from tests.training.ranks import run_ranks
+from tests.training.trainings import generator_states, numbers_drawn
 
 CONFIG = TrainConfig()
 CPU = torch.device("cpu")
@@ -262,3 +264,139 @@ def test_a_file_that_rank_0_cannot_read_ends_all_ranks_and_blames_rank_0(tmp_pat
     assert first[0] == 1 and "step-00001200" in first[1]
     assert [count for count, _ in others] == [-1, -1]
     assert all("rank 0 could not read the checkpoint" in said for _, said in others)
+
+
+def rows(*states: States) -> States:
+    """The states of several ranks, as `gather` returns them."""
+    return {name: torch.stack([each[name] for each in states]) for name in states[0]}
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, 700])
+def test_random_states_are_taken_up_again(draws: int) -> None:
+    seed_generators(3)
+    for _ in range(draws):
+        numbers_drawn()
+    states, before = state.random_states(CPU), generator_states()
+    expected = [numbers_drawn() for _ in range(5)]
+    seed_generators(4)
+    numbers_drawn()
+    assert [numbers_drawn() for _ in range(5)] != expected
+    state.restore_random_states(rows(states, states), 1, 2, CPU)
+    assert torch.equal(generator_states(), before)
+    assert [numbers_drawn() for _ in range(5)] == expected
+
+
+def test_random_states_have_one_length() -> None:
+    """So that they can be gathered as tensors."""
+    lengths = set()
+    for draws in range(4):
+        seed_generators(draws)
+        for _ in range(draws):
+            numbers_drawn()
+        lengths.add(tuple(len(each) for each in state.random_states(CPU).values()))
+    assert len(lengths) == 1
+
+
+def test_the_states_of_another_number_of_ranks_are_left_alone() -> None:
+    states = rows(*[state.random_states(CPU)] * 2)
+    numbers_drawn()
+    before = generator_states()
+    for given in (None, states, torch.zeros(2, 9)):
+        state.restore_random_states(given, 0, 3, CPU)
+    assert torch.equal(generator_states(), before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_the_random_state_of_a_gpu_is_taken_up_again() -> None:
+    device = torch.device("cuda", 0)
+    states = rows(state.random_states(device))
+    expected = torch.rand(3, device=device).tolist()
+    state.restore_random_states(states, 0, 1, device)
+    assert torch.rand(3, device=device).tolist() == expected
+    state.restore_random_states(states, 0, 1, CPU)
+    expected = torch.rand(3, device=device).tolist()
+    state.restore_random_states(states, 0, 1, device)
+    torch.rand(3, device=device)
+    with generators_kept(device):
+        seed_generators(0)
+        torch.rand(9, device=device)
+    assert torch.rand(3, device=device).tolist() != expected
+
+
+def test_the_generator_of_a_gpu_is_passed_over_on_a_cpu() -> None:
+    seed_generators(1)
+    states = rows({**state.random_states(CPU), "cuda": torch.ones(16, dtype=torch.uint8)})
+    expected = numbers_drawn()
+    state.restore_random_states(states, 0, 1, CPU)
+    assert numbers_drawn() == expected
+
+
+# Drawn by clusterddp 0.1.0 after it had restored the states of each rank from its checkpoint.
+DRAWN_BY_0_1_0 = (
+    (
+        [0.6650960445404053, 0.8751140236854553, 0.339042067527771], 0.8444218515250481,
+        0.05219198828260849, [0.5488135039273248, 0.7151893663724195, 0.6027633760716439],
+        -2.268328201180374,
+    ),
+    (
+        [0.089313805103302, 0.45620179176330566, 0.7100127339363098], 0.13436424411240122,
+        0.9762429492718849, [0.417022004702574, 0.7203244934421581, 0.00011437481734488664],
+        -0.8021728386486427,
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture
+def older() -> Tensor:
+    """The packed states in a checkpoint that two ranks of clusterddp 0.1.0 wrote."""
+    [path] = Path(__file__).parents[1].glob("golden/checkpoint-0.1.0/*.pt")
+    states = state.load(path)["random_states"]
+    assert isinstance(states, Tensor)
+    return states
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_states_of_an_older_checkpoint_are_taken_up(older: Tensor, rank: int) -> None:
+    state.restore_random_states(older, rank, 2, CPU)
+    assert numbers_drawn() == DRAWN_BY_0_1_0[rank]
+
+
+@pytest.mark.parametrize("cut", [0, 3, 100, 6000, 10_000])
+def test_damaged_states_are_refused(older: Tensor, cut: int) -> None:
+    before = generator_states()
+    lacking = rows(state.random_states(CPU))
+    del lacking["python"]
+    for states, world in ((older[:, :cut], 2), (lacking, 1)):
+        with pytest.raises(CheckpointError, match="cannot be restored"):
+            state.restore_random_states(states, 0, world, CPU)
+    assert torch.equal(generator_states(), before)
+    with pytest.raises(CheckpointError, match="layout"):
+        state.restore_random_states(torch.ones(1, 20_000, dtype=torch.uint8), 0, 1, CPU)
+
+
+def _gather(rank: int, world_size: int) -> tuple[Any, Any, Any]:
+    seed_generators(rank)
+    numbers_drawn()
+    states = state.gather_random_states(CPU)
+    return (
+        None if states is None else _lists(states),
+        _lists(state.random_states(CPU)),
+        numbers_drawn(),
+    )
+
+
+def _lists(states: States) -> dict[str, Any]:
+    return {name: each.tolist() for name, each in states.items()}
+
+
+def test_rank_0_has_the_random_states_of_all_ranks() -> None:
+    results = run_ranks(3, _gather)
+    gathered = results[0][0]
+    assert [result[0] for result in results[1:]] == [None, None]
+    own = [result[1] for result in results]
+    assert gathered == {name: [each[name] for each in own] for name in own[0]}
+    for rank, (_, _, expected) in enumerate(results):
+        kinds = {"torch": torch.uint8, "python": torch.float64, "numpy": torch.float64}
+        states = {name: torch.tensor(gathered[name], dtype=kind) for name, kind in kinds.items()}
+        state.restore_random_states(states, rank, 3, CPU)
+        assert numbers_drawn() == expected

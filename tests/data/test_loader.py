@@ -13,8 +13,16 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from clusterddp.data import mnist, shared_memory
-from clusterddp.data.loader import Images, Loaded, as_images, evaluation_order, training_order
-from tests.training.trainings import generator_states
+from clusterddp.data.loader import (
+    Images,
+    Loaded,
+    as_images,
+    evaluation_order,
+    generators_kept,
+    seed_generators,
+    training_order,
+)
+from tests.training.trainings import generator_states, numbers_drawn
 
 CPU = torch.device("cpu")
 
@@ -210,3 +218,24 @@ def test_a_dataset_that_reads_batches_at_once_is_left_to_do_so() -> None:
 def test_an_epoch_that_is_over_has_no_batch(synthetic_dir: Path) -> None:
     loaded = Loaded(mnist.torchvision_set("synthetic", str(synthetic_dir), train=False), CPU, 2)
     assert list(loaded.batches(torch.arange(0), 20)) == []
+
+
+def test_a_seed_repeats_every_generator() -> None:
+    seed_generators(2**40)
+    expected = numbers_drawn()
+    numbers_drawn()
+    seed_generators(2**40)
+    assert numbers_drawn() == expected
+    seed_generators(2**40 + 1)
+    assert not any(one == other for one, other in zip(numbers_drawn(), expected, strict=True))
+
+
+def test_what_is_kept_is_as_it_was_whatever_happens_meanwhile() -> None:
+    seed_generators(3)
+    numbers_drawn()
+    before = generator_states()
+    with pytest.raises(KeyError), generators_kept(CPU):
+        seed_generators(4)
+        numbers_drawn()
+        raise KeyError
+    assert torch.equal(generator_states(), before)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.checkpoints import state
-from clusterddp.data import rng
+from clusterddp.data.loader import generators_kept, seed_generators
 from clusterddp.errors import TrainingError
 from clusterddp.models import nets
 from clusterddp.run.records import Agreement
@@ -94,7 +94,7 @@ class Spread(nn.Module):
 
 def begun(rank: int, seed: int) -> list[list[float]]:
     """What is drawn for the weights, and by the rank afterwards."""
-    rng.seed(99)  # another process begins elsewhere
+    seed_generators(99)  # another process begins elsewhere
     np.random.rand(rank)
     with training_with(Spread):
         model = learner(rank, 2, seed=seed).model
@@ -106,7 +106,7 @@ def test_weights_and_a_ranks_draws_come_from_the_seed_whichever_generator_draws_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("clusterddp.training.step.wrap", lambda model, *_, **__: model)
-    with rng.kept(CPU):
+    with generators_kept(CPU):
         first, second, again, other = begun(0, 7), begun(1, 7), begun(1, 7), begun(0, 9)
     assert first[0] == second[0] and second == again
     for one, another in ((first[1], second[1]), (first[0], other[0]), (first[1], other[1])):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.checkpoints import state
-from clusterddp.data import rng, shared_memory
+from clusterddp.data import shared_memory
 from clusterddp.data.loader import Images
 from clusterddp.distributed.agreement import Hello
 from clusterddp.models import nets
@@ -152,6 +152,17 @@ def _images(data_dir: str, train: bool) -> Images:
     return Images(*shared_memory.read("synthetic", data_dir).tensors(train=train), CPU)
 
 
+def numbers_drawn() -> tuple[Any, ...]:
+    """Some numbers of every generator; an odd count of Gaussians leaves half a pair waiting."""
+    return (
+        torch.rand(3).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(3).tolist(),
+        np.random.standard_normal(),
+    )
+
+
 def generator_states() -> Tensor:
     """The states of all generators, for comparison."""
-    return torch.cat([*rng.capture(CPU).values()])
+    return torch.cat([*state.random_states(CPU).values()])
