@@ -76,7 +76,7 @@ def open_store(
     """
     identity = Identity.from_environ(environ)
     if env.world_size == 1:
-        return identity.within(HashStore())
+        return RunStore(HashStore(), identity)
     deadline = time.monotonic() + timeout
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         agents = tcp_store.connect(env, deadline, answered)
@@ -92,7 +92,7 @@ def open_store(
             identity.await_in(store, env, max(deadline - time.monotonic(), 1.0))
         except dist.DistStoreError:
             raise nobody(env) from None
-    return identity.within(store)
+    return RunStore(store, identity)
 
 
 def agree(
@@ -171,7 +171,7 @@ def break_off(env: DistEnv) -> None:
     abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
     leave_group = abort if dist.get_backend() == "nccl" else dist.destroy_process_group
     try:
-        tcp_store.bounded(lambda: (leave_group(), True), 1.0 if env.world_size == 1 else 5.0)
+        tcp_store.bounded(leave_group, 1.0 if env.world_size == 1 else 5.0)
     except Exception as error:
         log.info(f"leaving the process group: {error or 'it did not answer'}")
 
@@ -230,6 +230,7 @@ class Identity:
     run: str
     nonce: str = field(repr=False)
     round: int = 0
+    """Number of torchrun's round, from 1; 0 without torchrun."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Identity":
@@ -243,14 +244,6 @@ class Identity:
             )
         return cls(run, environ.get(NONCE_VARIABLE, ""))
 
-    def of_round(self, number: int) -> "Identity":
-        """Give the identity of the start in a round of torchrun's, counted from 1."""
-        return replace(self, round=number)
-
-    def within(self, store: Store) -> "RunStore":
-        """Give the part of the store in which the ranks of this start write."""
-        return RunStore(store, self)
-
     def prove(self, key: str, text: str) -> str:
         """Give the proof of what is written under a key; empty without a nonce."""
         if not self.nonce:
@@ -259,22 +252,18 @@ class Identity:
         secret = self.nonce.encode(errors="surrogateescape")
         return hmac.new(secret, scope.encode(), hashlib.sha256).hexdigest()
 
-    def published_in(self, store: Store) -> bool:
-        """Return whether rank 0 has published an identity there, for this round."""
-        return bool(store.check([self._key]))
-
     def publish(self, store: Store) -> None:
         """Publish it, as rank 0 of this start."""
-        store.set(self._key, json.dumps({"run": self.run, "proof": self._digest("proof")}))
+        store.set(self.key, json.dumps({"run": self.run, "proof": self._digest("proof")}))
 
     def await_in(self, store: Store, env: DistEnv, seconds: float) -> None:
         """Wait for rank 0's, and check it; raises DistStoreError where none comes in time."""
-        wait(store, [self._key], seconds)
+        wait(store, [self.key], seconds)
         self.check(store, env)
 
     def check(self, store: Store, env: DistEnv) -> None:
         """Raise TrainingError where another run, or no run, has published its identity there."""
-        published = _object_in(store.get(self._key), env, "what names the run")
+        published = _object_in(store.get(self.key), env, "what names the run")
         if published.get("proof") == self._digest("proof"):
             return
         hint = ""
@@ -288,7 +277,8 @@ class Identity:
         )
 
     @property
-    def _key(self) -> str:
+    def key(self) -> str:
+        """Key under which rank 0 publishes it."""
         return f"{PREFIX}/{self.round}/identity"
 
     def _digest(self, purpose: str) -> str:
@@ -345,13 +335,9 @@ def _object_in(message: bytes, env: DistEnv, what: str) -> Message:
 
 def wait(store: Store, keys: Sequence[str], seconds: float) -> None:
     """Wait for all keys; raises DistStoreError when they are not there in time."""
-
-    def all_there() -> bool:
-        store.wait(list(keys), timedelta(seconds=seconds))
-        return True
-
+    patience = timedelta(seconds=seconds)
     try:
-        tcp_store.bounded(all_there, seconds + GRACE_SECONDS)
+        tcp_store.bounded(lambda: store.wait(list(keys), patience), seconds + GRACE_SECONDS)
     except TimeoutError:
         raise dist.DistStoreError("the store does not answer") from None
     except dist.DistNetworkError as error:
@@ -424,12 +410,12 @@ def _waits(store: RunStore, env: DistEnv, rank: int) -> bool:
 
 def _begin_round(agents: Store, env: DistEnv, identity: Identity, timeout: float) -> RunStore:
     """Begin a new round, as rank 0, and wait for all to enter it."""
-    last = identity.of_round(_last_round(agents, env))
-    if last.round and last.published_in(agents):
+    last = replace(identity, round=_last_round(agents, env))
+    if last.round and agents.check([last.key]):
         last.check(agents, env)
-    this = identity.of_round(agents.add(f"{PREFIX}/rounds", 1))
+    this = replace(identity, round=agents.add(f"{PREFIX}/rounds", 1))
     this.publish(agents)
-    store = this.within(agents)
+    store = RunStore(agents, this)
     keys = {rank: f"enters/{rank}" for rank in range(1, env.world_size)}
     failure: TrainingError | None = None
     try:
@@ -457,8 +443,8 @@ def _enter_round(agents: Store, env: DistEnv, identity: Identity, timeout: float
     deadline = time.monotonic() + timeout
     while True:
         number = max(number, _last_round(agents, env))
-        this = identity.of_round(number)
-        store = this.within(agents)
+        this = replace(identity, round=number)
+        store = RunStore(agents, this)
         try:
             if number != entered:
                 this.await_in(agents, env, _LOOK_SECONDS)

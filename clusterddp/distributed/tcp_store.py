@@ -12,7 +12,6 @@ what is not answered when these are done is not asked again.
 """
 
 import array
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -22,7 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -82,7 +81,7 @@ def listen(
     with without_name_servers() if silent else nullcontext():
         if silent:
             _have_torch_ask_nobody()
-        return _server(_own_address(bound), env.master_port, bound, timeout)
+        return _tcp_store(_own_address(bound), env.master_port, timeout, bound)
 
 
 def connect(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> "Store":
@@ -114,19 +113,10 @@ def connect(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> "Sto
 
 def client(address: str, port: int, seconds: float, *, ask_name_servers: bool = True) -> "Store":
     """Connect to a store; raises TimeoutError or RuntimeError where none answers in time."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
 
     def reach() -> "Store":
         with nullcontext() if ask_name_servers else without_name_servers():
-            store: Store = TCPStore(
-                address,
-                port,
-                None,  # older versions of torch sleep up to a millisecond for each rank they know
-                is_master=False,
-                timeout=timedelta(seconds=seconds),
-                wait_for_workers=False,
-            )
-        return store
+            return _tcp_store(address, port, seconds)
 
     return bounded(reach, seconds)
 
@@ -156,22 +146,14 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
 
 
 class Lookups:
-    """Look-ups that a rendezvous of the ranks leads to, under way."""
+    """Look-ups that a rendezvous of the ranks leads to, in threads that nothing waits for."""
 
     def __init__(self, env: DistEnv) -> None:
-        self.env = env
-        self._master = _LookUp(lambda: _look_up_master(env))
-        self._own = _LookUp(_own_name_is_known)
-
-    @property
-    def master_answered(self) -> bool:
+        self.master_answered = False
         """True once the look-up of the master's name is over, be it that there is none."""
-        return self._master.over
-
-    @property
-    def own_name_known(self) -> bool:
-        """True where this host's name leads to an address of its own."""
-        return self._own.answer is True
+        self._env, self._own_name_is_known = env, False
+        for look_up in (self._look_up_master, self._look_up_own_name):
+            threading.Thread(target=look_up, name="look-up", daemon=True).start()
 
     def gloo_interface(self) -> str:
         """Find the network interface to name to gloo, where this host's own name is of no use.
@@ -179,27 +161,30 @@ class Lookups:
         gloo would fall back to the loopback, on which no other host reaches it. Empty where it
         needs none, or none can be told.
         """
-        return "" if self.own_name_known else _interface_towards(self.env)
+        return "" if self._own_name_is_known else _interface_towards(self._env)
+
+    def _look_up_master(self) -> None:
+        with suppress(OSError, UnicodeError):
+            master = self._env.master_addr, self._env.master_port
+            address = str(socket.getaddrinfo(*master)[0][4][0])
+            # In the form in which torch asks: it connects by IPv6 where it can.
+            mapped = address if ":" in address else f"::ffff:{address}"
+            socket.getnameinfo((mapped, master[1], 0, 0), socket.NI_NUMERICSERV)
+        self.master_answered = True
+
+    def _look_up_own_name(self) -> None:
+        """Look up, as gloo does, an address of this host's name to which a socket can be bound."""
+        with suppress(OSError, UnicodeError):
+            for family, kind, protocol, _, where in socket.getaddrinfo(
+                socket.gethostname(), None, type=socket.SOCK_STREAM
+            ):
+                with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                    probe.bind(where)
+                    self._own_name_is_known = True
+                    return
 
 
-class _LookUp:
-    """Look-up in a thread of its own, which nothing waits for."""
-
-    def __init__(self, call: Callable[[], bool]) -> None:
-        self.over = False
-        self.answer: bool | None = None
-        self._call = call
-        threading.Thread(target=self._run, name="look-up", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self.answer = self._call()
-        except (OSError, UnicodeError):
-            self.answer = False
-        self.over = True
-
-
-@contextlib.contextmanager
+@contextmanager
 def without_name_servers() -> Iterator[None]:
     """Have this thread's look-ups read the hosts file and ask nobody.
 
@@ -257,17 +242,20 @@ def _is_ipv4(master_addr: str) -> bool:
     return all(address.version == 4 and not address.is_loopback for address in addresses)
 
 
-def _server(address: str, port: int, bound: socket.socket, timeout: float) -> "Store":
+def _tcp_store(
+    address: str, port: int, seconds: float, bound: socket.socket | None = None
+) -> "Store":
+    """Connect to a store, or serve one on a bound socket, which is taken over."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
 
     store: Store = TCPStore(
         address,
         port,
         None,  # older versions of torch sleep up to a millisecond for each rank they know
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
+        is_master=bound is not None,
+        timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
-        master_listen_fd=bound.detach(),
+        master_listen_fd=bound.detach() if bound else None,
     )
     return store
 
@@ -290,9 +278,9 @@ def _have_torch_ask_nobody() -> None:
     that no hosts file has: torch asks for its IPv6 form, ::ffff:127.…, by which glibc 2.41 finds
     127.0.0.1 there, and 2.36 does not.
     """
-    with contextlib.suppress(RuntimeError, OSError):
+    with suppress(RuntimeError, OSError):
         bound = socket.create_server((_NAMELESS, 0))
-        _server(_NAMELESS, bound.getsockname()[1], bound, timeout=300)
+        _tcp_store(_NAMELESS, bound.getsockname()[1], 300, bound)
 
 
 def _await_listener(env: DistEnv, deadline: float) -> str:
@@ -301,11 +289,9 @@ def _await_listener(env: DistEnv, deadline: float) -> str:
     The kernel accepts the connection as soon as rank 0 has bound its socket, which it does first
     of all; so this tries again only where rank 0's process began later, and the pauses are short.
     """
-    where = f"{env.master_addr}:{env.master_port}"
-    pause = 0.02
+    address, pause = (env.master_addr, env.master_port), 0.02
     while True:
         try:
-            address = (env.master_addr, env.master_port)
             with socket.create_connection(address, timeout=5.0) as probe:
                 return str(probe.getpeername()[0])
         except socket.gaierror as error:
@@ -318,9 +304,10 @@ def _await_listener(env: DistEnv, deadline: float) -> str:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"rank {env.rank} on {socket.gethostname()} waited for rank 0 at {where}, but "
-                    f"nobody answered: {error.strerror or error}. The log of rank 0 says whether "
-                    "it started; a firewall between the hosts looks the same."
+                    f"rank {env.rank} on {socket.gethostname()} waited for rank 0 at "
+                    f"{address[0]}:{address[1]}, but nobody answered: {error.strerror or error}. "
+                    "The log of rank 0 says whether it started; a firewall between the hosts looks "
+                    "the same."
                 ) from None
         time.sleep(pause)  # rank 0 has not begun: there is no event to wait for
         pause = min(pause * 1.5, 0.5)
@@ -329,46 +316,22 @@ def _await_listener(env: DistEnv, deadline: float) -> str:
 def _somebody_listens(env: DistEnv) -> bool:
     try:
         socket.create_connection((env.master_addr, env.master_port), timeout=5.0).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        pass
+    except OSError as error:
+        return not isinstance(error, ConnectionRefusedError)
     return True
-
-
-def _look_up_master(env: DistEnv) -> bool:
-    address = str(socket.getaddrinfo(env.master_addr, env.master_port)[0][4][0])
-    # In the form in which torch asks: it connects by IPv6 where it can.
-    mapped = address if ":" in address else f"::ffff:{address}"
-    socket.getnameinfo((mapped, env.master_port, 0, 0), socket.NI_NUMERICSERV)
-    return True
-
-
-def _own_name_is_known() -> bool:
-    """Look up, as gloo does, an address of this host's name to which a socket can be bound."""
-    for family, kind, protocol, _, where in socket.getaddrinfo(
-        socket.gethostname(), None, type=socket.SOCK_STREAM
-    ):
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind(where)
-            return True
-    return False
 
 
 def _interface_towards(env: DistEnv) -> str:
     """Find the interface of the IPv4 address from which this host reaches the master, or none."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((env.master_addr, env.master_port))  # sends nothing
-            address = probe.getsockname()[0]
-            table = array.array("B", bytes(_REQUEST_BYTES * _MOST))
-            where, size = table.buffer_info()
-            request = struct.pack("iP", size, where)  # struct ifconf
-            filled, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
-            for begin in range(0, filled, _REQUEST_BYTES):
-                entry = table[begin : begin + _REQUEST_BYTES].tobytes()
-                if socket.inet_ntoa(entry[_NAME_BYTES + 4 : _NAME_BYTES + 8]) == address:
-                    return entry[:_NAME_BYTES].partition(b"\0")[0].decode()
-    except OSError:
-        pass
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((env.master_addr, env.master_port))  # sends nothing
+        address = probe.getsockname()[0]
+        table = array.array("B", bytes(_REQUEST_BYTES * _MOST))
+        where, size = table.buffer_info()
+        request = struct.pack("iP", size, where)  # struct ifconf
+        filled, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
+        for begin in range(0, filled, _REQUEST_BYTES):
+            entry = table[begin : begin + _REQUEST_BYTES].tobytes()
+            if socket.inet_ntoa(entry[_NAME_BYTES + 4 : _NAME_BYTES + 8]) == address:
+                return entry[:_NAME_BYTES].partition(b"\0")[0].decode()
     return ""

@@ -16,7 +16,7 @@ from torch import nn
 
 from clusterddp.data.loader import Images, Loaded
 from clusterddp.data.user_dataset import OwnSets
-from clusterddp.distributed.rendezvous import Identity
+from clusterddp.distributed.rendezvous import Identity, RunStore
 from clusterddp.errors import ClusterDDPError, DataError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
@@ -316,7 +316,7 @@ def _obtain(rank: int, world_size: int, folder: str, environ: dict[str, str]) ->
     sets = OwnSets(settings)
     found = [sets.fingerprint() if rank == 0 else ""]
     dist.broadcast_object_list(found)
-    store = Identity("", "").within(dist.FileStore(f"{folder}/store", world_size))
+    store = RunStore(dist.FileStore(f"{folder}/store", world_size), Identity("", ""))
     try:
         train, _ = start.obtain(settings, env, store, sets, CPU, data_sha256=found[0])
     except ClusterDDPError as error:

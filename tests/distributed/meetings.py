@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp.distributed import rendezvous
-from clusterddp.distributed.rendezvous import Identity, agree, open_store
+from clusterddp.distributed.rendezvous import Identity, RunStore, agree, open_store
 from clusterddp.errors import TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 
@@ -88,4 +89,4 @@ def client(port: int) -> Any:
 
 def keys_of(environ: Mapping[str, str], store: Store, round: int = 0) -> Any:
     """The part of the store in which the ranks with this environment write."""
-    return Identity.from_environ(environ).of_round(round).within(store)
+    return RunStore(store, replace(Identity.from_environ(environ), round=round))

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined] 
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp.distributed import rendezvous, tcp_store
-from clusterddp.distributed.rendezvous import Identity, open_store
+from clusterddp.distributed.rendezvous import Identity, RunStore, open_store
 from clusterddp.errors import PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from tests.distributed.meetings import (
@@ -221,12 +221,12 @@ def test_a_restarted_worker_waits_for_rank_0_to_start_again(
 
 
 def test_a_rank_0_that_died_before_all_had_come_is_followed_to_its_next_round(agent: Any) -> None:
-    dead = Identity.from_environ(under_agent()).of_round(agent.add("clusterddp/rounds", 1))
+    dead = replace(Identity.from_environ(under_agent()), round=agent.add("clusterddp/rounds", 1))
     dead.publish(agent)
     second = in_background(
         lambda: meet([env(1, 2, agent.port)], count, PATIENCE, {0: under_agent()})[0]
     )
-    dead.within(agent).wait(["enters/1"])
+    RunStore(agent, dead).wait(["enters/1"])
     first = meet([env(0, 2, agent.port)], count, PATIENCE, {0: under_agent()})[0]
     assert first == second() == {"ranks": [0, 1]}
 
@@ -289,7 +289,7 @@ def test_what_a_stranger_writes_over_a_message_is_refused(
     written: Callable[[Identity], str],
 ) -> None:
     run = Identity.from_environ(under_agent())
-    store = run.within(HashStore())
+    store = RunStore(HashStore(), run)
     rendezvous.put(store, "verdict", {"resume": ""})
     assert rendezvous.take(store, env(1, 2, 1), "verdict", "the verdict") == {"resume": ""}
     store.set("verdict", written(run))
