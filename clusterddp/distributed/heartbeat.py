@@ -19,30 +19,24 @@ _STOP_SECONDS = 1.0
 class Phase(IntEnum):
     """Phases of a step, in their order."""
 
-    START = 0
-    DATA = 1
-    FORWARD = 2
-    BACKWARD = 3
-    UPDATE = 4
-    LOG = 5
-    EVALUATE = 6
-    COUNT = 7
-    SAVE = 8
-    DONE = 9
+    words: str
+    """What a rank does in it, with a place for the step."""
 
+    def __new__(cls, number: int, words: str = "") -> "Phase":
+        phase = int.__new__(cls, number)
+        phase._value_, phase.words = number, words
+        return phase
 
-_WORDS = {
-    Phase.START: "starting, after step {}",
-    Phase.DATA: "fetching the batch of step {}",
-    Phase.FORWARD: "in the forward pass of step {}",
-    Phase.BACKWARD: "exchanging the gradients of step {}",
-    Phase.UPDATE: "updating the weights in step {}",
-    Phase.LOG: "adding up the figures of step {}",
-    Phase.EVALUATE: "evaluating after step {}",
-    Phase.COUNT: "adding up the evaluation after step {}",
-    Phase.SAVE: "saving after step {}",
-    Phase.DONE: "done after step {}",
-}
+    START = 0, "starting, after step {}"
+    DATA = 1, "fetching the batch of step {}"
+    FORWARD = 2, "in the forward pass of step {}"
+    BACKWARD = 3, "exchanging the gradients of step {}"
+    UPDATE = 4, "updating the weights in step {}"
+    LOG = 5, "adding up the figures of step {}"
+    EVALUATE = 6, "evaluating after step {}"
+    COUNT = 7, "adding up the evaluation after step {}"
+    SAVE = 8, "saving after step {}"
+    DONE = 9, "done after step {}"
 
 
 class Place(NamedTuple):
@@ -57,7 +51,7 @@ class Place(NamedTuple):
         """Describe it, as `in the forward pass of step 3`."""
         if self.phase == Phase.START and not self.step:
             return "starting"
-        return _WORDS[Phase(self.phase)].format(self.step)
+        return Phase(self.phase).words.format(self.step)
 
 
 class Progress:
@@ -168,11 +162,6 @@ class Signs:
             for rank, (_, at, grown) in self._numbers.items()
             if self._looked_at - at >= self._quiet
         }
-
-
-def default_beat(world_size: int) -> float:
-    """Give the seconds between a rank's postings: at most 50 a second reach the store in all."""
-    return max(2.0, world_size / 50)
 
 
 def connect(env: DistEnv, environ: Mapping[str, str], timeout: float) -> Store | None:

@@ -6,7 +6,6 @@ in a store now and then; nobody reads the postings until nothing moves any more.
 
 import faulthandler
 import os
-import socket
 import sys
 import threading
 import time
@@ -17,14 +16,7 @@ from typing import NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp import log
-from clusterddp.distributed.heartbeat import (
-    Board,
-    Phase,
-    Posting,
-    Progress,
-    Signs,
-    default_beat,
-)
+from clusterddp.distributed.heartbeat import Board, Phase, Posting, Progress, Signs
 from clusterddp.ranks.dist_env import DistEnv
 
 # A rank that posted nothing for so many beats does not answer.
@@ -53,17 +45,19 @@ def periods(watchdog: float, group_timeout: float, world_size: int) -> tuple[flo
     """Give `silent_seconds` and `beat_seconds`, so that the verdict precedes the time-out.
 
     A process group whose time-out comes first ends the ranks that wait before anybody has looked
-    for the one that hangs. Then a third of that time-out counts, and ranks post more often.
+    for the one that hangs. Then a third of that time-out counts, and ranks post more often; at most
+    50 postings a second reach the store in all.
     """
-    beat = default_beat(world_size)
+    fastest = world_size / 50
+    beat = max(2.0, fastest)
     if watchdog + _BEATS_TO_A_VERDICT * beat <= group_timeout:
         return watchdog, beat
     silent = min(watchdog, group_timeout / 3)
-    return silent, max(world_size / 50, min(beat, silent / _BEATS_TO_A_VERDICT))
+    return silent, max(fastest, min(beat, silent / _BEATS_TO_A_VERDICT))
 
 
 class Watchdog:
-    """Watches `progress` from a thread of its own, between start() and stop() or in a `with`.
+    """Watches `progress` and posts heartbeats from threads of its own while its context is open.
 
     Where it has not moved for `silent_seconds`, this rank's stacks go to stderr. One rank logs
     for all which one is to blame: rank 0, or the lowest that still answers. `store` is used by
@@ -79,16 +73,14 @@ class Watchdog:
         progress: Progress,
         *,
         silent_seconds: float,
-        beat_seconds: float | None = None,
-        host: str = "",
+        beat_seconds: float,
+        host: str,
         note: Callable[[Verdict | None], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._note = note
         self._env, self._progress, self._clock = env, progress, clock
-        self._host = host or socket.gethostname()
-        self._silent_seconds = silent_seconds
-        self._beat = beat_seconds or default_beat(env.world_size)
+        self._host, self._silent_seconds, self._beat = host, silent_seconds, beat_seconds
         self._tick_seconds = min(self._beat, 1.0)
         self._quiet = _BEATS_OF_SILENCE * self._beat
         self._board: Board | None = None
@@ -105,16 +97,17 @@ class Watchdog:
         self._signs: Signs | None = None  # while nothing moves
         self._logged: tuple[str, tuple[int, ...]] | None = None
         self._gave_up = False
-        self._suspect = ""
+        self.suspect = ""
+        """The rank that keeps this one waiting, described; empty when none is suspected."""
 
-    def start(self) -> None:
-        """Start to watch, and to post heartbeats."""
+    def __enter__(self) -> "Watchdog":
         self._arm()
         self._thread.start()
         if self._board:
             self._board.thread.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Tell the others that this rank leaves; returns within about two seconds in any case."""
         self._stopping.set()
         if self._thread.is_alive():
@@ -122,17 +115,6 @@ class Watchdog:
         if self._board:
             self._board.stop()
         faulthandler.cancel_dump_traceback_later()
-
-    def __enter__(self) -> "Watchdog":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def latest_suspect(self) -> str:
-        """Describe the rank that keeps this one waiting; empty when none is suspected."""
-        return self._suspect
 
     def _watch(self) -> None:
         while not self._stopping.wait(self._tick_seconds):
@@ -170,7 +152,7 @@ class Watchdog:
     def _resume(self) -> None:
         logged, still = self._logged, self._still_seconds
         self._marks, self._moved_at = self._progress.state[0], self._now
-        self._logged, self._signs, self._suspect = None, None, ""
+        self._logged, self._signs, self.suspect = None, None, ""
         if self._board:
             self._board.wanted, self._board.suspect = range(0), ""
         if logged:
@@ -220,12 +202,12 @@ class Watchdog:
             if rank not in gone and rank != env.rank
         }
         if any(rank < env.rank and rank not in silent and rank not in gone for rank in signs.ranks):
-            self._suspect = look.suspect  # that rank speaks
+            self.suspect = look.suspect  # that rank speaks
         elif len(signs.ranks) < env.world_size:
             self._look_at(range(env.world_size))
         else:
             self._log_verdict(judge(look.postings, silent, env.world_size, self._silent_seconds))
-            board.suspect = self._suspect
+            board.suspect = self.suspect
 
     def _look_at(self, ranks: range) -> None:
         if self._env.rank == 0:
@@ -260,15 +242,15 @@ class Watchdog:
         if self._stopping.is_set():
             return
         env = self._env
-        self._suspect = (
+        self.suspect = (
             f"rank 0 cannot be reached at {env.master_addr}:{env.master_port} ({failure}): it has "
             "ended, or the network is cut"
         )
-        log.info(f"watchdog: {self._suspect}")
+        log.info(f"watchdog: {self.suspect}")
 
     def _log_verdict(self, verdict: Verdict, aloud: bool = True) -> None:
         if verdict.kind != "alone":
-            self._suspect = "" if verdict.kind == "level" else verdict.text
+            self.suspect = "" if verdict.kind == "level" else verdict.text
         if aloud and (verdict.kind, verdict.ranks) != self._logged:
             self._logged = verdict.kind, verdict.ranks
             log.info(f"watchdog: nothing moved for {self._still_seconds:.0f} s: {verdict.text}")
@@ -289,12 +271,8 @@ def judge(
     if silent:
         # Before those that left: they may have done so for the want of this one.
         return _silence(postings, silent)
-    left = [
-        rank
-        for rank, posting in postings.items()
-        if posting.left and posting.place.phase < Phase.DONE
-    ]
-    if left:
+    gone = [rank for rank, posting in postings.items() if posting.left]
+    if left := [rank for rank in gone if postings[rank].place.phase < Phase.DONE]:
         place = postings[min(left)].place
         return Verdict(
             "left",

@@ -131,8 +131,7 @@ def _run(task: _Task) -> int:
         )
         joined = join.join(config, env, store, os.environ, settle, lookups)
         if config.watchdog:
-            watchdog = _watch(config, env, joined, progress)
-            at_end.callback(watchdog.stop)
+            watchdog = at_end.enter_context(_watchdog(config, env, joined, progress))
         reason = _train(task, joined, store, reading, progress)
         dist.barrier()
     dist.destroy_process_group()
@@ -215,16 +214,17 @@ def _breaking_off(env: DistEnv, suspect: Callable[[], str]) -> Iterator[None]:
 
 
 def _suspect(watchdog: "Watchdog | None") -> str:
-    return watchdog.latest_suspect() if watchdog else ""
+    return watchdog.suspect if watchdog else ""
 
 
-def _watch(config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progress") -> "Watchdog":
-    """Start the watchdog."""
+def _watchdog(
+    config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progress"
+) -> "Watchdog":
     from clusterddp.distributed import heartbeat
     from clusterddp.distributed.watchdog import Watchdog, periods
 
     silent, beat = periods(config.watchdog, config.process_group_timeout, env.world_size)
-    watchdog = Watchdog(
+    return Watchdog(
         heartbeat.connect(env, os.environ, 10.0),
         env,
         progress,
@@ -233,8 +233,6 @@ def _watch(config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progr
         host=joined.hello.host,
         note=partial(_note_hung, joined.attempt),
     )
-    watchdog.start()
-    return watchdog
 
 
 def _train(

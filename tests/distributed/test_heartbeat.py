@@ -49,11 +49,6 @@ def test_a_rank_is_silent_by_what_the_store_says_and_not_for_the_want_of_its_ans
     assert signs.silent(111, 134) == {2: 134}
 
 
-def test_the_store_sees_at_most_50_postings_a_second() -> None:
-    assert heartbeat.default_beat(2) == heartbeat.default_beat(64) == 2
-    assert 1000 / heartbeat.default_beat(1000) == pytest.approx(50)
-
-
 def test_no_connection_is_made_where_nobody_answers_as_a_store() -> None:
     assert heartbeat.connect(DistEnv.from_environ({}), {}, PATIENCE) is None
     with socket.create_server(("127.0.0.1", 0)) as stranger:
