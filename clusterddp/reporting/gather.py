@@ -28,7 +28,7 @@ from clusterddp.run.records import (
     WorstImage,
 )
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.status import RunStatus, first_known, latest_report, spec_of
+from clusterddp.run.status import RunStatus, first_known, latest_report
 
 SLOW = 0.8
 """Share of the other ranks' median speed below which a rank is a straggler."""
@@ -191,7 +191,7 @@ class Gathered:
 
 def gather(run: RunDir, status: RunStatus) -> Gathered:
     """Gather the account of a run, whose state is `status`, from all its records."""
-    spec = spec_of(run)
+    spec = run.read_spec()
     known: list[Attempt] = []
     with contextlib.suppress(OSError):
         known = attempts(run)

@@ -8,17 +8,6 @@ from dataclasses import dataclass
 
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.events import (
-    CancelAsked,
-    CancelFailed,
-    Ended,
-    Event,
-    Resubmitted,
-    Started,
-    StopAsked,
-    StopFailed,
-    Submitted,
-)
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 
 DONE = "done"
@@ -77,12 +66,7 @@ class Start:
 
 
 def decide(
-    policy: Policy,
-    cause: str,
-    starts: Sequence[Start],
-    *,
-    stop_asked: bool = False,
-    how: str = "",
+    policy: Policy, cause: str, starts: Sequence[Start], *, stop_asked: bool = False, how: str = ""
 ) -> Decision:
     """Decide whether another attempt follows.
 
@@ -127,18 +111,11 @@ def capped(max_requeues: int) -> str:
 
 def starts_since_submission(run: RunDir) -> list[Start]:
     """List the attempts since a person last submitted the run, the latest last."""
-    return starts_of(run, events.read(run.events))
+    causes = causes_of(events.read(run.events))
+    return [Start(number, cause, gained(Attempt(run, number))) for number, cause in causes.items()]
 
 
-def starts_of(run: RunDir, history: Sequence[Event]) -> list[Start]:
-    """Return the attempts since a person last submitted the run, from its events."""
-    return [
-        Start(number, cause, gained(Attempt(run, number)))
-        for number, cause in causes_of(history).items()
-    ]
-
-
-def causes_of(history: Sequence[Event]) -> dict[int, str]:
+def causes_of(history: Sequence[events.Event]) -> dict[int, str]:
     """Each attempt since a person last submitted the run, with how it ended (see `Start.cause`)."""
     causes: dict[int, str] = {}
     jobs: dict[int, str] = {}
@@ -147,25 +124,25 @@ def causes_of(history: Sequence[Event]) -> dict[int, str]:
         if _is_a_persons(event):
             # A job can start before the submitting side has written its own line.
             causes = {n: cause for n, cause in causes.items() if job_id and jobs[n] == job_id}
-        elif isinstance(event, Started) and number is not None:
+        elif isinstance(event, events.Started) and number is not None:
             causes[number], jobs[number] = "", job_id
-        elif isinstance(event, Ended) and number in causes:
+        elif isinstance(event, events.Ended) and number in causes:
             causes[number] = event.cause
     return causes
 
 
-def done_by(history: Sequence[Event], job_id: str) -> bool:
+def done_by(history: Sequence[events.Event], job_id: str) -> bool:
     """Return whether a start of this job has finished the run since a person last submitted it."""
     causes = causes_of(history)
     return any(
-        isinstance(event, Ended)
+        isinstance(event, events.Ended)
         and causes.get(event.attempt or 0) == DONE
         and event.job_id == job_id
         for event in history
     )
 
 
-def withdrawn(history: Sequence[Event], job_id: str) -> str:
+def withdrawn(history: Sequence[events.Event], job_id: str) -> str:
     """CANCELLED or STOPPED where a person has asked that this job start nothing more, else empty.
 
     A stop that was asked for since the run last started counts for the jobs that the run knows
@@ -176,45 +153,37 @@ def withdrawn(history: Sequence[Event], job_id: str) -> str:
     for event in history:
         of_job = event.job_id == job_id
         known = known or of_job
-        if _is_a_persons(event) or (isinstance(event, Started) and withdrawal == STOPPED):
+        if _is_a_persons(event) or (isinstance(event, events.Started) and withdrawal == STOPPED):
             withdrawal = ""
-        elif isinstance(event, StopAsked):
+        elif isinstance(event, events.StopAsked):
             withdrawal = withdrawal or STOPPED
-        elif isinstance(event, StopFailed) and withdrawal == STOPPED:
+        elif isinstance(event, events.StopFailed) and withdrawal == STOPPED:
             withdrawal = ""
-        elif isinstance(event, CancelAsked) and of_job:
+        elif isinstance(event, events.CancelAsked) and of_job:
             withdrawal = CANCELLED
-        elif isinstance(event, CancelFailed) and of_job and withdrawal == CANCELLED:
+        elif isinstance(event, events.CancelFailed) and of_job and withdrawal == CANCELLED:
             withdrawal = ""
     return withdrawal if known else ""
 
 
-def _is_a_persons(event: Event) -> bool:
+def _is_a_persons(event: events.Event) -> bool:
     """Return whether it is a submission of a person, with which the counting of starts begins anew.
 
     `resubmit` stands before the submission proper, which the job's start can overtake.
     """
-    return isinstance(event, Resubmitted) or (
-        isinstance(event, Submitted) and not event.in_place_of
-    )
+    submitted = isinstance(event, events.Submitted) and not event.in_place_of
+    return submitted or isinstance(event, events.Resubmitted)
 
 
 def gained(attempt: Attempt) -> int | None:
     """Steps that an attempt has brought onto the disk."""
     record = attempt.read_record()
     if not record:
-        return None if not attempt.run.resolved.exists() and _runs_a_command(attempt.run) else 0
+        spec = attempt.run.read_spec()
+        runs_a_command = spec is not None and spec.train is None
+        return None if runs_a_command and not attempt.run.resolved.exists() else 0
     # The next attempt takes the files over, and says from which of them it started.
     after = Attempt(attempt.run, attempt.number + 1).read_record()
     newest = newest_checkpoint(attempt.checkpoints)
     reached = max(newest[0] if newest else 0, (after.step or 0) if after else 0)
     return max(reached - (record.step or 0), 0)
-
-
-def _runs_a_command(run: RunDir) -> bool:
-    from clusterddp.errors import RequestError
-
-    try:
-        return run.load_spec().train is None
-    except RequestError:
-        return False

@@ -103,13 +103,11 @@ class RunDir:
     @property
     def array_index(self) -> str:
         """Index of the array's element that this run is, RUN-INDEX; empty where it is none."""
-        try:
-            array = Path(self.load_spec().run_dir).resolve()
-        except RequestError:
-            return ""
-        path = self.path.resolve()
+        spec, path = self.read_spec(), self.path.resolve()
         name, _, index = path.name.rpartition("-")
-        return index if index.isdigit() and path.with_name(name) == array else ""
+        if spec and index.isdigit() and path.parent / name == Path(spec.run_dir).resolve():
+            return index
+        return ""
 
     @property
     def resubmission(self) -> str:
@@ -177,6 +175,13 @@ class RunDir:
             ) from None
         except RequestError as error:
             raise RequestError(f"{self.path}: {error}") from None
+
+    def read_spec(self) -> JobSpec | None:
+        """Read the request; None for a damaged one, which takes nothing from what else is known."""
+        try:
+            return self.load_spec()
+        except RequestError:
+            return None
 
 
 def find_runs(output_root: Path) -> list[RunDir]:

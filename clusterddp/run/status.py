@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError, RequestError
-from clusterddp.request.spec import JobSpec, submission_comment
+from clusterddp.request.spec import submission_comment
 from clusterddp.run import events, files, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
@@ -130,7 +130,7 @@ def run_status(
     figures, latest = report or Report(), latest_metrics(run.metrics)
     checkpoint = newest_checkpoint(run.checkpoints)
     failure = _failure(run, state, submission, by_hand)
-    spec = spec_of(run)
+    spec = run.read_spec()
     known = submission or _by_hand(by_hand)
     started, ended = known.start, known.end
     return RunStatus(
@@ -287,14 +287,6 @@ def is_another_runs(run: RunDir, job: JobState) -> bool:
     if job.element and job.element.endswith(f"_{index}"):
         own.add(submission_comment(name))  # each element is a run, RUN-INDEX; the comment is RUN's
     return job.comment.startswith(submission_comment("")) and job.comment not in own
-
-
-def spec_of(run: RunDir) -> JobSpec | None:
-    """Read the request; None for a damaged record, which takes nothing from what else is known."""
-    try:
-        return run.load_spec()
-    except ClusterDDPError:
-        return None
 
 
 def _created(run: RunDir) -> float | None:

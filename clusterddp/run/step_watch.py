@@ -8,7 +8,6 @@ The tasks' own records say that they have ended. The batch script starts this be
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,31 +20,20 @@ from clusterddp.slurm import client as slurm
 
 GRACE_SECONDS = 20.0
 """After the last task's recorded end, for srun to end by itself: it usually takes less than one."""
-REPORT_SECONDS = 120.0
+_REPORT_SECONDS = 120.0
 """Grace after rank 0's last word, where the end of some task is not recorded."""
 # srun waits for KillWait (30 s by default) and two seconds more once its step is cancelled.
 _CANCEL_SECONDS = 35.0
 _POLL_SECONDS = 2.0
 
 
-def watch(
-    attempt: Attempt,
-    job: str,
-    ranks: int,
-    script: int,
-    *,
-    grace_seconds: float = GRACE_SECONDS,
-    report_seconds: float = REPORT_SECONDS,
-    cancel_seconds: float = _CANCEL_SECONDS,
-    poll_seconds: float = _POLL_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
+def watch(attempt: Attempt, job: str, ranks: int, script: int, grace_seconds: float) -> None:
     """Return when srun has no message left to wait for and has ended, by itself or not.
 
     job: the id that Slurm's commands take. ranks: how many ends are recorded once all have ended.
     script: the process of which srun is a child.
     """
-    why = _await_the_end(attempt, ranks, grace_seconds, report_seconds, poll_seconds, clock)
+    why = _await_the_end(attempt, ranks, grace_seconds)
     srun = _srun_of(script, attempt.run.path)
     if srun is None:
         return
@@ -65,9 +53,9 @@ def watch(
             why=why,
         )
     if step and _cancel(step):
-        deadline = clock() + cancel_seconds
-        while _is_child(srun, script) and clock() < deadline:
-            time.sleep(min(poll_seconds, 0.5))  # srun is no child of this process
+        deadline = time.monotonic() + _CANCEL_SECONDS
+        while _is_child(srun, script) and time.monotonic() < deadline:
+            time.sleep(min(_POLL_SECONDS, 0.5))  # srun is no child of this process
     if _is_child(srun, script):
         log.info("killing srun, which does not end with its step")
         with suppress(ProcessLookupError):
@@ -92,36 +80,30 @@ def was_ended(attempt: Attempt) -> bool:
     )
 
 
-def _await_the_end(
-    attempt: Attempt,
-    ranks: int,
-    grace_seconds: float,
-    report_seconds: float,
-    poll_seconds: float,
-    clock: Callable[[], float],
-) -> str:
+def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
     """Wait until srun should have ended; returns the reason.
 
     Each look reads the record of one rank that is still at work, however many there are.
     """
-    seen: tuple[object, ...] = ()
-    since = clock()
+    before: tuple[object, ...] = ()
+    since = time.monotonic()
     first_at_work = 0
     while True:
         while first_at_work < ranks and _has_ended(attempt, first_at_work):
             first_at_work += 1
-        now = first_at_work, attempt.end.exists(), _last_sign(attempt)
-        if now != seen:
-            seen, since = now, clock()
-        quiet = clock() - since
+        has_last_word = attempt.end.exists()
+        now = first_at_work, has_last_word, _last_sign(attempt)
+        if now != before:
+            before, since = now, time.monotonic()
+        quiet = time.monotonic() - since
         if first_at_work >= ranks:
             if quiet >= grace_seconds and _all_have_ended(attempt):
                 return "every task's end is recorded"
             if quiet >= grace_seconds:
                 first_at_work = 0  # an agent has started its ranks anew, or there are more of them
-        elif seen[1] and quiet >= report_seconds:
-            return f"the training has ended, without a sign of life for {report_seconds:g} s"
-        time.sleep(poll_seconds)  # the records lie on a file system shared by hosts
+        elif has_last_word and quiet >= _REPORT_SECONDS:
+            return f"the training has ended, without a sign of life for {_REPORT_SECONDS:g} s"
+        time.sleep(_POLL_SECONDS)  # the records lie on a file system shared by hosts
 
 
 def _has_ended(attempt: Attempt, rank: int) -> bool:

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from functools import cached_property
 
-from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.run import events, files, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
@@ -95,7 +95,8 @@ class _Evidence:
     ) -> None:
         self.attempt, self.run = attempt, attempt.run
         self.job_id, self.restart, self.unwritable = job_id, restart, unwritable
-        self.trains = _trains(self.run)
+        spec = self.run.read_spec()
+        self.trains = spec.train is not None if spec else self.run.metrics.exists()
         last_word = attempt.read_last_word()
         self.has_last_word = last_word is not None
         """True where the ranks have recorded their common end."""
@@ -338,13 +339,6 @@ def _job_code(srun_code: int, failure: Failure | None) -> int:
     if failure and failure.exit_code:
         return failure.exit_code
     return srun_code or (EXIT_FAILED if failure else 0)
-
-
-def _trains(run: RunDir) -> bool:
-    try:
-        return run.load_spec().train is not None
-    except RequestError:
-        return run.metrics.exists()
 
 
 def _achieved(run: RunDir) -> str:

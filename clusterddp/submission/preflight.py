@@ -113,13 +113,11 @@ def _check_checkpoint(checkpoint: Path, config: TrainConfig, world_size: int | N
             f"{config.max_steps} ends there: nothing is left to train. Give more steps."
         )
     for folder in checkpoint.resolve().parents[1:4]:  # only a run keeps records
-        try:
-            before = RunDir(folder).load_spec().train
-        except RequestError:
-            continue
-        if before:
-            _check_run(RunDir(folder), before, step, config, world_size)
-        return
+        spec = RunDir(folder).read_spec()
+        if spec and spec.train:
+            _check_run(RunDir(folder), spec.train, step, config, world_size)
+        if spec:
+            return
 
 
 def _check_run(

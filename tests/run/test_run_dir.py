@@ -29,6 +29,14 @@ def test_a_run_is_private_and_holds_its_records(tmp_path: Path) -> None:
     assert [found.name for found in find_runs(tmp_path / "jobs")] == ["demo"]
 
 
+@pytest.mark.parametrize("name", ["2024", "demo-7"])
+def test_a_run_whose_name_ends_in_a_number_is_no_element_of_an_array(
+    tmp_path: Path, name: str
+) -> None:
+    with RunDir.create(spec(run_dir=str(tmp_path / name)), "") as run:
+        assert run.array_index == ""
+
+
 def test_what_a_refused_submission_made_is_taken_away(tmp_path: Path) -> None:
     asked = spec(run_dir=str(tmp_path / "a/b/demo"))
     with pytest.raises(RequestError), RunDir.create(asked, ""):

@@ -5,9 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +31,9 @@ class Step:
         self.bin = folder / "bin"
         self.bin.mkdir()
         monkeypatch.setenv("PATH", f"{self.bin}:{os.environ['PATH']}")
+        monkeypatch.setattr(step_watch, "_REPORT_SECONDS", 0.4)
+        monkeypatch.setattr(step_watch, "_CANCEL_SECONDS", 0.2)
+        monkeypatch.setattr(step_watch, "_POLL_SECONDS", 0.02)
         self.scancel("exit 0")
         # A step of the set-up that goes on: not the one that is watched.
         (self.bin / "srun").symlink_to("/bin/sh")
@@ -53,21 +56,9 @@ class Step:
         }  # fmt: skip
         (self.attempt.outcomes / f"rank-{rank}.json").write_text(json.dumps(content))
 
-    def watch(
-        self, clock: Callable[[], float] = time.monotonic, cancel_seconds: float = 0.2
-    ) -> None:
+    def watch(self) -> None:
         with log.to(self.said.append):
-            step_watch.watch(
-                self.attempt,
-                "17",
-                2,
-                os.getpid(),
-                grace_seconds=0.2,
-                report_seconds=0.4,
-                cancel_seconds=cancel_seconds,
-                poll_seconds=0.02,
-                clock=clock,
-            )
+            step_watch.watch(self.attempt, "17", 2, os.getpid(), 0.2)
 
     @property
     def cancelled(self) -> list[str]:
@@ -86,11 +77,14 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
 ENDED = {"ended": 2.0, "exit_code": 0}
 
 
-def test_once_every_end_is_recorded_the_step_is_cancelled_and_no_other(step: Step) -> None:
+def test_once_every_end_is_recorded_the_step_is_cancelled_and_no_other(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_watch, "_CANCEL_SECONDS", PATIENCE)
     step.scancel(f"kill -9 {step.srun.pid}")
     for rank in (0, 1):
         step.record(rank, **ENDED)
-    step.watch(cancel_seconds=PATIENCE)
+    step.watch()
     assert step.cancelled == ["17.3"]
     assert step_watch.was_ended(step.attempt)
     assert "every task's end is recorded" in step.said[0]
@@ -154,8 +148,9 @@ def test_a_rank_that_is_at_work_is_waited_for(
             for rank in (1, 2):
                 step.record(rank, **ENDED)
 
-    monkeypatch.setattr(step_watch.time, "sleep", sleep)
-    step.watch(clock=lambda: looks * 0.02)
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.02)
+    monkeypatch.setattr(step_watch, "time", clock)
+    step.watch()
     assert looks > 50
     assert step.cancelled == ["17.3"]
 
@@ -181,8 +176,9 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
             assert step.cancelled == []
             step.attempt.show_life(looks)
 
-    monkeypatch.setattr(step_watch.time, "sleep", sleep)
-    step.watch(clock=lambda: looks * 0.02)
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.02)
+    monkeypatch.setattr(step_watch, "time", clock)
+    step.watch()
     assert looks > 50 + 20  # the longer grace
     assert step.cancelled == ["17.3"]
 

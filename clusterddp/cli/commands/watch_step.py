@@ -25,4 +25,4 @@ def command(run_dir: Path, job_id: str, number: int, script: int, ranks: int, gr
     die_with_parent(script)
     attempt = Attempt(RunDir(run_dir), number)
     with log.to(lambda line: logs.print_to_job_log(f"clusterddp: {line}")):
-        step_watch.watch(attempt, own_name(os.environ, job_id), ranks, script, grace_seconds=grace)
+        step_watch.watch(attempt, own_name(os.environ, job_id), ranks, script, grace)
