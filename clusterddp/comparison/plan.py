@@ -102,7 +102,7 @@ def plan(
 
 
 def _training(config: TrainConfig, strategy: str, devices: int, fixed: bool) -> TrainConfig:
-    own = dataclasses.replace(
+    adapted = dataclasses.replace(
         config,
         strategy=strategy,
         sync_batchnorm=config.sync_batchnorm and strategy == "ddp",
@@ -116,13 +116,12 @@ def _training(config: TrainConfig, strategy: str, devices: int, fixed: bool) -> 
                 f"among {devices} devices. Give a multiple of {devices}."
             )
         if strategy == "ddp":  # the batch of a step is the same, so its rate is as well
-            return dataclasses.replace(
-                own, batch_size=config.batch_size // devices, lr_scaling="none"
-            )
+            share = config.batch_size // devices
+            return dataclasses.replace(adapted, batch_size=share, lr_scaling="none")
     elif strategy == "dp":  # one rank, which scales no rate, cuts its batch among its GPUs
-        rate = config.peak_lr(devices)
-        return dataclasses.replace(own, batch_size=config.batch_size * devices, lr=rate)
-    return own
+        batch, rate = config.batch_size * devices, config.peak_lr(devices)
+        return dataclasses.replace(adapted, batch_size=batch, lr=rate)
+    return adapted
 
 
 def _nodes(ranks: int, per_node: int | None) -> int:
@@ -137,21 +136,18 @@ def _nodes(ranks: int, per_node: int | None) -> int:
 
 
 def _missing(strategy: str, devices: int, place: Place) -> str:
-    one_host = place.ranks_per_node is None
-    bounded = strategy == "dp" or (place.on_gpus and (one_host or not place.gpus))
+    is_one_host = place.ranks_per_node is None
+    bounded = strategy == "dp" or (place.on_gpus and (is_one_host or not place.gpus))
     return f"needs {count(devices, 'GPU')}" if bounded and devices > place.gpus else ""
 
 
-def workstation(config: TrainConfig) -> Place:
-    """Describe this host."""
-    gpus = 0 if config.device == "cpu" else processors.visible_gpus()
-    return Place(gpus, on_gpus=config.device == "cuda" or gpus > 0)
-
-
-def cluster(base: JobSpec, config: TrainConfig) -> Place:
-    """Describe nodes as `base` requests them."""
-    gpus = 0 if config.device == "cpu" else base.resources.gpus_per_node
-    return Place(gpus, config.device == "cuda" or gpus > 0, base.resources.tasks_per_node)
+def place(config: TrainConfig, base: JobSpec | None) -> Place:
+    """Describe the nodes that `base` requests; without it this host."""
+    gpus = 0
+    if config.device != "cpu":
+        gpus = base.resources.gpus_per_node if base else processors.visible_gpus()
+    ranks_per_node = base.resources.tasks_per_node if base else None
+    return Place(gpus, config.device == "cuda" or gpus > 0, ranks_per_node)
 
 
 def powers_of_two(place: Place) -> list[int]:
@@ -181,15 +177,14 @@ def requests(
                     f"--world-sizes: {row.ranks} ranks are more than one workstation starts, "
                     f"{MOST_PROCS}. Ask for fewer, or add --launcher sbatch."
                 )
-            own = f"{name}-{row.name}{f'-r{turn}' if repeat > 1 else ''}"
-            path = f"{os.path.abspath(root)}/{own}"
+            run_name = f"{name}-{row.name}{f'-r{turn}' if repeat > 1 else ''}"
+            path = f"{os.path.abspath(root)}/{run_name}"
             if Path(path).exists():
                 raise RequestError(
-                    f"the run {own} exists already at {path}; choose another --name."
+                    f"the run {run_name} exists already at {path}; choose another --name."
                 )
-            planned.append(
-                (row, _here(row, own, path) if base is None else _job(row, own, path, base))
-            )
+            spec = _job(row, run_name, path, base) if base else _here(row, run_name, path)
+            planned.append((row, spec))
     if len(planned) > 1 and base is not None:
         after(base, "1")  # raises now what it would raise for all but the first
     return planned
@@ -349,43 +344,42 @@ def train_as_jobs(
     another was queued is a failed row. Raises RequestError or SlurmError when the first cannot be
     queued, and Interrupted after a Ctrl-C.
     """
-    ended: set[str] = set()
-    trials = []
+    trials: list[Trial] = []
     try:
-        submitted = _submit(planned, template_folder, snapshot_limit_mb)
-        for number, (row, run) in enumerate(submitted, 1):
+        refused = _submit(planned, template_folder, snapshot_limit_mb)
+        for number, (row, spec) in enumerate(planned, 1):
             which = f"[{number}/{len(planned)}] {row.label}"
-            if isinstance(run, Trial):
-                trials.append(run)
+            if spec.run_name in refused:
+                trials.append(refused[spec.run_name])
             else:
                 log.info(f"{which} …")
+                run = RunDir(Path(spec.run_dir))
                 trials.append(trial(row, run, wait_for_end(run)))
-                ended.add(run.name)
             log.info(f"{which}: {figures(results(trials[-1:])[0])}")
     except KeyboardInterrupt:
-        left = [RunDir(Path(spec.run_dir)) for _, spec in planned if spec.run_name not in ended]
+        left = [RunDir(Path(spec.run_dir)) for _, spec in planned[len(trials) :]]
         raise Interrupted([run for run in left if run.path.is_dir()]) from None
     return trials
 
 
 def _submit(
     planned: Planned, template_folder: Path | None, snapshot_limit_mb: float
-) -> list[tuple[Row, RunDir | Trial]]:
-    submitted: list[tuple[Row, RunDir | Trial]] = []
+) -> dict[str, Trial]:
+    """Submit all; returns those that were refused, by the names of their runs."""
+    refused = {}
     before = ""
     for row, request in planned:
         spec = after(request, before)
         script = launchers.load(spec.launcher).prepare(spec, template_folder)
         try:
-            run, submission = submit.submit(
+            _, submission = submit.submit(
                 spec, script, snapshot_limit_mb=snapshot_limit_mb, inputs_are_sure=True
             )
         except ClusterDDPError as error:
             if not before:
                 raise
             why = f"not submitted: {error}".partition("\n")[0]
-            submitted.append((row, Trial(row, state=FAILED, why=why)))
+            refused[spec.run_name] = Trial(row, state=FAILED, why=why)
         else:
-            submitted.append((row, run))
             before = submission.job_id
-    return submitted
+    return refused

@@ -256,7 +256,9 @@ def trial(row: Row, run: RunDir, status: RunStatus) -> Trial:
 
 def last_words(run: RunDir) -> str:
     """Return the last line printed by a run's only or controlling process."""
-    return _last_line(run.job_log) or _last_line(run.rank_log(0))
+    contents = (files.read_tail(path, _LAST_BYTES) for path in (run.job_log, run.rank_log(0)))
+    lines = [content.decode(errors="replace").strip().splitlines() for content in contents]
+    return next((printed[-1] for printed in lines if printed), "")
 
 
 def _why(run: RunDir, status: RunStatus) -> str:
@@ -265,11 +267,6 @@ def _why(run: RunDir, status: RunStatus) -> str:
     if not cause and status.launcher == "local" and re.fullmatch(r"exit code \d+", status.detail):
         cause = last_words(run)
     return (cause or status.detail).partition("\n")[0]
-
-
-def _last_line(path: Path) -> str:
-    content = files.read_tail(path, _LAST_BYTES).decode(errors="replace").strip()
-    return content.splitlines()[-1] if content else ""
 
 
 def table(lines: Sequence[Result]) -> str:

@@ -112,10 +112,7 @@ def mend(run: RunDir) -> None:
 
 
 def _take(
-    spec: JobSpec,
-    run: RunDir,
-    recorded: snapshot.Snapshot | None,
-    limit_mb: float | None,
+    spec: JobSpec, run: RunDir, recorded: snapshot.Snapshot | None, limit_mb: float | None
 ) -> snapshot.Snapshot | None:
     """Copy the folder to the draft; where the run uses no copy, take its digests alone."""
     tree, left_out, has_copy = Path.cwd(), no_code(spec, run), run.code.is_dir()

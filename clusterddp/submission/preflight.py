@@ -46,12 +46,10 @@ def make_sure(
             _check_checkpoint(catalog.find(config.resume), config, world_size)
         if is_reference(config.dataset):
             return
+        sources: dict[str, Callable[[str], object]] = {"synthetic": synthesise}
         if may_fetch:
             _check_folder(config)
-        sources: dict[str, Callable[[str], object]] = {
-            "synthetic": synthesise,
-            **({"mnist": _fetch} if may_fetch else {}),
-        }
+            sources["mnist"] = _fetch
         info = mnist.ensure(config.dataset, config.data_dir, sources)
     except (CheckpointError, DataError) as error:
         raise RequestError(str(error)) from None
@@ -81,10 +79,7 @@ def _check_folder(config: TrainConfig) -> None:
 
 
 def find_own_functions(
-    config: TrainConfig,
-    *,
-    code: Path | None = None,
-    elsewhere: bool = False,
+    config: TrainConfig, *, code: Path | None = None, elsewhere: bool = False
 ) -> None:
     """Find a person's own model and dataset without running them, as `make_sure` does.
 

@@ -127,7 +127,7 @@ def resubmit(
         else:
             _check_done(run, before, after, run_status(run, {}))
         _check_changes(run, before, after, terms)
-        script, launcher = _script(run, before, after, terms)
+        script = _script(run, before, after, terms)
         own_code = run.code if run.code.is_dir() and not terms.new_code else None
         if claim is None:
             if after.train:
@@ -140,9 +140,7 @@ def resubmit(
         if terms.new_code:
             renewal = code_renewal.renewed(after, run, terms.snapshot_limit_mb)
             code_changes = stack.enter_context(renewal)
-        submission = _submit(
-            claim, before, after, script, launcher, code_changes, from_scratch=terms.from_scratch
-        )
+        submission = _submit(claim, before, after, script, terms, code_changes)
         return Resubmission(after, script, source, submission)
 
 
@@ -181,18 +179,25 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
         )
 
 
-def _script(
-    run: RunDir, before: JobSpec, after: JobSpec, terms: Terms
-) -> tuple[str, launchers.Launcher]:
-    """Return the script to send, the recorded one where nothing was changed, and its launcher."""
-    if not terms.from_scratch:
-        _check_steps(run, after)
-        _check_ranks(run, after)
-    launcher = launchers.load(after.launcher)
+def _script(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
+    """Return the script to send, the recorded one where nothing was changed."""
+    if after.train and not terms.from_scratch:
+        _check_progress(run, after, after.train)
     if after == before and run.script.is_file():
-        return _recorded_script(run), launcher
-    _check_template(run, before, launcher, terms)
-    return launcher.prepare(after, terms.template_folder), launcher
+        return _recorded_script(run)
+    launcher = launchers.load(after.launcher)
+    if not terms.allow_changed and run.script.is_file():
+        # In a script that is rendered anew nothing else may change unseen.
+        old, again = _recorded_script(run), launcher.prepare(before, terms.template_folder)
+        if old != again and _version(old) == _version(again):
+            raise RequestError(
+                f"{run.script} is not what template {before.template} gives for this run: it was "
+                "edited, or rendered from a template of your own, or by another state of "
+                "clusterddp. Name its folder with --template-dir, "
+                "edit the script and resubmit without options, or add --allow-changed to have it "
+                "rendered anew."
+            )
+    return launcher.prepare(after, terms.template_folder)
 
 
 def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
@@ -316,67 +321,39 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
         return
     if run.code.is_dir():
         code_renewal.log_changes(before, run)
-    elif not terms.allow_changed:
-        _check_code(run)
+    elif not terms.allow_changed:  # it uses the folder itself
+        differing = snapshot.changes_since_submission(run, Path.cwd())
+        if differing is None:
+            log.warning(f"the code in {Path.cwd()} cannot be compared with what was submitted")
+        if differing:
+            raise RequestError(
+                f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
+                f"{formatting.some(differing, _MOST_CHANGES, ', ')}. Put it back, or use --code "
+                "new to run the current files."
+            )
 
 
-def _check_code(run: RunDir) -> None:
-    """Refuse changed code of a run that uses its folder itself."""
-    changed = snapshot.changes_since_submission(run, Path.cwd())
-    if changed is None:
-        log.warning(f"the code in {Path.cwd()} cannot be compared with what was submitted")
-    if changed:
-        raise RequestError(
-            f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
-            f"{formatting.some(changed, _MOST_CHANGES, ', ')}. Put it back, or use --code new to "
-            "run the current files."
-        )
+def _check_progress(run: RunDir, spec: JobSpec, config: TrainConfig) -> None:
+    """Refuse a --max-steps below the step from which the run resumes.
 
-
-def _check_steps(run: RunDir, spec: JobSpec) -> None:
-    """Refuse a --max-steps that lies below the step from which the run goes on."""
+    Refuse too ranks that cannot share the run's batch, as its rank 0 would on the node.
+    """
     reached = newest_checkpoint(run.checkpoints)
-    if spec.train and reached and 0 < spec.train.max_steps < reached[0]:
+    if reached and 0 < config.max_steps < reached[0]:
         raise RequestError(
-            f"--max-steps {spec.train.max_steps}: {run.name} has trained {reached[0]} steps "
+            f"--max-steps {config.max_steps}: {run.name} has trained {reached[0]} steps "
             "already, as its newest checkpoint says. Give as many or more, or submit a new run."
         )
-
-
-def _check_ranks(run: RunDir, spec: JobSpec) -> None:
-    """Refuse ranks that cannot share the run's batch, as its rank 0 would on the node."""
     recorded = recorded_batch(run)
-    if spec.train is None or recorded is None:
-        return
+    if recorded is None or (config.resume and not reached):
+        return  # preflight checks another run's checkpoint
     images, step_size = recorded
     reference = images // step_size
-    if newest_checkpoint(run.checkpoints):
-        reference = spec.train.reference_world_size(spec.world_size, images, step_size)
-    elif spec.train.resume:
-        return  # it starts from another run's checkpoint, and preflight checks that one
-    problem = spec.train.uneven_batch(reference, spec.world_size)
+    if reached:
+        reference = config.reference_world_size(spec.world_size, images, step_size)
+    problem = config.uneven_batch(reference, spec.world_size)
     if problem:
         raise RequestError(f"--nodes and --tasks-per-node: {spec.layout}: {problem}")
-
-
-def _check_template(
-    run: RunDir,
-    before: JobSpec,
-    launcher: launchers.Launcher,
-    terms: Terms,
-) -> None:
-    """Refuse to render a script anew in which something else would change unseen."""
-    if terms.allow_changed or not run.script.is_file():
-        return
-    old, again = _recorded_script(run), launcher.prepare(before, terms.template_folder)
-    if old != again and _version(old) == _version(again):
-        raise RequestError(
-            f"{run.script} is not what template {before.template} gives for this run: it was "
-            "edited, or rendered from a template of your own, or by another state of "
-            "clusterddp. Name its folder with --template-dir, "
-            "edit the script and resubmit without options, or add --allow-changed to have it "
-            "rendered anew."
-        )
 
 
 def _recorded_script(run: RunDir) -> str:
@@ -399,18 +376,11 @@ def _has_more(run: RunDir, before: JobSpec, after: JobSpec) -> bool:
 
 
 def _submit(
-    claim: Claim,
-    before: JobSpec,
-    after: JobSpec,
-    script: str,
-    launcher: launchers.Launcher,
-    code_changes: Sequence[str],
-    *,
-    from_scratch: bool,
+    claim: Claim, before: JobSpec, after: JobSpec, script: str, terms: Terms, code: Sequence[str]
 ) -> launchers.Submission:
     """Lay the records down, submit, and put the former records back where that is refused.
 
-    from_scratch: give up what the run's attempts have saved so far.
+    code: the changes of the code, which the records name.
     """
     claim.use()
     run = claim.run
@@ -422,17 +392,21 @@ def _submit(
         with naming_the_job(after):
             kept = _renew_records(run, records)
             # Before the submission: the job's first line may come before the record of its id.
-            changes = (*_differences(before, after), *(f"code: {line}" for line in code_changes))
-            latest = attempts.latest(run) if from_scratch else None
+            changes = (*_differences(before, after), *(f"code: {line}" for line in code))
+            latest = attempts.latest(run) if terms.from_scratch else None
             if latest:
                 events.add(
                     run.events, events.Resubmitted, changes=changes, from_scratch=latest.number
                 )
             else:
                 events.add(run.events, events.Resubmitted, changes=changes)
-            return launcher.submit(after, script, run)
+            return launchers.load(after.launcher).submit(after, script, run)
     except RequestError:
-        _put_back(kept)
+        for path, former in kept.items():
+            if former:
+                former.replace(path)
+            else:
+                path.unlink(missing_ok=True)
         raise
 
 
@@ -459,21 +433,9 @@ def _former(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
-def _put_back(kept: Mapping[Path, Path | None]) -> None:
-    for path, former in kept.items():
-        if former:
-            former.replace(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
 def _differences(before: JobSpec, after: JobSpec) -> list[str]:
     """List the changes of the request, `time 1:00:00, now 2:00:00`."""
-    parts = (
-        (before, after),
-        (before.resources, after.resources),
-        (before.train, after.train),
-    )
+    parts = ((before, after), (before.resources, after.resources), (before.train, after.train))
     return [
         f"{name} {value}, now {vars(new)[name]}"
         for old, new in parts

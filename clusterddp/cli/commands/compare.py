@@ -193,11 +193,10 @@ def _rows(
         if flags:
             raise click.UsageError(f"{flags} is asked of Slurm: add --launcher sbatch.", ctx)
         base, config = None, config_from(ctx)
-        place = plan.workstation(config)
     else:
         base = job_spec(ctx, name)
         config = base.train or config_from(ctx)
-        place = plan.cluster(base, config)
+    place = plan.place(config, base)
     sizes = sorted({*map(int, counts.split(","))}) if counts else plan.powers_of_two(place)
     fixed = ctx.params["fixed_global_batch"]
     rows = plan.plan(config, strategies, sizes, place, fixed_global_batch=fixed)
