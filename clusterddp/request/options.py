@@ -198,6 +198,13 @@ def option(
     return dataclasses.field(default=default, metadata={"option": row})
 
 
+def decisive(
+    default: T, help: str, form: Form | Number | Choice | None = None, names: str = ""
+) -> T:
+    """Make a field an option that decides the weights with which a training ends."""
+    return option(default, help, form, names, decisive=True)
+
+
 def options_of(record: type, group: str) -> Iterator[Option]:
     """Yield the options among the fields of a dataclass; `group` where a row gives none."""
     for field in dataclasses.fields(record):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clusterddp.errors import OptionError
 from clusterddp.request import options as table
-from clusterddp.request.options import COUNT, NUMBER, POSITIVE, SHARE, Choice, option
+from clusterddp.request.options import COUNT, NUMBER, POSITIVE, SHARE, Choice, decisive, option
 from clusterddp.request.recipes import RECIPES, SUMMARIES
 from clusterddp.slurm.forms import LINE, Form
 
@@ -36,12 +36,11 @@ class TrainConfig:
         "NAME",
         shown="none",
     )
-    model: str = option(
+    model: str = decisive(
         "convnet",
         f"Model to train: {', '.join(MODELS)}, or your own function that returns one.",
         Choice(MODELS, or_function=True),
         "NAME|MODULE:FUNCTION",
-        decisive=True,
     )
     strategy: str = option(
         "ddp",
@@ -49,66 +48,57 @@ class TrainConfig:
         "of its host (DataParallel); single, one of them.",
         Choice(STRATEGIES),
     )
-    sync_batchnorm: bool = option(
-        False, "Have BatchNorm take its statistics over the batches of all ranks.", decisive=True
+    sync_batchnorm: bool = decisive(
+        False, "Have BatchNorm take its statistics over the batches of all ranks."
     )
-    dataset: str = option(
+    dataset: str = decisive(
         "mnist",
         f"Dataset: {', '.join(DATASETS)} (rendered on first use, without a network), or "
         "your own function that returns one.",
         Choice(DATASETS, or_function=True),
         "NAME|MODULE:FUNCTION",
-        decisive=True,
     )
     data_dir: str = option(
         "data", "Folder that holds MNIST/raw, torchvision's layout.", LINE, "DIR"
     )
-    epochs: int = option(2, "Passes over the training set.", COUNT, decisive=True)
-    batch_size: int = option(64, "Images per rank in one forward pass.", COUNT, decisive=True)
-    accumulate: int = option(
-        1, "Batches over whose gradients one optimizer step takes the mean.", COUNT, decisive=True
+    epochs: int = decisive(2, "Passes over the training set.", COUNT)
+    batch_size: int = decisive(64, "Images per rank in one forward pass.", COUNT)
+    accumulate: int = decisive(
+        1, "Batches over whose gradients one optimizer step takes the mean.", COUNT
     )
-    lr: float = option(
-        0.001, "Learning rate of one rank; see --lr-scaling.", POSITIVE, decisive=True
-    )
-    lr_scaling: str = option(
+    lr: float = decisive(0.001, "Learning rate of one rank; see --lr-scaling.", POSITIVE)
+    lr_scaling: str = decisive(
         "linear",
         "Factor on --lr for N ranks: linear N, sqrt the root of N, none 1.",
         Choice(("linear", "sqrt", "none")),
-        decisive=True,
     )
-    warmup_steps: int = option(
-        100, "Steps over which the learning rate rises to its full value.", NUMBER, decisive=True
+    warmup_steps: int = decisive(
+        100, "Steps over which the learning rate rises to its full value.", NUMBER
     )
-    optimizer: str = option("adam", "Optimizer.", Choice(OPTIMIZERS), decisive=True)
-    momentum: float = option(
-        0.9, "Momentum of sgd, first beta of adam and adamw.", NUMBER, decisive=True
+    optimizer: str = decisive("adam", "Optimizer.", Choice(OPTIMIZERS))
+    momentum: float = decisive(0.9, "Momentum of sgd, first beta of adam and adamw.", NUMBER)
+    beta2: float = decisive(0.999, "Second beta of adam and adamw.", SHARE)
+    weight_decay: float = decisive(0.0, "Weight decay.", NUMBER)
+    label_smoothing: float = decisive(
+        0.0, "Share of each label that the loss gives evenly to all classes.", SHARE
     )
-    beta2: float = option(0.999, "Second beta of adam and adamw.", SHARE, decisive=True)
-    weight_decay: float = option(0.0, "Weight decay.", NUMBER, decisive=True)
-    label_smoothing: float = option(
-        0.0, "Share of each label that the loss gives evenly to all classes.", SHARE, decisive=True
-    )
-    augment: str = option(
+    augment: str = decisive(
         "none",
         "Change training images at random: affine turns, stretches and shifts them a bit.",
         Choice(AUGMENTATIONS),
-        decisive=True,
     )
-    seed: int = option(
+    seed: int = decisive(
         0,
         "Seed of the weights and of the order of the images.",
         table.Number(f"within 0 and {2**32 - 1}", below=2**32),
-        decisive=True,
     )
     deterministic: bool = option(
         False, "Use only algorithms that repeat bit for bit on GPUs, or fail."
     )
-    precision: str = option(
+    precision: str = decisive(
         "auto",
         "Precision of the passes; auto is bf16 where the processor has it. fp32 is exact.",
         Choice(("auto", "fp32", "bf16", "fp16")),
-        decisive=True,
     )
     backend: str = option(
         "auto",
@@ -121,14 +111,11 @@ class TrainConfig:
     threads: int = option(
         0, "Compute threads per rank; 0 takes the CPUs that a rank was given.", NUMBER
     )
-    bucket_cap_mb: float = option(
-        25.0, "Size of DDP's gradient buckets, megabytes.", POSITIVE, decisive=True
-    )
-    comm_hook: str = option(
+    bucket_cap_mb: float = decisive(25.0, "Size of DDP's gradient buckets, megabytes.", POSITIVE)
+    comm_hook: str = decisive(
         "none",
         "Precision to which gradients are rounded for their exchange between ranks.",
         Choice(("none", "bf16", "fp16")),
-        decisive=True,
     )
     cuda_graph: str = option(
         "auto",
@@ -136,9 +123,7 @@ class TrainConfig:
         "exchange of several in it (experimental).",
         Choice(("auto", "on", "off")),
     )
-    compile: bool = option(
-        False, "Compile the model with torch.compile; the start takes longer.", decisive=True
-    )
+    compile: bool = decisive(False, "Compile the model with torch.compile; the start takes longer.")
     data_pipeline: str = option(
         "memory",
         "Keep the set in memory, or read it by torch's DataLoader.",
