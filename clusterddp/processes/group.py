@@ -66,8 +66,7 @@ class TaskGroup:
         cannot be started.
         """
         parent = os.getpid()
-        with _output(output, tee=tee) as (log, reader, writer):
-            stdout = log if writer is None else writer
+        with _output(output, tee=tee) as (stdout, log, reader):
             process = subprocess.Popen(
                 list(argv),
                 env=dict(env),
@@ -97,12 +96,10 @@ class TaskGroup:
 
         from clusterddp.processes import start_methods
 
-        with _output(output, tee=tee) as (log, reader, writer):
-            if writer is None:
-                process = start_methods.begin(method, function, arguments, env, output)
-            else:
-                with Connection(os.dup(writer), readable=False) as pipe:
-                    process = start_methods.begin(method, function, arguments, env, pipe)
+        with _output(output, tee=tee) as (stdout, log, reader):
+            copy = None if stdout is None else Connection(os.dup(stdout), readable=False)
+            with copy or contextlib.nullcontext():
+                process = start_methods.begin(method, function, arguments, env, copy)
         # Only the fork server knows how its child ended. The sentinel of other processes is of no
         # use: what they leave running holds it open.
         sentinel = process.sentinel if method == "forkserver" else None
@@ -274,14 +271,14 @@ class _Task:
 
 @contextlib.contextmanager
 def _output(path: Path | None, *, tee: bool) -> Iterator[tuple[int | None, int | None, int | None]]:
-    """Open the log and a tee's pipe: (log, reader, writer), of which the writer is closed again."""
+    """Open the log and a tee's pipe: (stdout, log, reader); its writing end is closed again."""
     log = reader = writer = None
     try:
         if path is not None:
             log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         if tee:
             reader, writer = os.pipe()
-        yield log, reader, writer
+        yield writer if tee else log, log, reader
     except BaseException:
         _close(log, reader)
         raise

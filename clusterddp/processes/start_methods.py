@@ -53,7 +53,7 @@ def begin(
     function: Callable[..., None],
     arguments: tuple[object, ...],
     env: Mapping[str, str],
-    output: Connection | Path | None,
+    output: Connection | None,
 ) -> "multiprocessing.process.BaseProcess":
     """Start a process that calls the function in a session of its own, as a program's would be.
 
@@ -95,7 +95,7 @@ def _forking() -> Iterator[None]:
 
 def _become(
     env: dict[str, str],
-    output: Connection | Path | None,
+    output: Connection | None,
     function: Callable[..., None],
     arguments: tuple[object, ...],
 ) -> None:
@@ -130,20 +130,15 @@ def _let_fork_server_go() -> None:
         server._forkserver_alive_fd = None
 
 
-def _redirect(output: Connection | Path | None) -> None:
+def _redirect(output: Connection | None) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     if output is None:
         return
-    if isinstance(output, Path):
-        log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    else:
-        log = os.dup(output.fileno())
-        output.close()
     for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    os.close(log)
+        os.dup2(output.fileno(), descriptor)
+    output.close()
     # A notebook's own streams send to its page from threads that are not here.
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = open(  # noqa: SIM115 -- it stays open as long as the process

@@ -17,11 +17,9 @@ _MOST_WORD_CHARACTERS = 4096
 
 _OF_TORCH = frozenset({"torchrun", "torch.distributed.launch"})
 _START_PYTHON = _OF_TORCH | {"accelerate launch", "accelerate-launch"}
-_START_ANYTHING = frozenset(
-    {"srun", "mpirun", "mpiexec", "mpiexec.hydra", "mpirun.openmpi", "orterun", "prterun"}
-)
 _ONLY_NAMED = frozenset({"deepspeed", "horovodrun"})
-_LAUNCHERS = _START_PYTHON | _START_ANYTHING | _ONLY_NAMED
+_START_ANYTHING = "srun mpirun mpiexec mpiexec.hydra mpirun.openmpi orterun prterun"
+_LAUNCHERS = _START_PYTHON.union(_START_ANYTHING.split(), _ONLY_NAMED)
 _MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torch.distributed.launch",
@@ -90,49 +88,11 @@ class LauncherInScript:
     name: str
 
 
-def find(command: Sequence[str]) -> NestedLauncher | None:
-    """Return the launcher that `command` starts: itself, behind env, nice …, or by `bash -c`."""
-    return _find(list(command), in_shell=False)
+def find(words: Sequence[str], *, in_shell: bool = False) -> NestedLauncher | None:
+    """Return the launcher that a command starts: itself, behind env, nice …, or by `bash -c`.
 
-
-def in_script(command: Sequence[str], folder: Path) -> LauncherInScript | None:
-    """Return the first launcher in the shell script that `command` starts in `folder`, or None.
-
-    The first 64 KiB are read. A line may stand behind a condition or a variable, so a launcher in
-    it is no proof.
+    in_shell: assignments and the shell's own words may stand before it.
     """
-    name, is_shell = _script(list(command))
-    if not name:
-        return None
-    try:
-        here = "/" in name or (is_shell and (folder / name).is_file())
-        path = folder / name if here else shutil.which(name)
-        if path is None or not Path(path).is_file():
-            return None
-        with Path(path).open("rb") as file:
-            text = file.read(_MOST_SCRIPT_BYTES).decode(errors="replace")
-    except (OSError, ValueError):
-        return None  # the task that starts it reports that
-    if not is_shell and not _SHEBANG_OF_A_SHELL.match(text):
-        return None
-    for words, starts in _shell_commands(text):
-        launcher = _find(words, in_shell=True)
-        if launcher:
-            line = text.count("\n", 0, starts[launcher.first]) + 1
-            return LauncherInScript(name, line, launcher.name)
-    return None
-
-
-def _script(command: list[str]) -> tuple[str, bool]:
-    """Return the file that the command starts, and whether a shell reads it in any case."""
-    at = _at_program(command, in_shell=False)
-    if at >= len(command) or PurePath(command[at]).name not in _SHELLS:
-        return "".join(command[at : at + 1]), False
-    string, script = _shell_operand(command, at)
-    return "" if string else "".join(command[script : script + 1]), True
-
-
-def _find(words: list[str], *, in_shell: bool) -> NestedLauncher | None:
     at = _at_program(words, in_shell=in_shell)
     if at >= len(words):
         return None
@@ -149,14 +109,51 @@ def _find(words: list[str], *, in_shell: bool) -> NestedLauncher | None:
     return _launched(launcher, words, at, begin, (python,)) if launcher else None
 
 
-def _named(words: list[str], at: int, names: frozenset[str]) -> tuple[str, int]:
+def in_script(command: Sequence[str], folder: Path) -> LauncherInScript | None:
+    """Return the first launcher in the shell script that `command` starts in `folder`, or None.
+
+    The first 64 KiB are read. A line may stand behind a condition or a variable, so a launcher in
+    it is no proof.
+    """
+    name, is_shell = _script(command)
+    if not name:
+        return None
+    try:
+        here = "/" in name or (is_shell and (folder / name).is_file())
+        path = folder / name if here else shutil.which(name)
+        if path is None or not Path(path).is_file():
+            return None
+        with Path(path).open("rb") as file:
+            text = file.read(_MOST_SCRIPT_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
+        return None  # the task that starts it reports that
+    if not is_shell and not _SHEBANG_OF_A_SHELL.match(text):
+        return None
+    for words, starts in _shell_commands(text):
+        launcher = find(words, in_shell=True)
+        if launcher:
+            line = text.count("\n", 0, starts[launcher.first]) + 1
+            return LauncherInScript(name, line, launcher.name)
+    return None
+
+
+def _script(command: Sequence[str]) -> tuple[str, bool]:
+    """Return the file that the command starts, and whether a shell reads it in any case."""
+    at = _at_program(command, in_shell=False)
+    if at >= len(command) or PurePath(command[at]).name not in _SHELLS:
+        return "".join(command[at : at + 1]), False
+    string, script = _shell_operand(command, at)
+    return "" if string else "".join(command[script : script + 1]), True
+
+
+def _named(words: Sequence[str], at: int, names: frozenset[str]) -> tuple[str, int]:
     """Find which of the names stands at `at`, or an empty one, and the index behind it."""
     name = PurePath(words[at]).name if at < len(words) else ""
     both = " ".join((name, *words[at + 1 : at + 2]))
     return (name, at + 1) if name in names else (both if both in names else "", at + 2)
 
 
-def _at_program(words: list[str], *, in_shell: bool) -> int:
+def _at_program(words: Sequence[str], *, in_shell: bool) -> int:
     """Return the index of the word that names the program, behind assignments and wrappers.
 
     Where env splits a string it is the index of the option `-S`.
@@ -180,7 +177,7 @@ def _at_program(words: list[str], *, in_shell: bool) -> int:
     return at
 
 
-def _shell_operand(words: list[str], at: int) -> tuple[int, int]:
+def _shell_operand(words: Sequence[str], at: int) -> tuple[int, int]:
     """Return the index of a shell's `-c` string, or 0, and of its first operand."""
     string, index = False, at + 1
     while index < len(words) and words[index].startswith("-"):
@@ -190,11 +187,11 @@ def _shell_operand(words: list[str], at: int) -> tuple[int, int]:
     return (index if string and index < len(words) else 0), index
 
 
-def _in_string(words: list[str], index: int) -> NestedLauncher | None:
+def _in_string(words: Sequence[str], index: int) -> NestedLauncher | None:
     """Return the launcher in a word that a shell reads as a line of its own; index 0 has none."""
     text = words[index] if 0 < index < len(words) else ""
     for inner, starts in _shell_commands(text):
-        launcher = _find(inner, in_shell=True)
+        launcher = find(inner, in_shell=True)
         if launcher is None:
             continue
         line = None
@@ -205,7 +202,7 @@ def _in_string(words: list[str], index: int) -> NestedLauncher | None:
     return None
 
 
-def _of_python(words: list[str], at: int) -> NestedLauncher | None:
+def _of_python(words: Sequence[str], at: int) -> NestedLauncher | None:
     """Return the launcher that Python runs as a module (`-m`), or by the path of its script."""
     index = at + 1
     while index < len(words) and (option := _PYTHON_OPTION.fullmatch(words[index])):
@@ -224,7 +221,7 @@ def _of_python(words: list[str], at: int) -> NestedLauncher | None:
 
 
 def _launched(
-    name: str, words: list[str], first: int, begin: int, python: tuple[str, ...]
+    name: str, words: Sequence[str], first: int, begin: int, python: tuple[str, ...]
 ) -> NestedLauncher:
     """Read the launcher's options up to its program, which `python` runs where that is its way.
 

@@ -6,15 +6,11 @@ side finds a function without running anything of it; the tasks import it.
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clusterddp.errors import RequestError, TrainingError, is_debuggers_quit
-
-if TYPE_CHECKING:
-    import ast
 
 
 def find(reference: str, folder: Path) -> Path | None:
@@ -116,21 +112,15 @@ def _names(path: Path) -> set[str]:
     import ast
 
     names: set[str] = set()
-    for node in _top_level(ast.parse(path.read_bytes(), filename=str(path)).body):
+    nodes: list[ast.AST] = [ast.parse(path.read_bytes(), filename=str(path))]
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            continue  # the names in it are local
+        nodes.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.alias):
             names.add(node.asname or node.name.partition(".")[0])
     return names
-
-
-def _top_level(nodes: "Iterable[ast.AST]") -> "Iterator[ast.AST]":
-    """Yield the nodes outside of functions and classes, whose names are local."""
-    import ast
-
-    for node in nodes:
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield from _top_level(ast.iter_child_nodes(node))
