@@ -16,6 +16,7 @@ read here, rendered, and kept out of the submission (`slurm.client`).
 
 import dataclasses
 import math
+import numbers
 import re
 import types
 import typing
@@ -97,9 +98,9 @@ class Number:
     below: float = math.inf
 
     def check(self, option: str, value: float) -> None:
-        """Raise RequestError unless the value lies in the range; NaN lies in none."""
-        if not self.least <= value < self.below:
-            raise OptionError(option, f": {value} is not {self.noun}.")
+        """Raise RequestError unless the value lies in the range; NaN and a text lie in none."""
+        if not (isinstance(value, numbers.Real) and self.least <= value < self.below):
+            raise OptionError(option, f": {value!r} is not {self.noun}.")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Choice:
 
 def is_reference(value: str) -> bool:
     """Return whether a value names a user function: `package.module:function`."""
-    return _REFERENCE.fullmatch(value) is not None
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 
 COUNT = Number("a positive whole number", least=1)
@@ -229,11 +230,16 @@ def check_fields(record: object) -> None:
     """
     assert dataclasses.is_dataclass(record)
     for field in dataclasses.fields(record):
-        row, value = field.metadata.get("option", {}), getattr(record, field.name)
-        if row.get("form") is None or value is None or value == field.default:
+        row, value = field.metadata.get("option"), getattr(record, field.name)
+        if row is None or value == field.default:
             continue
         flag = f"--{row.get('name', field.name.replace('_', '-'))}"
-        for item in value if isinstance(value, tuple) else (value,):
+        if field.default is False and value is not True:
+            raise OptionError(flag, f": {value!r} is neither True nor False.")
+        if isinstance(field.default, tuple) and not isinstance(value, tuple):
+            raise OptionError(flag, f": {value!r} is {type(value).__name__}, not tuple.")
+        items = value if isinstance(value, tuple) else (value,)
+        for item in items if row["form"] else ():
             row["form"].check(flag, item)
 
 

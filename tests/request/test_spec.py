@@ -94,6 +94,27 @@ def test_a_training_that_makes_no_sense_is_refused(fields: dict[str, Any], word:
         TrainConfig(**fields)
 
 
+@pytest.mark.parametrize(
+    ("record", "fields", "message"),
+    [
+        (Resources, {"nodes": "2"}, "--nodes: '2' is not a positive whole number."),
+        (Resources, {"nodes": None}, "--nodes: None is not a positive whole number."),
+        (Resources, {"partition": ["gpu"]}, "--partition: ['gpu'] is list, not str."),
+        (Resources, {"nodelist": ["h1"]}, "--nodelist: ['h1'] is list, not str."),
+        (Resources, {"time": 30}, "--time: 30 is int, not str."),
+        (TrainConfig, {"lr": "0.1"}, "--lr: '0.1' is not a finite number above 0."),
+        (TrainConfig, {"model": print}, f"--model: {print!r} is not one of convnet"),
+        (TrainConfig, {"device": 0}, "--device: 0 is not one of auto, cuda, cpu."),
+        (TrainConfig, {"compile": "no"}, "--compile: 'no' is neither True nor False."),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_field_and_what_is_expected(
+    record: type, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        record(**fields)
+
+
 def test_intervals_are_epochs_unless_steps_are_named() -> None:
     assert Interval.parse("2") == Interval(2, "epoch")
     assert Interval.parse("1epoch") == Interval(1, "epoch")
