@@ -12,6 +12,7 @@ has died, after which the next number is free.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError, RequestError
@@ -112,9 +114,7 @@ class Attempt:
     def set_room_aside(self) -> None:
         """Take the reserve. Raises OSError."""
         with self.reserve.open("wb") as file:
-            file.write(os.urandom(_RESERVE_BYTES))  # a file system may pack zeros into nothing
-            file.flush()
-            os.fsync(file.fileno())
+            _fill(file, _RESERVE_BYTES)
 
     def give_room_back(self) -> None:
         """Give the reserve up, if there still is one."""
@@ -136,9 +136,7 @@ class Attempt:
         """Return why nothing can be written in the attempt's directory; empty where it can."""
         try:
             with tempfile.TemporaryFile(dir=self.path) as file:
-                file.write(os.urandom(_RESERVE_BYTES // 4))
-                file.flush()
-                os.fsync(file.fileno())
+                _fill(file, _RESERVE_BYTES // 4)
         except OSError as error:
             return f"{self.path} cannot be written: {error.strerror}"
         return ""
@@ -195,6 +193,12 @@ class Attempt:
         return _age(self.alive, self.run.attempts) < SILENT_SECONDS
 
 
+def _fill(file: IO[bytes], count: int) -> None:
+    file.write(os.urandom(count))  # a file system may pack zeros into nothing
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def attempts(run: RunDir) -> list[Attempt]:
     """List the attempts of a run, the latest last. Raises OSError where they cannot be seen."""
     try:
@@ -222,16 +226,12 @@ def begin(run: RunDir) -> Attempt:
             f"{previous.record} was written by a newer clusterddp than this one, "
             f"{__version__}: update it to go on with {run.name}."
         )
-    number = previous.number + 1 if previous else 1
-    while True:
+    for number in itertools.count(previous.number + 1 if previous else 1):
         made = Attempt(run, number)
-        try:
+        with contextlib.suppress(FileExistsError):
             made.path.mkdir(mode=0o700)
-        except FileExistsError:
-            number += 1
-        else:
-            made.outcomes.mkdir(mode=0o700)
             break
+    made.outcomes.mkdir(mode=0o700)
     for earlier in attempts(run):
         if earlier.number < made.number:
             earlier.remove_leftovers()
@@ -310,15 +310,14 @@ def summaries(run: RunDir) -> list[AttemptSummary]:
         for event in events.read(run.events)
         if isinstance(event, events.Ended)
     }
-    met = [(one, record) for one in attempts(run) if (record := one.read_record())]
+    met = [(each, record) for each in attempts(run) if (record := each.read_record())]
+    records: list[AttemptRecord | None] = [record for _, record in met]
     made = []
-    for index, (attempt, record) in enumerate(met):
-        after = met[index + 1][1] if index + 1 < len(met) else None
+    for (attempt, record), after in zip(met, [*records[1:], None], strict=False):
         began = record.began or 0.0
         first_step, resumed_step = record.step or 0, (after.step or 0) if after else 0
         reached = max(first_step, last_step(attempt), resumed_step)
-        last_word = attempt.read_last_word()
-        own_cause = last_word.cause if last_word else ""
+        last_word = attempt.read_last_word() or LastWord()
         summary = AttemptSummary(
             attempt=attempt.number,
             job_id=record.job_id,
@@ -326,7 +325,7 @@ def summaries(run: RunDir) -> list[AttemptSummary]:
             began=began,
             first_step=first_step,
             last_step=reached,
-            cause=causes.get(attempt.number) or own_cause or ("killed" if after else ""),
+            cause=causes.get(attempt.number) or last_word.cause or ("killed" if after else ""),
         )
         if after:
             lost = (after.began or 0.0) - (after.saved or began)
@@ -372,8 +371,13 @@ class Claim:
             )
         self.is_used = True
 
+    @property
+    def holder(self) -> ClaimHolder:
+        """Its process, as far as it is known: the file may be being written, or be gone."""
+        return files.read(ClaimHolder, self.path) or ClaimHolder()
+
     def _refusal(self) -> str:
-        holder = files.read(ClaimHolder, self.path) or ClaimHolder()
+        holder = self.holder
         who = f"process {holder.pid} on {holder.host}" if holder.pid is not None else "another"
         local = time.localtime(holder.time)
         when = f" since {time.strftime('%H:%M:%S', local)}" if holder.time else ""
@@ -384,10 +388,7 @@ class Claim:
         )
 
     def _is_held(self) -> bool:
-        holder = files.read(ClaimHolder, self.path)
-        if holder is None and not self.path.exists():
-            return False
-        holder = holder or ClaimHolder()  # being written
+        holder = self.holder
         if holder.done:
             return False
         alive = process_alive(holder.pid, holder.host, holder.time)
@@ -424,8 +425,7 @@ def _take(run: RunDir) -> Claim:
         latest = _latest_claim(run)
         if latest and latest._is_held():
             raise RequestError(latest._refusal())
-        former = files.read(ClaimHolder, latest.path) if latest else None
-        left = latest is not None and not (former and former.done)
+        was_left = latest is not None and not latest.holder.done
         claim = Claim(run, latest.number + 1 if latest else 1)
         try:
             claim.path.touch(0o600, exist_ok=False)
@@ -440,7 +440,7 @@ def _take(run: RunDir) -> Claim:
         if _latest_claim(run) != claim:
             claim.path.unlink()
             continue
-        if left:
+        if was_left:
             log.warning(
                 f"a process that resubmitted {run.name} ended in the midst of it. A job "
                 f"of it may be queued: look with squeue --me -t all -o '%i %T %V %k' for the "

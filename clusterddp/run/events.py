@@ -7,7 +7,6 @@ the field's default. Times are seconds since the epoch.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import ClassVar, ParamSpec
 
@@ -188,12 +187,10 @@ def read(path: Path) -> list[Event]:
 
 def parse(content: Mapping[str, object]) -> Event:
     """Build one event from its line."""
-    return files.load(_kinds().get(str(content.get("event")), Event), content) or Event()
+    return files.load(_KINDS.get(str(content.get("event")), Event), content) or Event()
 
 
-@cache
-def _kinds() -> dict[str, type[Event]]:
-    return {each.kind: each for each in Event.__subclasses__()}
+_KINDS = {each.kind: each for each in Event.__subclasses__()}
 
 
 def add(path: Path, event: Callable[P, Event], *args: P.args, **fields: P.kwargs) -> None:

@@ -9,9 +9,11 @@ from the first one.
 import json
 import os
 import re
+import signal
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -233,44 +235,32 @@ def _read_srun(text: str) -> list[_Report]:
     for line in text.splitlines():
         if _ENDING.match(line):
             ending = True
-        found = _SRUN_LINE.match(line)
-        if not found:
+        report = _SRUN_LINE.match(line)
+        if not report:
             continue
-        what = found["what"]
+        what = report["what"]
         primary = not what.startswith("Terminated") and not (ending and what.startswith("Killed"))
-        for rank in _ranks(found["ranks"]):
-            reports.append(_Report(rank, found["host"], what, primary))
+        ranks = _ranks(report["ranks"])
+        reports += [_Report(rank, report["host"], what, primary) for rank in ranks]
     return reports
 
 
-def _ranks(text: str) -> list[int]:
-    ranks: list[int] = []
+def _ranks(text: str) -> Iterator[int]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         if first.isdigit() and (not last or last.isdigit()):
-            ranks.extend(range(int(first), int(last or first) + 1))
-    return ranks
+            yield from range(int(first), int(last or first) + 1)
 
 
 # srun prints strsignal(3)'s words.
+_FATAL = [signal.Signals[f"SIG{name}"] for name in ("KILL", "SEGV", "ABRT", "BUS", "ILL", "FPE")]
+"""Signals that nobody sends to ask for an end."""
 _SIGNAL_WORDS = {
-    "Killed": ("killed by SIGKILL", 137),
-    "Terminated": ("killed by SIGTERM", 143),
-    "Segmentation fault": ("killed by SIGSEGV", 139),
-    "Aborted": ("killed by SIGABRT", 134),
-    "Bus error": ("killed by SIGBUS", 135),
-    "Illegal instruction": ("killed by SIGILL", 132),
-    "Floating point exception": ("killed by SIGFPE", 136),
-    "User defined signal 1": ("killed by SIGUSR1", 138),
-    "User defined signal 2": ("killed by SIGUSR2", 140),
-    "Out Of Memory": ("out of memory (killed by the kernel)", 137),
+    signal.strsignal(number): (f"killed by {number.name}", 128 + number)
+    for number in (*_FATAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 }
-# What nobody sends to ask for an end.
-_KILLED = _SIGNAL_WORDS.keys() - {
-    "Terminated",
-    "User defined signal 1",
-    "User defined signal 2",
-}
+_SIGNAL_WORDS["Out Of Memory"] = "out of memory (killed by the kernel)", 137
+_KILLED = {"Out Of Memory", *map(signal.strsignal, _FATAL)}
 _ABOVE = "what had started it (an agent, submitit's process or a launch prefix)"
 
 
@@ -379,12 +369,10 @@ class Traces:
                 error_file.unlink(missing_ok=True)
             except OSError:
                 self._error_file = None
-        try:
-            seen = os.fstat(log)
-        except OSError:
-            return
-        if stat.S_ISREG(seen.st_mode):  # under srun, submitit and agents alike
-            self._log_start = seen.st_size
+        with suppress(OSError):
+            status = os.fstat(log)
+            if stat.S_ISREG(status.st_mode):  # under srun, submitit and agents alike
+                self._log_start = status.st_size
 
     def error(self, status: int) -> TaskError | None:
         """Find the error behind the command's wait status; None where nothing tells of one."""
@@ -392,17 +380,12 @@ class Traces:
         if code in (0, EXIT_PAUSED):
             return None
         error = parse_error_file(self._error_file) if self._error_file else None
-        if error is None and code == EXIT_FAILED:  # as of a Python that an exception has ended
-            error = parse_traceback(self._read_log())
-        return error
-
-    def _read_log(self) -> str:
-        """Read the end of what the command has printed, if that went to a file."""
-        if self._log_start is None:
-            return ""
+        if error or code != EXIT_FAILED or self._log_start is None:
+            return error
+        # As of a Python that an exception has ended, whose output went to a file.
         log = Path(f"/proc/self/fd/{self._log}")
         tail = files.read_tail(log, _LOG_TAIL_BYTES, since=self._log_start)
-        return tail.decode(errors="replace")
+        return parse_traceback(tail.decode(errors="replace"))
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -416,8 +399,8 @@ def parse_error_file(path: Path) -> TaskError | None:
         # Whatever lies there is the command's: no link is followed, and no pipe waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "rb") as file:
-            seen = os.fstat(descriptor)
-            if not stat.S_ISREG(seen.st_mode) or seen.st_size > _MOST_FILE_BYTES:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_FILE_BYTES:
                 return None
             content: object = json.loads(file.read(_MOST_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -427,8 +410,8 @@ def parse_error_file(path: Path) -> TaskError | None:
         message = message.get("message")
     if not isinstance(message, str) or not message.strip():
         return None
-    found = _EXCEPTION.fullmatch(message.strip())
-    return _error(found["type"], found["message"]) if found else _error("", message)
+    exception = _EXCEPTION.fullmatch(message.strip())
+    return _error(exception["type"], exception["message"]) if exception else _error("", message)
 
 
 def parse_traceback(log: str) -> TaskError | None:
@@ -439,11 +422,10 @@ def parse_traceback(log: str) -> TaskError | None:
         candidates = [line for line in lines if _NO_SYNTAX.fullmatch(line)][-1:]
     else:
         # Frames are indented, and the exception is the first line that is not.
-        candidates = [line for line in lines[headers[-1] + 1 :] if line and line[0] not in " \t"][
-            :1
-        ]
-    found = _EXCEPTION.fullmatch(candidates[0]) if candidates else None
-    return _error(found["type"], found["message"]) if found else None
+        below = lines[headers[-1] + 1 :]
+        candidates = [line for line in below if line and line[0] not in " \t"][:1]
+    exception = _EXCEPTION.fullmatch(candidates[0]) if candidates else None
+    return _error(exception["type"], exception["message"]) if exception else None
 
 
 def _error(kind: str, message: str | None) -> TaskError:

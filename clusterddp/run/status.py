@@ -151,10 +151,10 @@ def run_status(
         goes_on_after=reason(known.goes_on) if known.goes_on else "",
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
-        step=first_known(figures.steps, latest.step),
+        step=first_known(figures.steps, latest.step if latest.step >= 0 else None),
         epoch=first_known(figures.epochs, latest.epoch),
         loss=latest.loss,
-        accuracy=first_known(figures.accuracy, latest.test_accuracy),
+        accuracy=first_known(figures.accuracy, latest.accuracy),
         warnings=list(figures.warnings),
         created_time=_created(run),
         submitted_time=known.submitted,
@@ -170,26 +170,15 @@ def run_status(
     )
 
 
-@dataclass(frozen=True)
-class Latest:
-    """Latest values in metrics.jsonl."""
-
-    step: int | None = None
-    epoch: int | None = None
-    loss: float | None = None
-    """Loss of training."""
-    test_accuracy: float | None = None
-
-
-def latest_metrics(path: Path) -> Latest:
-    """Read the latest values in metrics.jsonl, from its end."""
-    latest = Latest()
+def latest_metrics(path: Path) -> MetricsLine:
+    """Read from the end of metrics.jsonl: loss of the training, accuracy on the test set."""
+    latest = MetricsLine()
     for values in files.parse_json_lines(files.read_tail(path, _METRICS_BYTES)):
         line = files.load(MetricsLine, values) or MetricsLine()
         if line.step >= 0:
             latest = dataclasses.replace(latest, step=line.step, epoch=line.epoch)
         if line.tested:
-            latest = dataclasses.replace(latest, test_accuracy=line.accuracy)
+            latest = dataclasses.replace(latest, accuracy=line.accuracy)
         elif line.loss is not None:
             latest = dataclasses.replace(latest, loss=line.loss)
     return latest
@@ -425,10 +414,9 @@ def find_those(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[Clu
     for text in texts:
         try:
             run = find_run(root, text)
+            runs[run.path] = run
         except RequestError as error:
             wrong.append(error)
-        else:
-            runs[run.path] = run
     return list(runs.values()), wrong
 
 

@@ -15,7 +15,7 @@ from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt
 from clusterddp.run.outcome import failure_of, first_failure, first_killed, read_outcomes
 from clusterddp.run.records import LastWord, Report
-from clusterddp.run.restart_policy import gained, starts_since_submission
+from clusterddp.run.restart_policy import gained, starts_since_submission, withdrawn
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import Ending, ending
 
@@ -25,12 +25,6 @@ _LOG_TAIL_BYTES = 1 << 20
 # From inside the job a lost node looks like scancel, but for srun's own lines.
 _STEP_ENDED = re.compile(r"^slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED", re.MULTILINE)
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
-
-_CAUSE_OF = {
-    Ending.REQUEUED: restart_policy.REQUEUED,
-    Ending.PREEMPTED: restart_policy.PREEMPTED,
-    Ending.TIME_LIMIT: restart_policy.TIME_LIMIT,
-}
 
 
 @dataclass(frozen=True)
@@ -79,12 +73,9 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
 
 def stop_asked(attempt: Attempt, job_id: str) -> bool:
     """Return whether a person asked the run to stop, even if too late for its ranks to see it."""
-    in_time = attempt.asked_to_stop() == "stop"
-    return (
-        in_time
-        or restart_policy.withdrawn(events.read(attempt.run.events), job_id)
-        == restart_policy.STOPPED
-    )
+    if attempt.asked_to_stop() == "stop":
+        return True
+    return withdrawn(events.read(attempt.run.events), job_id) == restart_policy.STOPPED
 
 
 class _Evidence:
@@ -249,8 +240,8 @@ def _stopped(evidence: _Evidence) -> End | None:
 
 
 def _ended_by_slurm(evidence: _Evidence) -> End | None:
-    cause = _CAUSE_OF.get(evidence.slurms_word)
-    if cause is None:
+    cause = evidence.slurms_word.value
+    if cause not in (restart_policy.REQUEUED, restart_policy.PREEMPTED, restart_policy.TIME_LIMIT):
         return None
     return End(
         cause,
