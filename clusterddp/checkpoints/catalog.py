@@ -9,7 +9,7 @@ the content, and `writer` writes.
 import errno
 import hashlib
 import io
-import json
+import math
 import os
 import pickletools
 import re
@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from clusterddp import log
 from clusterddp.errors import CheckpointError
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.files import load, read_file, read_json, sync_folder, write_atomically
+from clusterddp.run.files import read as read_record
+from clusterddp.run.files import read_file, sync_folder, write_record
 from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__
 
@@ -129,15 +131,8 @@ def source(run: RunDir) -> Path | None:
 
 def saved_step(run: RunDir) -> int:
     """Return the highest step that a run has saved by its attempts' records; 0 without one."""
-    return max(
-        (
-            step
-            for folder in _folders(run, None)
-            for step in _noted_steps(folder.attempt)
-            if folder.last_step is None or step <= folder.last_step
-        ),
-        default=0,
-    )
+    noted = ((step, each) for each in _folders(run, None) for step in _noted_steps(each.attempt))
+    return max((step for step, folder in noted if step <= folder.last_step), default=0)
 
 
 def _noted_steps(attempt: Attempt) -> Iterator[int]:
@@ -149,15 +144,15 @@ def _noted_steps(attempt: Attempt) -> Iterator[int]:
         yield record.step or 0
 
 
-def newest(run: RunDir, before: Attempt | None = None) -> Path | None:
-    """Return the latest valid checkpoint of a run, or of its attempts before one.
+def newest(run: RunDir) -> Path | None:
+    """Return the latest valid checkpoint of a run.
 
     A damaged one is passed over with a warning. Those beyond the step from which a later attempt
     resumed do not count: the orphan of a lost node may have written them.
 
     Raises CheckpointError when a folder cannot be read.
     """
-    return _first_valid(lambda: (each.path for each in all_of(run, before) if not each.superseded))
+    return _first_valid(lambda: (each.path for each in all_of(run, None) if not each.superseded))
 
 
 def newest_in(folder: Path) -> Path | None:
@@ -185,10 +180,9 @@ def listing(run: RunDir) -> list[Entry]:
             status = each.path.lstat()
         except FileNotFoundError:
             continue  # removed meanwhile, as a newer one was written
-        try:
+        checksum = ""
+        with suppress(OSError):
             checksum = checksum_of(each.path).read_text(errors="replace")
-        except OSError:
-            checksum = ""
         entry = Entry(
             path=each.path,
             step=step_of(each.path),
@@ -208,9 +202,7 @@ def all_of(run: RunDir, before: Attempt | None) -> Iterator[Candidate]:
     """Yield the checkpoints of a run in the order in which it tries to resume from them."""
     for folder in _folders(run, before):
         for path in files(folder.attempt.checkpoints):
-            superseded = ""
-            if folder.last_step is not None and step_of(path) > folder.last_step:
-                superseded = folder.why
+            superseded = folder.why if step_of(path) > folder.last_step else ""
             yield Candidate(path, folder.attempt, superseded)
 
 
@@ -218,7 +210,7 @@ def bests(run: RunDir, before: Attempt | None) -> Iterator[Best]:
     """Yield the best checkpoint of each attempt where it counts, the latest attempt first."""
     for folder in _folders(run, before):
         best = read_best(folder.attempt.checkpoints)
-        if best and (folder.last_step is None or best.step <= folder.last_step):
+        if best and best.step <= folder.last_step:
             yield best
 
 
@@ -227,14 +219,15 @@ class _Folder:
     """Checkpoints of one attempt, and the last step that counts."""
 
     attempt: Attempt
-    last_step: int | None
-    """Last step that counts; None where all count."""
+    last_step: float
+    """Last step that counts; infinite where all count."""
     why: str
+    """Cause for which those after it do not."""
 
 
 def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
     """Yield the folders of a run, the latest attempt first."""
-    last_step, why = None, ""
+    last_step, why = math.inf, ""
     given_up = given_up_attempt(run)
     for attempt in reversed(attempts(run)):
         if before and attempt.number >= before.number:
@@ -243,7 +236,7 @@ def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
             last_step, why = -1, "given up: 'resubmit --from-scratch' begins at step 0 again"
         yield _Folder(attempt, last_step, why)
         record = attempt.read_record()
-        if record and record.step is not None and (last_step is None or record.step < last_step):
+        if record and record.step is not None and record.step < last_step:
             last_step = record.step
             why = f"superseded: attempt {attempt.number} resumed from step {record.step}"
 
@@ -258,20 +251,17 @@ def _first_valid(candidates: Callable[[], Iterator[Path]]) -> Path | None:
     """Return the first valid one; looks again when one is deleted, as it is for a newer one."""
     warned = set()
     for _ in range(10):
-        vanished = False
         for path in candidates():
             try:
                 read(path)
+                return path
             except UnusableError as error:
-                vanished = not os.path.lexists(path)
-                if vanished:
+                if not os.path.lexists(path):
                     break
                 if path not in warned:
                     log.info(f"passing over {path.name}: {error}")
                 warned.add(path)
-                continue
-            return path
-        if not vanished:
+        else:
             return None
     raise CheckpointError("the run's checkpoints change faster than they can be read; try again.")
 
@@ -281,11 +271,7 @@ _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.ENOTSUP
 
 
 def adopt(
-    attempt: Attempt,
-    source: Path | None,
-    keep_last: int,
-    *,
-    best: Best | None = None,
+    attempt: Attempt, source: Path | None, keep_last: int, *, best: Best | None = None
 ) -> Path | None:
     """Make the checkpoints folder of a new attempt, whole or not at all.
 
@@ -298,10 +284,10 @@ def adopt(
     Returns the path of the source for the attempt. Raises OSError, and CheckpointError when the
     source is damaged or deleted.
     """
+    of_run = source and source.resolve().is_relative_to(attempt.run.attempts.resolve())
     draft = Path(tempfile.mkdtemp(prefix=".checkpoints.", dir=attempt.path))
     try:
-        of_run = source is not None and _is_within(source, attempt.run.attempts)
-        if source is not None and of_run:
+        if source and of_run:
             _carry_over(attempt, source, keep_last, best, draft)
         sync_folder(draft)
         draft.replace(attempt.checkpoints)
@@ -309,19 +295,11 @@ def adopt(
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return attempt.checkpoints / source.name if source is not None and of_run else source
-
-
-def _is_within(path: Path, folder: Path) -> bool:
-    return path.resolve().is_relative_to(folder.resolve())
+    return attempt.checkpoints / source.name if source and of_run else source
 
 
 def _carry_over(
-    attempt: Attempt,
-    source: Path,
-    keep_last: int,
-    best: Best | None,
-    draft: Path,
+    attempt: Attempt, source: Path, keep_last: int, best: Best | None, draft: Path
 ) -> None:
     """Link the needed checkpoints into `draft`; those that are not valid there are removed."""
     last = step_of(source)
@@ -474,13 +452,12 @@ def _format(data: bytes) -> object:
 
 def read_best(folder: Path) -> Best | None:
     """Return the best checkpoint that best.json in a folder names, or None."""
-    return load(Best, read_json(folder / BEST))
+    return read_record(Best, folder / BEST)
 
 
 def write_best(folder: Path, best: Best) -> None:
     """Write best.json into a folder. Raises OSError."""
-    content = {"step": best.step, "accuracy": best.accuracy}
-    write_atomically(folder / BEST, (json.dumps(content) + "\n").encode())
+    write_record(folder / BEST, {"step": best.step, "accuracy": best.accuracy})
 
 
 def remove_leftovers(folder: Path) -> None:

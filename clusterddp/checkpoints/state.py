@@ -180,17 +180,14 @@ def load_together(path: Path, device: torch.device) -> Content:
         raise failure
     if int(size) < 0:
         raise PeerError(f"rank 0 could not read the checkpoint {path}. Its log says why.")
-    for begin in range(0, int(size), _PIECE_BYTES):
-        if first:
-            own = bytearray(data[begin : begin + _PIECE_BYTES])
-            piece = torch.frombuffer(own, dtype=torch.uint8).to(on)
-        else:
-            count = min(int(size) - begin, _PIECE_BYTES)
-            piece = torch.empty(count, dtype=torch.uint8, device=on)
-        dist.broadcast(piece, src=0)
-        if not first:
-            data += piece.cpu().numpy().tobytes()
-    return _parsed(path, data)
+    whole = torch.empty(int(size), dtype=torch.uint8)
+    if first:
+        whole.numpy()[:] = np.frombuffer(data, np.uint8)
+    for piece in torch.split(whole, _PIECE_BYTES):
+        sent = piece.to(on)
+        dist.broadcast(sent, src=0)
+        piece.copy_(sent)
+    return _parsed(path, data or whole.numpy().tobytes())
 
 
 def _parsed(path: Path, data: bytes) -> Content:

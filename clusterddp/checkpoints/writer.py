@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,13 +115,13 @@ class Saver:
         return self._done
 
     def _join(self) -> None:
-        if self._thread is not None:
+        if self._thread:
             began = time.perf_counter()
             self._thread.join()
             self._thread = None
             self.costs.blocked_seconds += time.perf_counter() - began
-        if self._error is not None:
-            error, self._error = self._error, None
+        error, self._error = self._error, None
+        if error:
             raise error
 
     def _run(self, content: Content, copy_seconds: float) -> None:
@@ -272,7 +273,5 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 
 def _take_away(path: Path) -> None:
-    try:
+    with suppress(OSError):  # the disk is lost; the next attempt removes the file
         path.unlink(missing_ok=True)
-    except OSError:
-        pass  # the disk is lost; the next attempt removes the file

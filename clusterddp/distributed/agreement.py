@@ -60,8 +60,7 @@ def decide(
     `recorded` is the agreement of an earlier attempt: at the same world size its values
     are taken again. Raises TrainingError naming the ranks that do not fit together.
     """
-    _check_torch(hellos)
-    _check_kinds(hellos)
+    _check_alike(hellos)
     _check_gpus(hellos)
     _check_ranks(config, len(hellos))
     kind = hellos[0].kind
@@ -169,7 +168,7 @@ def _check_ranks(config: TrainConfig, world_size: int) -> None:
         )
 
 
-def _check_torch(hellos: Sequence[Hello]) -> None:
+def _check_alike(hellos: Sequence[Hello]) -> None:
     first = hellos[0]
     for hello in hellos:
         if hello.torch != first.torch:
@@ -177,11 +176,6 @@ def _check_torch(hellos: Sequence[Hello]) -> None:
                 f"{first.name} has torch {first.torch}, {hello.name} has torch {hello.torch}. "
                 "Use one environment on all hosts (--python)."
             )
-
-
-def _check_kinds(hellos: Sequence[Hello]) -> None:
-    first = hellos[0]
-    for hello in hellos:
         if hello.kind != first.kind:
             raise TrainingError(
                 f"{first.name} computes on {first.device}, {hello.name} on {hello.device}. "
