@@ -18,7 +18,7 @@ __all__ = ["workplace"]
 
 
 def test_status_tells_all_that_is_known(workplace: Workplace) -> None:
-    run = workplace.run("mnist-1", submitted("12"), started("12"), age=10)
+    run = workplace.run("mnist-1", submitted("12"), started("12"), age=7531)
     records = [
         {"kind": "eval", "step": 30, "epoch": 1, "loss": 0.5, "accuracy": 0.9},
         {"kind": "train", "step": 40, "epoch": 1, "loss": 0.25, "accuracy": 0.8},
@@ -33,7 +33,7 @@ def test_status_tells_all_that_is_known(workplace: Workplace) -> None:
     assert lines["asked"] == "2 nodes x 4 tasks = 8 ranks"
     assert lines["hosts"] == "h01 h02"
     assert lines["progress"] == "step 40, epoch 1, loss 0.2500, accuracy 0.9000"
-    assert "running for 9.0s" in lines["started"]
+    assert "running for 2h05m" in lines["started"]
     assert lines["next"] == "clusterddp logs -f mnist-1"
 
 
