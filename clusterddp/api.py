@@ -23,9 +23,9 @@ from clusterddp.run import stop as stopping
 from clusterddp.run.events import Failure
 from clusterddp.run.files import read_json
 from clusterddp.run.logs import of_attempt
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import RunDir, find_runs
 from clusterddp.run.state import latest_submission
-from clusterddp.run.status import DEFAULT_ROOT, RunStatus, all_runs, statuses
+from clusterddp.run.status import DEFAULT_ROOT, RunStatus, statuses
 from clusterddp.run.stop import Cancellation, Stop
 from clusterddp.submission import resubmit as resubmission
 from clusterddp.submission import submit as submitting
@@ -154,7 +154,7 @@ def runs(output_root: str | Path = DEFAULT_ROOT) -> list[Run]:
 
     Raises RequestError where it cannot be read.
     """
-    return [Run(run.path.absolute()) for run in all_runs(Path(output_root))]
+    return [Run(run.path.absolute()) for run in find_runs(Path(output_root))]
 
 
 def submit(

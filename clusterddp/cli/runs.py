@@ -14,9 +14,9 @@ from clusterddp import errors, log
 from clusterddp.cli.options import Completed
 from clusterddp.launchers import Submission
 from clusterddp.request.spec import JobSpec
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import RunDir, find_runs
 from clusterddp.run.state import DONE, FAILED, STOPPED
-from clusterddp.run.status import DEFAULT_ROOT, RunStatus, all_runs, find_those, statuses
+from clusterddp.run.status import DEFAULT_ROOT, RunStatus, find_those, statuses
 
 if TYPE_CHECKING:
     from clusterddp.run.stop import Cancellation, Stop
@@ -29,7 +29,7 @@ def _names(ctx: click.Context, _incomplete: str) -> Iterable[str]:
     """Return the runs' names, the latest first."""
     root = ctx.params.get("output_root") or os.environ.get("CLUSTERDDP_OUTPUT_ROOT")
     try:
-        return [run.name for run in reversed(all_runs(Path(root or DEFAULT_ROOT)))]
+        return [run.name for run in reversed(find_runs(Path(root or DEFAULT_ROOT)))]
     except errors.RequestError:
         return []  # while completing, nothing may be printed but names
 

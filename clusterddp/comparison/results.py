@@ -16,9 +16,9 @@ from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.run import files, formatting
 from clusterddp.run.formatting import count
 from clusterddp.run.records import Report
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import RunDir, find_runs
 from clusterddp.run.state import FAILED
-from clusterddp.run.status import RunStatus, all_runs, find_run, latest_report, statuses
+from clusterddp.run.status import RunStatus, find_run, latest_report, statuses
 
 DONE = "done"
 NOT_RUN = "not run"
@@ -220,7 +220,7 @@ def trials_of(root: Path, texts: Sequence[str]) -> list[Trial]:
     A run of a comparison with a damaged request is left out, which is logged. Raises RequestError
     where there is no run, or one that trains nothing.
     """
-    known = all_runs(root)
+    known = find_runs(root)
     rows: dict[Path, tuple[Row, RunDir]] = {}
     for text in texts:
         of_it = re.compile(re.escape(text) + r"-(single|d?dp-\d+)(-r\d+)?")

@@ -21,6 +21,7 @@ from clusterddp.run import events, logs, restart_policy
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt, print_to_job_log
+from clusterddp.run.records import LastWord
 from clusterddp.run.restart_policy import Policy, Start, decide, gained, starts_since_submission
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.verdict import judge, stop_asked
@@ -164,11 +165,10 @@ def _is_done(run: RunDir, job_id: str) -> bool:
     if restart_policy.done_by(events.read(run.events), job_id):
         return True
     latest = attempts.latest(run)
-    last_word = latest.read_last_word() if latest else None
-    if latest is None or last_word is None or last_word.cause != restart_policy.DONE:
+    if latest is None:
         return False
-    record = latest.read_record()
-    if record is None or record.job_id != job_id:
+    last_word, record = latest.read_last_word() or LastWord(), latest.read_record()
+    if last_word.cause != restart_policy.DONE or record is None or record.job_id != job_id:
         return False
     # Its ranks were done, and its script was lost before it could say so.
     _record(
@@ -263,13 +263,13 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
         )
         return False
 
-    def requeued() -> None:
+    def requeued(how: str) -> None:
         _record(run, events.Requeued, job_id=job_id, attempt=attempt.number, why=why)
+        log.info(f"{why}: {how}")
+        _heed_withdrawal(run, job_id, job_id)
 
     if why == restart_policy.PREEMPTED and requeued_after_grace(own_name(os.environ, job_id)):
-        requeued()
-        log.info(f"{why}: Slurm puts job {job_id} back into the queue")
-        _heed_withdrawal(run, job_id, job_id)
+        requeued(f"Slurm puts job {job_id} back into the queue")
         return False  # and it has not ended well, should Slurm not do it
     try:
         _patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart))
@@ -277,20 +277,14 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
         log.info(f"requeue is refused here ({refused}); submitting the next job")
         _in_place_of(run, attempt, job_id, why)
         return False
-    except (Superseded, _Cancelled) as error:
+    except (Superseded, NotStarted) as error:
         log.info(str(error))
         return False
     except SlurmError as error:
         _give_up(attempt, job_id, why, error)
         return False
-    requeued()
-    log.info(f"{why}: job {job_id} is back in the queue")
-    _heed_withdrawal(run, job_id, job_id)
+    requeued(f"job {job_id} is back in the queue")
     return True
-
-
-class _Cancelled(ClusterDDPError):
-    """A person has cancelled the job, as was only seen once the controller was back."""
 
 
 def _requeue(name: str, restart: int) -> None:
@@ -299,7 +293,7 @@ def _requeue(name: str, restart: int) -> None:
     if word is Ending.UNKNOWN:
         raise SlurmError("Slurm does not say how the job is doing")
     if word is Ending.CANCELLED:
-        raise _Cancelled("the job was cancelled, and is not put back into the queue")
+        raise NotStarted("the job was cancelled, and is not put back into the queue")
     slurm.requeue(name)
 
 
@@ -390,12 +384,7 @@ def _let_job_end(run: RunDir, job_id: str, *, preempted: bool) -> None:
 def _give_up(attempt: Attempt, job_id: str, why: str, error: Exception) -> None:
     run = attempt.run
     _record(
-        run,
-        events.RequeueFailed,
-        job_id=job_id,
-        attempt=attempt.number,
-        why=why,
-        error=str(error),
+        run, events.RequeueFailed, job_id=job_id, attempt=attempt.number, why=why, error=str(error)
     )
     log.info(f"this node cannot start the run again: {error}")
     log.info(f"go on with: {run.resubmission}")

@@ -45,6 +45,7 @@ class LogTail:
         """Take the last `lines` of the existing lines; all of them for None."""
         self.path = path
         self._position = 0 if lines is None else _start_of_last(path, lines)
+        self._unfinished = b""
 
     def read(self) -> bytes:
         """Return the bytes that were added since the last call."""
@@ -59,36 +60,33 @@ class LogTail:
         self._position += len(content)
         return content
 
+    def read_lines(self, *, last: bool) -> list[bytes]:
+        """Return the new lines; `last` also returns one that has no end yet."""
+        *lines, self._unfinished = (self._unfinished + self.read()).split(b"\n")
+        if last and self._unfinished:
+            lines.append(self._unfinished)
+            self._unfinished = b""
+        return lines
+
 
 class LogPrinter:
     """Writes several logs to one stream; with more than one, every line names its file."""
 
     def __init__(self, paths: Sequence[Path], lines: int | None, stream: BinaryIO) -> None:
         self._tails = [LogTail(path, lines) for path in paths]
-        self._unfinished = [b""] * len(paths)
         self._stream = stream
-        self.printed = False
 
     def print_new(self, *, last: bool = False) -> None:
         """Write the new bytes; `last` also writes lines that have no end yet."""
-        for index, tail in enumerate(self._tails):
-            content = self._unfinished[index] + tail.read()
-            self._unfinished[index] = b""
-            if len(self._tails) > 1:
-                content = self._labelled(index, content, last)
+        for tail in self._tails:
+            if len(self._tails) == 1:
+                content = tail.read()
+            else:
+                label = f"{tail.path.stem} | ".encode()
+                content = b"".join(label + line + b"\n" for line in tail.read_lines(last=last))
             if content:
                 self._stream.write(content)
                 self._stream.flush()
-                self.printed = True
-
-    def _labelled(self, index: int, content: bytes, last: bool) -> bytes:
-        *whole, rest = content.split(b"\n")
-        if last and rest:
-            whole.append(rest)
-            rest = b""
-        self._unfinished[index] = rest
-        label = f"{self._tails[index].path.stem} | ".encode()
-        return b"".join(label + line + b"\n" for line in whole)
 
 
 def wait_for_end(run: RunDir, printer: LogPrinter | None = None) -> RunStatus:
@@ -164,8 +162,7 @@ class _Watch:
         self._pause = SLURM_SECONDS[0]
         self._next_question = 0.0
         self._logged = ("", "")
-        self._same_answers = 0
-        self._last_answer = ""
+        self._answers: list[str] = []  # the last ones, all alike, by which the run is over
         self._problem = ""
         self._requeues: int | None = None
         self._events_size = -1
@@ -214,8 +211,7 @@ class _Watch:
         job = self._states[self._submission.job_id]
         forgotten = status.state == UNKNOWN and not job.problem
         if not (status.has_ended or forgotten):
-            self._same_answers, self._last_answer = 0, ""
-            self._ended_at = 0.0
+            self._answers, self._ended_at = [], 0.0
             return
         self._pause = SLURM_SECONDS[0]  # the end is near
         self._ended_at = self._ended_at or time.monotonic()
@@ -223,9 +219,8 @@ class _Watch:
         if leaving and time.monotonic() < self._ended_at + SETTLE_SECONDS:
             return
         answer = f"{status.state} {job.state.value}"
-        self._same_answers = self._same_answers + 1 if answer == self._last_answer else 1
-        self._last_answer = answer
-        self.is_over = self._same_answers >= (FORGOTTEN_ANSWERS if forgotten else 2)
+        self._answers = [*(before for before in self._answers if before == answer), answer]
+        self.is_over = len(self._answers) >= (FORGOTTEN_ANSWERS if forgotten else 2)
 
     def _log(self, text: str) -> None:
         log.info(f"{self._run.name}: {text}")
@@ -239,9 +234,7 @@ class _Watch:
             self._pause = SLURM_SECONDS[0]
         self._logged = shown
         job = f" as job {status.job_id}" if status.job_id else ""
-        where = f" on {' '.join(status.hosts[:8])}" if status.hosts else ""
-        if len(status.hosts) > 8:
-            where += f" and {len(status.hosts) - 8} more"
+        where = f" on {formatting.some(status.hosts, 8)}" if status.hosts else ""
         text = status.state + (job if status.state == QUEUED else where)
         if status.state == RUNNING and status.restarts:
             text += f", attempt {status.attempt or status.restarts + 1}"

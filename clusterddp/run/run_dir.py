@@ -185,15 +185,24 @@ class RunDir:
 
 
 def find_runs(output_root: Path) -> list[RunDir]:
-    """List the runs below an output root that this user can read, the latest last."""
-    if not output_root.is_dir():
-        return []
-    runs = [
-        RunDir(path)
-        for path in output_root.iterdir()
-        if not path.name.startswith(".") and os.access(path / "spec.json", os.R_OK)
-    ]
-    return sorted(runs, key=lambda run: (run.spec.stat().st_mtime, run.name))
+    """List the runs below an output root that this user can read, the latest last.
+
+    Raises RequestError where it cannot be read.
+    """
+    try:
+        if not output_root.is_dir():
+            return []
+        runs = [
+            RunDir(path)
+            for path in output_root.iterdir()
+            if not path.name.startswith(".") and os.access(path / "spec.json", os.R_OK)
+        ]
+        return sorted(runs, key=lambda run: (run.spec.stat().st_mtime, run.name))
+    except OSError as error:
+        raise RequestError(
+            f"--output-root: {output_root} cannot be read: {error.strerror}. Name a folder of runs "
+            "that you can read."
+        ) from None
 
 
 def checkpoint_step(path: Path) -> int | None:

@@ -354,26 +354,12 @@ DEFAULT_ROOT = "jobs"
 """Usual output root, below the current folder."""
 
 
-def all_runs(root: Path) -> list[RunDir]:
-    """Return the runs below the output root, the latest last.
-
-    Raises RequestError where it cannot be read.
-    """
-    try:
-        return find_runs(root)
-    except OSError as error:
-        raise RequestError(
-            f"--output-root: {root} cannot be read: {error.strerror}. Name a folder of runs that "
-            "you can read."
-        ) from None
-
-
 def find_run(root: Path, text: str | None) -> RunDir:
     """Find the run of a name, job id or directory; the latest when `text` is None.
 
     Raises RequestError when there is none, or a job id that belongs to several.
     """
-    runs = all_runs(root)
+    runs = find_runs(root)
     if text is None:
         if not runs:
             raise RequestError(

@@ -178,7 +178,10 @@ _TASKS_EXAMPLE = "4(x2),3"
 # Zero tasks or zero repeats cannot be: Slurm gives a step no node that runs none of its tasks.
 _TASKS = re.compile(r"0*([1-9][0-9]{0,8})(?:\(x0*([1-9][0-9]{0,8})\))?")
 _FOREIGN_CHARACTER = re.compile(r"[^A-Za-z0-9._:,\[\]-]")
-_HOST_NAME = re.compile(r"[^\[\],]*(?:\[[^\[\]]*\][^\[\],]*)*")
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_BALANCED = re.compile(rf"[^\[\]]*(?:{_BRACKET.pattern}[^\[\]]*)*")
+_COMMA = re.compile(r",(?![^\[\]]*\])")
+"""Comma between two names, which is in no bracket."""
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 _Range = tuple[int, int, int]
@@ -253,36 +256,28 @@ def _parse(text: str) -> Iterator[tuple[list[str], list[list[_Range]]]]:
     foreign = _FOREIGN_CHARACTER.search(text)
     if foreign is not None:
         _refuse_hosts(text, foreign.start(), f"{foreign[0]!r} cannot be part of a host list")
-    start = 0
-    while start <= len(text):
-        name = _HOST_NAME.match(text, start)
-        assert name is not None  # it matches the empty string
-        _check_end(text, name.end())
-        if not name[0]:
-            _refuse_hosts(text, start, "there is an empty item")
-        pieces = re.split(r"[\[\]]", name[0])
-        brackets: list[list[_Range]] = []
-        position = start
-        for index, piece in enumerate(pieces):
-            if index % 2:
-                brackets.append(list(_parse_ranges(text, position, piece)))
-            position += len(piece) + 1
-        widest = (max(max(w, len(str(last))) for _, last, w in bracket) for bracket in brackets)
-        if sum(map(len, pieces[::2])) + sum(widest) > MAX_NAME_LENGTH:
-            _refuse_hosts(text, start, f"the name is longer than {MAX_NAME_LENGTH} characters")
-        yield pieces[::2], brackets
-        start = name.end() + 1
-
-
-def _check_end(text: str, end: int) -> None:
-    """Refuse a name that is ended by a bracket which does not belong there."""
-    if text[end : end + 1] == "]":
-        _refuse_hosts(text, end, "']' closes no '['")
-    if text[end : end + 1] == "[":
+    end = len(text) - len(_BALANCED.sub("", text, count=1))
+    if end < len(text):
         close = text.find("]", end)
+        if close == end:
+            _refuse_hosts(text, end, "']' closes no '['")
         if close < 0:
             _refuse_hosts(text, end, "'[' is never closed")
         _refuse_hosts(text, text.index("[", end + 1), "'[' inside a bracket")
+    start = 0
+    for name in _COMMA.split(text):
+        if not name:
+            _refuse_hosts(text, start, "there is an empty item")
+        literals = _BRACKET.split(name)[::2]
+        brackets = [
+            list(_parse_ranges(text, start + bracket.start(1), bracket[1]))
+            for bracket in _BRACKET.finditer(name)
+        ]
+        widest = (max(max(w, len(str(last))) for _, last, w in bracket) for bracket in brackets)
+        if sum(map(len, literals)) + sum(widest) > MAX_NAME_LENGTH:
+            _refuse_hosts(text, start, f"the name is longer than {MAX_NAME_LENGTH} characters")
+        yield literals, brackets
+        start += len(name) + 1
 
 
 def _parse_ranges(text: str, start: int, content: str) -> Iterator[_Range]:

@@ -10,8 +10,9 @@ import click
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, echo_json
 from clusterddp.run import formatting
+from clusterddp.run.run_dir import find_runs
 from clusterddp.run.state import STATES
-from clusterddp.run.status import RunStatus, all_runs, statuses
+from clusterddp.run.status import RunStatus, statuses
 
 _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "WHY")
 
@@ -35,7 +36,7 @@ def command(last: int | None, state: tuple[str, ...], output_root: Path, as_json
 
     Exit codes: 0 listed, 2 a wrong request.
     """
-    there = all_runs(output_root)
+    there = find_runs(output_root)
     found = statuses(there[-last:] if last and not state else there)
     if state:
         found = [status for status in found if status.state in state][-(last or 0) :]
