@@ -58,8 +58,8 @@ class TaskGroup:
         output: Path | None = None,
         *,
         tee: bool = False,
-    ) -> int:
-        """Start a task and return its index.
+    ) -> None:
+        """Start a task.
 
         Its output, stderr included, is appended to `output`, or is this process's own; with `tee`
         it goes to both, here by way of sys.stdout. Its stdin is empty. Raises OSError when it
@@ -76,7 +76,7 @@ class TaskGroup:
                 start_new_session=True,
                 preexec_fn=lambda: _begin(parent),  # noqa: PLW1509 -- only calls of the system
             )
-        return self._take_in(_Task(process, reader, log))
+        self._take_in(_Task(process, reader, log))
 
     def call(
         self,
@@ -87,7 +87,7 @@ class TaskGroup:
         output: Path | None = None,
         *,
         tee: bool = False,
-    ) -> int:
+    ) -> None:
         """Start a task that calls a function, by a start method of multiprocessing, as `start`.
 
         `start_methods.get_ready` comes first, once. Raises what pickling the arguments raises.
@@ -103,14 +103,13 @@ class TaskGroup:
         # Only the fork server knows how its child ended. The sentinel of other processes is of no
         # use: what they leave running holds it open.
         sentinel = process.sentinel if method == "forkserver" else None
-        return self._take_in(_Task(process, reader, log, sentinel))
+        self._take_in(_Task(process, reader, log, sentinel))
 
-    def _take_in(self, task: _Task) -> int:
+    def _take_in(self, task: _Task) -> None:
         if task.reader is not None:
             self._selector.register(task.reader, selectors.EVENT_READ, task)
         self._selector.register(task.events, selectors.EVENT_READ, task)
         self._tasks.append(task)
-        return len(self._tasks) - 1
 
     @property
     def pids(self) -> list[int]:

@@ -17,6 +17,7 @@ from clusterddp.ranks.variables import Number, Place
 
 Origin = Literal["torch", "slurm", "single"]
 
+_COUNTS = {"rank": "world_size", "local_rank": "local_world_size", "node_rank": "num_nodes"}
 _LOWEST_PORT = 12000
 _PORTS = 20000
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -90,30 +91,23 @@ class DistEnv:
         }
 
     def __post_init__(self) -> None:
-        for count in ("world_size", "local_world_size", "num_nodes"):
-            if getattr(self, count) < 1:
+        for index, count in _COUNTS.items():
+            highest = getattr(self, count) - 1
+            if highest < 0:
                 self._refuse(f"{count} of at least 1", count)
-        self._require_below("rank", "world_size")
-        self._require_below("local_rank", "local_world_size")
-        self._require_below("node_rank", "num_nodes")
+            if not 0 <= getattr(self, index) <= highest:
+                self._refuse(f"{index} from 0 to {highest}", index, count)
         elsewhere, other_nodes = self.world_size - self.local_world_size, self.num_nodes - 1
         if elsewhere < other_nodes or (elsewhere and not other_nodes):
             self._refuse(
                 f"the {elsewhere} ranks beyond this node's to fill {other_nodes} further nodes",
-                "world_size",
-                "local_world_size",
-                "num_nodes",
+                *_COUNTS.values(),
             )
         lowest_port = 0 if self.world_size == 1 else 1
         if not lowest_port <= self.master_port <= 65535:
             self._refuse(f"a port from {lowest_port} to 65535", "master_port")
         if not variables.PRINTABLE.fullmatch(self.master_addr):
             self._refuse("a host name or an address", "master_addr")
-
-    def _require_below(self, index: str, count: str) -> None:
-        if not 0 <= getattr(self, index) < getattr(self, count):
-            highest = getattr(self, count) - 1
-            self._refuse(f"{index} from 0 to {highest}", index, count)
 
     def _refuse(self, expected: str, *fields: str) -> NoReturn:
         variables.contradiction(", ".join(map(self._shown, fields)), expected)
@@ -254,7 +248,7 @@ def _step_port(environ: Mapping[str, str]) -> Number:
     names = [variables.required(environ, ids) for ids in (variables.JOB_ID, variables.STEP_ID)]
     if "SLURM_RESTART_COUNT" in environ:  # unset on the first start
         names.append("SLURM_RESTART_COUNT")
-    job_id, step_id, *restarts = (variables.integer(environ, name) for name in names)
+    job_id, step_id, *restarts = (variables.number(environ, name).value for name in names)
     return Number(master_port(job_id, step_id, sum(restarts)), f"computed from {', '.join(names)}")
 
 

@@ -112,9 +112,9 @@ def _step_agrees(environ: Mapping[str, str], rank: int, world_size: int) -> bool
     if not is_in_step(environ) or is_heterogeneous(environ):
         return False
     name = first_set(environ, NUM_TASKS)
-    if name is None or integer(environ, name) != world_size:
+    if name is None or number(environ, name).value != world_size:
         return False
-    if integer(environ, "SLURM_PROCID") == rank:
+    if number(environ, "SLURM_PROCID").value == rank:
         return True
     if world_size > 1:
         raise DistEnvError(
@@ -222,7 +222,7 @@ def _expanded(expand: Callable[[str], list[T]], environ: Mapping[str, str], name
 def is_in_step(environ: Mapping[str, str]) -> bool:
     """Return whether this process is a task of a step."""
     name = first_set(environ, STEP_ID)
-    return name is not None and integer(environ, name) < _FIRST_RESERVED_STEP_ID
+    return name is not None and number(environ, name).value < _FIRST_RESERVED_STEP_ID
 
 
 def refuse_heterogeneous(environ: Mapping[str, str]) -> None:
@@ -256,15 +256,10 @@ def required(environ: Mapping[str, str], names: Sequence[str]) -> str:
 
 def number(environ: Mapping[str, str], name: str) -> Number:
     """Read a whole number, with its name. Raises DistEnvError for anything else."""
-    return Number(integer(environ, name), name)
-
-
-def integer(environ: Mapping[str, str], name: str) -> int:
-    """Read a whole number. Raises DistEnvError for anything else."""
     value = text(environ, name)
     if not _INTEGER.fullmatch(value):
         refuse(environ, (name,), "a whole number of 0 or more")
-    return int(value)
+    return Number(int(value), name)
 
 
 def text(environ: Mapping[str, str], name: str) -> str:
@@ -330,7 +325,7 @@ def parse_environment(text: str) -> dict[str, str]:
                 )
             environ[name] = value
         elif name and record and end == "\n":
-            # `env` quotes nothing: a line that assigns nothing goes on with the value before it.
+            # `env` quotes nothing: a line that assigns nothing continues the value before it.
             environ[name] += f"\n{record}"
     if not environ:
         raise RequestError(

@@ -119,7 +119,7 @@ class Choice:
 
 def is_reference(value: str) -> bool:
     """Return whether a value names a user function: `package.module:function`."""
-    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
+    return _REFERENCE.fullmatch(value) is not None
 
 
 COUNT = Number("a positive whole number", least=1)
@@ -234,10 +234,9 @@ def check_fields(record: object) -> None:
         if row is None or value == field.default:
             continue
         flag = f"--{row.get('name', field.name.replace('_', '-'))}"
-        if field.default is False and value is not True:
-            raise OptionError(flag, f": {value!r} is neither True nor False.")
-        if isinstance(field.default, tuple) and not isinstance(value, tuple):
-            raise OptionError(flag, f": {value!r} is {type(value).__name__}, not tuple.")
+        kind = type(field.default)
+        if kind in (bool, str, tuple) and not isinstance(value, kind):
+            raise OptionError(flag, f": {value!r} is {type(value).__name__}, not {kind.__name__}.")
         items = value if isinstance(value, tuple) else (value,)
         for item in items if row["form"] else ():
             row["form"].check(flag, item)
@@ -295,10 +294,8 @@ def find_site(given: str | None, environ: Mapping[str, str], folder: Path) -> Pa
             raise RequestError(f"site configuration {named!r} is not found.")
         return Path(named)
     home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
-    for path in (folder / "site.cfg", Path(home) / "clusterddp" / "site.cfg", SYSTEM_FILE):
-        if path.is_file():
-            return path
-    return None
+    places = (folder / "site.cfg", Path(home) / "clusterddp" / "site.cfg", SYSTEM_FILE)
+    return next(filter(Path.is_file, places), None)
 
 
 def read_site(path: Path | None, cluster: str | None, known: Collection[str]) -> Settings:

@@ -77,7 +77,7 @@ class Resources:
         "", "Reservation to use.", forms.RESERVATIONS, "--reservation SBATCH_RESERVATION NAME"
     )
     nodelist: str = option(
-        "", "Hosts that must be in the job: gpu[01-03].", forms.LINE, "--nodelist -w HOSTS"
+        "", "Hosts that must be in the job: gpu[01-03].", names="--nodelist -w HOSTS"
     )
     exclude: str = option(
         "", "Hosts that must not be in the job.", forms.LINE, "--exclude -x HOSTS"

@@ -118,8 +118,6 @@ def run_name(option: str, value: str) -> str:
 
 def text(option: str, value: str) -> str:
     """Return a text that a line of script can carry: no control character, valid UTF-8."""
-    if not isinstance(value, str):
-        raise OptionError(option, f": {value!r} is {type(value).__name__}, not str.")
     control = _CONTROL.search(value)
     if control:
         raise OptionError(
