@@ -316,8 +316,12 @@ def summaries(run: RunDir) -> list[AttemptSummary]:
     for (attempt, record), after in zip(met, [*records[1:], None], strict=False):
         began = record.began or 0.0
         first_step, resumed_step = record.step or 0, (after.step or 0) if after else 0
-        reached = max(first_step, last_step(attempt), resumed_step)
         last_word = attempt.read_last_word() or LastWord()
+        left_at = last_word.step
+        if left_at is None:
+            left_at = attempt.read_sign_of_life().step or 0
+        reached = max(first_step, left_at, resumed_step)
+        seconds_lost = (after.began or 0.0) - (after.saved or began) if after else 0.0
         summary = AttemptSummary(
             attempt=attempt.number,
             job_id=record.job_id,
@@ -326,22 +330,11 @@ def summaries(run: RunDir) -> list[AttemptSummary]:
             first_step=first_step,
             last_step=reached,
             cause=causes.get(attempt.number) or last_word.cause or ("killed" if after else ""),
+            steps_done_twice=reached - resumed_step if after else 0,
+            seconds_lost=round(seconds_lost, 3),
         )
-        if after:
-            lost = (after.began or 0.0) - (after.saved or began)
-            summary = replace(
-                summary, steps_done_twice=reached - resumed_step, seconds_lost=round(lost, 3)
-            )
         made.append(summary)
     return made
-
-
-def last_step(attempt: Attempt) -> int:
-    """Return how far an attempt came, as its last word or its last sign of life tells."""
-    last_word = attempt.read_last_word()
-    if last_word and last_word.step is not None:
-        return last_word.step
-    return attempt.read_sign_of_life().step or 0
 
 
 @dataclass

@@ -33,12 +33,12 @@ _CLOCKS = "clocks.json"
 
 def failure_of(outcome: Outcome) -> Failure:
     """Return the failure that a rank's own record tells of."""
-    reason = outcome.reason
+    reason, code = outcome.reason, outcome.exit_code
     if outcome.hung:  # what ended it in the end says nothing of why
-        return Failure(outcome.rank, outcome.host, reason, _log(outcome.rank), EXIT_FAILED)
-    if outcome.signal == "SIGTERM":
+        code = EXIT_FAILED
+    elif outcome.signal == "SIGTERM":
         reason += " (cancelled, time limit or preempted)"
-    return Failure(outcome.rank, outcome.host, reason, _log(outcome.rank), outcome.exit_code)
+    return Failure(outcome.rank, outcome.host, reason, _log(outcome.rank), code)
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
@@ -107,6 +107,7 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
         # Not all that follows from the end of another rank can be told from the words of a
         # command: an error counts no more than a code or a signal there, and the first one does.
         own = [o for o in failed if not o.peer_lost and o.signal != "SIGTERM"]
+    lost_another = [o for o in outcomes if o.peer_lost]
     by_itself = [o for o in failed if not o.error and o.signal != "SIGTERM"]
     for group in (
         own,
@@ -115,8 +116,9 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
         [o for o in outcomes if o.hung and failed and (o.failed or o.ended is None)],
         by_itself,
         [o for o in outcomes if o.ended is None and failed],
-        _left_early(outcomes),
-        [o for o in failed if o.peer_lost],
+        # Those that left early, with exit code 0, while others still counted on them.
+        [o for o in outcomes if o.exit_code == 0 and o.ended is not None and lost_another],
+        [o for o in lost_another if o.failed],
         failed,
     ):
         if group:
@@ -163,13 +165,6 @@ def _killed_above(outcomes: Sequence[Outcome], said: Sequence["_Report"]) -> Fai
 def _killed_at_first(said: Sequence["_Report"]) -> "_Report | None":
     first = next((report for report in said if report.primary), None)
     return first if first and first.word in _KILLED else None
-
-
-def _left_early(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Find ranks that ended with exit code 0 while others still counted on them."""
-    lost = [outcome for outcome in outcomes if outcome.peer_lost]
-    left = [o for o in outcomes if o.exit_code == 0 and o.ended is not None]
-    return left if lost else []
 
 
 def _earliest(group: Sequence[Outcome], said: Sequence["_Report"]) -> Outcome:

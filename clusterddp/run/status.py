@@ -218,11 +218,10 @@ def _is_forgotten(submission: Submission | None, job: JobState | None) -> bool:
 
 def _started_by_hand(run: RunDir) -> Attempt | None:
     """Find the latest attempt of a run that nothing submitted: `srun clusterddp train`, say."""
-    try:
+    with contextlib.suppress(OSError):
         attempt = latest(run)
-    except OSError:
-        return None
-    return attempt if attempt and attempt.read_record() else None
+        return attempt if attempt and attempt.read_record() else None
+    return None
 
 
 def _by_hand(attempt: Attempt | None) -> Submission:

@@ -65,6 +65,7 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
         or _failed(evidence)
         or _unexplained(evidence)
     )
+    end = dataclasses.replace(end, step=evidence.last_word.step)
     trouble = evidence.last_word.trouble or trouble
     if not trouble or end.cause == restart_policy.DONE:
         return end
@@ -104,7 +105,9 @@ class _Evidence:
         self.code = _job_code(self.srun_code, self.failure)
         seems_done = self.code == 0 and not self.paused and not self.unwritable
         if seems_done and not self.trains and self.last_word.cause != restart_policy.DONE:
-            self.failure = self._killed_with_its_parent()
+            # Killed with its parent: srun exits with 0 when it was told to end itself (TERM).
+            killed = (failure_of(rank) for rank in self.outcomes if rank.ended is None)
+            self.failure = next(killed, None)
             self.code = EXIT_FAILED if self.failure else 0
 
     def _has_paused(self, any_failed: bool) -> bool:
@@ -118,17 +121,6 @@ class _Evidence:
         # well be done, unless it was asked to stop.
         no_code = not any(outcome.exit_code is not None for outcome in self.outcomes)
         return no_code and (self.trains or self.attempt.asked_to_stop() is not None)
-
-    def _killed_with_its_parent(self) -> Failure | None:
-        """Find the first rank that was killed with its parent although srun exited with 0.
-
-        srun does when it was told to end itself (TERM), and kills the tasks.
-        """
-        return next((failure_of(rank) for rank in self.outcomes if rank.ended is None), None)
-
-    @property
-    def step(self) -> int | None:
-        return self.last_word.step
 
     @property
     def has_left(self) -> bool:
@@ -167,17 +159,14 @@ class _Evidence:
         """A clause on what the next attempt finds."""
         if not self.trains:
             # Only a command's exit code is known, not what it saves.
-            return (
-                f"the {_ASKED_AGAIN if self.paused else 'command did not ask to be started again'}"
-            )
-        at = f" at step {self.step}" if self.step is not None else ""
-        saved = self.step if self.last_word.saved == -1 else self.last_word.saved
-        if saved != self.step:
-            last = (
-                "there is no checkpoint yet"
-                if saved is None
-                else (f"their last checkpoint is of step {saved}")
-            )
+            asked = f"the {_ASKED_AGAIN}"
+            return asked if self.paused else "the command did not ask to be started again"
+        step, saved = self.last_word.step, self.last_word.saved
+        at = f" at step {step}" if step is not None else ""
+        if saved not in (-1, step):
+            last = f"their last checkpoint is of step {saved}"
+            if saved is None:
+                last = "there is no checkpoint yet"
             return f"the ranks have left{at}; {last}"
         if self.unwritable and not self.has_last_word:
             return "the ranks have left and could not record how"
@@ -189,8 +178,7 @@ def _done(evidence: _Evidence) -> End | None:
         # A rank or srun that ended after the run's last word takes nothing from it.
         code = evidence.code
         late = (f"the script then ended with exit code {code}",) if code else ()
-        lines = (_achieved(evidence.run), *late)
-        return End(restart_policy.DONE, 0, step=evidence.step, lines=lines)
+        return End(restart_policy.DONE, 0, lines=(_achieved(evidence.run), *late))
     if evidence.code == 0 and not evidence.paused and not evidence.trains:
         return End(restart_policy.DONE, 0, lines=(_achieved(evidence.run),))
     return None
@@ -200,8 +188,7 @@ def _superseded(evidence: _Evidence) -> End | None:
     if not evidence.attempt.is_superseded:
         return None
     line = f"attempt {evidence.attempt.number} is superseded: a later one of the run has begun"
-    code = evidence.code or EXIT_FAILED
-    return End(restart_policy.SUPERSEDED, code, step=evidence.step, lines=(line,))
+    return End(restart_policy.SUPERSEDED, evidence.code or EXIT_FAILED, lines=(line,))
 
 
 def _node_lost(evidence: _Evidence) -> End | None:
@@ -214,7 +201,6 @@ def _node_lost(evidence: _Evidence) -> End | None:
         restart_policy.NODE_LOST,
         evidence.asked_code or EXIT_FAILED,
         evidence.failure,
-        evidence.step,
         saved=evidence.has_left or bool(gained(evidence.attempt)),
         lines=(f"node {lost[1]} is lost; {evidence.was_saved}",),
     )
@@ -224,8 +210,7 @@ def _cancelled(evidence: _Evidence) -> End | None:
     if evidence.slurms_word is not Ending.CANCELLED:
         return None
     code = evidence.asked_code or evidence.code or EXIT_PAUSED
-    line = f"cancelled; {evidence.was_saved}"
-    return End(restart_policy.CANCELLED, code, step=evidence.step, lines=(line,))
+    return End(restart_policy.CANCELLED, code, lines=(f"cancelled; {evidence.was_saved}",))
 
 
 def _stopped(evidence: _Evidence) -> End | None:
@@ -235,8 +220,7 @@ def _stopped(evidence: _Evidence) -> End | None:
     )
     if not (evidence.has_left and asked):
         return None
-    lines = (f"stopped; {evidence.was_saved}",)
-    return End(restart_policy.STOPPED, EXIT_PAUSED, step=evidence.step, lines=lines)
+    return End(restart_policy.STOPPED, EXIT_PAUSED, lines=(f"stopped; {evidence.was_saved}",))
 
 
 def _ended_by_slurm(evidence: _Evidence) -> End | None:
@@ -246,7 +230,6 @@ def _ended_by_slurm(evidence: _Evidence) -> End | None:
     return End(
         cause,
         evidence.asked_code or evidence.code or EXIT_FAILED,
-        step=evidence.step,
         saved=evidence.has_left or bool(gained(evidence.attempt)),
         lines=(f"{cause}; {evidence.was_saved}",),
     )
@@ -261,7 +244,7 @@ def _killed(evidence: _Evidence) -> End | None:
         return None
     line = f"{killed.describe()}; {evidence.was_saved}"
     code = killed.exit_code or EXIT_FAILED
-    return End(restart_policy.FAILED, code, killed, evidence.step, lines=(line,))
+    return End(restart_policy.FAILED, code, killed, lines=(line,))
 
 
 def _signalled(evidence: _Evidence) -> End | None:
@@ -269,8 +252,8 @@ def _signalled(evidence: _Evidence) -> End | None:
         return None
     if evidence.trains:
         reason = evidence.last_word.reason or "a request to stop"
-        lines = (f"{reason}: {evidence.was_saved}",)
-        return End(restart_policy.SIGNAL, EXIT_PAUSED, step=evidence.step, lines=lines)
+        line = f"{reason}: {evidence.was_saved}"
+        return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,))
     how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_AGAIN}"
     return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(evidence.was_saved,), how=how)
 
@@ -282,21 +265,15 @@ def _failed(evidence: _Evidence) -> End | None:
     if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
         if not evidence.trains and any(o.rank == failure.rank for o in evidence.outcomes):
             why = "the command does not take that signal, so it saved nothing"
-            lines = (f"{failure.describe()}: {why}",)
-            return End(restart_policy.FAILED, evidence.code, failure, lines=lines)
+            line = f"{failure.describe()}: {why}"
+            return End(restart_policy.FAILED, evidence.code, failure, lines=(line,))
         line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
         return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,))
     if _is_aftershock(attempt, failure):
         line = f"{failure.describe()}: Slurm ended a step of the lost node once more"
-        return End(restart_policy.NODE_LOST, evidence.code, failure, evidence.step, lines=(line,))
+        return End(restart_policy.NODE_LOST, evidence.code, failure, lines=(line,))
     log = f"see its log: clusterddp logs {run.shown} --rank {failure.rank}"
-    return End(
-        restart_policy.FAILED,
-        evidence.code,
-        failure,
-        evidence.step,
-        lines=(failure.describe(), log),
-    )
+    return End(restart_policy.FAILED, evidence.code, failure, lines=(failure.describe(), log))
 
 
 def _unexplained(evidence: _Evidence) -> End:
