@@ -242,7 +242,7 @@ def _train(
     config: TrainConfig, procs: int, start_method: str, run_dir: str | Path | None
 ) -> dict[str, object]:
     path = os.path.abspath(run_dir or time.strftime("jobs/debug-%Y%m%d-%H%M%S"))
-    make_sure(config, may_fetch=False)
+    make_sure(config)
     with workstation.recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):
         code, failure = workstation.train(config, run, procs, start_method)
         record(code, failure)

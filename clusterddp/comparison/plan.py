@@ -21,6 +21,7 @@ from clusterddp.comparison.results import (
     Row,
     Trial,
     figures,
+    label,
     last_words,
     results,
     trial,
@@ -93,7 +94,7 @@ def plan(
         for strategy, devices in asked
     ]
     if all(row.missing for row in rows):
-        needs = "; ".join(f"{row.label} {row.missing}" for row in rows)
+        needs = "; ".join(f"{label(row)} {row.missing}" for row in rows)
         raise RequestError(
             f"there is nothing to compare: {needs}, and {count(place.gpus, 'GPU')} can be had. "
             "Ask for more (--gpus-per-node), or compare ranks on the CPU with --device cpu."
@@ -234,9 +235,9 @@ def dry_run(
     """Yield the commands or scripts that would be started, each below a line that names it."""
     for row in rows:
         if row.missing:
-            yield f"# {row.label}: not run: {row.missing}"
+            yield f"# {label(row)}: not run: {row.missing}"
     for number, (row, spec) in enumerate(planned, 1):
-        yield f"# [{number}/{len(planned)}] {row.label}: {spec.run_name}"
+        yield f"# [{number}/{len(planned)}] {label(row)}: {spec.run_name}"
         if base is None:
             hidden = [f"{name}={value}" for name, value in _some_gpus(row).items()]
             yield shlex.join([*hidden, *_argv(row, spec)])
@@ -263,7 +264,7 @@ def train_here(planned: Planned) -> tuple[list[Trial], int]:
             if relay.number:
                 trials.append(Trial(row, why=INTERRUPTED))
                 continue
-            which = f"[{number}/{len(planned)}] {row.label}"
+            which = f"[{number}/{len(planned)}] {label(row)}"
             log.info(f"{which} …")
             trials.append(_train(row, spec, under_way))
             log.info(f"{which}: {figures(results(trials[-1:])[0])}")
@@ -348,7 +349,7 @@ def train_as_jobs(
     try:
         refused = _submit(planned, template_folder, snapshot_limit_mb)
         for number, (row, spec) in enumerate(planned, 1):
-            which = f"[{number}/{len(planned)}] {row.label}"
+            which = f"[{number}/{len(planned)}] {label(row)}"
             if spec.run_name in refused:
                 trials.append(refused[spec.run_name])
             else:

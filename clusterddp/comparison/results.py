@@ -66,10 +66,6 @@ class Row:
         """Name of its runs, after that of the comparison."""
         return self.strategy if self.strategy == "single" else f"{self.strategy}-{self.devices}"
 
-    @property
-    def label(self) -> str:
-        return label(self.strategy, self.devices)
-
     def images_of_a_device(self, train_images: int | None) -> int:
         """Count the images of a device in one optimizer step: its batch, or a smaller share.
 
@@ -133,16 +129,12 @@ class Result:
     baseline: bool = False
     """True for the line against which the others are measured."""
 
-    @property
-    def label(self) -> str:
-        return label(self.strategy, self.devices)
 
-
-def label(strategy: str, devices: int) -> str:
+def label(row: Row | Result) -> str:
     """Name a row: `ddp, 2 ranks`."""
-    if strategy == "single":
-        return strategy
-    return f"{strategy}, {count(devices, 'GPU' if strategy == 'dp' else 'rank')}"
+    if row.strategy == "single":
+        return row.strategy
+    return f"{row.strategy}, {count(row.devices, 'GPU' if row.strategy == 'dp' else 'rank')}"
 
 
 def results(trials: Sequence[Trial]) -> list[Result]:
@@ -178,7 +170,7 @@ def scaling(lines: Sequence[Result], title: str) -> Scaling:
     measured = [line for line in lines if line.images_per_second]
     base = next(line for line in measured if line.baseline)
     sizes = [
-        Size(line.label, line.devices, rate, line.strategy)
+        Size(label(line), line.devices, rate, line.strategy)
         for line in measured
         for rate in line.images_per_second_each
     ]
@@ -298,7 +290,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[Result], hardware: str) -> li
         f"{_each(reports, 'precision')}, threads per rank {_each(reports, 'threads')}, "
         f"torch {', '.join(_once((report.versions or {}).get('torch') for report in reports))}",
         f"{first.model} on {first.dataset}, {_batch(measured)}; steps {_each(reports, 'steps')}",
-        f"speed-up: images/s against {base.label}; efficiency: speed-up per device",
+        f"speed-up: images/s against {label(base)}; efficiency: speed-up per device",
         "time: of the training steps; total: of a task, from its start to its end; memory: the "
         "largest of any rank",
     ]
@@ -355,11 +347,12 @@ def _cells(line: Result) -> list[str]:
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Align words left and figures right; a cell beyond the columns stays as it is."""
-    shown = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
-    if len(cells) == _OF_ALL + 1:  # the state in place of figures
-        return "  ".join([*shown, cells[2].rjust(widths[2]), cells[3]])
-    shown += [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=False)]
-    return "  ".join([*shown, *cells[len(widths) :]])
+    padded = widths if len(cells) >= len(widths) else widths[:_OF_ALL]
+    shown = [
+        cell.ljust(width) if column < 2 else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(cells, padded, strict=False))
+    ]
+    return "  ".join([*shown, *cells[len(padded) :]])
 
 
 def _text(value: float | None, form: str) -> str:

@@ -18,18 +18,14 @@ from clusterddp.run.run_dir import RunDir, checkpoint_step
 
 
 def make_sure(
-    config: TrainConfig,
-    *,
-    may_fetch: bool,
-    code: Path | None = None,
-    elsewhere: bool = False,
-    world_size: int | None = None,
+    config: TrainConfig, spec: JobSpec | None = None, *, code: Path | None = None
 ) -> None:
     """Check that the dataset is whole, or make or fetch it, and that the checkpoint is not torn.
 
     A person's own functions are found, without running them, from the folder `code`, which is the
-    current one by default. elsewhere: the tasks use another Python, which can have more installed.
-    world_size: of the ranks that are asked for, which have to share the checkpoint's batch.
+    current one by default. spec: request of the job that trains, whose Python can have more
+    installed, and whose ranks have to share the checkpoint's batch; None where ranks are started
+    here, for which nothing is fetched.
 
     Says what it found. Raises RequestError: nothing has run yet that could have failed.
     """
@@ -38,16 +34,16 @@ def make_sure(
     from clusterddp.data.synthetic import synthesise
 
     absent = config.missing_package()
-    if absent and not elsewhere:
+    if absent and not _in_another_python(spec):
         raise RequestError(absent)
-    find_own_functions(config, code=code, elsewhere=elsewhere)
+    find_own_functions(config, spec, code=code)
     try:
         if config.resume:
-            _check_checkpoint(catalog.find(config.resume), config, world_size)
+            _check_checkpoint(catalog.find(config.resume), config, spec)
         if is_reference(config.dataset):
             return
         sources: dict[str, Callable[[str], object]] = {"synthetic": synthesise}
-        if may_fetch:
+        if spec:
             _check_folder(config)
             sources["mnist"] = _fetch
         info = mnist.ensure(config.dataset, config.data_dir, sources)
@@ -79,27 +75,27 @@ def _check_folder(config: TrainConfig) -> None:
 
 
 def find_own_functions(
-    config: TrainConfig, *, code: Path | None = None, elsewhere: bool = False
+    config: TrainConfig, spec: JobSpec | None, *, code: Path | None = None
 ) -> None:
     """Find a person's own model and dataset without running them, as `make_sure` does.
 
     Touches nothing. Raises RequestError where one is not there.
     """
+    folder = code or Path.cwd()
     for option, reference in config.own_functions:
-        folder = code or Path.cwd()
-        if elsewhere and user_functions.find(reference, folder) is None:
+        if _in_another_python(spec) and user_functions.find(reference, folder) is None:
             log.warning(f"{option} {reference} is not in {folder}: the tasks need it")
         else:
-            found = user_functions.locate(option, reference, folder)
-            log.info(f"{option.strip('-')}: {reference} of {found}")
+            file = user_functions.locate(option, reference, folder)
+            log.info(f"{option.strip('-')}: {reference} of {file}")
 
 
-def in_another_python(spec: JobSpec) -> bool:
+def _in_another_python(spec: JobSpec | None) -> bool:
     """Return whether the tasks can have modules installed that are not installed here."""
-    return spec.python != sys.executable or bool(spec.launch_prefix)
+    return spec is not None and (spec.python != sys.executable or bool(spec.launch_prefix))
 
 
-def _check_checkpoint(checkpoint: Path, config: TrainConfig, world_size: int | None) -> None:
+def _check_checkpoint(checkpoint: Path, config: TrainConfig, spec: JobSpec | None) -> None:
     """Refuse a checkpoint that its ranks would refuse, or that leaves them nothing to train."""
     step = checkpoint_step(checkpoint)
     if step is not None and config.max_steps and config.max_steps <= step:
@@ -108,15 +104,15 @@ def _check_checkpoint(checkpoint: Path, config: TrainConfig, world_size: int | N
             f"{config.max_steps} ends there: nothing is left to train. Give more steps."
         )
     for folder in checkpoint.resolve().parents[1:4]:  # only a run keeps records
-        spec = RunDir(folder).read_spec()
-        if spec and spec.train:
-            _check_run(RunDir(folder), spec.train, step, config, world_size)
-        if spec:
+        before = RunDir(folder).read_spec()
+        if before and before.train:
+            _check_run(RunDir(folder), before.train, step, config, spec)
+        if before:
             return
 
 
 def _check_run(
-    run: RunDir, before: TrainConfig, step: int | None, config: TrainConfig, world_size: int | None
+    run: RunDir, before: TrainConfig, step: int | None, config: TrainConfig, spec: JobSpec | None
 ) -> None:
     """Check a request against the run from whose checkpoint it starts."""
     changed = changes(dataclasses.asdict(before), config)
@@ -131,20 +127,25 @@ def _check_run(
             "train. Give it more, such as --epochs N --allow-changed, or name an earlier "
             "checkpoint of it."
         )
-    batch = recorded_batch(run)
-    if batch and world_size:
-        images, step_size = batch
-        reference = config.reference_world_size(world_size, images, step_size)
-        problem = config.uneven_batch(reference, world_size)
-        if problem:
-            raise RequestError(f"--resume {config.resume}: {problem}")
+    problem = uneven_batch(run, config, spec.world_size) if spec else ""
+    if problem:
+        raise RequestError(f"--resume {config.resume}: {problem}")
 
 
-def recorded_batch(run: RunDir) -> tuple[int, int] | None:
-    """Return images of a step over all ranks, and of one rank at the run's start, as agreed."""
+def uneven_batch(run: RunDir, config: TrainConfig, world_size: int, *, resumes: bool = True) -> str:
+    """Explain why so many ranks cannot share the batch that a run's ranks agreed on; empty else.
+
+    resumes: False where they begin at step 0.
+    """
     agreed = files.read(Agreement, run.resolved) or Agreement()
-    images, reference = agreed.global_batch_size, agreed.reference_world_size
-    return (images, images // reference) if 1 <= reference <= images else None
+    images, ranks = agreed.global_batch_size, agreed.reference_world_size
+    if not 1 <= ranks <= images:
+        return ""
+    step_size = images // ranks
+    reference = images // step_size
+    if resumes:
+        reference = config.reference_world_size(world_size, images, step_size)
+    return config.uneven_batch(reference, world_size)
 
 
 def is_finished(run: RunDir, step: int, before: TrainConfig, after: TrainConfig) -> bool:

@@ -26,13 +26,7 @@ from clusterddp.run.status import RunStatus, run_status
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import code_renewal, snapshot
-from clusterddp.submission.preflight import (
-    find_own_functions,
-    in_another_python,
-    is_finished,
-    make_sure,
-    recorded_batch,
-)
+from clusterddp.submission.preflight import find_own_functions, is_finished, make_sure, uneven_batch
 from clusterddp.submission.submit import naming_the_job
 
 CHANGEABLE = (
@@ -88,20 +82,15 @@ class Resubmission:
 
 
 def resubmit(
-    run: RunDir,
-    change: Callable[[JobSpec], JobSpec] | None = None,
-    terms: Terms | None = None,
-    *,
-    dry_run: bool = False,
+    run: RunDir, change: Callable[[JobSpec], JobSpec], terms: Terms, *, dry_run: bool = False
 ) -> Resubmission:
     """Submit a run once more, from the folder of its first submission.
 
-    change: makes the new request from the recorded one; without it the script is sent as it stands.
+    change: makes the new request from the recorded one; an equal one sends the script as it stands.
     dry_run: check the request and render the script; touch nothing.
 
     Raises RequestError where nothing was submitted; SlurmError where the job may be queued.
     """
-    terms = terms or Terms()
     run = RunDir(run.path.absolute())
     if terms.template_folder:  # before the folder changes
         terms = dataclasses.replace(terms, template_folder=terms.template_folder.absolute())
@@ -117,7 +106,7 @@ def resubmit(
                 f"--from-scratch belongs to the MNIST training, but {run.name} runs a command, "
                 "which begins where it likes."
             )
-        after = change(before) if change else before
+        after = change(before)
         if after.train and terms.allow_changed:  # the ranks check their configuration too
             train = dataclasses.replace(after.train, allow_changed=True)
             after = dataclasses.replace(after, train=train)
@@ -131,8 +120,7 @@ def resubmit(
         own_code = run.code if run.code.is_dir() and not terms.new_code else None
         if claim is None:
             if after.train:
-                elsewhere = in_another_python(after)
-                find_own_functions(after.train, code=own_code, elsewhere=elsewhere)
+                find_own_functions(after.train, after, code=own_code)
             return Resubmission(after, script, _source(run, after, terms), None)
         source = _source(run, after, terms)
         _check_inputs(after, own_code, source)
@@ -224,13 +212,7 @@ def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> 
             )
     if spec.train:
         resume = "" if source else spec.train.resume  # the run's own checkpoints come first
-        make_sure(
-            dataclasses.replace(spec.train, resume=resume),
-            may_fetch=True,
-            code=own_code,
-            elsewhere=in_another_python(spec),
-            world_size=spec.world_size,
-        )
+        make_sure(dataclasses.replace(spec.train, resume=resume), spec, code=own_code)
 
 
 def _check_directory(run: RunDir, spec: JobSpec) -> None:
@@ -344,14 +326,9 @@ def _check_progress(run: RunDir, spec: JobSpec, config: TrainConfig) -> None:
             f"--max-steps {config.max_steps}: {run.name} has trained {reached[0]} steps "
             "already, as its newest checkpoint says. Give as many or more, or submit a new run."
         )
-    recorded = recorded_batch(run)
-    if recorded is None or (config.resume and not reached):
+    if config.resume and not reached:
         return  # preflight checks another run's checkpoint
-    images, step_size = recorded
-    reference = images // step_size
-    if reached:
-        reference = config.reference_world_size(spec.world_size, images, step_size)
-    problem = config.uneven_batch(reference, spec.world_size)
+    problem = uneven_batch(run, config, spec.world_size, resumes=bool(reached))
     if problem:
         raise RequestError(f"--nodes and --tasks-per-node: {spec.layout}: {problem}")
 

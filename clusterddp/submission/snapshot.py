@@ -334,10 +334,8 @@ def _carried_link(plan: Plan, name: str, link: str) -> str:
     """Return the text of a copied link, absolute where its target is not in the copy."""
     folder = os.path.dirname(name)  # noqa: PTH120
     leads_to = os.path.normpath(os.path.join(folder, link))  # noqa: PTH118
-    if os.path.isabs(link):  # noqa: PTH117
-        return link
-    if leads_to.split("/")[0] == ".." or _is_left_out(leads_to, plan.left_out):
-        return os.path.join(plan.tree, folder, link)  # noqa: PTH118
+    if leads_to.split("/")[0] in ("", "..") or _is_left_out(leads_to, plan.left_out):
+        return os.path.join(plan.tree, folder, link)  # noqa: PTH118 -- an absolute one as it is
     return link
 
 
@@ -360,18 +358,13 @@ def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path]) -> Plan:
     left_out = _names_below(top, leave_out)
     folders = _Folders(top, left_out)
     listed, without_git = _git_names(top)
-    commit = ""
-    if listed:
-        commit = _git_head(top)
-        names: Iterable[str] = listed
-    else:
+    if not listed:
         # Nothing at all: the folder is itself ignored by a repository around it, such as a home.
         without_git = without_git or "git ignores the whole folder"
-        names = _walk(top, folders)
+    commit = _git_head(top) if listed else ""
     items: dict[str, Item] = {}
-    for name in _files(top, names, folders):
-        item = _measure(top, name)
-        if item:
+    for name in _files(top, listed or _walk(top, folders), folders):
+        if item := _measure(top, name):
             items[name] = item
         if len(items) > 10 * MOST_FILES:
             break  # a home directory, perhaps: enough is seen to name the largest

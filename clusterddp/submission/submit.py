@@ -15,7 +15,7 @@ from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run.run_dir import RunDir, run_folders
-from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
+from clusterddp.submission.preflight import find_own_functions, make_sure
 
 
 def submit(
@@ -38,12 +38,7 @@ def submit(
         )
     _warn_of_launcher(spec)
     if spec.train and not inputs_are_sure:
-        make_sure(
-            spec.train,
-            may_fetch=True,
-            elsewhere=in_another_python(spec),
-            world_size=spec.world_size,
-        )
+        make_sure(spec.train, spec)
     if check and spec.launcher != "local":
         _log_outlook(script)
     with RunDir.create(spec, script) as run, naming_the_job(spec):
@@ -81,7 +76,7 @@ def check_own_code(spec: JobSpec) -> None:
     """
     _warn_of_launcher(spec)
     if spec.train:
-        find_own_functions(spec.train, elsewhere=in_another_python(spec))
+        find_own_functions(spec.train, spec)
 
 
 def no_code(spec: JobSpec, run: RunDir) -> list[Path]:

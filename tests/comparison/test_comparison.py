@@ -14,6 +14,7 @@ from clusterddp.comparison.results import (
     Result,
     Row,
     Trial,
+    label,
     notes,
     results,
     scaling,
@@ -143,7 +144,7 @@ def test_speed_up_is_against_single_and_efficiency_is_a_device_s_share() -> None
 def test_without_single_the_fewest_devices_are_the_baseline() -> None:
     two = dataclasses.replace(DDP, devices=2)
     for lost in ([], [Trial(SINGLE, state="failed", why="boom")]):
-        lines = {line.label: line for line in results([trial(DDP, 300), trial(two, 200), *lost])}
+        lines = {label(line): line for line in results([trial(DDP, 300), trial(two, 200), *lost])}
         assert lines["ddp, 2 ranks"].baseline
         assert lines["ddp, 4 ranks"].speed_up == 1.5
         assert lines["ddp, 4 ranks"].efficiency == 0.75

@@ -23,6 +23,11 @@ __all__ = ["workplace"]
 OWN = TrainConfig(model="nets:build", dataset="pkg.sets:make", data_dir="/nowhere")
 
 
+def job(python: str = sys.executable, ranks: int = 1) -> JobSpec:
+    """A request of a job that trains."""
+    return JobSpec("job", "/job", Resources(tasks_per_node=ranks), python, train=OWN)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     path = tmp_path / "jobs" / "one"
@@ -45,14 +50,14 @@ def test_nothing_is_downloaded_into_a_folder_that_is_not_there(
     monkeypatch.setattr("clusterddp.data.download.fetch", fetch)
     missing = tmp_path / "shred data"
     with pytest.raises(RequestError, match=r"does not exist.*data fetch --data-dir '/"):
-        make_sure(TrainConfig(data_dir=str(missing)), may_fetch=True)
+        make_sure(TrainConfig(data_dir=str(missing)), job())
     assert not missing.exists()
     assert fetched == []
     monkeypatch.chdir(tmp_path)
     missing.mkdir()
     for there in (str(missing), TrainConfig().data_dir):  # the default is no typing error
         with pytest.raises(RequestError, match="no network"):
-            make_sure(TrainConfig(data_dir=there), may_fetch=True)
+            make_sure(TrainConfig(data_dir=there), job())
     assert fetched == [str(missing), "data"]
 
 
@@ -66,8 +71,8 @@ def test_a_resume_with_another_configuration_is_refused_before_it_queues(
         "resume": str(run.path / what),
     }
     with pytest.raises(RequestError, match=r"--lr 0\.001, now 0\.5"):
-        make_sure(TrainConfig(lr=0.5, **wanted), may_fetch=False)
-    make_sure(TrainConfig(lr=0.5, allow_changed=True, **wanted), may_fetch=False)
+        make_sure(TrainConfig(lr=0.5, **wanted))
+    make_sure(TrainConfig(lr=0.5, allow_changed=True, **wanted))
 
 
 @pytest.mark.parametrize(
@@ -95,14 +100,14 @@ def test_a_resume_of_a_run_that_is_done_is_refused_where_nothing_is_left(
     config = TrainConfig(dataset="synthetic", allow_changed=True, **fields)
     if words:
         with pytest.raises(RequestError, match=words):
-            make_sure(config, may_fetch=False)
+            make_sure(config)
     else:
-        make_sure(config, may_fetch=False)
+        make_sure(config)
     made_checkpoints.make(run.path / "attempts/0001/checkpoints", 10)
     earlier = dataclasses.replace(
         config, resume=str(run.path / "attempts/0001/checkpoints/step-00000010.pt"), max_steps=15
     )
-    make_sure(earlier, may_fetch=False)
+    make_sure(earlier)
 
 
 def test_a_resume_on_ranks_that_cannot_share_the_batch_is_refused(
@@ -111,8 +116,8 @@ def test_a_resume_on_ranks_that_cannot_share_the_batch_is_refused(
     run.resolved.write_text(json.dumps({"global_batch_size": 256, "reference_world_size": 4}))
     config = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir), resume=str(run.path))
     with pytest.raises(RequestError, match="cannot be shared by 3 ranks"):
-        make_sure(config, may_fetch=False, world_size=3)
-    make_sure(config, may_fetch=False, world_size=2)
+        make_sure(config, job(ranks=3))
+    make_sure(config, job(ranks=2))
 
 
 @pytest.fixture
@@ -129,7 +134,7 @@ def tree(workplace: Workplace) -> Path:
 def test_own_functions_are_found_and_no_dataset_is_looked_for(
     tree: Path, logged: list[str]
 ) -> None:
-    make_sure(OWN, may_fetch=False)
+    make_sure(OWN)
     assert logged == [
         f"model: nets:build of {tree / 'nets.py'}",
         f"dataset: pkg.sets:make of {tree / 'pkg/sets.py'}",
@@ -143,15 +148,15 @@ def test_own_functions_are_looked_for_in_the_copy_where_there_is_one(
     copy = tree / "copy"
     copy.mkdir()
     with pytest.raises(RequestError, match=f"there is no module nets in {copy}"):
-        make_sure(OWN, may_fetch=False, code=copy)
+        make_sure(OWN, code=copy)
     (tree / "nets.py").rename(copy / "nets.py")
     (tree / "pkg").rename(copy / "pkg")
     importlib.invalidate_caches()
-    make_sure(OWN, may_fetch=False, code=copy)
+    make_sure(OWN, code=copy)
     with pytest.raises(RequestError, match="there is no module nets"):
-        make_sure(OWN, may_fetch=False)
+        make_sure(OWN)
     capfd.readouterr()
-    make_sure(OWN, may_fetch=False, elsewhere=True)  # it can be installed for the tasks' Python
+    make_sure(OWN, job("/another/python"))  # it can be installed for the tasks' Python
     assert "warning: --model nets:build is not in" in capfd.readouterr().err
 
 

@@ -25,7 +25,7 @@ from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.run import formatting
 from clusterddp.run.status import DEFAULT_ROOT
 from clusterddp.slurm import forms
-from clusterddp.submission.preflight import find_own_functions, in_another_python, make_sure
+from clusterddp.submission.preflight import find_own_functions, make_sure
 
 # Values of the options of `submit` that a row decides, or that a comparison has no use for.
 _FIXED: dict[str, object] = {
@@ -154,13 +154,12 @@ def command(
     config, base, rows = _rows(ctx, name, where)
     planned = plan.requests(rows, name, root, repeat, base)
     templates = template_folder(ctx) if base else None
-    elsewhere = base is not None and in_another_python(base)
     if dry_run:
-        find_own_functions(config, elsewhere=elsewhere)
+        find_own_functions(config, base)
         for text in plan.dry_run(rows, planned, base, templates):
             click.echo(text)
         return EXIT_DONE
-    make_sure(config, may_fetch=base is not None, elsewhere=elsewhere)
+    make_sure(config, base)
     number = 0
     try:
         if base:

@@ -73,7 +73,7 @@ def command(
     name = time.strftime("debug-%Y%m%d-%H%M%S") if run_name is None else run_name
     forms.run_name("--run-name", name)
     path = os.path.abspath(run_dir or f"{output_root}/{name}")
-    make_sure(config, may_fetch=False)
+    make_sure(config)
     with workstation.recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):
         if procs > 1 or start_method:
             code, failure = workstation.train(config, run, procs, start_method or "exec")

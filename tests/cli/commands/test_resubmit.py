@@ -39,7 +39,7 @@ BEGUN = {**started("12"), "attempt": 1}
 def data(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The trainings whose dataset was made sure of; what that does is tested elsewhere."""
     seen: list[TrainConfig] = []
-    monkeypatch.setattr(resubmission, "make_sure", lambda config, **_: seen.append(config))
+    monkeypatch.setattr(resubmission, "make_sure", lambda config, *_, **__: seen.append(config))
     return seen
 
 
