@@ -37,34 +37,23 @@ _SHARE = 0.5
 OUT_OF_MEMORY = "out of memory"
 NEXT_TOO_LARGE = "the next would take too much of the free memory"
 NO_FASTER = "no faster any more"
+_ASKED = {f"asked to stop: {reason}": reason for reason in REASONS if reason}
+_NOTES = ("", NEXT_TOO_LARGE, *_ASKED, OUT_OF_MEMORY)
+"""Notes of a rank; ranks exchange the place in this list, and the last of them counts."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """The outcome of a size on one rank, or on all together."""
-
-    images_per_second: float = 0.0
-    memory_bytes: int = 0
-    """The most that a rank has held."""
-    failed: bool = False
-    """It does not fit."""
-    full: bool = False
-    """The next size is not worth the risk."""
-    reason: str = ""
-    """Why a rank was asked to stop, of `stop.REASONS`."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table, and of batch_sizes.json."""
+    """The outcome of a size on one rank, or on all together: a line of batch_sizes.json."""
 
     batch_size: int
     """Images of a rank in one forward pass."""
     images_per_second: float
-    """Throughput of all ranks together."""
+    """Throughput; 0 where it does not fit."""
     memory_bytes: int
     """The most that a rank has held."""
     note: str = ""
+    """Why no larger size is tried; empty where one is."""
 
 
 def find(
@@ -76,7 +65,7 @@ def find(
     device: torch.device,
     request: StopRequest,
     mark: Callable[[int, int], None] = lambda *_: None,
-) -> tuple[list[Row], str]:
+) -> tuple[list[Tried], str]:
     """Try sizes until one does not fit or, on CPUs, is no faster; rank 0 logs the outcomes.
 
     Collective over the default process group; every rank returns the same rows, and the reason
@@ -87,18 +76,13 @@ def find(
     report = log.info if rank == 0 else lambda _: None
     trial = Trial(config, agreed, rank, train_set, device)
 
-    reason = ""
-
     def tried(size: int) -> Tried:
-        nonlocal reason
         alone = trial(size, lambda: mark(size, Phase.FORWARD))
         mark(size, Phase.LOG)
-        of_all = _together(replace(alone, reason=request.reason), agreed.world_size, device)
-        reason = "" if of_all.failed else of_all.reason
-        return of_all
+        return _together(alone, request.reason, agreed.world_size, device)
 
     most = len(train_set) // agreed.world_size // config.accumulate
-    rows = []
+    rows = list[Tried]()
     report(f"{'batch per rank':>14}  {'images/s':>10}  {'memory per rank':>15}")
     for row in search(sizes(config.batch_size, most), tried, to_the_end=device.type == "cuda"):
         report(
@@ -106,6 +90,7 @@ def find(
             f"{row.memory_bytes / 2**20:>11,.0f} MiB  {row.note}".rstrip()
         )
         rows.append(row)
+    reason = _ASKED.get(rows[-1].note, "")
     if not reason:
         report(advice(config, rows))
     return rows, reason
@@ -124,30 +109,24 @@ def sizes(wanted: int, most: int) -> list[int]:
 
 def search(
     sizes: Iterable[int], tried: Callable[[int], Tried], *, to_the_end: bool
-) -> Iterator[Row]:
+) -> Iterator[Tried]:
     """Yield the sizes worth trying, as they are done. `tried` returns the outcome on all ranks.
 
     to_the_end: until one does not fit; else it ends as well when two in turn were no faster.
     """
     fastest, in_vain = 0.0, 0
     for size in sizes:
-        outcome = tried(size)
-        row = Row(size, round(outcome.images_per_second, 1), outcome.memory_bytes)
-        if outcome.failed:
-            yield replace(row, note=OUT_OF_MEMORY)
+        row = tried(size)
+        in_vain = 0 if row.images_per_second > _GAIN * fastest else in_vain + 1
+        fastest = fastest if in_vain else row.images_per_second
+        if not row.note and in_vain == 2 and not to_the_end:
+            row = replace(row, note=NO_FASTER)
+        yield replace(row, images_per_second=round(row.images_per_second, 1))
+        if row.note:
             return
-        if outcome.reason:
-            yield replace(row, note=f"asked to stop: {outcome.reason}")
-            return
-        in_vain = 0 if outcome.images_per_second > _GAIN * fastest else in_vain + 1
-        fastest = fastest if in_vain else outcome.images_per_second
-        if outcome.full or (in_vain == 2 and not to_the_end):
-            yield replace(row, note=NEXT_TOO_LARGE if outcome.full else NO_FASTER)
-            return
-        yield row
 
 
-def best(rows: Sequence[Row]) -> Row:
+def best(rows: Sequence[Tried]) -> Tried:
     """Return the smallest that is about as fast as the fastest: larger ones only take fewer steps.
 
     Raises TrainingError where none did fit.
@@ -162,7 +141,7 @@ def best(rows: Sequence[Row]) -> Row:
     return next(row for row in fitting if row.images_per_second >= enough)
 
 
-def advice(config: TrainConfig, rows: Sequence[Row]) -> str:
+def advice(config: TrainConfig, rows: Sequence[Tried]) -> str:
     """Return the advice: a size, and a learning rate that suits it. Raises as `best` does."""
     size = best(rows).batch_size
     factor = size / config.batch_size
@@ -176,63 +155,62 @@ def advice(config: TrainConfig, rows: Sequence[Row]) -> str:
     return f"use: --batch-size {size}, the smallest within 5 % of the fastest; with it {rate}"
 
 
-def write(path: Path, rows: Sequence[Row]) -> None:
+def write(path: Path, rows: Sequence[Tried]) -> None:
     """Write the rows as a JSON list. Raises OSError."""
     write_record(path, rows, indent=2)
 
 
+@dataclass(frozen=True)
 class Trial:
     """Tries steps of one rank at a size: as in the training, but for the exchange between ranks."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        agreed: Agreement,
-        rank: int,
-        train_set: Images | Loaded,
-        device: torch.device,
-        clock: Callable[[], float] = time.perf_counter,
-        free: Callable[[], int | None] = free_bytes,
-    ) -> None:
-        """free: bytes that this host can still give."""
-        self._config, self._agreed = config, agreed
-        self._rank, self._device = rank, device
-        self._train_set, self._clock, self._free = train_set, clock, free
-        self._order = training_order(
-            len(train_set), seed=config.seed, epoch=0, rank=rank, world_size=agreed.world_size
-        )
+    config: TrainConfig
+    agreed: Agreement
+    rank: int
+    train_set: Images | Loaded
+    device: torch.device
+    clock: Callable[[], float] = time.perf_counter
 
     def __call__(self, size: int, mark: Callable[[], None] = lambda: None) -> Tried:
         """Return the outcome on this rank; `mark` is called at each phase of a step."""
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
-        before, speed = peak_bytes(self._device), 0.0
+            torch.cuda.reset_peak_memory_stats(self.device)
+        before, speed, note = peak_bytes(self.device), 0.0, ""
         try:
             speed = self._speed(size, mark)
         except (RuntimeError, MemoryError, TrainingError) as error:
             if not _is_out_of_memory(error):
                 raise
+            note = OUT_OF_MEMORY
         if on_gpu:  # what the tensors of a failed step held is free only here
             torch.cuda.empty_cache()
-        peak = peak_bytes(self._device)
-        full = not on_gpu and self._is_risky(peak - before)
-        return Tried(speed, peak, failed=not speed, full=full)
+        peak = peak_bytes(self.device)
+        if not note and not on_gpu and self._is_risky(peak - before):
+            note = NEXT_TOO_LARGE
+        return Tried(size, speed, peak, note)
 
     def _speed(self, size: int, mark: Callable[[], None]) -> float:
         """Return the images per second."""
-        learner, count = self._learner(size, mark), size * self._config.accumulate
-        [(images, labels)] = self._train_set.batches(self._order[:count], count)
+        learner, count = self._learner(size, mark), size * self.config.accumulate
+        order = training_order(
+            len(self.train_set),
+            seed=self.config.seed,
+            epoch=0,
+            rank=self.rank,
+            world_size=self.agreed.world_size,
+        )
+        [(images, labels)] = self.train_set.batches(order[:count], count)
 
         def steps(number: int) -> float:
             for _ in range(number):
                 learner.learn(images, labels)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            return self._clock()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return self.clock()
 
         began = now = steps(_WARM_UPS)
-        done, at_once = 0, _STEPS_OF_GPU if self._device.type == "cuda" else 1
+        done, at_once = 0, _STEPS_OF_GPU if self.device.type == "cuda" else 1
         while done < _STEPS or now - began < _SECONDS:
             now = steps(at_once)
             done += at_once
@@ -240,14 +218,14 @@ class Trial:
 
     def _learner(self, size: int, mark: Callable[[], None]) -> Learner:
         """Build the training's own, as for a rank alone; anew, so that no size owes another."""
-        if self._config.compile:
+        if self.config.compile:
             torch.compiler.reset()
-        images = size * self._config.accumulate
+        images = size * self.config.accumulate
         return Learner(
-            replace(self._config, sync_batchnorm=False),  # which would be an exchange
-            replace(self._agreed, world_size=1, global_batch_size=images, resume=""),
-            rank=self._rank,
-            device=self._device,
+            replace(self.config, sync_batchnorm=False),  # which would be an exchange
+            replace(self.agreed, world_size=1, global_batch_size=images, resume=""),
+            rank=self.rank,
+            device=self.device,
             mark=lambda _: mark(),
         )
 
@@ -256,25 +234,23 @@ class Trial:
 
         There the kernel kills a process where a GPU's allocator refuses.
         """
-        free = self._free()
-        neighbours = math.ceil(self._agreed.world_size / max(len(self._agreed.hosts), 1))
+        free = free_bytes()
+        neighbours = math.ceil(self.agreed.world_size / max(len(self.agreed.hosts), 1))
         return free is not None and growth > _SHARE * free / neighbours
 
 
-def _together(outcome: Tried, world_size: int, device: torch.device) -> Tried:
-    """Return the outcome of a size on all ranks, which keep the pace of the slowest."""
-    reason = REASONS.index(outcome.reason)
-    values = [
-        -outcome.images_per_second,
-        outcome.memory_bytes,
-        outcome.failed,
-        outcome.full,
-        reason,
-    ]
+def _together(alone: Tried, reason: str, world_size: int, device: torch.device) -> Tried:
+    """Return the outcome of a size on all ranks, which keep the pace of the slowest.
+
+    reason: why this rank was asked to stop, of `stop.REASONS`.
+    """
+    asked = f"asked to stop: {reason}" if reason else ""
+    code = max(_NOTES.index(alone.note), _NOTES.index(asked))
+    values = [-alone.images_per_second, alone.memory_bytes, code]
     most = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    slowest, held, failed, full, code = most.tolist()
-    return Tried(-slowest * world_size, int(held), bool(failed), bool(full), REASONS[int(code)])
+    slowest, memory, code = most.tolist()
+    return Tried(alone.batch_size, -slowest * world_size, int(memory), _NOTES[int(code)])
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

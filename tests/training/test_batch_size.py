@@ -15,14 +15,7 @@ from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.training import batch_size
-from clusterddp.training.batch_size import (
-    NEXT_TOO_LARGE,
-    NO_FASTER,
-    OUT_OF_MEMORY,
-    Row,
-    Trial,
-    Tried,
-)
+from clusterddp.training.batch_size import NEXT_TOO_LARGE, NO_FASTER, OUT_OF_MEMORY, Trial, Tried
 from clusterddp.training.stop import StopRequest
 from tests.training.ranks import run_ranks
 
@@ -75,11 +68,7 @@ class Clock:
 
 
 def trial(clock: Callable[[], float], *, world_size: int = 1, **more: Any) -> Trial:
-    fields = {name: more.pop(name) for name in ("accumulate", "augment") if name in more}
-    return Trial(
-        TrainConfig(**fields), agreed(world_size), 0, digits(2000), CPU,
-        clock=clock, **{"free": lambda: None, **more},
-    )  # fmt: skip
+    return Trial(TrainConfig(**more), agreed(world_size), 0, digits(2000), CPU, clock)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +89,10 @@ def test_sizes_double_pass_the_wanted_one_and_end_at_the_share_of_a_rank(
     assert batch_size.sizes(wanted, most) == expected
 
 
-def searched(speeds: Sequence[float], *, to_the_end: bool = False, **last: bool) -> list[Row]:
-    """What comes of sizes 16, 32, … at these speeds; the last one ends as told."""
-    ends = dataclasses.replace(Tried(speeds[-1], MIB), **last)
-    results = iter([*(Tried(speed, MIB) for speed in speeds[:-1]), ends])
+def searched(speeds: Sequence[float], last: str = "", *, to_the_end: bool = False) -> list[Tried]:
+    """What comes of sizes 16, 32, … at these speeds; the last one has this note."""
+    *others, final = rows(*speeds)
+    results = iter([*others, dataclasses.replace(final, note=last)])
     sizes = [16 << n for n in range(12)]
     return list(batch_size.search(sizes, lambda _: next(results), to_the_end=to_the_end))
 
@@ -119,17 +108,17 @@ def test_a_size_that_is_faster_again_lets_the_search_go_on() -> None:
 
 
 def test_a_gpu_is_tried_until_a_size_does_not_fit() -> None:
-    rows = searched([100, 100, 100, 100, 100, 0], to_the_end=True, failed=True)
+    rows = searched([100, 100, 100, 100, 100, 0], OUT_OF_MEMORY, to_the_end=True)
     assert [row.note for row in rows] == ["", "", "", "", "", OUT_OF_MEMORY]
 
 
 def test_memory_that_gets_short_ends_the_search() -> None:
-    assert [row.note for row in searched([100, 200], full=True)] == ["", NEXT_TOO_LARGE]
+    assert [row.note for row in searched([100, 200], NEXT_TOO_LARGE)] == ["", NEXT_TOO_LARGE]
 
 
-def rows(*speeds: float, failed: bool = False) -> list[Row]:
-    done = [Row(16 << n, speed, MIB) for n, speed in enumerate(speeds)]
-    return [*done, Row(16 << len(speeds), 0.0, MIB, OUT_OF_MEMORY)] if failed else done
+def rows(*speeds: float, failed: bool = False) -> list[Tried]:
+    done = [Tried(16 << n, speed, MIB) for n, speed in enumerate(speeds)]
+    return [*done, Tried(16 << len(speeds), 0.0, MIB, OUT_OF_MEMORY)] if failed else done
 
 
 @pytest.mark.parametrize(
@@ -185,8 +174,8 @@ def test_a_step_is_that_of_the_training(limited: type[Limited]) -> None:
 def test_a_size_that_does_not_fit_is_told_and_the_next_ones_work(limited: type[Limited]) -> None:
     ours = trial(Clock(1.0))
     failed = ours(128)
-    assert failed.failed and failed.images_per_second == 0
-    assert not ours(64).failed
+    assert failed.note == OUT_OF_MEMORY and failed.images_per_second == 0
+    assert ours(64).note != OUT_OF_MEMORY
 
 
 def test_another_error_of_the_model_is_no_lack_of_memory(
@@ -207,7 +196,7 @@ def test_a_capture_that_lacked_memory_is_known_by_its_cause(
             raise TrainingError("the step cannot be captured") from error
 
     monkeypatch.setattr(Trial, "_speed", fail)
-    assert trial(Clock(1.0))(16).failed
+    assert trial(Clock(1.0))(16).note == OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize(
@@ -220,15 +209,17 @@ def test_a_cpu_is_not_filled_up(
     peaks = iter([500 * MIB, 600 * MIB])  # this size took 100 MiB
     monkeypatch.setattr(batch_size, "peak_bytes", lambda _: next(peaks))
     left = None if free is None else free * MIB
-    tried = trial(Clock(1.0), world_size=world_size, free=lambda: left)(16)
-    assert tried.full is full and tried.memory_bytes == 600 * MIB
+    monkeypatch.setattr(batch_size, "free_bytes", lambda: left)
+    tried = trial(Clock(1.0), world_size=world_size)(16)
+    assert (tried.note == NEXT_TOO_LARGE) is full and tried.memory_bytes == 600 * MIB
 
 
 def together(rank: int, world_size: int) -> Tried:
-    return batch_size._together(Tried(100.0 - rank, rank * MIB, full=rank == 0), world_size, CPU)
+    alone = Tried(16, 100.0 - rank, rank * MIB, "" if rank else NEXT_TOO_LARGE)
+    return batch_size._together(alone, "", world_size, CPU)
 
 
-def find(rank: int, world_size: int) -> tuple[list[Row], list[str], list[tuple[int, int]], Tried]:
+def find(rank: int, world_size: int) -> tuple[list[Tried], list[str], list[tuple[int, int]], Tried]:
     """On the last rank a batch of 128 does not fit."""
     Limited.passes = []
     Limited.most = 64 if rank == world_size - 1 else 10**6
@@ -236,7 +227,7 @@ def find(rank: int, world_size: int) -> tuple[list[Row], list[str], list[tuple[i
     said: list[str] = []
     marks: list[tuple[int, int]] = []
     with log.to(said.append):
-        found, reason = batch_size.find(
+        tried, reason = batch_size.find(
             TrainConfig(batch_size=32),
             agreed(world_size),
             rank=rank,
@@ -246,10 +237,10 @@ def find(rank: int, world_size: int) -> tuple[list[Row], list[str], list[tuple[i
             request=StopRequest(),
         )
     assert reason == ""
-    return found, said, marks, together(rank, world_size)
+    return tried, said, marks, together(rank, world_size)
 
 
-def find_until_asked(rank: int, world_size: int) -> tuple[list[Row], str, list[str]]:
+def find_until_asked(rank: int, world_size: int) -> tuple[list[Tried], str, list[str]]:
     """Rank 1 is asked to stop while the first size is tried."""
     request, said = StopRequest(), []
     if rank == 1:
@@ -276,7 +267,7 @@ def test_a_request_to_one_rank_ends_it_on_all_after_that_size() -> None:
 def test_ranks_agree_although_one_of_them_has_no_memory_left(tmp_path: Path) -> None:
     (first, said, marks, both), (second, silence, _, same) = run_ranks(2, find)
     assert first == second and not silence
-    assert both == same == Tried(2 * 99.0, MIB, full=True)
+    assert both == same == Tried(16, 2 * 99.0, MIB, NEXT_TOO_LARGE)
     assert first[-1].batch_size <= 128
     assert {row.batch_size for row in first if row.note == OUT_OF_MEMORY} <= {128}
     assert all(row.images_per_second > 0 for row in first if row.note != OUT_OF_MEMORY)
