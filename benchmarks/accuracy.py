@@ -33,7 +33,7 @@ from clusterddp.run.attempt import begin
 from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import device, loop
-from clusterddp.training.loop import Inputs, Training
+from clusterddp.training.loop import Training
 from clusterddp.training.stop import StopRequest
 
 _CPU = torch.device("cpu")
@@ -67,10 +67,9 @@ def command(
         accuracies, seconds = [], []
         for seed in range(first_seed, first_seed + (seeds or _SEEDS[recipe])):
             training = train(dataclasses.replace(config, seed=seed), *sets)
-            accuracies.append(training.accuracy)
+            accuracies.append(training.result.accuracy)
             seconds.append(training.position.seconds)
-            shown = f"seed {seed}: {training.accuracy:.2%} in {training.position.seconds:.2f} s"
-            click.echo(shown, err=True)
+            click.echo(f"seed {seed}: {accuracies[-1]:.2%} in {seconds[-1]:.2f} s", err=True)
     if as_json:
         found = {"accuracies": accuracies, "seconds": seconds, "warm_up_seconds": warm_up}
         machine = hardware.named()
@@ -109,8 +108,7 @@ def train(config: TrainConfig, train_set: Images, test_set: Images) -> Training:
             global_batch_size=config.step_size,
             reference_world_size=1,
         )
-        inputs = Inputs(config, agreed, 0, _CPU, train_set, test_set, attempt, StopRequest())
-        training = Training(inputs)
+        training = Training(config, agreed, 0, _CPU, train_set, test_set, attempt, StopRequest())
         loop.train(training)
     return training
 

@@ -45,7 +45,7 @@ def main() -> None:
     from clusterddp.run.attempt import begin
     from clusterddp.run.records import Agreement
     from clusterddp.run.run_dir import RunDir
-    from clusterddp.training.loop import Inputs, Training, train
+    from clusterddp.training.loop import Training, train
     from clusterddp.training.stop import StopRequest
 
     torch.set_num_threads(1)
@@ -74,8 +74,7 @@ def main() -> None:
             global_batch_size=8,
             reference_world_size=1,
         )
-        inputs = Inputs(config, agreed, 0, cpu, train_set, test_set, attempt, StopRequest())
-        training = Training(inputs)
+        training = Training(config, agreed, 0, cpu, train_set, test_set, attempt, StopRequest())
         step = training.journal.step
 
         def counted() -> None:

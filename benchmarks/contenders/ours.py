@@ -14,7 +14,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import begin
 from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
-from clusterddp.training.loop import Inputs, Training
+from clusterddp.training.loop import Training
 from clusterddp.training.loop import train as run_loop
 from clusterddp.training.stop import StopRequest
 
@@ -43,8 +43,9 @@ def main() -> None:
                 precision=asked.precision, cuda_graph=asked.device == "cuda" and world_size == 1,
                 global_batch_size=asked.batch_size * world_size, reference_world_size=world_size,
             )  # fmt: skip
-            inputs = Inputs(config, agreed, rank, device, train_set, few, attempt, StopRequest())
-            training = Training(inputs)
+            training = Training(
+                config, agreed, rank, device, train_set, few, attempt, StopRequest()
+            )
             run_loop(training)
             dist.barrier()
         return training.position.seconds

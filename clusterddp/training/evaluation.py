@@ -48,9 +48,6 @@ class Result:
 def evaluate(
     model: nn.Module,
     test_set: Images | Loaded,
-    *,
-    rank: int,
-    world_size: int,
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
     mark: Callable[[Phase], None] = lambda _: None,
@@ -62,8 +59,9 @@ def evaluate(
     """
     for buffer in model.buffers():  # of rank 0, as saved; DDP does so before each forward
         dist.broadcast(buffer, src=0)
-    share = evaluation_order(len(test_set), rank, world_size)
-    batches: list[tuple[Tensor, Tensor, Tensor]] = []
+    share = evaluation_order(len(test_set), dist.get_rank(), dist.get_world_size())
+    no_label = torch.zeros(0, dtype=torch.int64, device=device)
+    batches = [(no_label, no_label, torch.zeros(0, device=device))]  # a rank can have no image
     classes = torch.zeros((), dtype=torch.int64, device=device)
     model.eval()
     # Random numbers of its own, so that training draws the same however often this is done.
@@ -77,7 +75,7 @@ def evaluate(
             classes.fill_(scores.shape[1])
     model.train()
     mark(Phase.COUNT)
-    dist.all_reduce(classes, dist.ReduceOp.MAX)  # a rank can have had no image at all
+    dist.all_reduce(classes, dist.ReduceOp.MAX)
     return _joined(batches, share, int(classes), len(test_set), device)
 
 
@@ -88,12 +86,7 @@ def _joined(
     count: int,
     device: torch.device,
 ) -> Result:
-    nothing = [torch.zeros(0, dtype=torch.int64, device=device)] * 2
-    nothing.append(torch.zeros(0, device=device))
-    labels, predicted, losses = (
-        torch.cat([batch[part] for batch in batches]) if batches else nothing[part]
-        for part in range(3)
-    )
+    labels, predicted, losses = (torch.cat(parts) for parts in zip(*batches, strict=True))
     confusion = torch.bincount(labels * classes + predicted, minlength=classes * classes).double()
     totals = torch.cat([confusion, losses.double().sum().view(1)])
     dist.all_reduce(totals)
@@ -101,12 +94,12 @@ def _joined(
     counted = int(confusion.sum())
     assert counted == count, f"{counted} of {count} images were counted"
     highest = losses.topk(min(_WORST, len(losses))).indices
-    own = torch.full((_WORST, 4), -1.0, dtype=torch.float64, device=device)
-    own[: len(highest)] = torch.stack(
+    own_rows = torch.full((_WORST, 4), -1.0, dtype=torch.float64, device=device)
+    own_rows[: len(highest)] = torch.stack(
         [part[highest].double() for part in (share.to(device), labels, predicted, losses)], 1
     )
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
+    gathered = [torch.empty_like(own_rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own_rows)
     rows = [row for row in torch.cat(gathered).tolist() if row[0] >= 0]
     rows.sort(key=lambda row: (-row[3], row[0]))
     return Result(

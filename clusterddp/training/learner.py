@@ -67,13 +67,7 @@ class Learner:
         self.tally = Tally(device)
         is_seen = not (agreed.cuda_graph or config.sync_batchnorm)
         self.waiting = Waiting(device, knows=agreed.world_size == 1 or is_seen)
-        self.ddp = step.wrap(
-            self.model,
-            config,
-            agreed.world_size,
-            precision=agreed.precision,
-            captured=agreed.cuda_graph,
-        )
+        self.ddp = step.wrap(self.model, config, agreed)
         self.step = Step(
             Compiled(self.ddp) if config.compile else self.ddp,
             self.optimizer,
@@ -87,11 +81,9 @@ class Learner:
         )
         if scaler and self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(scaler)
-        self._train = (
-            GraphedStep(self.step, self.model, agreed.batch_size)
-            if agreed.cuda_graph
-            else self.step
-        )
+        self._train: Callable[[Tensor, Tensor], None] = self.step
+        if agreed.cuda_graph:
+            self._train = GraphedStep(self.step, self.model, agreed.batch_size)
         self._augment = AUGMENTATIONS.get(config.augment)
 
     def learn(self, images: Tensor, labels: Tensor) -> None:

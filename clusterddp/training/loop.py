@@ -4,8 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from clusterddp import log
 from clusterddp.checkpoints import state
 from clusterddp.checkpoints.catalog import Best
-from clusterddp.checkpoints.state import States
+from clusterddp.checkpoints.state import Content, States
 from clusterddp.checkpoints.writer import Saver
 from clusterddp.data.loader import Images, Loaded, generators_kept, training_order
 from clusterddp.distributed.agreement import Poll
@@ -21,15 +20,13 @@ from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_lines
 from clusterddp.run.records import Agreement, MetricsLine, RankReport
 from clusterddp.training import evaluation
 from clusterddp.training.learner import Learner, poor_statistics
-from clusterddp.training.metrics import Figures, Journal, Paces, of_ranks
+from clusterddp.training.metrics import Journal, Paces, of_ranks
 from clusterddp.training.profiling import Profiler
 from clusterddp.training.step import Schedule
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
-from clusterddp.training.tensorboard import Board
 
 # Until then an attempt has saved once, so that it knows what that costs.
 _FIRST_SAVE_SECONDS = 40.0
@@ -76,9 +73,9 @@ def train(training: "Training") -> str:
     return reason
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Everything that one rank trains with."""
+@dataclass(eq=False)
+class Training:
+    """One rank's training, from the start or from a checkpoint; needs a process group."""
 
     config: TrainConfig
     agreed: Agreement
@@ -92,63 +89,43 @@ class Inputs:
     deadline: Deadline = field(default_factory=Deadline)
     """The end of the job's time, on rank 0."""
     progress: Progress = field(default_factory=Progress)
+    resume_content: InitVar[Content | None] = None
+    """Content of the checkpoint to resume from, where it was loaded already."""
 
-
-class Training:
-    """One rank's training, from the start or from a checkpoint; needs a process group."""
-
-    def __init__(self, inputs: Inputs, resume_content: dict[str, Any] | None = None) -> None:
-        """resume_content: what the checkpoint to resume from holds, where it was loaded already."""
-        self.inputs, self.config, self.agreed = inputs, inputs.config, inputs.agreed
-        self.device, self.progress = inputs.device, inputs.progress
-        self.train_set, self.test_set = inputs.train_set, inputs.test_set
-        config, attempt, rank = inputs.config, inputs.attempt, inputs.rank
+    def __post_init__(self, resume_content: Content | None) -> None:
+        config, agreed, attempt, rank = self.config, self.agreed, self.attempt, self.rank
         self.learner = Learner(
             config,
-            inputs.agreed,
+            agreed,
             rank=rank,
-            device=inputs.device,
+            device=self.device,
             mark=lambda phase: self.progress.mark(self.position.step + 1, phase),
             resume_content=resume_content,
         )
         self.model, self.position = self.learner.model, self.learner.position
         self.start_step = self.position.step
         self.last_step = config.max_steps or sys.maxsize
-        self.schedule = Schedule(config, inputs.agreed.reference_world_size, len(self.train_set))
-        self.poll = Poll(inputs.device)
-        self.journal = Journal(attempt, rank, self.position, self._planned_steps())
-        if config.tensorboard and rank == 0:
-            history = read_lines(MetricsLine, attempt.metrics)
-            self.journal.board = Board(attempt.path / "tensorboard", config, history)
+        self.schedule = Schedule(config, agreed.reference_world_size, len(self.train_set))
+        self.poll = Poll(self.device)
+        self.journal = Journal(config, attempt, rank, self.position, self._planned_steps())
         self.profiler = None
         if config.profile and int(config.profile) == rank:
-            self.profiler = Profiler(attempt.path / "profile", rank, inputs.device)
+            self.profiler = Profiler(attempt.path / "profile", rank, self.device)
         self.checkpoints = Checkpoints(self.learner, attempt, rank, self.progress)
         self.paces = Paces()
         self.ranks: list[RankReport] = []
         """Host, memory and throughput of each rank, once all is done."""
-        self.result: evaluation.Result | None = None
-        """The latest evaluation of the whole test set."""
+        self.result = evaluation.Result(math.nan, math.nan, torch.zeros(0, 0))
+        """The latest evaluation of the whole test set; NaN before."""
         self._evaluated = -1  # the step of that evaluation
         self._saving = Interval.parse(config.save_every)
         self._evaluating = Interval.parse(config.eval_every)
-        self.warnings = list(inputs.agreed.warnings)
+        self.warnings = list(agreed.warnings)
         """Warnings for the user, also in the report."""
-        several = inputs.agreed.world_size > 1
-        if several and (poor := poor_statistics(self.model, config, inputs.agreed)):
+        if poor := poor_statistics(self.model, config, agreed):
             self.warnings.append(poor)
             if rank == 0:
                 log.warning(poor)
-
-    @property
-    def accuracy(self) -> float:
-        """Accuracy over the whole test set at the latest evaluation; NaN before."""
-        return self.result.accuracy if self.result else math.nan
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over the whole test set at the latest evaluation; NaN before."""
-        return self.result.loss if self.result else math.nan
 
     def prepare(self) -> None:
         """Settle DDP's buckets, and begin to measure."""
@@ -167,7 +144,7 @@ class Training:
             len(self.train_set),
             seed=self.config.seed,
             epoch=position.epoch,
-            rank=self.inputs.rank,
+            rank=self.rank,
             world_size=self.agreed.world_size,
             seen=position.samples,
         )
@@ -176,18 +153,18 @@ class Training:
 
     def agree(self) -> str:
         """Agree with all ranks whether to stop, and why; save where it is time."""
-        request, deadline = self.inputs.request, self.inputs.deadline
-        request.looked_at = True
-        if deadline.is_near(self._lead_seconds()):
-            request.note("time limit")
-        due = self.inputs.rank == 0 and self.checkpoints.is_due(self._saving.seconds)
-        code, save = self.poll.ask(self.position.step, [REASONS.index(request.reason), int(due)])
+        self.request.looked_at = True
+        if self.deadline.is_near(self._lead_seconds()):
+            self.request.note("time limit")
+        due = self.rank == 0 and self.checkpoints.is_due(self._saving.seconds)
+        reason = REASONS.index(self.request.reason)
+        code, save = self.poll.ask(self.position.step, [reason, int(due)])
         if save and not code:
             self.log()
             self.checkpoints.save()
         saver = self.checkpoints.saver
         if saver and saver.costs.saves:
-            deadline.check_lead(self._lead_seconds())
+            self.deadline.check_lead(self._lead_seconds())
         return REASONS[code]
 
     def _lead_seconds(self) -> float:
@@ -216,20 +193,31 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         loss, accuracy, paces = tally.collect(self.learner.waiting.take())
-        self._check_finite(loss, "loss")
         seconds = tally.lap()
         position.seconds += seconds
-        self.paces.add(paces)
-        figures = Figures(loss, accuracy, self.schedule.lr(position), paces.images / seconds)
-        self.journal.train(position, figures, paces.images_per_second)
+        self.paces += paces
+        rates = tuple(round(rate, 1) for rate in paces.images_per_second)
+        self._record("train", loss, accuracy, sum(paces.images) / seconds, rates)
 
-    def _check_finite(self, loss: float, name: str) -> None:
-        """Raise the same error on every rank, as the loss is that of all."""
+    def _record(
+        self, kind: str, loss: float, accuracy: float, speed: float, rates: tuple[float, ...] = ()
+    ) -> None:
+        """Add a line of metrics; speed: images/s of all ranks, rates: of each by itself.
+
+        Raises the same TrainingError on every rank where the loss, that of all, is not finite.
+        """
+        position, rate = self.position, self.schedule.lr(self.position)
         if not math.isfinite(loss):
             raise TrainingError(
-                f"the {name} is {loss} by step {self.position.step}: the weights are lost. "
+                f"the {'loss' if kind == 'train' else 'test loss'} is {loss} by step "
+                f"{position.step}: the weights are lost. "
                 f"Lower --lr (now {self.config.lr:g}) or raise --warmup-steps."
             )
+        seconds, now = round(position.seconds, 3), round(time.time(), 3)
+        step, epoch = position.step, position.epoch_shown
+        self.journal.add(
+            MetricsLine(kind, step, epoch, loss, accuracy, rate, speed, rates, seconds, now)
+        )
 
     def evaluate(self) -> None:
         """Evaluate the test set over all ranks, once a step at most."""
@@ -240,17 +228,12 @@ class Training:
         self.result = evaluation.evaluate(
             self.model,
             self.test_set,
-            rank=self.inputs.rank,
-            world_size=self.agreed.world_size,
-            device=self.device,
-            autocast=self.learner.step.autocast,
-            mark=lambda phase: self.progress.mark(step, phase),
+            self.device,
+            self.learner.step.autocast,
+            lambda phase: self.progress.mark(step, phase),
         )
-        accuracy, loss = self.result.accuracy, self.result.loss
-        self._check_finite(loss, "test loss")
-        speed = len(self.test_set) / (time.perf_counter() - began)
-        rate = self.schedule.lr(self.position)
-        self.journal.evaluation(self.position, Figures(loss, accuracy, rate, speed))
+        accuracy, speed = self.result.accuracy, len(self.test_set) / (time.perf_counter() - began)
+        self._record("eval", self.result.loss, accuracy, speed)
         self._evaluated = step
         if self.learner.best is None or accuracy > self.learner.best.accuracy:
             self.learner.best = Best(accuracy, step)

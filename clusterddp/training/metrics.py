@@ -5,88 +5,91 @@ rank's own work on a step is done when its last gradient is there: from then unt
 pass returns it waits for the others and for the network.
 """
 
+import functools
 import json
 import math
 import os
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from tqdm import tqdm
 
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
+from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import number, read_json_lines, read_lines, write_atomically
 from clusterddp.run.records import MetricsLine, RankReport
 from clusterddp.training.device import peak_bytes
 from clusterddp.training.tensorboard import Board
 
-if TYPE_CHECKING:
-    from clusterddp.training.progress_bar import ProgressBar
-
-
-@dataclass(frozen=True)
-class Figures:
-    """One line of metrics."""
-
-    loss: float
-    accuracy: float
-    lr: float
-    """The learning rate of the step that comes next."""
-    images_per_second: float
-    """Throughput of all ranks together."""
+# Audit events of what is about to print or to ask: `breakpoint()`, a debugger that begins to trace
+# (`pdb.set_trace()`), `input()`. Source: the audit events table of Python's documentation.
+_ASKING = frozenset({"builtins.breakpoint", "builtins.input", "sys.settrace"})
 
 
 class Journal:
-    """Rank 0's account of a training: log, bar, metrics.jsonl; on other ranks it does nothing."""
+    """Rank 0's account of a training: log, bar, metrics.jsonl, TensorBoard's files.
 
-    def __init__(self, attempt: Attempt, rank: int, start: Position, total_steps: int) -> None:
+    On other ranks it does nothing.
+    """
+
+    def __init__(
+        self, config: TrainConfig, attempt: Attempt, rank: int, start: Position, total_steps: int
+    ) -> None:
         self._path = attempt.metrics if rank == 0 else None
-        self._bar = _bar(start.step, total_steps) if rank == 0 and _on_terminal() else None
-        self._above_bar = ExitStack()
-        if self._bar is not None:
-            self._above_bar.enter_context(log.to(self._bar.write))
-        self.board: Board | None = None
+        self._bar: ProgressBar | None = None
+        self._board: Board | None = None
+        self._at_end = ExitStack()
         self._failed = False
-        self._start_step = start.step
-        self._known = _kinds_at(self._path, start.step) if self._path else set()
+        self._start_step, self._known = start.step, set[str]()
+        if rank != 0:
+            return
+        if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+            self._bar = self._at_end.enter_context(ProgressBar(start.step, total_steps))
+            self._at_end.enter_context(log.to(self._bar.write))
+        try:
+            history = list(read_lines(MetricsLine, attempt.metrics))
+        except OSError:
+            history = []
+        self._known.update(line.kind for line in history if line.step == start.step)
+        if config.tensorboard:
+            self._board = Board(attempt.path / "tensorboard", config, history)
+            self._at_end.callback(self._board.close)
 
-    def train(self, position: Position, figures: Figures, of_ranks: Sequence[float] = ()) -> None:
-        """Log means over the images of all ranks since the last such line.
-
-        of_ranks: images/s of each rank by itself, as `Paces` has them.
-        """
+    def add(self, line: MetricsLine) -> None:
+        """Log a line and write it to metrics.jsonl."""
         if self._path is None:
             return
-        if self._bar is not None and not self._bar.gives_way:
-            self._bar.set_postfix(loss=f"{figures.loss:.4f}", refresh=False)
+        if line.tested:
+            log.info(
+                f"step {line.step}: test accuracy {line.accuracy:.2%}, test loss {line.loss:.4f}"
+            )
+        elif self._bar is not None and not self._bar.gives_way:
+            self._bar.set_postfix(loss=f"{line.loss:.4f}", refresh=False)
         else:
             log.info(
-                f"epoch {position.epoch_shown} step {position.step}: loss {figures.loss:.4f}, "
-                f"accuracy {figures.accuracy:.2%}, lr {figures.lr:.4g}, "
-                f"{figures.images_per_second:,.0f} images/s"
+                f"epoch {line.epoch} step {line.step}: loss {line.loss:.4f}, "
+                f"accuracy {line.accuracy:.2%}, lr {line.lr:.4g}, "
+                f"{line.images_per_second:,.0f} images/s"
             )
-        shown = [round(rate, 1) for rate in of_ranks]
-        self._write("train", position, figures, tuple(shown))
-
-    def evaluation(self, position: Position, figures: Figures) -> None:
-        """Log loss and accuracy over the whole test set."""
-        if self._path is None:
-            return
-        log.info(
-            f"step {position.step}: test accuracy {figures.accuracy:.2%}, "
-            f"test loss {figures.loss:.4f}"
-        )
-        self._write("eval", position, figures)
+        if line.step == self._start_step and line.kind in self._known:
+            return  # an earlier attempt has done the very same, and its line is there
+        if self._board:
+            self._board.add(line)
+        self._write(self._path, line)
 
     def step(self) -> None:
         """Count an optimizer step."""
@@ -94,53 +97,76 @@ class Journal:
             self._bar.update()
 
     def close(self) -> None:
-        if self.board:
-            self.board.close()
-        self._above_bar.close()
-        if self._bar is not None:
-            self._bar.close()
+        self._at_end.close()
 
-    def _write(
-        self,
-        kind: str,
-        position: Position,
-        figures: Figures,
-        of_ranks: tuple[float, ...] | None = None,
-    ) -> None:
-        if self._path is None:
-            return
-        if position.step == self._start_step and kind in self._known:
-            return  # an earlier attempt has done the very same, and its line is there
-        line = MetricsLine(
-            kind=kind,
-            step=position.step,
-            epoch=position.epoch_shown,
-            loss=figures.loss,
-            accuracy=figures.accuracy,
-            lr=figures.lr,
-            images_per_second=figures.images_per_second,
-            rank_images_per_second=of_ranks or (),
-            seconds=round(position.seconds, 3),
-            time=round(time.time(), 3),
-        )
+    def _write(self, path: Path, line: MetricsLine) -> None:
         content = asdict(line)
-        if of_ranks is None:
+        if line.tested:
             del content["rank_images_per_second"]
-        if self.board:
-            self.board.add(line)
         try:
-            with self._path.open("a") as file:
+            with path.open("a") as file:
                 # What failed before may have left a torn line.
                 file.write(("\n" if self._failed else "") + json.dumps(content) + "\n")
         except OSError as error:  # a full disk costs the line, never the training
             if not self._failed:
                 log.warning(
-                    f"cannot write {self._path}: {error.strerror}; training continues, its "
+                    f"cannot write {path}: {error.strerror}; training continues, its "
                     "metrics are in this log alone while that lasts"
                 )
             self._failed = True
         else:
             self._failed = False
+
+
+class ProgressBar(tqdm):  # type: ignore[misc] # tqdm has no types
+    """Shows steps done and left, on stderr.
+
+    A debugger that stops the training finds an empty line. As long as it traces, nothing is drawn:
+    it would stand where the user types.
+    """
+
+    monitor_interval = 0
+    """Without tqdm's thread, which draws again while the training stands still."""
+
+    def __init__(self, done: int, total: int) -> None:
+        self._is_shown = False
+        super().__init__(initial=done, total=total, unit="step", dynamic_ncols=True)
+        global _present  # noqa: PLW0603 -- the hook outlives every bar
+        _present = weakref.ref(self)
+        _listen()
+
+    @property
+    def gives_way(self) -> bool:
+        """True while a debugger is at work."""
+        return sys.gettrace() is not None
+
+    def display(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw the bar, unless it gives way."""
+        if self.gives_way:
+            return None
+        self._is_shown = True
+        return super().display(*args, **kwargs)
+
+    def make_room(self) -> None:
+        """Clear the line of a bar that is shown, until it is drawn again."""
+        if self._is_shown and not self.disable:
+            self._is_shown = False
+            self.clear()
+
+
+_present: weakref.ref[ProgressBar] | None = None
+"""The bar that was begun last, as long as it is in use."""
+
+
+@functools.cache
+def _listen() -> None:
+    """Listen for prompts from the first call on: an audit hook cannot be removed."""
+    sys.addaudithook(_hear)
+
+
+def _hear(event: str, _arguments: tuple[object, ...]) -> None:
+    if event in _ASKING and _present and (bar := _present()):
+        bar.make_room()
 
 
 class Tally:
@@ -152,14 +178,10 @@ class Tally:
     def __init__(self, device: torch.device) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._correct = torch.zeros((), dtype=torch.int64, device=device)
-        self._count = 0
-        self.steps = 0
-        self._began = time.perf_counter()
-
-    @property
-    def sums(self) -> list[Tensor]:
+        self.sums = [self._loss, self._correct]
         """The tensors that `add` changes."""
-        return [self._loss, self._correct]
+        self._count = self.steps = 0
+        self._began = time.perf_counter()
 
     def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
         """Sum up one pass of this rank, on the device alone; `loss` is its mean."""
@@ -171,18 +193,17 @@ class Tally:
         self._count += images
         self.steps += 1
 
-    def collect(self, waited: float | None = 0.0) -> "tuple[float, float, Paces]":
+    def collect(self, waited: float = 0.0) -> "tuple[float, float, Paces]":
         """Return mean loss and accuracy over all ranks, and each rank's pace; starts a new sum.
 
-        waited: seconds that this rank has waited for others since the last lap or restart; None
+        waited: seconds that this rank has waited for others since the last lap or restart; NaN
             where that is not known.
         """
-        waited = math.nan if waited is None else waited
         busy = time.perf_counter() - self._began - waited
-        own = torch.tensor([self._count, busy], dtype=torch.float64, device=self._loss.device)
-        own = torch.cat([torch.stack([self._loss, self._correct.double()]), own])
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, own)
+        counts = torch.tensor([self._count, busy], dtype=torch.float64, device=self._loss.device)
+        of_rank = torch.cat([torch.stack([self._loss, self._correct.double()]), counts])
+        everyone = [torch.empty_like(of_rank) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, of_rank)
         losses, correct, images, seconds = torch.stack(everyone).T.tolist()
         self._loss.zero_()
         self._correct.zero_()
@@ -201,23 +222,6 @@ class Tally:
         self._began = time.perf_counter()
 
 
-def _on_terminal() -> bool:
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-
-
-def _bar(done: int, total: int) -> "ProgressBar":
-    from clusterddp.training.progress_bar import ProgressBar
-
-    return ProgressBar(done, total)
-
-
-def _kinds_at(path: Path, step: int) -> set[str]:
-    try:
-        return {line.kind for line in read_lines(MetricsLine, path) if line.step == step}
-    except OSError:
-        return set()
-
-
 def copy_history(source: Path, target: Path, step: int) -> None:
     """Begin an attempt's metrics with the lines of earlier ones up to the step it starts from."""
     lines = read_json_lines(source) if step > 0 else ()
@@ -234,7 +238,6 @@ class Waiting:
         """
         self._knows = knows
         self._on_gpu = device.type == "cuda"
-        self._latest: Tensor | None = None
         self._ready: float | torch.cuda.Event | None = None
         self._seconds = 0.0
         # On a GPU what happens when is asked later, so that it never stands still for it.
@@ -264,13 +267,15 @@ class Waiting:
             self._events.append((self._ready, _event()))
         self._ready = None
 
-    def take(self) -> float | None:
-        """Return the seconds since the last call, if known; a GPU has to be synchronised before."""
+    def take(self) -> float:
+        """Return the seconds since the last call, NaN where they are not known; a GPU has to be
+        synchronised before.
+        """
         for begin, end in self._events:
             self._seconds += begin.elapsed_time(end) / 1000.0
         seconds, self._seconds = self._seconds, 0.0
         self._events.clear()
-        return seconds if self._knows else None
+        return seconds if self._knows else math.nan
 
     def _note(self, _: Tensor) -> None:
         self._ready = _event() if self._on_gpu else time.perf_counter()
@@ -288,40 +293,33 @@ def _event() -> "torch.cuda.Event":
     return event
 
 
+@dataclass(frozen=True)
 class Paces:
     """Images that each rank has trained, and its seconds without the waiting for others."""
 
-    def __init__(self, images: Sequence[float] = (), seconds: Sequence[float] = ()) -> None:
-        """One number a rank in each."""
-        self._images, self._seconds = list(images), list(seconds)
-
-    @property
-    def images(self) -> float:
-        """Images of all ranks together."""
-        return sum(self._images)
+    images: Sequence[float] = ()
+    seconds: Sequence[float] = ()
 
     @property
     def images_per_second(self) -> list[float]:
         """Throughput of each rank by itself; empty where the time they wait is not known."""
-        if any(math.isnan(seconds) for seconds in self._seconds):
+        if any(map(math.isnan, self.seconds)):
             return []
-        both = zip(self._images, self._seconds, strict=True)
+        both = zip(self.images, self.seconds, strict=True)
         return [images / max(seconds, 1e-9) for images, seconds in both]
 
-    def add(self, more: "Paces") -> None:
-        """Add those of a later span, of the same ranks."""
-        if not self._images:
-            self._images, self._seconds = [0.0] * len(more._images), [0.0] * len(more._images)
-        self._images = [a + b for a, b in zip(self._images, more._images, strict=True)]
-        self._seconds = [a + b for a, b in zip(self._seconds, more._seconds, strict=True)]
+    def __add__(self, more: "Paces") -> "Paces":
+        """Return these with those of a later span, of the same ranks."""
+        images = zip_longest(self.images, more.images, fillvalue=0.0)
+        seconds = zip_longest(self.seconds, more.seconds, fillvalue=0.0)
+        return Paces([*map(sum, images)], [*map(sum, seconds)])
 
 
 def of_ranks(paces: Paces, device: torch.device) -> list[RankReport]:
     """Return host, memory and throughput of each rank. Collective over the default group."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    own = host, peak_bytes(device)
-    everyone = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    everyone = [("", 0)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (host, peak_bytes(device)))
     known = [round(rate, 1) for rate in paces.images_per_second]
     rates: Sequence[float | None] = known or [None] * len(everyone)
     return [

@@ -3,7 +3,7 @@
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -12,8 +12,7 @@ from clusterddp.checkpoints.state import weights_sha256
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.attempt import summaries
 from clusterddp.run.files import write_record
-from clusterddp.run.records import AttemptSummary, Report, SavingReport
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.records import Report, SavingReport
 from clusterddp.training.loop import Training
 from clusterddp.version import __version__
 
@@ -24,8 +23,7 @@ def write(training: Training, env: DistEnv, began: float, environ: Mapping[str, 
     began: the start of this task, in seconds of the epoch.
     """
     finished = time.time()
-    run, position = training.inputs.attempt.run, training.position
-    assert training.result is not None, "a training that has ended was evaluated"
+    run, position = training.attempt.run, training.position
     evaluation = training.result.record(position.step, training.test_set)
     report = _report(training, env, environ, began, finished)
     write_record(run.evaluation, evaluation)
@@ -33,11 +31,11 @@ def write(training: Training, env: DistEnv, began: float, environ: Mapping[str, 
     if position.step == training.start_step and position.step:
         return (
             f"done: nothing was left to train, the run has its {position.step} steps; test "
-            f"accuracy {training.accuracy:.2%}. Raise --epochs or --max-steps, or name another "
+            f"accuracy {report.accuracy:.2%}. Raise --epochs or --max-steps, or name another "
             "--run-dir"
         )
     return (
-        f"done: test accuracy {training.accuracy:.2%}, test loss {training.loss:.4f}, "
+        f"done: test accuracy {report.accuracy:.2%}, test loss {report.loss:.4f}, "
         f"{position.seconds:.1f} s of training ({finished - began:.1f} s in all), "
         f"{report.images_per_second:,.0f} images/s, "
         f"{env.world_size} {'rank' if env.world_size == 1 else 'ranks'}"
@@ -48,10 +46,14 @@ def _report(
     training: Training, env: DistEnv, environ: Mapping[str, str], began: float, finished: float
 ) -> Report:
     config, agreed, position = training.config, training.agreed, training.position
-    summaries = _attempts(training.inputs.attempt.run, position.step)
+    *earlier, last = summaries(training.attempt.run)
+    attempts = (*earlier, replace(last, cause="done", last_step=position.step))
+    saver = training.checkpoints.saver
+    assert saver is not None, "rank 0 writes the report"
+    costs = vars(saver.costs)
     return Report(
-        accuracy=training.accuracy,
-        loss=training.loss,
+        accuracy=training.result.accuracy,
+        loss=training.result.loss,
         train_seconds=round(position.seconds, 3),
         total_seconds=round(finished - began, 3),
         images_per_second=round(position.images / max(position.seconds, 1e-9), 1),
@@ -83,11 +85,13 @@ def _report(
         weights_sha256=weights_sha256(training.model),
         resumed_from=agreed.resume or None,
         attempt=agreed.attempt,
-        starts=len(summaries),
-        steps_done_twice=sum(each.steps_done_twice for each in summaries),
-        seconds_lost=round(sum(each.seconds_lost for each in summaries), 3),
-        attempts=tuple(summaries),
-        saving=_saving(training),
+        starts=len(attempts),
+        steps_done_twice=sum(each.steps_done_twice for each in attempts),
+        seconds_lost=round(sum(each.seconds_lost for each in attempts), 3),
+        attempts=attempts,
+        saving=SavingReport(
+            **{one.name: round(costs[one.name], 4) for one in fields(SavingReport)}
+        ),
         job_id=environ.get("SLURM_JOB_ID", ""),
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
         finished=round(finished, 3),
@@ -100,23 +104,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _attempts(run: RunDir, step: int) -> list[AttemptSummary]:
-    """Sum up the attempts of the run; the latest, this one, is done at `step`."""
-    *earlier, last = summaries(run)
-    return [*earlier, replace(last, cause="done", last_step=step)]
-
-
-def _saving(training: Training) -> SavingReport:
-    """Return what checkpoints cost this attempt: only copying and waiting stop the training."""
-    assert training.checkpoints.saver is not None, "rank 0 writes the report"
-    costs = training.checkpoints.saver.costs
-    return SavingReport(
-        saves=costs.saves,
-        failed=costs.failed,
-        copy_seconds=round(costs.copy_seconds, 4),
-        blocked_seconds=round(costs.blocked_seconds, 4),
-        write_seconds=round(costs.write_seconds, 4),
-        bytes=costs.bytes,
-    )

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,45 +19,43 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from clusterddp.checkpoints.state import Position
-from clusterddp.data.loader import as_images
+from clusterddp.data.loader import as_images, generators_kept
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.records import Agreement
 from clusterddp.training.metrics import Tally
 
 # DDP settles its buckets within the first of them; torch's documentation asks for eleven.
 _WARM_UPS = 11
+NoSync = Callable[[], AbstractContextManager[None]]
+"""Returns a context whose gradients are not exchanged, as DDP's `no_sync`."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass(eq=False)
 class Step:
     """Trains on one batch a call, at the precision that was agreed on."""
 
-    def __init__(
-        self,
-        model: Callable[[Tensor], Tensor],
-        optimizer: Optimizer,
-        tally: Tally,
-        *,
-        device: torch.device,
-        precision: str = "fp32",
-        accumulate: int = 1,
-        label_smoothing: float = 0.0,
-        mark: Callable[[Phase], None] = lambda _: None,
-        exchanged: Callable[[], None] = lambda: None,
-    ) -> None:
-        """model: images to scores; DDP's wrapper where there is one.
+    model: Callable[[Tensor], Tensor]
+    """Images to scores; DDP's wrapper where there is one."""
+    optimizer: Optimizer
+    tally: Tally
+    device: torch.device
+    precision: str = "fp32"
+    accumulate: int = 1
+    """Passes into which a batch is cut; gradients are exchanged after the last."""
+    label_smoothing: float = 0.0
+    mark: Callable[[Phase], None] = lambda _: None
+    """Called with each phase as it begins."""
+    exchanged: Callable[[], None] = lambda: None
+    """Called when the gradients of a batch have been exchanged."""
 
-        accumulate: passes into which a batch is cut; gradients are exchanged after the last.
-        mark: called with each phase as it begins.
-        exchanged: called when the gradients of a batch have been exchanged.
-        """
-        self.model, self.optimizer, self.tally = model, optimizer, tally
-        self.device, self.accumulate = device, accumulate
-        self._dtype, self._mark, self._exchanged = DTYPES[precision], mark, exchanged
-        self._smoothing = label_smoothing
+    def __post_init__(self) -> None:
         # Small gradients would vanish in fp16; switched off it hands everything through.
-        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        self.autocast = partial(autocast, self.device.type, DTYPES[self.precision])
+        self._apart: NoSync = getattr(self.model, "no_sync", nullcontext)
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
         """Train on a batch, as `loader.as_images` takes it, and its labels (N,)."""
@@ -71,16 +70,18 @@ class Step:
         for cut in cuts:
             some, theirs = images[cut : cut + size], labels[cut : cut + size]
             with nullcontext() if cut == cuts[-1] else self._apart():
-                self._mark(Phase.FORWARD)
+                self.mark(Phase.FORWARD)
                 with self.autocast():
                     scores = self.model(as_images(some))
-                    loss = cross_entropy(scores.float(), theirs, label_smoothing=self._smoothing)
-                self._mark(Phase.BACKWARD)
+                    loss = cross_entropy(
+                        scores.float(), theirs, label_smoothing=self.label_smoothing
+                    )
+                self.mark(Phase.BACKWARD)
                 share = loss if len(cuts) == 1 else loss * (len(theirs) / len(labels))
                 self.scaler.scale(share).backward()  # type: ignore[no-untyped-call]
             self.tally.add(loss.detach(), scores.detach(), theirs)
-        self._exchanged()
-        self._mark(Phase.UPDATE)
+        self.exchanged()
+        self.mark(Phase.UPDATE)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -92,17 +93,10 @@ class Step:
             else:
                 group["lr"] = rate
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """Return the context in which the model computes at the precision that was agreed on."""
-        if self._dtype is torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, self._dtype)
 
-    def _apart(self) -> AbstractContextManager[None]:
-        """Keep the gradients of a pass that is not the batch's last from being exchanged."""
-        no_sync = getattr(self.model, "no_sync", nullcontext)
-        context: AbstractContextManager[None] = no_sync()
-        return context
+def autocast(kind: str, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Return the context in which a model computes in this type; `kind` is `cuda` or `cpu`."""
+    return nullcontext() if dtype is torch.float32 else torch.autocast(kind, dtype)
 
 
 class Compiled:
@@ -110,7 +104,7 @@ class Compiled:
 
     def __init__(self, model: nn.Module) -> None:
         """model: DDP's wrapper where there is one."""
-        self._model = model
+        self.no_sync: NoSync = getattr(model, "no_sync", nullcontext)
         # With shapes as they come: torch would generalise over them after the first odd batch, and
         # a run that resumes would compute with other code than one in a piece.
         self._call = torch.compile(model, dynamic=False)
@@ -131,32 +125,19 @@ class Compiled:
             ) from None
         return scores
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """DDP's context in which gradients are not exchanged."""
-        context: AbstractContextManager[None] = getattr(self._model, "no_sync", nullcontext)()
-        return context
 
-
-def wrap(
-    model: nn.Module,
-    config: TrainConfig,
-    world_size: int,
-    *,
-    precision: str = "fp32",
-    captured: bool = False,
-) -> nn.Module:
+def wrap(model: nn.Module, config: TrainConfig, agreed: Agreement) -> nn.Module:
     """Wrap the model as it is trained: in DDP or DataParallel, or not where nothing is shared.
 
-    precision: what was agreed on.
-    captured: its passes will be captured into a graph, so DDP has to be made on a stream of its own
+    Where its passes will be captured into a graph, DDP has to be made on a stream of its own
     (torch's documentation, "CUDA Graphs", usage with DistributedDataParallel).
     """
     device = next(model.parameters()).device
     if gpus_of_one_process(config.strategy, device.type) > 1:
-        return nn.DataParallel(AtPrecision(model, precision, device.type))
-    if world_size == 1:
+        return nn.DataParallel(AtPrecision(model, agreed.precision, device.type))
+    if agreed.world_size == 1:
         return model
-    with _aside(device) if captured else nullcontext():
+    with _aside(device) if agreed.cuda_graph else nullcontext():
         wrapped = DistributedDataParallel(
             model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
         )
@@ -175,12 +156,11 @@ class AtPrecision(nn.Module):
     def __init__(self, model: nn.Module, precision: str, kind: str) -> None:
         """kind: `cuda` or `cpu`."""
         super().__init__()
-        self.model, self._dtype, self._kind = model, DTYPES[precision], kind
+        self.model, self._autocast = model, partial(autocast, kind, DTYPES[precision])
 
     def forward(self, images: Tensor) -> Tensor:
         """Images to scores."""
-        enabled = self._dtype is not torch.float32
-        with torch.autocast(self._kind, self._dtype if enabled else None, enabled=enabled):
+        with self._autocast():
             scores: Tensor = self.model(images)
         return scores
 
@@ -194,7 +174,10 @@ def gpus_of_one_process(strategy: str, kind: str) -> int:
 
 @contextmanager
 def _aside(device: torch.device) -> Iterator[None]:
-    """Work on a stream of its own, in order with what comes before and after."""
+    """Work on a GPU's stream of its own, in order with what comes before and after."""
+    if device.type != "cuda":
+        yield
+        return
     usual = torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(usual)
@@ -242,18 +225,18 @@ class GraphedStep:
         """
         self._images, self._labels = images.clone(), labels.clone()
         before = {id(tensor): tensor.clone() for tensor in self._state()}
-        cpu, cuda = torch.get_rng_state(), None
-        if self._step.device.type == "cuda":
-            cuda = torch.cuda.get_rng_state(self._step.device)
 
         def work() -> None:
             self._step.compute(self._images, self._labels)
 
         try:
-            _warm_up(work, self._step.device)
-            # Gradients belong to the graph's memory.
-            self._step.optimizer.zero_grad(set_to_none=True)
-            replay = self._capture(work)
+            with generators_kept(self._step.device):
+                with _aside(self._step.device):
+                    for _ in range(_WARM_UPS):
+                        work()
+                # Gradients belong to the graph's memory.
+                self._step.optimizer.zero_grad(set_to_none=True)
+                replay = self._capture(work)
         except RuntimeError as error:
             raise TrainingError(
                 f"the step cannot be captured into a CUDA graph: {str(error).splitlines()[0]}. "
@@ -265,9 +248,6 @@ class GraphedStep:
                     tensor.copy_(before[id(tensor)])
                 else:  # the optimizer has made it during the warm-up; all begin at zero
                     tensor.zero_()
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, self._step.device)
         return replay
 
     def _state(self) -> list[Tensor]:
@@ -276,15 +256,6 @@ class GraphedStep:
         kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         own = [*self._model.parameters(), *self._model.buffers()]
         return [*own, *kept, *self._step.tally.sums]
-
-
-def _warm_up(work: Callable[[], None], device: torch.device) -> None:
-    if device.type != "cuda":
-        work()
-        return
-    with _aside(device):
-        for _ in range(_WARM_UPS):
-            work()
 
 
 def _cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
@@ -296,19 +267,17 @@ def _cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-def build_optimizer(
-    config: TrainConfig, model: nn.Module, *, fused: bool = True, captured: bool = False
-) -> Optimizer:
+def build_optimizer(config: TrainConfig, model: nn.Module, *, captured: bool = False) -> Optimizer:
     """Build the optimizer that the configuration names; `momentum` is Adam's first beta too.
 
-    fused: all parameters in one kernel, on CPUs and GPUs that have it.
     captured: its state and its rate stay in tensors on the device, for a CUDA graph to read.
     """
     parameters = list(model.parameters())
     rate: float | Tensor = config.lr
     if captured:
         rate = torch.tensor(config.lr, device=parameters[0].device)
-    settings: dict[str, Any] = {"weight_decay": config.weight_decay, "fused": fused}
+    # Fused: all parameters in one kernel, on CPUs and GPUs that have it.
+    settings: dict[str, Any] = {"weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "sgd":
         return optim.SGD(parameters, rate, momentum=config.momentum, **settings)
     kind: type[optim.Adam] = {"adam": optim.Adam, "adamw": optim.AdamW}[config.optimizer]

@@ -246,12 +246,13 @@ def _train(
     from clusterddp.checkpoints import state
     from clusterddp.training import report
     from clusterddp.training.learner import check_fit
-    from clusterddp.training.loop import Inputs, Training, train
+    from clusterddp.training.loop import Training, train
     from clusterddp.worker import start
 
     config, env, deadline = task.config, task.env, task.deadline
     attempt, agreed, device = joined.attempt, joined.agreed, joined.device
-    presence = Presence(attempt, stop.requested)
+    request = stop.requested
+    presence = Presence(attempt, request)
     with presence if env.rank == 0 else nullcontext():
         if env.rank == 0:
             poll_time_limit(deadline, os.environ)
@@ -259,10 +260,9 @@ def _train(
         if config.find_batch_size:
             return _find_batch_size(task, joined, sets, progress)
         content = state.load_together(Path(agreed.resume), device) if agreed.resume else None
-        inputs = Inputs(
-            config, agreed, env.rank, device, *sets, attempt, stop.requested, deadline, progress
+        training = Training(
+            config, agreed, env.rank, device, *sets, attempt, request, deadline, progress, content
         )
-        training = Training(inputs, content)
         del content
         if config.own_functions:
             check_fit(config, training.model, *sets)

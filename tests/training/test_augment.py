@@ -188,7 +188,7 @@ def test_the_benchmark_trains_to_the_end_and_sums_up(synthetic_dir: Path) -> Non
     sets = (Images(*held.tensors(train=train), CPU) for train in (True, False))
     training = accuracy.train(settings, *sets)
     assert training.position.epoch == settings.epochs
-    assert training.accuracy > 0.5
+    assert training.result.accuracy > 0.5
     assert training.position.seconds > 0
     said = accuracy.summary([0.99, 0.98], [2.0, 3.0], 0.5)
     assert "mean 98.500%, standard error 0.500%, 98.00% to 99.00%" in said

@@ -39,9 +39,7 @@ def floats() -> Images:
 
 
 def evaluated(rank: int, world_size: int) -> dict[str, Any]:
-    result = evaluation.evaluate(
-        Reads(), floats(), rank=rank, world_size=world_size, device=CPU, autocast=nullcontext
-    )
+    result = evaluation.evaluate(Reads(), floats(), CPU, nullcontext)
     return {"accuracy": result.accuracy, "loss": result.loss, **asdict(result.record(7, floats()))}
 
 
@@ -80,10 +78,7 @@ def test_evaluating_takes_no_random_number_from_the_training(alone: None) -> Non
     turned = Loaded(Turned(zip(images, labels, strict=True)), CPU, 0)
     for model, test_set in ((Draws(), floats()), (Reads(), turned)):
         before = generator_states()
-        found = evaluation.evaluate(
-            model, test_set, rank=0, world_size=1, device=CPU, autocast=nullcontext
-        )
-        found.record(7, test_set)
+        evaluation.evaluate(model, test_set, CPU, nullcontext).record(7, test_set)
         assert torch.equal(generator_states(), before)
 
 

@@ -181,8 +181,8 @@ def stopped_by_one_rank(
 
     ours.poll.ask = ask  # type: ignore[method-assign]
     if rank == 1:
-        after(ours, 5, lambda: ours.inputs.request.note("SIGTERM"))
-        after(ours, 6, lambda: ours.inputs.request.note("SIGTERM"))  # twice is once
+        after(ours, 5, lambda: ours.request.note("SIGTERM"))
+        after(ours, 6, lambda: ours.request.note("SIGTERM"))  # twice is once
     return train(ours), ours.position.step, seen_at
 
 
@@ -417,7 +417,7 @@ def evaluated(rank: int, world_size: int, settings: TrainConfig, run: Path) -> t
     assert box[0] is not None
     training = build(rank, settings, box[0])
     training.evaluate()
-    return training.accuracy, training.loss
+    return training.result.accuracy, training.result.loss
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -1,7 +1,12 @@
 import contextlib
+import functools
+import gc
 import json
+import math
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +16,14 @@ from torch import Tensor, nn
 
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
+from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.files import read_json_lines
+from clusterddp.run.records import MetricsLine
 from clusterddp.run.run_dir import RunDir
+from clusterddp.training import metrics
 from clusterddp.training.loop import train
 from clusterddp.training.metrics import (
-    Figures,
     Journal,
     Paces,
     Tally,
@@ -27,7 +34,13 @@ from clusterddp.training.metrics import (
 from tests.training.ranks import run_ranks
 from tests.training.trainings import agree, build, config
 
-FIGURES = Figures(loss=0.5, accuracy=0.75, lr=0.01, images_per_second=1234.56)
+
+def train_line(step: int, kind: str = "train") -> MetricsLine:
+    return MetricsLine(kind, step, 1, 0.5, 0.75, 0.01, 1234.56, seconds=1.5, time=1000.0)
+
+
+def eval_line(step: int) -> MetricsLine:
+    return train_line(step, "eval")
 
 
 @pytest.fixture
@@ -36,9 +49,9 @@ def run(tmp_path: Path) -> Attempt:
 
 
 def test_a_line_in_the_log_and_one_in_the_file(run: Attempt, logged: list[str]) -> None:
-    journal = Journal(run, 0, Position(), 10)
-    journal.train(Position(step=3, seconds=1.5), FIGURES)
-    journal.evaluation(Position(step=3, seconds=1.5), FIGURES)
+    journal = Journal(TrainConfig(), run, 0, Position(), 10)
+    journal.add(train_line(3))
+    journal.add(eval_line(3))
     journal.close()
     assert logged == [
         "epoch 1 step 3: loss 0.5000, accuracy 75.00%, lr 0.01, 1,235 images/s",
@@ -49,10 +62,10 @@ def test_a_line_in_the_log_and_one_in_the_file(run: Attempt, logged: list[str]) 
 
 
 def test_other_ranks_log_and_write_nothing(run: Attempt, logged: list[str]) -> None:
-    journal = Journal(run, 1, Position(), 10)
+    journal = Journal(TrainConfig(), run, 1, Position(), 10)
     journal.step()
-    journal.train(Position(step=3), FIGURES)
-    journal.evaluation(Position(step=3), FIGURES)
+    journal.add(train_line(3))
+    journal.add(eval_line(3))
     journal.close()
     assert logged == []
     assert not run.metrics.exists()
@@ -63,7 +76,7 @@ def test_what_a_lost_attempt_wrote_beyond_its_checkpoint_is_dropped(run: Attempt
     lines = [json.dumps({"kind": "train", "step": step}) for step in (100, 200, 300)]
     earlier.write_text("\n".join(lines) + '\n{"kind": "tr')
     copy_history(earlier, run.metrics, 200)
-    Journal(run, 0, Position(step=200), 400).train(Position(step=300), FIGURES)
+    Journal(TrainConfig(), run, 0, Position(step=200), 400).add(train_line(300))
     assert [line["step"] for line in read_json_lines(run.metrics)] == [100, 200, 300]
     assert run.metrics.read_text().endswith("}\n")
     copy_history(earlier, run.metrics, 0)
@@ -71,25 +84,25 @@ def test_what_a_lost_attempt_wrote_beyond_its_checkpoint_is_dropped(run: Attempt
 
 
 def test_what_an_earlier_attempt_has_evaluated_has_one_line(run: Attempt) -> None:
-    Journal(run, 0, Position(), 400).evaluation(Position(step=200), FIGURES)
-    again = Journal(run, 0, Position(step=200), 400)
-    again.evaluation(Position(step=200), FIGURES)
-    again.train(Position(step=200), FIGURES)
-    again.evaluation(Position(step=300), FIGURES)
+    Journal(TrainConfig(), run, 0, Position(), 400).add(eval_line(200))
+    again = Journal(TrainConfig(), run, 0, Position(step=200), 400)
+    again.add(eval_line(200))
+    again.add(train_line(200))
+    again.add(eval_line(300))
     kinds = [(line["kind"], line["step"]) for line in read_json_lines(run.metrics)]
     assert kinds == [("eval", 200), ("train", 200), ("eval", 300)]
 
 
 def test_after_a_full_disk_the_next_line_is_whole(run: Attempt, logged: list[str]) -> None:
     run.metrics.symlink_to("/dev/full")
-    journal = Journal(run, 0, Position(), 400)
-    journal.train(Position(step=1), FIGURES)
-    journal.train(Position(step=2), FIGURES)
+    journal = Journal(TrainConfig(), run, 0, Position(), 400)
+    journal.add(train_line(1))
+    journal.add(train_line(2))
     assert sum("No space left on device" in line for line in logged) == 1
     run.metrics.unlink()
     run.metrics.write_text('{"kind": "train", "st')  # as much as went onto the disk
-    journal.train(Position(step=3), FIGURES)
-    journal.train(Position(step=4), FIGURES)
+    journal.add(train_line(3))
+    journal.add(train_line(4))
     assert [line["step"] for line in read_json_lines(run.metrics)] == [3, 4]
 
 
@@ -98,9 +111,9 @@ def test_a_log_on_a_full_disk_costs_its_lines_only(
 ) -> None:
     full = Path("/dev/full").open("w")  # noqa: SIM115 -- closing it fails, too
     monkeypatch.setattr(sys, "stdout", full)
-    journal = Journal(run, 0, Position(), 400)
+    journal = Journal(TrainConfig(), run, 0, Position(), 400)
     with log.to(log.to_stdout):
-        journal.train(Position(step=1), FIGURES)
+        journal.add(train_line(1))
     monkeypatch.undo()
     with contextlib.suppress(OSError):
         full.close()
@@ -132,12 +145,29 @@ def test_a_terminal_gets_a_bar_unless_no_color_is_set(
     monkeypatch.delenv("NO_COLOR", raising=False)
     if no_color:
         monkeypatch.setenv("NO_COLOR", "1")
-    journal = Journal(run, 0, Position(step=2), 10)
+    journal = Journal(TrainConfig(), run, 0, Position(step=2), 10)
     journal.step()
-    journal.train(Position(step=3), FIGURES)
+    journal.add(train_line(3))
     journal.close()
     assert ("3/10" in terminal.text) is not no_color
     assert len(list(read_json_lines(run.metrics))) == 1
+
+
+def test_closed_bars_are_let_go_and_leave_a_single_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[Callable[..., None]] = []
+    monkeypatch.setattr(sys, "addaudithook", hooks.append)
+    monkeypatch.setattr(metrics, "_listen", functools.cache(metrics._listen.__wrapped__))
+    bars = []
+    for _ in range(3):
+        bar = metrics.ProgressBar(0, 2)
+        bar.update()
+        bar.close()
+        bars.append(weakref.ref(bar))
+        del bar
+    gc.collect()
+    assert not [bar for bar in bars if bar() is not None]
+    assert len(hooks) == 1
+    hooks[0]("builtins.breakpoint", ())  # without a bar, nothing to clear
 
 
 def test_sums_start_anew_after_each_line(alone: None) -> None:
@@ -149,11 +179,11 @@ def test_sums_start_anew_after_each_line(alone: None) -> None:
     tally.count(2)
     assert tally.steps == 2
     *means, paces = tally.collect()
-    assert [*means, paces.images] == pytest.approx([(2 * 4 + 4 * 2) / 6, 5 / 6, 6])
+    assert [*means, *paces.images] == pytest.approx([(2 * 4 + 4 * 2) / 6, 5 / 6, 6])
     tally.add(torch.tensor(1.0), scores, torch.tensor([1, 2, 3, 4]))
     tally.count(4)
     *means, paces = tally.collect()
-    assert [*means, paces.images] == [1.0, 0.0, 4.0]
+    assert [*means, *paces.images] == [1.0, 0.0, 4.0]
 
 
 CPU = torch.device("cpu")
@@ -187,9 +217,9 @@ def test_waiting_is_from_the_last_gradient_to_the_end_of_the_backward_pass(
 def test_paces_add_up_rank_by_rank() -> None:
     paces = Paces()
     assert paces.images_per_second == []
-    paces.add(Paces([100, 100], [1.0, 2.0]))
-    paces.add(Paces([100, 100], [1.0, 2.0]))
-    assert paces.images == 400
+    paces += Paces([100, 100], [1.0, 2.0])
+    paces += Paces([100, 100], [1.0, 2.0])
+    assert paces.images == [200, 200]
     assert paces.images_per_second == [100.0, 50.0]
 
 
@@ -231,10 +261,10 @@ def test_the_rank_that_others_wait_for_is_the_slowest(synthetic_dir: Path, tmp_p
 
 def test_what_is_not_known_is_not_told(alone: None) -> None:
     assert of_ranks(Paces(), CPU)[0].images_per_second is None
-    assert Waiting(CPU, knows=False).take() is None
+    assert math.isnan(Waiting(CPU, knows=False).take())
     tally = Tally(CPU)
     tally.add(torch.tensor(1.0), torch.eye(10)[:4], torch.arange(4))
     tally.count(4)
-    *_, paces = tally.collect(None)
-    assert (paces.images, paces.images_per_second) == (4, [])
+    *_, paces = tally.collect(math.nan)
+    assert (paces.images, paces.images_per_second) == ([4], [])
     assert of_ranks(paces, CPU)[0].images_per_second is None

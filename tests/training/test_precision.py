@@ -51,7 +51,7 @@ def test_the_scale_of_fp16_is_in_the_checkpoint(
         {**ours.learner.step.scaler.state_dict(), "scale": 4.0}
     )
     train(ours)
-    path = ours.inputs.attempt.checkpoints / catalog.name_of(3)
+    path = ours.attempt.checkpoints / catalog.name_of(3)
     assert state.load(path)["scaler"]["scale"] == 4.0
     again = build(0, settings, agree(settings, tmp_path))
     assert again.learner.step.scaler.get_scale() == 4.0
@@ -98,7 +98,7 @@ def test_reading_by_the_loader_trains_to_the_very_weights(
     read = build(0, settings, agreed, train_set=sets[0], test_set=sets[1])
     train(read)
     assert state.weights_sha256(read.model) == state.weights_sha256(kept.model)
-    assert (read.accuracy, read.loss) == (kept.accuracy, kept.loss)
+    assert (read.result.accuracy, read.result.loss) == (kept.result.accuracy, kept.result.loss)
 
 
 def test_the_model_is_compiled_where_that_is_asked_for(

@@ -13,12 +13,14 @@ from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.models import nets
 from clusterddp.request.train_config import OPTIMIZERS, TrainConfig
+from clusterddp.run.records import Agreement
 from clusterddp.training import step as steps
 from clusterddp.training.metrics import Tally
 from clusterddp.training.step import GraphedStep, Schedule, Step, build_optimizer
 from clusterddp.worker import join
 
 CPU = torch.device("cpu")
+ALONE = Agreement("gloo", "cpu", threads=1, world_size=1)
 
 
 def digits(count: int = 40) -> tuple[Tensor, Tensor]:
@@ -76,7 +78,7 @@ def test_the_sums_count_every_image_of_every_pass(alone: None) -> None:
     ours(images, labels)
     assert ours.tally.steps == 1
     *means, paces = ours.tally.collect()
-    assert [*means, paces.images] == pytest.approx([float(loss), float(correct), 10], rel=1e-5)
+    assert [*means, *paces.images] == pytest.approx([float(loss), float(correct), 10], rel=1e-5)
 
 
 def test_in_bf16_the_network_computes_and_the_weights_stay_fp32() -> None:
@@ -130,11 +132,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_data_parallel_is_torchs_where_one_process_has_several_gpus(gpus: None) -> None:
     model = nn.Linear(3, 2)
-    wrapped = steps.wrap(model, TrainConfig(strategy="dp"), 1)
+    wrapped = steps.wrap(model, TrainConfig(strategy="dp"), ALONE)
     assert isinstance(wrapped, nn.DataParallel)
     assert isinstance(wrapped.module, steps.AtPrecision) and wrapped.module.model is model
     for strategy in ("ddp", "single"):
-        assert steps.wrap(model, TrainConfig(strategy=strategy), 1) is model
+        assert steps.wrap(model, TrainConfig(strategy=strategy), ALONE) is model
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp32", "float32")])
@@ -150,7 +152,7 @@ def test_a_copy_of_data_parallel_keeps_the_precision_in_its_thread(
 def test_on_a_cpu_nothing_is_shared() -> None:
     model = nn.Linear(3, 2)
     assert steps.gpus_of_one_process("dp", "cpu") == 0
-    assert steps.wrap(model, TrainConfig(strategy="dp"), 1) is model
+    assert steps.wrap(model, TrainConfig(strategy="dp"), ALONE) is model
 
 
 def test_data_parallel_with_fewer_than_two_gpus_says_what_it_does(
@@ -168,12 +170,11 @@ def test_data_parallel_with_fewer_than_two_gpus_says_what_it_does(
 def test_two_gpus_of_one_process_step_as_one_does() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).cuda()
-    wrapped = steps.wrap(model, TrainConfig(strategy="dp"), 1)
+    wrapped = steps.wrap(model, TrainConfig(strategy="dp"), ALONE)
     images = torch.randn(8, 3, device="cuda")
     assert torch.allclose(wrapped(images), model(images), atol=1e-5)
 
 
-CPU = torch.device("cpu")
 Work = Callable[[], None]
 
 

@@ -21,7 +21,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import Agreement, AttemptRecord
 from clusterddp.run.run_dir import RunDir
-from clusterddp.training.loop import Inputs, Training, train
+from clusterddp.training.loop import Training, train
 from clusterddp.training.stop import StopRequest
 from clusterddp.worker import start
 
@@ -72,8 +72,8 @@ def build(rank: int, settings: TrainConfig, agreed: Agreement, **more: Any) -> T
         "test_set": _images(settings.data_dir, False),
     }
     attempt = Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt)
-    inputs = {**sets, "request": StopRequest(), **more}
-    return Training(Inputs(settings, agreed, rank, CPU, attempt=attempt, **inputs))
+    given = {**sets, "request": StopRequest(), **more}
+    return Training(settings, agreed, rank, CPU, attempt=attempt, **given)
 
 
 def train_rank(
@@ -107,7 +107,7 @@ def train_rank(
         "images": ours.position.images,
         "weights": [parameter.detach().numpy().copy() for parameter in ours.model.parameters()],
         "sha256": state.weights_sha256(ours.model),
-        "accuracy": ours.accuracy,
+        "accuracy": ours.result.accuracy,
         "best": ours.learner.best,
         "buckets": _buckets(ours.learner.ddp),
         "draws": (torch.rand(3).tolist(), random.random(), np.random.random()),
@@ -130,7 +130,7 @@ def train_alone(
 def asked_at_once(ours: Training, at: int, reason: str = "signal") -> None:
     """Have the ranks look after every step, and this one be asked to stop at step `at`."""
     ours.poll.due = lambda _: True  # type: ignore[method-assign]
-    after(ours, at, lambda: ours.inputs.request.note(reason))
+    after(ours, at, lambda: ours.request.note(reason))
 
 
 def after(ours: Training, at: int, act: Callable[[], object]) -> None:
