@@ -10,6 +10,7 @@ and have channels in multiples of 16, the width in which AMX and AVX-512 compute
 """
 
 import io
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -128,14 +129,8 @@ class MLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(28 * 28, 10),
-            nn.ReLU(),
-            nn.Linear(10, 10),
-            nn.ReLU(),
-            nn.Linear(10, 10),
-        )
+        first = [nn.Flatten(), nn.Linear(28 * 28, 10), nn.ReLU()]
+        self.layers = nn.Sequential(*first, nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 1, 28, 28) images to (N, 10) scores."""
@@ -196,69 +191,59 @@ def _norm(channels: int) -> nn.BatchNorm2d:
     return norm
 
 
-class FastNet(nn.Module):
+class _BlockNet(nn.Module):
+    """Blocks of convolutions and one linear layer, which sees `channels` at 5 x 5 points."""
+
+    def __init__(self, *blocks: list[nn.Module], channels: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*itertools.chain(*blocks))
+        self.fc = nn.Linear(5 * 5 * channels, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 1, 28, 28) images to (N, 10) scores."""
+        # Flattened as (N, H * W * C), in the channels_last layout without a copy. In torch's usual
+        # order the gradient comes back in another layout than the features have, and the last
+        # ReLU's backward pass takes ten times as long.
+        scores: Tensor = self.fc(self.features(images).permute(0, 2, 3, 1).flatten(1))
+        return scores
+
+
+class FastNet(_BlockNet):
     """Three convolutions and one linear layer: 15,450 parameters."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            *_block(1, 16, kernel_size=5, stride=2, padding=2),
-            *_block(16, 16, padding=1, pool=True),
-            *_block(16, 32),
+        super().__init__(
+            _block(1, 16, size=5, stride=2, padding=2),
+            _block(16, 16, padding=1, pool=True),
+            _block(16, 32),
+            channels=32,
         )
-        self.fc = nn.Linear(5 * 5 * 32, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, 1, 28, 28) images to (N, 10) scores."""
-        scores: Tensor = self.fc(_flat(self.features(images)))
-        return scores
 
 
-class DeepNet(nn.Module):
+class DeepNet(_BlockNet):
     """Five convolutions and one linear layer: 171,690 parameters."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            *_block(1, 32, kernel_size=5, stride=2, padding=2),
-            *_block(32, 32, padding=1),
-            *_block(32, 64, padding=1, pool=True),
-            *_block(64, 64, padding=1),
-            *_block(64, 128),
+        super().__init__(
+            _block(1, 32, size=5, stride=2, padding=2),
+            _block(32, 32, padding=1),
+            _block(32, 64, padding=1, pool=True),
+            _block(64, 64, padding=1),
+            _block(64, 128),
+            channels=128,
         )
-        self.fc = nn.Linear(5 * 5 * 128, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, 1, 28, 28) images to (N, 10) scores."""
-        scores: Tensor = self.fc(_flat(self.features(images)))
-        return scores
 
 
 def _block(
-    channels: int,
-    out: int,
-    *,
-    kernel_size: int = 3,
-    stride: int = 1,
-    padding: int = 0,
-    pool: bool = False,
+    channels: int, out: int, *, size: int = 3, stride: int = 1, padding: int = 0, pool: bool = False
 ) -> list[nn.Module]:
     """Convolution, optionally max-pooling over 2 x 2, normalisation, ReLU."""
     return [
-        nn.Conv2d(channels, out, kernel_size, stride, padding, bias=False),
+        nn.Conv2d(channels, out, size, stride, padding, bias=False),
         *([nn.MaxPool2d(2)] if pool else []),
         nn.BatchNorm2d(out),
         nn.ReLU(inplace=True),
     ]
-
-
-def _flat(features: Tensor) -> Tensor:
-    """Flatten (N, C, H, W) to (N, H * W * C), in the channels_last layout without a copy.
-
-    In torch's usual order the gradient comes back in another layout than the features have, and
-    the last ReLU's backward pass takes ten times as long.
-    """
-    return features.permute(0, 2, 3, 1).flatten(1)
 
 
 def _keras_convnet() -> nn.Module:

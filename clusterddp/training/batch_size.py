@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from clusterddp.data.loader import Images, Loaded, training_order
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.files import write_record
 from clusterddp.run.records import Agreement
 from clusterddp.training.device import free_bytes, peak_bytes
 from clusterddp.training.learner import Learner
@@ -153,11 +151,6 @@ def advice(config: TrainConfig, rows: Sequence[Tried]) -> str:
         root = config.lr * math.sqrt(factor)
         rate += f"; {config.optimizer} often does better with its root, --lr {root:.3g}"
     return f"use: --batch-size {size}, the smallest within 5 % of the fastest; with it {rate}"
-
-
-def write(path: Path, rows: Sequence[Tried]) -> None:
-    """Write the rows as a JSON list. Raises OSError."""
-    write_record(path, rows, indent=2)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Everything that a checkpoint holds is here, and nothing of when one is written.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
 from clusterddp.checkpoints import state
 from clusterddp.checkpoints.catalog import Best
@@ -26,10 +27,13 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.training import device as devices
 from clusterddp.training import step, sync_batchnorm
-from clusterddp.training.augment import AUGMENTATIONS
 from clusterddp.training.metrics import Tally, Waiting
 from clusterddp.training.step import Compiled, GraphedStep, Step
 
+_ROTATION_DEGREES = 10.0
+_STRETCH = 0.1
+"""Logarithm of the greatest factor, along the width and along the height."""
+_SHIFT_PIXELS = 2.0
 # Below it the statistics of a single rank's batch are a poor guess at those of the data.
 _SMALL_BATCH = 16
 
@@ -210,12 +214,35 @@ def _naming_the_operation() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        operation, is_named, _ = str(error).partition(
-            " does not have a deterministic implementation"
-        )
-        if not is_named:
+        operation, named, _ = str(error).partition(" does not have a deterministic implementation")
+        if not named:
             raise
         raise TrainingError(
             f"--deterministic: {operation} has no algorithm on {os.uname().nodename} that gives "
             "the same result each time. Leave --deterministic out, or do without that operation."
         ) from error
+
+
+def affine(images: Tensor) -> Tensor:
+    """Turn, stretch and shift each image by amounts of its own, evenly drawn.
+
+    Up to 10 degrees, a tenth in width and height, and two pixels. Takes a batch as `as_images`
+    does, returns images (N, C, H, W). What comes in from outside is the nearest pixel of the edge,
+    so the background continues. Draws five numbers an image from torch's generator of the CPU,
+    whatever the images' device: it is in checkpoints, so a resumed run draws what it would have
+    drawn.
+    """
+    images = as_images(images)
+    count, _, height, width = images.shape
+    turn, wide, high, right, down = (2 * torch.rand(5, count) - 1).to(images.device)
+    angle = turn * math.radians(_ROTATION_DEGREES)
+    wide, high = torch.exp(wide * _STRETCH), torch.exp(high * _STRETCH)
+    # In affine_grid's coordinates an image reaches from -1 to 1.
+    right, down = right * (2 * _SHIFT_PIXELS / width), down * (2 * _SHIFT_PIXELS / height)
+    cosine, sine = torch.cos(angle), torch.sin(angle)
+    matrix = torch.stack([cosine * wide, -sine * high, right, sine * wide, cosine * high, down], 1)
+    grid = affine_grid(matrix.view(count, 2, 3), list(images.shape), align_corners=False)
+    return grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {"affine": affine}

@@ -13,7 +13,7 @@ from clusterddp import log
 from clusterddp.checkpoints import state
 from clusterddp.checkpoints.catalog import Best
 from clusterddp.checkpoints.state import Content, States
-from clusterddp.checkpoints.writer import Saver
+from clusterddp.checkpoints.writer import Costs, Saver
 from clusterddp.data.loader import Images, Loaded, generators_kept, training_order
 from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
@@ -134,7 +134,7 @@ class Training:
             with generators_kept(self.device):
                 [batch] = self.train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
                 self.learner.settle(*batch)
-        self.learner.tally.restart()
+        self.learner.tally.lap()
 
     def rest_of_epoch(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's batches of the epoch, without what is trained already."""
@@ -162,15 +162,13 @@ class Training:
         if save and not code:
             self.log()
             self.checkpoints.save()
-        saver = self.checkpoints.saver
-        if saver and saver.costs.saves:
+        if self.checkpoints.costs.saves:
             self.deadline.check_lead(self._lead_seconds())
         return REASONS[code]
 
     def _lead_seconds(self) -> float:
         """Seconds from a request to stop to the last byte on the disk, judged by those before."""
-        saver = self.checkpoints.saver
-        one_save = saver.costs.longest_seconds if saver else 0.0
+        one_save = self.checkpoints.costs.longest_seconds
         return 2 * self.poll.step_seconds + 1.0 + 2 * one_save
 
     def evaluate_and_save_if_due(self, unit: str, count: int) -> None:
@@ -237,7 +235,7 @@ class Training:
         self._evaluated = step
         if self.learner.best is None or accuracy > self.learner.best.accuracy:
             self.learner.best = Best(accuracy, step)
-        self.learner.tally.restart()
+        self.learner.tally.lap()
 
     def _planned_steps(self) -> int:
         """Return the steps done and left at this world size, for the progress bar."""
@@ -251,6 +249,7 @@ class Checkpoints:
 
     def __init__(self, learner: Learner, attempt: Attempt, rank: int, progress: Progress) -> None:
         self.saver = Saver.of_attempt(attempt, learner.config.keep_last) if rank == 0 else None
+        self.costs = self.saver.costs if self.saver else Costs()
         self._learner, self._progress = learner, progress
         self._start_step = learner.position.step
         self._saved = self._start_step if learner.agreed.resume else -1
@@ -275,7 +274,7 @@ class Checkpoints:
             content = learner.collect(self._random_states)
             self.saver.save(content, time.perf_counter() - began)
         self._saved, self._saved_at = step, time.monotonic()
-        learner.tally.restart()
+        learner.tally.lap()
 
     def finish(self, *, must: bool) -> None:
         """Wait on rank 0 for the last checkpoint, and try once more if it could not be written.

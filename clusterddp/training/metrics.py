@@ -196,7 +196,7 @@ class Tally:
     def collect(self, waited: float = 0.0) -> "tuple[float, float, Paces]":
         """Return mean loss and accuracy over all ranks, and each rank's pace; starts a new sum.
 
-        waited: seconds that this rank has waited for others since the last lap or restart; NaN
+        waited: seconds that this rank has waited for others since the last lap; NaN
             where that is not known.
         """
         busy = time.perf_counter() - self._began - waited
@@ -212,14 +212,10 @@ class Tally:
         return sum(losses) / count, sum(correct) / count, Paces(images, seconds)
 
     def lap(self) -> float:
-        """Return the seconds since the last lap or restart."""
+        """Begin a lap: what lay before is left out of it. Returns the seconds of the last one."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         return seconds
-
-    def restart(self) -> None:
-        """Leave what lay between out of the next lap."""
-        self._began = time.perf_counter()
 
 
 def copy_history(source: Path, target: Path, step: int) -> None:

@@ -48,9 +48,7 @@ def _report(
     config, agreed, position = training.config, training.agreed, training.position
     *earlier, last = summaries(training.attempt.run)
     attempts = (*earlier, replace(last, cause="done", last_step=position.step))
-    saver = training.checkpoints.saver
-    assert saver is not None, "rank 0 writes the report"
-    costs = vars(saver.costs)
+    costs = vars(training.checkpoints.costs)
     return Report(
         accuracy=training.result.accuracy,
         loss=training.result.loss,

@@ -273,9 +273,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, *, captured: bool = F
     captured: its state and its rate stay in tensors on the device, for a CUDA graph to read.
     """
     parameters = list(model.parameters())
-    rate: float | Tensor = config.lr
-    if captured:
-        rate = torch.tensor(config.lr, device=parameters[0].device)
+    rate = torch.tensor(config.lr, device=parameters[0].device) if captured else config.lr
     # Fused: all parameters in one kernel, on CPUs and GPUs that have it.
     settings: dict[str, Any] = {"weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "sgd":

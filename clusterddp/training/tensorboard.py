@@ -1,9 +1,9 @@
 """Writes the metrics as TensorBoard's files, beside metrics.jsonl, which has all of them."""
 
-import dataclasses
 import shlex
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from clusterddp import log
@@ -11,10 +11,7 @@ from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import MetricsLine
 
-_SHOWN = {
-    "train": ("loss", "accuracy", "images_per_second", "lr"),
-    "eval": ("loss", "accuracy"),
-}
+_SHOWN = {"train": ("loss", "accuracy", "images_per_second", "lr"), "eval": ("loss", "accuracy")}
 _FLUSH_SECONDS = 10  # for those who look at the curves while it trains
 
 
@@ -26,12 +23,7 @@ class Board:
     whole curve again.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: TrainConfig,
-        history: Iterable[MetricsLine],
-    ) -> None:
+    def __init__(self, folder: Path, config: TrainConfig, history: Iterable[MetricsLine]) -> None:
         """folder: of this attempt alone; what an earlier start of it has left there goes.
 
         history: the lines of metrics.jsonl so far, so that each attempt's folder has the whole
@@ -52,7 +44,9 @@ class Board:
             for old in folder.glob("events.out.tfevents.*"):
                 old.unlink()
             self._writer = SummaryWriter(str(folder), flush_secs=_FLUSH_SECONDS)
-            self._writer.add_text("configuration", _listed(config), 0)
+            # As a block of code in Markdown, which needs no quoting.
+            fields = [f"    {name}: {value}" for name, value in asdict(config).items()]
+            self._writer.add_text("configuration", "\n".join(fields), 0)
         except OSError as error:
             self._give_up(error)
         for line in history:
@@ -90,9 +84,3 @@ class Board:
             f"cannot write TensorBoard's files to {self._folder}: {error.strerror}; training "
             "continues without them"
         )
-
-
-def _listed(config: TrainConfig) -> str:
-    """List the configuration as a block of code in Markdown, which needs no quoting."""
-    fields = dataclasses.asdict(config).items()
-    return "\n".join(f"    {name}: {value}" for name, value in fields)

@@ -32,6 +32,7 @@ from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
+from clusterddp.run.files import write_record
 from clusterddp.run.outcome import is_peer_loss, note_hung
 from clusterddp.run.records import AttemptRecord, LastWord
 from clusterddp.slurm import client as slurm
@@ -315,7 +316,7 @@ def _find_batch_size(task: _Task, joined: "Joined", sets: "Sets", progress: "Pro
     )
     if task.env.rank == 0:
         with _writing(f"the batch sizes to {run.path}"):
-            batch_size.write(run.batch_sizes, rows)
+            write_record(run.batch_sizes, rows, indent=2)
             _note_end(joined.attempt, reason, 0)
     return reason
 

@@ -15,7 +15,7 @@ from clusterddp.data.loader import Images
 from clusterddp.models import nets
 from clusterddp.request.recipes import RECIPES
 from clusterddp.request.train_config import AUGMENTATIONS, TrainConfig
-from clusterddp.training import augment
+from clusterddp.training import learner
 from clusterddp.training.metrics import Tally
 from clusterddp.training.step import Schedule, Step, build_optimizer
 from tests.training import trainings
@@ -67,13 +67,13 @@ def test_label_smoothing_is_in_the_training_loss() -> None:
 
 
 def test_every_augmentation_of_the_request_is_there() -> None:
-    assert {"none", *augment.AUGMENTATIONS} == set(AUGMENTATIONS)
+    assert {"none", *learner.AUGMENTATIONS} == set(AUGMENTATIONS)
 
 
 def test_affine_with_draws_in_the_middle_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand", lambda *shape: torch.full(shape, 0.5))
     images = torch.rand(3, 1, 28, 28)
-    assert torch.allclose(augment.affine(images), images, atol=1e-5)
+    assert torch.allclose(learner.affine(images), images, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_affine_moves_a_point_as_drawn(
     monkeypatch.setattr(torch, "rand", lambda *_: drawn)
     rows, columns = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
     spot = torch.exp(-((rows - 10) ** 2 + (columns - 20) ** 2) / 4)
-    moved = augment.affine(spot[None, None])[0, 0]
+    moved = learner.affine(spot[None, None])[0, 0]
     centre = ((rows * moved).sum() / moved.sum(), (columns * moved).sum() / moved.sum())
     assert (float(centre[0]), float(centre[1])) == pytest.approx(seen_at, abs=0.05)
 
@@ -105,12 +105,12 @@ def test_affine_moves_a_point_as_drawn(
 def test_affine_goes_on_with_the_background() -> None:
     """Normalised black is not 0, which grid_sample would fill in by itself."""
     images = torch.full((64, 1, 28, 28), -0.4242)
-    assert torch.allclose(augment.affine(images), images, atol=1e-6)
+    assert torch.allclose(learner.affine(images), images, atol=1e-6)
 
 
 def test_each_image_is_changed_in_its_own_way_and_each_time_anew() -> None:
     images = torch.rand(1, 1, 28, 28).expand(4, 1, 28, 28)
-    once, again = augment.affine(images), augment.affine(images)
+    once, again = learner.affine(images), learner.affine(images)
     assert not torch.equal(once[0], once[1])
     assert not torch.equal(once[0], again[0])
 
@@ -165,9 +165,9 @@ def test_augmentation_reaches_the_training_and_not_the_test(
 
     def counted(images: torch.Tensor) -> torch.Tensor:
         counts.append(len(images))
-        return augment.affine(images)
+        return learner.affine(images)
 
-    monkeypatch.setitem(augment.AUGMENTATIONS, "affine", counted)
+    monkeypatch.setitem(learner.AUGMENTATIONS, "affine", counted)
     trainings.train_alone(small(synthetic_dir, "accurate"), tmp_path / "run", noisy=False)
     assert sum(counts) == 2 * 2_000
 

@@ -1,7 +1,5 @@
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,7 +262,7 @@ def test_a_request_to_one_rank_ends_it_on_all_after_that_size() -> None:
     assert "asked to stop: SIGTERM" in said[-1], "and no advice"
 
 
-def test_ranks_agree_although_one_of_them_has_no_memory_left(tmp_path: Path) -> None:
+def test_ranks_agree_although_one_of_them_has_no_memory_left() -> None:
     (first, said, marks, both), (second, silence, _, same) = run_ranks(2, find)
     assert first == second and not silence
     assert both == same == Tried(16, 2 * 99.0, MIB, NEXT_TOO_LARGE)
@@ -276,6 +274,3 @@ def test_ranks_agree_although_one_of_them_has_no_memory_left(tmp_path: Path) -> 
     assert [line.split()[0] for line in lines] == [str(row.batch_size) for row in first]
     assert advice.startswith(f"use: --batch-size {batch_size.best(first).batch_size}")
     assert {size for size, _ in marks} == {row.batch_size for row in first}
-    path = tmp_path / "batch_sizes.json"
-    batch_size.write(path, first)
-    assert json.loads(path.read_text()) == [dataclasses.asdict(row) for row in first]

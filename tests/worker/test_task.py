@@ -112,6 +112,7 @@ def test_batch_sizes_are_tried_instead_of_training(
     assert run_task(asked, tmp_path) == 0
     run = RunDir(tmp_path)
     rows = json.loads(run.batch_sizes.read_text())
+    assert set(rows[0]) == {"batch_size", "images_per_second", "memory_bytes", "note"}
     assert rows[-1]["batch_size"] <= 2000 and all(row["images_per_second"] > 0 for row in rows)
     assert re.search(r"^use: --batch-size \d+", capsys.readouterr().out, re.MULTILINE)
     assert not run.report.exists() and not list(Attempt(run, 1).checkpoints.iterdir())
