@@ -109,12 +109,8 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer1 = nn.Sequential(
-            nn.Conv2d(1, 16, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU()
-        )
-        self.layer2 = nn.Sequential(
-            nn.Conv2d(16, 32, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU()
-        )
+        self.layer1 = nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.MaxPool2d(2), nn.ReLU())
+        self.layer2 = nn.Sequential(nn.Conv2d(16, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU())
         self.fc = nn.Linear(7 * 7 * 32, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -154,19 +150,12 @@ class BNConvNet(nn.Module):
         super().__init__()
         channels, layers = 1, list[nn.Module]()
         for filters, size, stride, padding in _CONVOLUTIONS:
-            layers += [
-                nn.Conv2d(channels, filters, size, stride, padding, bias=False),
-                _norm(filters),
-                nn.ReLU(inplace=True),
-            ]
+            convolution = nn.Conv2d(channels, filters, size, stride, padding, bias=False)
+            layers += [convolution, _norm(filters), nn.ReLU(inplace=True)]
             channels = filters
         self.features = nn.Sequential(*layers)
-        self.head = nn.Sequential(
-            nn.Linear(channels, _HIDDEN),
-            nn.ReLU(inplace=True),
-            nn.Dropout(_DROPOUT),
-            nn.Linear(_HIDDEN, 10),
-        )
+        hidden = [nn.Linear(channels, _HIDDEN), nn.ReLU(inplace=True), nn.Dropout(_DROPOUT)]
+        self.head = nn.Sequential(*hidden, nn.Linear(_HIDDEN, 10))
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):  # begins as Keras' layers do
                 nn.init.xavier_uniform_(module.weight)

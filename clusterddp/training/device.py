@@ -44,13 +44,7 @@ class Choice:
 
 
 def choose(
-    wanted: str,
-    *,
-    visible: int,
-    local_rank: int,
-    local_world_size: int,
-    granted: int = 0,
-    driver: bool = False,
+    wanted: str, *, visible: int, local_rank: int, local_world_size: int, granted: int, driver: bool
 ) -> Choice:
     """Choose for `--device wanted` from what torch sees (`visible`) and Slurm `granted`.
 

@@ -76,15 +76,11 @@ def evaluate(
     model.train()
     mark(Phase.COUNT)
     dist.all_reduce(classes, dist.ReduceOp.MAX)
-    return _joined(batches, share, int(classes), len(test_set), device)
+    return _joined(batches, share, int(classes), len(test_set))
 
 
 def _joined(
-    batches: list[tuple[Tensor, Tensor, Tensor]],
-    share: Tensor,
-    classes: int,
-    count: int,
-    device: torch.device,
+    batches: list[tuple[Tensor, Tensor, Tensor]], share: Tensor, classes: int, count: int
 ) -> Result:
     labels, predicted, losses = (torch.cat(parts) for parts in zip(*batches, strict=True))
     confusion = torch.bincount(labels * classes + predicted, minlength=classes * classes).double()
@@ -94,9 +90,9 @@ def _joined(
     counted = int(confusion.sum())
     assert counted == count, f"{counted} of {count} images were counted"
     highest = losses.topk(min(_WORST, len(losses))).indices
-    own_rows = torch.full((_WORST, 4), -1.0, dtype=torch.float64, device=device)
+    own_rows = torch.full((_WORST, 4), -1.0, dtype=torch.float64, device=labels.device)
     own_rows[: len(highest)] = torch.stack(
-        [part[highest].double() for part in (share.to(device), labels, predicted, losses)], 1
+        [part[highest].double() for part in (share.to(labels.device), labels, predicted, losses)], 1
     )
     gathered = [torch.empty_like(own_rows) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own_rows)

@@ -156,12 +156,11 @@ def check_fit(
     was_training = model.training
     model.eval()
     tried = f"{what} on images {tuple(images.shape)}"
-    is_own = is_reference(config.model)
     try:
         with (
             generators_kept(images.device),
             torch.no_grad(),
-            user_functions.running(tried) if is_own else nullcontext(),
+            user_functions.running(tried) if is_reference(config.model) else nullcontext(),
         ):
             scores = model(images)
     except (RuntimeError, ValueError) as error:  # the latter from Keras

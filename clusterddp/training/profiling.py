@@ -24,12 +24,10 @@ class Profiler:
     def __init__(self, folder: Path, rank: int, device: torch.device) -> None:
         """folder: for the trace; made when there is one."""
         self._path = folder / f"rank-{rank}.trace.json.gz"
-        self._device = device
-        kinds = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            kinds.append(ProfilerActivity.CUDA)
+        self._on_gpu = device.type == "cuda"
+        on_gpu = [ProfilerActivity.CUDA] if self._on_gpu else []
         self._profile: profile | None = profile(
-            activities=kinds,
+            activities=[ProfilerActivity.CPU, *on_gpu],
             schedule=schedule(wait=_WAIT, warmup=_WARM_UP, active=_RECORDED, repeat=1),
             on_trace_ready=self._keep,
         )
@@ -81,16 +79,15 @@ class Profiler:
                 f"profile of {count} {'step' if count == 1 else 'steps'}: {self._path} "
                 "(open it at https://ui.perfetto.dev or chrome://tracing)"
             )
-        on_gpu = self._device.type == "cuda"
         operations = recorded.key_averages()
         log.info(
             operations.table(
-                sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
+                sort_by="self_device_time_total" if self._on_gpu else "self_cpu_time_total",
                 row_limit=_ROWS,
                 max_name_column_width=40,
             ).strip()
         )
-        if on_gpu and not any(each.self_device_time_total for each in operations):
+        if self._on_gpu and not any(each.self_device_time_total for each in operations):
             log.warning(
                 "no kernel was recorded: this host may keep GPU counters to its "
                 "administrators (NVreg_RestrictProfilingToAdminUsers)"

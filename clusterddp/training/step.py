@@ -8,7 +8,7 @@ learning rate over the course of a run.
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -186,57 +186,59 @@ def _aside(device: torch.device) -> Iterator[None]:
     usual.wait_stream(stream)
 
 
+def _cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    # What another thread does, as one that pins a loader's batches, is none of this work.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+@dataclass(eq=False)
 class GraphedStep:
     """Trains as its step does, by replaying it; a batch of another size is trained step by step."""
 
-    def __init__(
-        self,
-        step: Step,
-        model: nn.Module,
-        size: int,
-        capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
-    ) -> None:
-        """model: the bare module, whose weights the warm-up must leave as they are.
-
-        size: images of a full batch, the one that is captured.
-        capture: records a piece of work and returns what repeats it; CUDA's own by default.
-        """
-        self._step, self._model, self._size = step, model, size
-        self._capture = capture or _cuda_graph
-        self._replay: Callable[[], None] | None = None
-        self._images = self._labels = torch.empty(0)
+    step: Step
+    model: nn.Module
+    """The bare module, whose weights the warm-up must leave as they are."""
+    size: int
+    """Images of a full batch, the one that is captured."""
+    capture: Callable[[Callable[[], None]], Callable[[], None]] = _cuda_graph
+    """Records a piece of work and returns what repeats it."""
+    _replay: Callable[[], None] | None = field(default=None, init=False)
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
         """Train on a batch, as `loader.as_images` takes it, and its labels (N,)."""
-        if len(labels) != self._size:
-            self._step(images, labels)
+        if len(labels) != self.size:
+            self.step(images, labels)
             return
         if self._replay is None:
-            self._replay = self._recorded(images, labels)
+            self._images, self._labels = images.clone(), labels.clone()
+            self._replay = self._recorded()
         self._images.copy_(images)
         self._labels.copy_(labels)
         self._replay()
-        self._step.tally.count(len(labels))
+        self.step.tally.count(len(labels))
 
-    def _recorded(self, images: Tensor, labels: Tensor) -> Callable[[], None]:
-        """Warm up and capture on this batch, and put everything back as it was.
+    def _recorded(self) -> Callable[[], None]:
+        """Warm up and capture on the batch at hand, and put everything back as it was.
 
         Raises TrainingError where the step cannot be captured.
         """
-        self._images, self._labels = images.clone(), labels.clone()
         before = {id(tensor): tensor.clone() for tensor in self._state()}
 
         def work() -> None:
-            self._step.compute(self._images, self._labels)
+            self.step.compute(self._images, self._labels)
 
         try:
-            with generators_kept(self._step.device):
-                with _aside(self._step.device):
+            with generators_kept(self.step.device):
+                with _aside(self.step.device):
                     for _ in range(_WARM_UPS):
                         work()
                 # Gradients belong to the graph's memory.
-                self._step.optimizer.zero_grad(set_to_none=True)
-                replay = self._capture(work)
+                self.step.optimizer.zero_grad(set_to_none=True)
+                replay = self.capture(work)
         except RuntimeError as error:
             raise TrainingError(
                 f"the step cannot be captured into a CUDA graph: {str(error).splitlines()[0]}. "
@@ -252,19 +254,10 @@ class GraphedStep:
 
     def _state(self) -> list[Tensor]:
         """Return every tensor that a step changes."""
-        states = self._step.optimizer.state.values()
+        states = self.step.optimizer.state.values()
         kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        own = [*self._model.parameters(), *self._model.buffers()]
-        return [*own, *kept, *self._step.tally.sums]
-
-
-def _cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    # What another thread does, as one that pins a loader's batches, is none of this work.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    replay: Callable[[], None] = graph.replay
-    return replay
+        own = [*self.model.parameters(), *self.model.buffers()]
+        return [*own, *kept, *self.step.tally.sums]
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, *, captured: bool = False) -> Optimizer:

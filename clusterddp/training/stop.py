@@ -25,7 +25,6 @@ _OF_SIGNAL = {
     signal.SIGINT: "interrupt",
 }
 
-_STDERR = 2
 _ON_INTERRUPT = b"clusterddp: saving after this step, then leaving; Ctrl-C again ends at once\n"
 _MARGIN_SECONDS = 5.0
 # Slurm looks at time limits about twice a minute, so its signal can come that much later.
@@ -76,7 +75,7 @@ class StopRequest:
                 raise KeyboardInterrupt  # the second one, or nothing is trained yet
             self._interrupted = True
             with contextlib.suppress(OSError):
-                os.write(_STDERR, _ON_INTERRUPT)  # print is not for a signal's handler
+                os.write(2, _ON_INTERRUPT)  # stderr; print is not for a signal's handler
         if number == signal.SIGTERM and not self.looked_at and _may_start_again(os.environ):
             # There is nothing to save yet, and the agent waits half a minute before it kills.
             signal.signal(number, signal.SIG_DFL)
@@ -100,7 +99,6 @@ class Deadline:
         """`signal_lead`: seconds ahead of the end at which Slurm was asked for a signal, or 0."""
         self._signal_lead = signal_lead
         self._end = math.inf
-        self._checked = False
 
     def set(self, seconds_left: float | None) -> None:
         """Set the time that is left; None where there is no limit, or it is unknown."""
@@ -113,13 +111,11 @@ class Deadline:
 
     def check_lead(self, lead_seconds: float) -> None:
         """Warn once when the signal comes too late for what a step and a save have cost."""
-        if self._checked or not self._signal_lead:
-            return
-        self._checked = True
-        if self._signal_lead < lead_seconds + _MARGIN_SECONDS:
+        lead, self._signal_lead = self._signal_lead, 0
+        if 0 < lead < lead_seconds + _MARGIN_SECONDS:
             enough = math.ceil(lead_seconds + _MARGIN_SECONDS + _SLURM_SECONDS)
             warning(
-                f"Slurm's signal comes {self._signal_lead} s ahead of the time limit, but to "
+                f"Slurm's signal comes {lead} s ahead of the time limit, but to "
                 f"finish a step and save takes {lead_seconds:.1f} s here, and Slurm can be "
                 f"{_SLURM_SECONDS:.0f} s late: ask for --signal B:USR1@{enough} or more. The ranks "
                 "stop by their own clock where they know the limit."
