@@ -58,7 +58,7 @@ def _train(rank: int, world_size: int, run: Path, workers: int, stop: int = -1) 
     asked_at_once(ours, stop)
     train(ours)
     draws = (torch.rand(()).item(), random.random(), np.random.random())
-    return ours.position.step, state.weights_sha256(ours.model), ours.loss, draws
+    return ours.position.step, state.weights_sha256(ours.model), ours.result.loss, draws
 
 
 def test_a_run_cut_off_in_mid_epoch_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
