@@ -224,7 +224,7 @@ def begin(run: RunDir) -> Attempt:
     if previous and previous.is_of_newer_version:
         raise NotStarted(
             f"{previous.record} was written by a newer clusterddp than this one, "
-            f"{__version__}: update it to go on with {run.name}."
+            f"{__version__}: update it to resume {run.name}."
         )
     for number in itertools.count(previous.number + 1 if previous else 1):
         made = Attempt(run, number)

@@ -86,31 +86,31 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     codes and signals; ranks that hung; ranks that aborted; ranks that vanished; ranks that lost
     another; and ranks that were told to end.
     """
-    said = _read_srun(job_log_text)
-    above = _killed_above(outcomes, said)
+    reports = _read_srun(job_log_text)
+    above = _killed_above(outcomes, reports)
     if above:
         return above
     failed = [outcome for outcome in outcomes if outcome.failed]
     by_rank = {outcome.rank: outcome for outcome in outcomes}
-    unrecorded = [report for report in said if _is_missing(report, by_rank.get(report.rank))]
+    unrecorded = [report for report in reports if _is_missing(report, by_rank.get(report.rank))]
     killed = [report for report in unrecorded if report.primary]
-    own = [outcome for outcome in failed if outcome.error and not outcome.peer_lost]
-    if killed and own:
-        order = [report.rank for report in said]
-        first = _earliest(own, said).rank
+    raised = [outcome for outcome in failed if outcome.error and not outcome.peer_lost]
+    if killed and raised:
+        order = [report.rank for report in reports]
+        first = _earliest(raised, reports).rank
         mine = order.index(first) if first in order else -1
         if mine < order.index(killed[0].rank):
             killed = []
     if killed:
         return _from_srun(killed[0])
-    if any(outcome.of_command for outcome in own):
+    if any(outcome.of_command for outcome in raised):
         # Not all that follows from the end of another rank can be told from the words of a
         # command: an error counts no more than a code or a signal there, and the first one does.
-        own = [o for o in failed if not o.peer_lost and o.signal != "SIGTERM"]
+        raised = [o for o in failed if not o.peer_lost and o.signal != "SIGTERM"]
     lost_another = [o for o in outcomes if o.peer_lost]
     by_itself = [o for o in failed if not o.error and o.signal != "SIGTERM"]
     for group in (
-        own,
+        raised,
         # NCCL aborts a rank that has waited in vain. What Slurm kills, it kills with its parent.
         [o for o in by_itself if not o.hung and o.signal != "SIGABRT"],
         [o for o in outcomes if o.hung and failed and (o.failed or o.ended is None)],
@@ -122,7 +122,7 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
         failed,
     ):
         if group:
-            return failure_of(_earliest(group, said))
+            return failure_of(_earliest(group, reports))
     return _from_srun(unrecorded[0]) if unrecorded else None
 
 
@@ -131,19 +131,19 @@ def first_killed(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure
 
     srun then ends the other ranks, which save and leave as if somebody had asked them to.
     """
-    said = _read_srun(job_log_text)
-    first = _killed_at_first(said)
+    reports = _read_srun(job_log_text)
+    first = _killed_at_first(reports)
     if first and any(o.rank == first.rank and _is_missing(first, o) for o in outcomes):
         return _from_srun(first)
-    return _killed_above(outcomes, said)
+    return _killed_above(outcomes, reports)
 
 
-def _killed_above(outcomes: Sequence[Outcome], said: Sequence["_Report"]) -> Failure | None:
+def _killed_above(outcomes: Sequence[Outcome], reports: Sequence["_Report"]) -> Failure | None:
     """Find a rank whose end is recorded although srun's task, first of all, was killed.
 
     That task is then no rank: an agent of torchrun's, submitit's process, a launch prefix.
     """
-    first = _killed_at_first(said)
+    first = _killed_at_first(reports)
     if first is None:
         return None
     by_rank = {outcome.rank: outcome for outcome in outcomes}
@@ -162,12 +162,12 @@ def _killed_above(outcomes: Sequence[Outcome], said: Sequence["_Report"]) -> Fai
     return Failure(mine.rank, mine.host, f"{_ABOVE} was {reason}", _log(mine.rank), code)
 
 
-def _killed_at_first(said: Sequence["_Report"]) -> "_Report | None":
-    first = next((report for report in said if report.primary), None)
+def _killed_at_first(reports: Sequence["_Report"]) -> "_Report | None":
+    first = next((report for report in reports if report.primary), None)
     return first if first and first.word in _KILLED else None
 
 
-def _earliest(group: Sequence[Outcome], said: Sequence["_Report"]) -> Outcome:
+def _earliest(group: Sequence[Outcome], reports: Sequence["_Report"]) -> Outcome:
     """Find the rank that ended first: by the clock on one host, by srun's order on several.
 
     Where the ranks have not measured how far the clocks are apart, srun's lines stand in the order
@@ -179,7 +179,7 @@ def _earliest(group: Sequence[Outcome], said: Sequence["_Report"]) -> Outcome:
     candidates = list(first_of_host.values())
     if all(outcome.clock_ahead is not None for outcome in candidates):
         return min(candidates, key=lambda o: ((o.ended or 0.0) - (o.clock_ahead or 0.0), o.rank))
-    hosts = list(dict.fromkeys(_short(report.host) for report in said if report.primary))
+    hosts = list(dict.fromkeys(_short(report.host) for report in reports if report.primary))
     if len(candidates) > 1 and any(host in hosts for host in first_of_host):
         return first_of_host[next(host for host in hosts if host in first_of_host)]
     return candidates[0]

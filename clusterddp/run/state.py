@@ -49,7 +49,7 @@ SETTLE_SECONDS = 60.0
 _HELD = "job requeued in held state"
 """Slurm's reason of a job with --requeue=expedite that failed on healthy nodes (seen on 26.05)."""
 
-# Why a run goes on: a word of `restart_policy`, in a sentence.
+# Why a run is resumed: a word of `restart_policy`, in a sentence.
 _AFTER = {
     restart_policy.TIME_LIMIT: "the time limit",
     restart_policy.SIGNAL: "a signal",
@@ -109,9 +109,9 @@ class Submission:
     """Starts after the first since a person last submitted the run."""
     reasons: tuple[str, ...] = ()
     """Reason for each of them, in a few words."""
-    goes_on: str = ""
+    put_back: str = ""
     """Reason for which it was put back into the queue, until it has started again."""
-    goes_on_since: float | None = None
+    put_back_time: float | None = None
     requeue_error: str = ""
     """Reason for which it could not be put back."""
     stop_asked: bool = False
@@ -192,11 +192,11 @@ def _after(before: Submission, event: Event) -> Submission:
     if isinstance(event, Submitted):
         after = replace(before, submitted=event.time, pid=event.pid, host=event.host)
         if event.in_place_of and before.start.time is None:
-            after = replace(after, goes_on=event.why or "?", goes_on_since=event.time)
+            after = replace(after, put_back=event.why or "?", put_back_time=event.time)
         return after
     if isinstance(event, Started):
         before = replace(before, start=event, end=None, stop_asked=False)
-        return replace(before, goes_on="", goes_on_since=None, requeue_error="")
+        return replace(before, put_back="", put_back_time=None, requeue_error="")
     if isinstance(event, StopAsked | StopFailed):
         return replace(before, stop_asked=isinstance(event, StopAsked))
     if isinstance(event, CancelAsked | CancelFailed):
@@ -206,10 +206,10 @@ def _after(before: Submission, event: Event) -> Submission:
     if isinstance(event, Ended):
         after = replace(before, end=event)
         if event.cause == restart_policy.REQUEUED:
-            after = replace(after, goes_on=event.cause, goes_on_since=event.time)
+            after = replace(after, put_back=event.cause, put_back_time=event.time)
         return after
     if isinstance(event, Requeued):
-        return replace(before, goes_on=event.why or "?", goes_on_since=event.time)
+        return replace(before, put_back=event.why or "?", put_back_time=event.time)
     if isinstance(event, RequeueFailed):
         return replace(before, requeue_error=event.error or "?")
     return before
@@ -245,8 +245,8 @@ def judge(
         state, detail = _judge_ended(submission, submission.end, job, alive, now)
         return state, "; ".join(filter(None, (detail, submission.end.trouble)))
     started = submission.start.time
-    if submission.goes_on and not submission.cancelled:
-        return _judge_going_on(submission, job, now)
+    if submission.put_back and not submission.cancelled:
+        return _judge_put_back(submission, job, now)
     if submission.is_local:
         return _judge_local(submission, alive)
     if job.state is State.UNKNOWN:
@@ -275,9 +275,9 @@ def _judge_ended(
     if cause == restart_policy.DONE or (not cause and end.exit_code == 0):
         return DONE, ""
     if submission.cancelled:
-        return CANCELLED, "before it started again" if submission.goes_on else ""
-    if submission.goes_on:
-        return _judge_going_on(submission, job, now)
+        return CANCELLED, "before it started again" if submission.put_back else ""
+    if submission.put_back:
+        return _judge_put_back(submission, job, now)
     held = ""
     if job.state is State.PENDING and job.reason == _HELD and why:
         held = f"; Slurm holds job {submission.job_id}: 'scancel {submission.job_id}' drops it"
@@ -305,9 +305,9 @@ def _judge_ended(
     return STOPPED, text
 
 
-def _judge_going_on(submission: Submission, job: JobState, now: float) -> tuple[str, str]:
+def _judge_put_back(submission: Submission, job: JobState, now: float) -> tuple[str, str]:
     """Judge a job that was put back into the queue, or submitted in another one's place."""
-    again = f"goes on after {_AFTER.get(submission.goes_on, submission.goes_on)}"
+    again = f"resumes after {_AFTER.get(submission.put_back, submission.put_back)}"
     if job.problem:
         return UNKNOWN, f"it {again}, and Slurm could not be asked: {job.problem}"
     if job.state is State.UNKNOWN:
@@ -317,7 +317,7 @@ def _judge_going_on(submission: Submission, job: JobState, now: float) -> tuple[
         return CANCELLED, "by scancel, before it started again"
     if job.state is State.RUNNING:
         return RUNNING, "it is starting"
-    since = submission.goes_on_since or 0.0
+    since = submission.put_back_time or 0.0
     if job.state.is_final and now - since > SETTLE_SECONDS:
         what = _WHY_FAILED.get(job.state, f"Slurm says {job.state.value}")
         return FAILED, f"it was put back into the queue, and recorded no start since: {what}"
@@ -327,16 +327,16 @@ def _judge_going_on(submission: Submission, job: JobState, now: float) -> tuple[
 def _judge_undecided(
     submission: Submission, cause: str, end: str, job: JobState, alive: bool | None
 ) -> tuple[str, str]:
-    """Judge a job whose end is recorded, and that it is to go on, but not that it was put back."""
+    """Judge a job whose end is recorded, and that it is to resume, but not that it was put back."""
     after = f"after {_AFTER.get(cause, cause)}"
     if submission.is_local and alive:
         return RUNNING, "its script is ending"
     if submission.is_local:
         return STOPPED, f"{end}; a rehearsal is not put back into a queue"
     if job.problem:
-        return UNKNOWN, f"it is to go on {after}, and Slurm could not be asked: {job.problem}"
+        return UNKNOWN, f"it is to resume {after}, and Slurm could not be asked: {job.problem}"
     if job.state is not State.UNKNOWN and not job.state.is_final:
-        return RUNNING, f"about to go on {after}"
+        return RUNNING, f"about to resume {after}"
     state = FAILED if cause == restart_policy.FAILED else STOPPED
     return state, f"{end}; its script ended before it had put the job back"
 

@@ -148,7 +148,7 @@ def run_status(
         attempt=known.attempt,
         restarts=known.restarts,
         restart_reasons=list(known.reasons),
-        goes_on_after=reason(known.goes_on) if known.goes_on else "",
+        goes_on_after=reason(known.put_back) if known.put_back else "",
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
         step=first_known(figures.steps, latest.step if latest.step >= 0 else None),
@@ -210,7 +210,7 @@ def _failure(
 
 
 def _is_forgotten(submission: Submission | None, job: JobState | None) -> bool:
-    if submission is None or submission.is_local or submission.goes_on:
+    if submission is None or submission.is_local or submission.put_back:
         return False
     unknown = job is not None and job.state is State.UNKNOWN and not job.problem
     return unknown and submission.end is None
@@ -270,11 +270,12 @@ def is_another_runs(run: RunDir, job: JobState) -> bool:
 
     A restarted controller that has lost its latest jobs gives their numbers out a second time.
     """
-    own = {submission_comment(run.name)}
+    comments = {submission_comment(run.name)}
     name, _, index = run.name.rpartition("-")
     if job.element and job.element.endswith(f"_{index}"):
-        own.add(submission_comment(name))  # each element is a run, RUN-INDEX; the comment is RUN's
-    return job.comment.startswith(submission_comment("")) and job.comment not in own
+        # Each element is a run, RUN-INDEX; the comment is RUN's.
+        comments.add(submission_comment(name))
+    return job.comment.startswith(submission_comment("")) and job.comment not in comments
 
 
 def _created(run: RunDir) -> float | None:

@@ -46,7 +46,7 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
     ([submitted()], {}, LATER, None, "queued", "Slurm says EXPLORING, a state that"),
     ([submitted(), started()], {}, LATER, None, "running", "Slurm says EXPLORING, a state that"),
     ([submitted(), begun(1), left(1, "time limit"), requeued(1, "time limit")], {}, LATER, None,
-     "queued", "goes on after the time limit: Slurm says EXPLORING"),
+     "queued", "resumes after the time limit: Slurm says EXPLORING"),
     # --requeue=expedite on healthy nodes
     ([submitted(), begun(1), left(1, "failed", restart_policy.NO_RESTART)], {}, HELD, None,
      "failed", "exit code 1; Slurm holds job 7: 'scancel 7' drops it"),
@@ -116,16 +116,16 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
      None, "running", ""),
     # it goes on: what Slurm shows meanwhile passes
     *[([submitted(), begun(1), left(1, "time limit"), requeued(1, "time limit")], {}, said(state),
-       None, "queued", "goes on after the time limit")
+       None, "queued", "resumes after the time limit")
       for state in (State.PENDING, State.COMPLETING, State.DONE, State.FAILED, State.PREEMPTED)],
     ([submitted(), begun(1), left(1, "requeued", "Slurm has put it back")], {}, said(State.PENDING),
-     None, "queued", "goes on after a requeue by Slurm"),
+     None, "queued", "resumes after a requeue by Slurm"),
     ([submitted(), begun(1), left(1, "requeued", "Slurm has put it back")], {},
-     said(State.NODE_FAIL), None, "queued", "goes on after a requeue by Slurm"),
+     said(State.NODE_FAIL), None, "queued", "resumes after a requeue by Slurm"),
     ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], {}, said(State.RUNNING),
      None, "running", "starting"),
     ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], {}, SILENT, None,
-     "unknown", "goes on after a signal, and Slurm could not be asked"),
+     "unknown", "resumes after a signal, and Slurm could not be asked"),
     ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], {}, FORGOTTEN, None,
      "unknown", "no longer knows job 7"),
     ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], {}, said(State.CANCELLED),
@@ -141,11 +141,11 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
     ([submitted(), begun(1), begun(2, restart=1)], {}, said(State.RUNNING), None, "running", ""),
     ([submitted(), begun(1)], {}, said(State.PENDING, "BeginTime"), None, "queued",
      "put back into the queue by Slurm: BeginTime"),
-    # about to go on, when looked at in between
+    # about to resume, when looked at in between
     ([submitted(), begun(1), left(1, "time limit")], {}, said(State.RUNNING), None, "running",
-     "about to go on after the time limit"),
+     "about to resume after the time limit"),
     ([submitted(), begun(1), left(1, "failed")], {}, said(State.COMPLETING), None, "running",
-     "about to go on after a failure"),
+     "about to resume after a failure"),
     ([submitted(), begun(1), left(1, "time limit")], {}, FORGOTTEN, None, "stopped",
      "time limit at step 40; its script ended before"),
     ([submitted(), begun(1), left(1, "failed")], {}, said(State.FAILED), None, "failed",
@@ -156,7 +156,7 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
      "stopped", "time limit at step 40; it could not be started again: no sbatch"),
     # another job in its place
     ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal")], {},
-     said(State.PENDING, "Priority"), None, "queued", "goes on after a signal: Priority"),
+     said(State.PENDING, "Priority"), None, "queued", "resumes after a signal: Priority"),
     ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal"), begun(2, "8")], {},
      said(State.RUNNING), None, "running", ""),
     ([submitted(), begun(1), left(1, "signal"), begun(2, "8"), in_place("8", 1, "signal")], {},

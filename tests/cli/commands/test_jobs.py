@@ -135,7 +135,7 @@ def test_a_stopped_and_a_waiting_run_say_why(workplace: Workplace) -> None:
     assert "stopped" in rows["a"]
     assert rows["a"].endswith("by 'clusterddp stop'")
     assert "queued" in rows["b"]
-    assert rows["b"].endswith("goes on after the time limit")
+    assert rows["b"].endswith("resumes after the time limit")
     assert "failed" in rows["c"]  # that word should have passed long ago
 
 

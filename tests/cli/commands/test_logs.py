@@ -254,7 +254,7 @@ def test_follow_tells_why_a_run_was_requeued(
     assert said.count("requeued: node lost or killed") == 1
     for line in (
         "running on h01 h02",
-        "queued as job 7: goes on after the time limit: BeginTime",
+        "queued as job 7: resumes after the time limit: BeginTime",
         "running on h01 h02, attempt 2",
         "queued as job 7: put back into the queue by Slurm: BeginTime",
         "running on h03, attempt 3",
@@ -293,7 +293,7 @@ def test_follow_goes_over_to_the_next_job(
     assert follow(run) == 0
     said = told(capfd.readouterr().err)
     assert "requeued: signal" in said
-    assert "queued as job 8: goes on after a signal" in said
+    assert "queued as job 8: resumes after a signal" in said
     assert "running on h03, attempt 2" in said
 
 
