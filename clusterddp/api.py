@@ -252,7 +252,7 @@ def _train(
     if code == EXIT_DONE and report is not None:
         return report
     if code == EXIT_PAUSED:
-        raise TrainingError(f"it was stopped and has saved; go on with run_dir={str(path)!r}.")
+        raise TrainingError(f"it was stopped and has saved; resume it with run_dir={str(path)!r}.")
     raise TrainingError(_how_it_failed(run, failure))
 
 

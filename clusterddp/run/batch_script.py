@@ -137,11 +137,11 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     if end.cause not in (restart_policy.DONE, restart_policy.FAILED, restart_policy.SUPERSEDED):
         _let_job_end(run, job_id, preempted=end.cause == restart_policy.PREEMPTED)
     if end.cause == restart_policy.CANCELLED:
-        log.info(f"go on with: {run.resubmission}")
+        log.info(f"resume with: {run.resubmission}")
     elif end.cause not in (restart_policy.DONE, restart_policy.SUPERSEDED):
         log.info(f"the run does not go on by itself: {decision.why}")
         if end.cause != restart_policy.FAILED or gained(attempt) is not None:
-            log.info(f"go on with: {run.resubmission}")
+            log.info(f"resume with: {run.resubmission}")
     if end.exit_code and end.cause != restart_policy.CANCELLED and not is_rehearsal(os.environ):
         _warn_of_requeue_exit(run, end.exit_code)
     return end.exit_code
@@ -387,7 +387,7 @@ def _give_up(attempt: Attempt, job_id: str, why: str, error: Exception) -> None:
         run, events.RequeueFailed, job_id=job_id, attempt=attempt.number, why=why, error=str(error)
     )
     log.info(f"this node cannot start the run again: {error}")
-    log.info(f"go on with: {run.resubmission}")
+    log.info(f"resume with: {run.resubmission}")
 
 
 def _warn_of_requeue_exit(run: RunDir, exit_code: int) -> None:

@@ -507,7 +507,7 @@ def test_where_nothing_can_be_submitted_it_says_what_to_type(
     leave(run, **PAUSED)
     got = finish(workplace, run, 75, REQUEUES)
     assert got.code == 75
-    assert "go on with: clusterddp resubmit mnist" in got.out
+    assert "resume with: clusterddp resubmit mnist" in got.out
     event = last(run, "requeue_failed")
     assert (event["attempt"], event["why"]) == (1, "signal")
     assert "not from a node" in event["error"]
@@ -541,7 +541,7 @@ def test_at_the_cap_it_ends_and_says_so(workplace: Workplace, run: RunDir) -> No
     got = finish(workplace, run, 75, REQUEUES, "--max-requeues=0")
     assert got.code == 75
     assert "does not go on by itself: it has been started once (--max-requeues 0)" in got.out
-    assert "go on with: clusterddp resubmit mnist" in got.out
+    assert "resume with: clusterddp resubmit mnist" in got.out
 
 
 def test_two_starts_in_a_row_without_a_step_end_it(workplace: Workplace, run: RunDir) -> None:
@@ -580,7 +580,7 @@ def test_a_stopped_run_stays_stopped(workplace: Workplace, run: RunDir) -> None:
     got = finish(workplace, run, 75, REQUEUES)
     assert got.code == 75
     assert last(run, "ended")["cause"] == "stopped"
-    assert "go on with: clusterddp resubmit mnist" in got.out
+    assert "resume with: clusterddp resubmit mnist" in got.out
     assert "scontrol requeue 17" not in workplace.calls
 
 
@@ -603,7 +603,7 @@ def test_an_element_of_an_array_is_told_its_own_command(
         add_event(element, "cancelled", job_id="17")
     leave(element, **(PAUSED if what != "stopped" else {"cause": "stopped", "reason": "stop"}))
     out = finish(workplace, element, 75, REQUEUES).out
-    assert f"go on with: {command}\n" in out
+    assert f"resume with: {command}\n" in out
     assert "clusterddp resubmit" not in out
 
 

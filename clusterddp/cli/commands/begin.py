@@ -21,7 +21,7 @@ from clusterddp.run.run_dir import RunDir
 @click.option("--job-id", default="", help="Slurm's job id.")
 @click.option("--restart", type=int, default=0, help="SLURM_RESTART_COUNT.")
 @click.option("--nodelist", default="", help="SLURM_JOB_NODELIST.")
-@click.option("--max-requeues", type=int, default=0, help="Starts after the first.")
+@click.option("--max-requeues", type=int, default=0, help="Attempts after the first.")
 @click.option("--patience", type=float, default=300.0, help="Seconds to wait for another attempt.")
 @click.option("--or-done", is_flag=True, help="Print 'done' instead, and exit with 0, if it is.")
 def command(

@@ -1,4 +1,4 @@
-"""`clusterddp checkpoints`: what a run could go on from, each verified now, the latest last."""
+"""`clusterddp checkpoints`: what a run could resume from, each verified now, the latest last."""
 
 import dataclasses
 import time
@@ -28,7 +28,7 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
 
     Without RUN it is the latest run. STATE is 'verified' (the file has the SHA-256 recorded beside
     it) or what is wrong with it; 'best' marks the highest test accuracy, 'next' the one that the
-    run would go on from.
+    run would resume from.
 
     Exit codes: 0 listed, also where some are damaged; 1 a folder cannot be read; 2 there is no such
     run.

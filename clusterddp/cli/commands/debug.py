@@ -84,7 +84,7 @@ def command(
         record(code, failure)
         made = attempts.latest(run)
         if code in (EXIT_PAUSED, EXIT_INTERRUPTED) and made and made.end.exists():
-            log.info(f"go on with: {_again(config, run, procs, start_method)}")
+            log.info(f"resume with: {_again(config, run, procs, start_method)}")
         return code
 
 

@@ -44,7 +44,7 @@ def command(
     files are logs/job.log, logs/rank-R.log, and logs/node-N.log for each torchrun agent.
 
     Exit codes: 0 shown, or with -f the run is done; 1 with -f: it failed or was cancelled; 2 there
-    is no such run or log; 75 with -f: it was stopped and can go on; 130 interrupted.
+    is no such run or log; 75 with -f: it was stopped and can resume; 130 interrupted.
     """
     run_dir = find_run(output_root, run)
     [status] = statuses([run_dir])

@@ -17,12 +17,12 @@ from clusterddp.run.files import write_atomically
 from clusterddp.run.status import find_each, find_run, statuses
 
 _WIDTH = len("straggler") + 2
-_MOST_STARTS = 8
+_MOST_ATTEMPTS = 8
 _MOST_NAMED = 5
 _MOST_HOSTS = 8
 _HEADER = (
     *("NAME", "STATE", "MODEL", "RANKS", "NODES", "ACCURACY", "SECONDS", "IMAGES/S", "MEMORY"),
-    "STARTS",
+    "ATTEMPTS",
 )
 
 
@@ -83,7 +83,7 @@ def describe(report: RunReport) -> str:
         ("model", _model(report)),
         ("settings", _settings(report)),
         ("versions", ", ".join(f"{name} {value}" for name, value in report.versions.items())),
-        *_starts(report),
+        *_attempts(report),
         *(("straggler", rank.describe()) for rank in report.stragglers[:_MOST_NAMED]),
         ("confused", "; ".join(pair.describe() for pair in report.confusions[:_MOST_NAMED])),
         *(("warning", text) for text in report.warnings),
@@ -108,7 +108,7 @@ def _training(report: RunReport) -> str:
     return formatting.known(
         ("{}", formatting.duration(report.train_seconds)),
         ("{} images/s", formatting.rate(report.images_per_second)),
-        ("the latest start took {} in all", formatting.duration(report.total_seconds)),
+        ("the latest attempt took {} in all", formatting.duration(report.total_seconds)),
     )
 
 
@@ -140,19 +140,19 @@ def _model(report: RunReport) -> str:
     )
 
 
-def _starts(report: RunReport) -> list[tuple[str, str]]:
-    """A line for them all, and one for each of the latest; none for a run that started once."""
+def _attempts(report: RunReport) -> list[tuple[str, str]]:
+    """A line for them all, and one for each of the latest; none for a single one."""
     if report.starts < 2:
         return []
     shown = f"{report.starts}, {formatting.count(report.steps_done_twice, 'step')} done twice"
-    lines = [("starts", f"{shown}, {formatting.duration(report.seconds_lost)} lost")]
-    if len(report.attempts) > _MOST_STARTS:
-        lines.append(("", f"… the latest {_MOST_STARTS}:"))
-    for start in report.attempts[-_MOST_STARTS:]:
+    lines = [("attempts", f"{shown}, {formatting.duration(report.seconds_lost)} lost")]
+    if len(report.attempts) > _MOST_ATTEMPTS:
+        lines.append(("", f"… the latest {_MOST_ATTEMPTS}:"))
+    for attempt in report.attempts[-_MOST_ATTEMPTS:]:
         steps = "its ranks never met"
-        if start.first_step is not None:
-            steps = f"steps {start.first_step:,} to {start.last_step or start.first_step:,}"
-        lines.append(("", f"{start.attempt}  {'; '.join(filter(None, (steps, start.ended)))}"))
+        if attempt.first_step is not None:
+            steps = f"steps {attempt.first_step:,} to {attempt.last_step or attempt.first_step:,}"
+        lines.append(("", f"{attempt.attempt}  {'; '.join(filter(None, (steps, attempt.ended)))}"))
     return lines
 
 

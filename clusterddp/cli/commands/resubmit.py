@@ -41,7 +41,7 @@ class ResubmitCommand(SettingsCommand):
     name="resubmit",
     cls=ResubmitCommand,
     epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
-    "75 it was stopped and can go on, 130 interrupted.",
+    "75 it was stopped and can resume, 130 interrupted.",
 )
 @click.argument("run", type=RUN)
 @options([*_ASKED, *_TRAINED], settings=False, defaults=False)
@@ -93,7 +93,7 @@ def command(
 
     RUN is a run's name, job id or directory. Its script is sent as it stands, unless options are
     given: they replace the recorded ones, and an empty value drops one (--dependency ''). Nothing
-    is taken from variables or site.cfg. The starts that --max-requeues caps are counted anew.
+    is taken from variables or site.cfg. The attempts that --max-requeues caps are counted anew.
 
     It runs its copy of your code, and logs in what the folder differs by now; --code new takes the
     folder instead, with what a COMMAND has written in its copy. A changed option that decides the

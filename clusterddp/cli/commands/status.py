@@ -23,7 +23,7 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     """Show how RUN is doing: a run's name, job id or directory; the latest run without one.
 
     States: created (nothing submitted), queued, running, done, failed, cancelled, stopped (it can
-    go on from its last checkpoint, but does not by itself), unknown (the job recorded no end, and
+    resume from its last checkpoint, but does not by itself), unknown (the job recorded no end, and
     Slurm cannot say or no longer knows).
 
     Exit codes: 0 whenever it could tell, however the run ended; 2 there is no such run.

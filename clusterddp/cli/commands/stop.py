@@ -35,7 +35,7 @@ def command(run: tuple[str, ...], wait: bool, output_root: Path, as_json: bool) 
 
 
 def _words(result: Stop) -> str:
-    again = f"\n  go on with: {result.next_command}" if result.next_command else ""
+    again = f"\n  resume with: {result.next_command}" if result.next_command else ""
     return f"{result.message}{again}"
 
 

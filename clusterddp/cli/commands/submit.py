@@ -45,7 +45,7 @@ class SubmitCommand(SettingsCommand):
     options_metavar="[OPTIONS] [-- COMMAND…]",
     epilog="Precedence: flag, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this shell, "
     "site.cfg, --recipe, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
-    "75 it was stopped and can go on, 130 interrupted.",
+    "75 it was stopped and can resume, 130 interrupted.",
 )
 @options(OPTIONS.values())
 @click.option("--run-name", metavar="NAME", help="Name of the run; made up when absent.")

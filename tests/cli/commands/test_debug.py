@@ -296,8 +296,8 @@ def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
     assert all(has_gone(pid) for pid in pids)
     assert [event["exit_code"] for event in events_of(run, "ended")] == [code]
 
-    (said,) = [line for line in err.splitlines() if "go on with: " in line]
-    argv = shlex.split(said.partition("go on with: ")[2])
+    (said,) = [line for line in err.splitlines() if "resume with: " in line]
+    argv = shlex.split(said.partition("resume with: ")[2])
     assert argv[:2] == ["clusterddp", "debug"] and set(chosen) <= set(argv)
     argv = [sys.executable, "-m", *argv, f"--max-steps={end['step'] + 1}"]
     again = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -362,7 +362,7 @@ def test_ranks_that_do_not_leave_are_ended_after_a_while(debug: Any, tmp_path: P
     process.terminate()
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143
-    assert "ended before it had saved" in err and "go on with" not in err
+    assert "ended before it had saved" in err and "resume with" not in err
     assert all(has_gone(pid) for pid in pids)
 
 

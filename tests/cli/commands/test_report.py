@@ -37,7 +37,7 @@ def test_one_run_is_told_at_length(workplace: Workplace) -> None:
     assert lines["run"] == "one"
     assert lines["state"] == "done"
     assert lines["result"] == "test accuracy 98.76%, test loss 0.0432, step 50, epoch 1"
-    assert lines["training"] == "12.5s, 3,604 images/s, the latest start took 20.2s in all"
+    assert lines["training"] == "12.5s, 3,604 images/s, the latest attempt took 20.2s in all"
     assert lines["ranks"] == "4 ranks on h01 h02"
     assert lines["with"] == "cpu, fp32, gloo, ddp, 1 thread a rank"
     assert lines["memory"] == "peak of any rank 1.0 GiB"
@@ -63,7 +63,7 @@ def test_several_runs_are_a_table_in_the_order_given(workplace: Workplace) -> No
     header, *rows = [line.split() for line in got.out.splitlines()]
     assert header == [
         "NAME", "STATE", "MODEL", "RANKS", "NODES", "ACCURACY", "SECONDS", "IMAGES/S", "MEMORY",
-        "STARTS",
+        "ATTEMPTS",
     ]  # fmt: skip
     assert rows == [
         ["large", "done", "convnet", "4", "2", "98.76%", "12.5", "3,604", "1.0", "GiB", "1"],
@@ -134,7 +134,7 @@ def test_starts_are_told_with_why_each_ended(workplace: Workplace) -> None:
     workplace.command("squeue", "echo '12|RUNNING|None'")
     got = workplace.invoke("report")
     assert (
-        "starts     3, 10 steps done twice, 1m40s lost\n"
+        "attempts   3, 10 steps done twice, 1m40s lost\n"
         "           1  steps 0 to 40; time limit\n"
         "           2  steps 40 to 70; killed\n"
         "           3  steps 60 to 80; running\n"

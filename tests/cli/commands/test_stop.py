@@ -54,7 +54,7 @@ def test_the_attempt_at_work_gets_a_mark_and_no_signal(workplace: Workplace) -> 
     got = workplace.invoke("stop", "one")
     assert got.code == 0, got.err
     assert got.out == (
-        "one: asked attempt 1 to save and leave\n  go on with: clusterddp resubmit one\n"
+        "one: asked attempt 1 to save and leave\n  resume with: clusterddp resubmit one\n"
     )
     assert Attempt(run, 1).asked_to_stop() == "stop"
     assert kinds(run)[-1] == "stop_asked"
@@ -138,7 +138,7 @@ def test_a_run_in_the_queue_is_cancelled_instead(workplace: Workplace) -> None:
     got = workplace.invoke("stop", "one")
     assert got.out == (
         "one waits in the queue, where nothing trains: cancelled it\n"
-        "  go on with: clusterddp resubmit one\n"
+        "  resume with: clusterddp resubmit one\n"
     )
     assert workplace.calls[-1] == "scancel 12"
     assert kinds(run)[-1] == "cancelled"
@@ -149,7 +149,7 @@ def test_an_element_of_an_array_is_gone_on_with_by_sbatch(workplace: Workplace) 
     element = RunDir(run.path.rename(run.path.with_name("one-3")))
     workplace.command("squeue", RUNS)
     got = workplace.invoke("stop", "one-3")
-    assert got.out.endswith(f"\n  go on with: sbatch --array=3 {element.script.absolute()}\n")
+    assert got.out.endswith(f"\n  resume with: sbatch --array=3 {element.script.absolute()}\n")
 
 
 def test_waiting_for_one_that_is_cancelled_in_the_queue_tells_its_end(workplace: Workplace) -> None:
