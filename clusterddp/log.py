@@ -51,13 +51,10 @@ def _logger() -> "logging.Logger":
     class Lines(logging.Handler):
         """Writes each record; a full disk or a closed log costs the line alone."""
 
-        def format(self, record: logging.LogRecord) -> str:
-            severe = record.levelno >= logging.WARNING
-            return f"{'warning: ' if severe else ''}{record.getMessage()}"
-
         def emit(self, record: logging.LogRecord) -> None:
+            severity = "warning: " if record.levelno >= logging.WARNING else ""
             with suppress(OSError, ValueError):
-                _write(self.format(record))
+                _write(f"{severity}{record.getMessage()}")
 
     logger = logging.getLogger("clusterddp")
     logger.setLevel(logging.INFO)

@@ -179,14 +179,10 @@ def _environment(
 
 def _directives(items: tuple[str, ...], resources: Resources) -> tuple[tuple[str, str | None], ...]:
     """Return --sbatch over the submitter's SBATCH_*, without those that an option contradicts."""
-    directives = sbatch_directives(os.environ)
-    for name, contradicted in (
-        ("mem-per-cpu", resources.mem),
-        ("mem-per-gpu", resources.mem),
-        ("cpus-per-gpu", resources.cpus_per_task),
-    ):
-        if contradicted:
-            directives.pop(name, None)
+    mem, cpus = resources.mem, resources.cpus_per_task
+    instead_of = {"mem-per-cpu": mem, "mem-per-gpu": mem, "cpus-per-gpu": cpus}
+    given = sbatch_directives(os.environ)
+    directives = {name: value for name, value in given.items() if not instead_of.get(name)}
     for item in items:
         key, equals, value = item.partition("=")
         name = key.removeprefix("--")

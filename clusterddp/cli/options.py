@@ -167,8 +167,7 @@ def source(ctx: click.Context, name: str) -> str:
         return "flag"
     if origin is ParameterSource.ENVIRONMENT:
         return f"CLUSTERDDP_{name.upper()}"
-    set_there = origin is None and name in (ctx.default_map or {})
-    if set_there or origin is ParameterSource.DEFAULT_MAP:
+    if origin is ParameterSource.DEFAULT_MAP:
         assert isinstance(ctx.obj, Settings)
         return ctx.obj.sources[name.replace("_", "-")]
     return "default"

@@ -66,9 +66,6 @@ def _row(entry: Entry, now: float) -> tuple[str, ...]:
 
 def _size(count: int) -> str:
     """`812 B`, `345.7 kB`, `1.2 GB`: powers of 1000."""
-    size, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+    power = min((len(str(count)) - 1) // 3, 4)
+    unit = ("B", "kB", "MB", "GB", "TB")[power]
+    return f"{count / 1000**power:.1f} {unit}" if power else f"{count} B"

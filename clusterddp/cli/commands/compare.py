@@ -16,7 +16,7 @@ from clusterddp.cli.options import SettingsCommand, config_from, options, site_o
 from clusterddp.cli.runs import echo_json
 from clusterddp.comparison import plan, results
 from clusterddp.comparison.results import Row, Trial
-from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RequestError
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from clusterddp.processes import processors
 from clusterddp.reporting import plots
 from clusterddp.request.options import Choice
@@ -36,8 +36,11 @@ _OWN = ("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "n
 _BESIDE_OF = {"of", "output_root", "plot", "as_json", "site", "cluster"}
 _STRATEGIES = Choice(tuple(reversed(STRATEGIES)))
 _COUNTS = forms.Form(r"0*[1-9][0-9]*(,0*[1-9][0-9]*)*", "list of counts", "1,2,4")
-_LONGEST_NAME = 80
-"""Longest name of a comparison; its runs' names add to it."""
+_NAME = forms.Form(
+    r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}",  # its runs' names add to it
+    "name of a comparison (up to 80 letters, digits, '.', '_' and '-', a letter or digit first)",
+    "convnet-2",
+)
 
 
 class CompareCommand(SettingsCommand):
@@ -150,7 +153,8 @@ def command(
             raise click.UsageError(f"--of runs nothing, so {flags} has no part in it.", ctx)
         trials = results.trials_of(Path(root), of)
         return _show(trials, ", ".join(of), as_json, plot)
-    name = _checked_name(name)
+    name = time.strftime("compare-%Y%m%d-%H%M%S") if name is None else name
+    _NAME.check("--name", name)
     config, base, rows = _rows(ctx, name, where)
     planned = plan.requests(rows, name, root, repeat, base)
     templates = template_folder(ctx) if base else None
@@ -200,16 +204,6 @@ def _rows(
     fixed = ctx.params["fixed_global_batch"]
     rows = plan.plan(config, strategies, sizes, place, fixed_global_batch=fixed)
     return config, base, rows
-
-
-def _checked_name(name: str | None) -> str:
-    name = time.strftime("compare-%Y%m%d-%H%M%S") if name is None else name
-    if not forms.RUN_NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
-        raise RequestError(
-            f"--name: {name!r} is no name of a comparison: up to {_LONGEST_NAME} letters, digits, "
-            "'.', '_' and '-', a letter or digit first."
-        )
-    return name
 
 
 def _print_interrupted(name: str, root: str, interrupted: plan.Interrupted) -> None:

@@ -51,21 +51,16 @@ _FIELDS = (
 
 
 def _as_json(env: DistEnv) -> str:
-    document = {
-        "origin": env.origin,
-        **{name: getattr(env, name) for name in _FIELDS},
-        "sources": {name: env.sources[name] for name in _FIELDS},
-        "environ": env.to_environ(),
-    }
-    return json.dumps(document, indent=2)
+    values = {"origin": env.origin, **{name: getattr(env, name) for name in _FIELDS}}
+    sources = {name: env.sources[name] for name in _FIELDS}
+    return json.dumps({**values, "sources": sources, "environ": env.to_environ()}, indent=2)
 
 
 def _as_table(env: DistEnv) -> str:
-    rows: list[tuple[str, str, str]] = [("origin", env.origin, _ORIGINS[env.origin])]
-    for name in _FIELDS:
-        value = _shown_hosts(env.hostnames) if name == "hostnames" else str(getattr(env, name))
-        rows.append((name, value, env.sources[name]))
-    return formatting.table(rows)
+    shown = {name: str(getattr(env, name)) for name in _FIELDS}
+    shown["hostnames"] = _shown_hosts(env.hostnames)
+    rows = [(name, value, env.sources[name]) for name, value in shown.items()]
+    return formatting.table([("origin", env.origin, _ORIGINS[env.origin]), *rows])
 
 
 _ORIGINS = {

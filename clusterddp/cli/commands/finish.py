@@ -19,7 +19,7 @@ from clusterddp.run.run_dir import RunDir
 @click.option("--job-id", default="", help="Slurm's job id.")
 @click.option("--restart", type=int, default=0, help="SLURM_RESTART_COUNT.")
 @click.option("--attempt", "number", type=int, required=True, help="Number that 'begin' printed.")
-@click.option("--requeue/--no-requeue", "requeues", default=False, help="Whether another may follow.")
+@click.option("--requeue/--no-requeue", "requeues", default=False, help="Whether one may follow.")
 @click.option("--max-requeues", type=int, default=0, help="Attempts after the first.")
 @click.option("--restart-on-failure", type=int, default=0, help="Of these, after a crash.")
 def command(

@@ -36,17 +36,17 @@ def command(last: int | None, state: tuple[str, ...], output_root: Path, as_json
 
     Exit codes: 0 listed, 2 a wrong request.
     """
-    there = find_runs(output_root)
-    found = statuses(there[-last:] if last and not state else there)
+    runs = find_runs(output_root)
+    listed = statuses(runs[-last:] if last and not state else runs)
     if state:
-        found = [status for status in found if status.state in state][-(last or 0) :]
+        listed = [status for status in listed if status.state in state][-(last or 0) :]
     if as_json:
-        echo_json([status.as_dict() for status in found])
-    elif not found:
-        among = f"{' or '.join(state)} " if there else ""
+        echo_json([status.as_dict() for status in listed])
+    elif not listed:
+        among = f"{' or '.join(state)} " if runs else ""
         click.echo(f"no {among}runs below {output_root}", err=True)
     else:
-        text = formatting.table([_HEADER, *(_row(status, time.time()) for status in found)])
+        text = formatting.table([_HEADER, *(_row(status, time.time()) for status in listed)])
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         click.echo("\n".join(_cut(line, width) for line in text.splitlines()))
 

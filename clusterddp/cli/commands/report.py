@@ -165,15 +165,12 @@ def _settings(report: RunReport) -> str:
 
 
 def _row(report: RunReport) -> tuple[str, ...]:
-    def known(value: object) -> str:
-        return "-" if value in (None, "") else str(value)
-
     cells = (
         report.name,
         report.state,
-        known(report.model),
-        known(report.world_size),
-        known(report.num_nodes),
+        report.model or "-",
+        str(report.world_size or "-"),
+        str(report.num_nodes or "-"),
         formatting.percent(report.accuracy),
         "-" if report.train_seconds is None else f"{report.train_seconds:,.1f}",
         formatting.rate(report.images_per_second),

@@ -15,9 +15,8 @@ from clusterddp.errors import EXIT_DONE
 from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec
 from clusterddp.request.train_config import TRAINING
-from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import find_run
-from clusterddp.submission.resubmit import CHANGEABLE, Resubmission, Terms, resubmit
+from clusterddp.submission.resubmit import CHANGEABLE, Terms, resubmit
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
 # from its own checkpoints, which come before those of another run.
@@ -33,8 +32,7 @@ class ResubmitCommand(SettingsCommand):
 
     def _load_settings(self, ctx: click.Context, args: list[str]) -> None:
         super()._load_settings(ctx, args)
-        kept = {k: v for k, v in (ctx.default_map or {}).items() if k == "output_root"}
-        ctx.default_map = kept
+        ctx.default_map = {k: v for k, v in (ctx.default_map or {}).items() if k == "output_root"}
 
 
 @click.command(
@@ -114,24 +112,19 @@ def command(
         snapshot_limit_mb=snapshot_limit,
     )
     done = resubmit(run_dir, partial(changed_request, ctx), terms, dry_run=dry_run)
-    return _print(run_dir, done, wait=wait, as_json=as_json)
-
-
-def _print(run: RunDir, done: Resubmission, *, wait: bool, as_json: bool) -> int:
-    """Print the script of a dry run, or the submission, and follow the run where that is asked."""
-    spec = done.spec
-    if done.submission is None:
+    spec, submission = done.spec, done.submission
+    if submission is None:
         fields = {"run": spec.run_name, "run_dir": spec.run_dir, "script": done.script}
         text = json.dumps(fields) if as_json else done.script
         click.echo(text, nl=as_json)
         return EXIT_DONE
     words = (
-        f"submitted {spec.run_name} again as job {done.job_id}: {spec.layout}; it "
+        f"submitted {spec.run_name} again as job {submission.job_id}: {spec.layout}; it "
         f"{done.beginning}\n"
-        f"  status  clusterddp status {run.shown}\n"
-        f"  logs    clusterddp logs -f {run.shown}"
+        f"  status  clusterddp status {run_dir.shown}\n"
+        f"  logs    clusterddp logs -f {run_dir.shown}"
     )
-    return follow_submitted(spec, run, done.submission, words, wait=wait, as_json=as_json, lines=0)
+    return follow_submitted(spec, run_dir, submission, words, wait=wait, as_json=as_json, lines=0)
 
 
 def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:

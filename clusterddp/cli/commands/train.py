@@ -13,6 +13,9 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TRAINING
 from clusterddp.training import stop
 
+_BY_HAND = ["rank", "world_size", "master_addr", "master_port", "local_rank", "local_world_size"]
+"""Options of a rank that is started by hand."""
+
 
 @click.command()
 @options(TRAINING, settings=False)
@@ -49,12 +52,6 @@ from clusterddp.training import stop
 @click.option("--signal-lead", type=int, default=0, hidden=True)
 def command(
     run_dir: Path | None,
-    rank: int | None,
-    world_size: int | None,
-    master_addr: str | None,
-    master_port: int | None,
-    local_world_size: int | None,
-    local_rank: int | None,
     own_log: bool,
     attempt: int | None,
     signal_lead: int,
@@ -72,9 +69,7 @@ def command(
     """
     ctx = click.get_current_context()
     config = config_from(ctx)
-    env = dist_env.from_flags(
-        rank, world_size, master_addr, master_port, local_rank, local_world_size
-    )
+    env = dist_env.from_flags(**{name: ctx.params[name] for name in _BY_HAND})
     if env:
         dist_env.check_address(env.master_addr)
         # Those of a job in whose shell it was typed are of no other rank.
