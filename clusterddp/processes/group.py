@@ -178,11 +178,7 @@ class TaskGroup:
         for task in self._tasks:
             if not task.closed:
                 task.signal(signal.SIGKILL)
-                code = task.reap()
-                task.read_rest(self._show)
-                if task.status is None:
-                    task.status = code
-                task.close()
+                task.let_go(self._show)
 
 
 class _Task:
@@ -219,14 +215,22 @@ class _Task:
                 return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         return self._exit_code()
 
-    def reap(self) -> int:
-        """Wait for its end, and let go of it; returns what `look` does."""
+    def let_go(self, show: Callable[[bytes], None]) -> None:
+        """Wait for its end, reap it and pass on its last output."""
         code = self._exit_code()
+        if self.status is None:
+            self.status = code
         if self._sentinel is None:
             os.close(self.events)
         if not isinstance(self._process, subprocess.Popen):
             self._process.close()
-        return code
+        if self.reader is not None:  # a process that has left the session may still hold the pipe
+            os.set_blocking(self.reader, False)
+            with contextlib.suppress(BlockingIOError):
+                while self.copy_output(show):
+                    pass
+        _close(self.reader, self.log)
+        self.closed = True
 
     def _exit_code(self) -> int:
         if isinstance(self._process, subprocess.Popen):
@@ -254,18 +258,6 @@ class _Task:
             with contextlib.suppress(OSError):  # our own reader may have gone: the log has it
                 show(content)
         return bool(content)
-
-    def read_rest(self, show: Callable[[bytes], None]) -> None:
-        """Pass on the last output; a process that has left the session may still hold the pipe."""
-        if self.reader is not None:
-            os.set_blocking(self.reader, False)
-            with contextlib.suppress(BlockingIOError):
-                while self.copy_output(show):
-                    pass
-
-    def close(self) -> None:
-        _close(self.reader, self.log)
-        self.closed = True
 
 
 @contextlib.contextmanager
@@ -304,12 +296,9 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 def _shown() -> Callable[[bytes], None]:
     """Return a function that writes to sys.stdout, which in a notebook is not descriptor 1."""
-    try:
-        plain = sys.stdout.fileno() == 1
-    except (OSError, ValueError):
-        plain = False
-    if plain:
-        return lambda content: _write_all(1, content)
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stdout.fileno() == 1:
+            return lambda content: _write_all(1, content)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a letter
 
     def show(content: bytes) -> None:

@@ -42,9 +42,7 @@ def get_ready(method: str) -> None:
         # Before anybody holds signals back: its start sets the mask of SIGINT and SIGTERM anew.
         multiprocessing.resource_tracker.ensure_running()
     if method == "forkserver":
-        multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["clusterddp.processes.fork_server"]
-        )
+        multiprocessing.set_forkserver_preload(["clusterddp.processes.fork_server"])
         multiprocessing.forkserver.ensure_running()
 
 

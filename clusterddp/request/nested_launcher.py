@@ -15,8 +15,9 @@ _MOST_SCRIPT_BYTES = 65_536
 _MOST_WORD_CHARACTERS = 4096
 """Longest word of shell text that is unquoted, which takes time with the square of its length."""
 
-_OF_TORCH = frozenset({"torchrun", "torch.distributed.launch"})
-_START_PYTHON = _OF_TORCH | {"accelerate launch", "accelerate-launch"}
+AGENTS = frozenset({"torchrun", "torch.distributed.launch"})
+"""Launchers that start torchrun's agents, as the template `torchrun.sbatch.j2` does."""
+_START_PYTHON = AGENTS | {"accelerate launch", "accelerate-launch"}
 _ONLY_NAMED = frozenset({"deepspeed", "horovodrun"})
 _START_ANYTHING = "srun mpirun mpiexec mpiexec.hydra mpirun.openmpi orterun prterun"
 _LAUNCHERS = _START_PYTHON.union(_START_ANYTHING.split(), _ONLY_NAMED)
@@ -65,11 +66,6 @@ class NestedLauncher:
     """Words that take their place; None where the program behind them was not made out."""
     adds_local_rank: bool = False
     """True where its program gets an argument, --local-rank, which no task of ours gets."""
-
-    @property
-    def agents(self) -> bool:
-        """Return whether it starts torchrun's agents, as the template `torchrun.sbatch.j2` does."""
-        return self.name in _OF_TORCH
 
     @property
     def instead(self) -> tuple[str, ...] | None:

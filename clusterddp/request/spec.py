@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
-from clusterddp.request.options import COUNT, WHOLE, Choice, option
+from clusterddp.request.options import COUNT, EXPEDITE, WHOLE, Choice, option
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
@@ -140,7 +140,7 @@ class JobSpec:
     python: str = option(
         sys.executable,
         "Interpreter of the tasks, with clusterddp.",
-        forms.LINE,
+        forms.PATH,
         "FILE",
         shown="this one",
     )
@@ -245,10 +245,8 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
-        if self.requeue not in (None, True, False, table.EXPEDITE):
-            raise OptionError(
-                "--requeue", f": {self.requeue!r} is neither yes, no nor {table.EXPEDITE}."
-            )
+        if self.requeue not in (None, True, False, EXPEDITE):
+            raise OptionError("--requeue", f": {self.requeue!r} is neither yes, no nor {EXPEDITE}.")
         if bool(self.command) == bool(self.train):
             raise RequestError(
                 "a run either trains (train) or runs a command (command): give one of them."
@@ -281,8 +279,6 @@ class JobSpec:
                 f": the run directory {run_dir!r} must be an absolute path without '%', backslash "
                 "and outer blanks, which Slurm replaces or takes out in log paths.",
             )
-        if not self.python:
-            raise OptionError("--python", " is empty; name the interpreter that the tasks use.")
         for word in self.command:
             forms.text("COMMAND", word)
         if self.command and not self.command[0]:
@@ -345,8 +341,10 @@ class JobSpec:
         nested = nested_launcher.find(self.command)
         if nested is None:
             return
-        agents = nested.agents and self.launcher != "submitit" and self.template == DEFAULT_TEMPLATE
-        line = f"clusterddp submit {'--template torchrun ' if agents else ''}-- "
+        line = "clusterddp submit -- "
+        ours = self.launcher != "submitit" and self.template == DEFAULT_TEMPLATE
+        if ours and nested.name in nested_launcher.AGENTS:
+            line = "clusterddp submit --template torchrun -- "
         line += shlex.join(nested.instead or ("python", "train.py"))
         note = ""
         if nested.adds_local_rank:

@@ -9,7 +9,7 @@ from clusterddp.errors import OptionError
 from clusterddp.request import options as table
 from clusterddp.request.options import COUNT, NUMBER, POSITIVE, SHARE, Choice, decisive, option
 from clusterddp.request.recipes import RECIPES, SUMMARIES
-from clusterddp.slurm.forms import LINE, Form
+from clusterddp.slurm.forms import LINE, PATH, Form
 
 # Names that each package's registry defines: a test compares the two.
 MODELS = ("convnet", "mlp", "bn-convnet", "keras-convnet", "fastnet", "deepnet")
@@ -59,7 +59,7 @@ class TrainConfig:
         "NAME|MODULE:FUNCTION",
     )
     data_dir: str = option(
-        "data", "Folder that holds MNIST/raw, torchvision's layout.", LINE, "DIR"
+        "data", "Folder that holds MNIST/raw, torchvision's layout.", PATH, "DIR"
     )
     epochs: int = decisive(2, "Passes over the training set.", COUNT)
     batch_size: int = decisive(64, "Images per rank in one forward pass.", COUNT)
@@ -182,8 +182,6 @@ class TrainConfig:
             if first in typed and second in typed:
                 names = f"{first} against {second}".replace("=", " ")
                 raise OptionError(names, f": {why}. Leave one of them out.")
-        if not self.data_dir:
-            raise OptionError("--data-dir", " is empty; name the folder that holds MNIST/raw.")
 
     @property
     def own_functions(self) -> tuple[tuple[str, str], ...]:
@@ -234,16 +232,15 @@ class TrainConfig:
         """
         import importlib.util
 
-        for flag, needed, package in (
-            ("--model keras-convnet", self.model == "keras-convnet", "keras"),
-            ("--tensorboard", self.tensorboard, "tensorboard"),
-        ):
-            spec = importlib.util.find_spec(package) if needed else None
+        for flag, package in (("--model=keras-convnet", "keras"), ("--tensorboard", "tensorboard")):
+            if flag not in self.to_argv():
+                continue
+            spec = importlib.util.find_spec(package)
             # A folder of that name, such as one of logs, is no package.
-            if needed and (spec is None or spec.origin is None):
+            if spec is None or spec.origin is None:
                 return (
-                    f"{flag} needs the package {package}, which is not installed for "
-                    f"{sys.executable}. Install it there: pip install 'clusterddp[{package}]'."
+                    f"{flag.replace('=', ' ')} needs the package {package}, which is not installed "
+                    f"for {sys.executable}. Install it there: pip install 'clusterddp[{package}]'."
                 )
         return ""
 

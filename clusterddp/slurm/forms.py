@@ -67,6 +67,7 @@ _EVENT = (
 )
 
 LINE = Form(r".*", "line", "text without control characters")
+PATH = Form(r".+", "path", "data or /usr/bin/python3")
 TIME_LIMIT = Form(
     r"(?ia)\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d(:[0-5]?\d)?)?"
     r"|UNLIMITED|INFINITE",
