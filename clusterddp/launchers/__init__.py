@@ -17,8 +17,6 @@ SHIPPED = {
 }
 """Templates for people that the package ships, each with a line about it."""
 
-_ENDINGS = ("", ".sbatch.j2", ".j2")
-
 
 @dataclass(frozen=True)
 class Submission:
@@ -49,7 +47,7 @@ def full_name(template: str, folder: Path | None = None) -> str:
 
     A template of the person's own folder comes before a shipped one; any other name stays as it is.
     """
-    names = (template + ending for ending in _ENDINGS if template)
+    names = (template + ending for ending in ("", ".sbatch.j2", ".j2") if template)
     if name := next((name for name in names if folder and (folder / name).is_file()), None):
         return name
     return next((name for name in SHIPPED if name.split(".")[0] == template), template)

@@ -120,10 +120,8 @@ class Limit:
         """Give the variables in which newer versions of Slurm tell a job its limit."""
         if self.seconds is None:
             return {}
-        return {
-            "SLURM_JOB_START_TIME": str(int(now)),
-            "SLURM_JOB_END_TIME": str(int(now + self.seconds)),
-        }
+        end = int(now + self.seconds)
+        return variables({"SLURM_JOB_START_TIME": int(now), "SLURM_JOB_END_TIME": end})
 
 
 def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:

@@ -14,24 +14,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from jinja2 import (
-    ChoiceLoader,
-    Environment,
-    FileSystemBytecodeCache,
-    FileSystemLoader,
-    PrefixLoader,
-    StrictUndefined,
-    TemplateError,
-    TemplateNotFound,
-    TemplateSyntaxError,
-    nodes,
-)
+import jinja2
+from jinja2 import nodes
 from jinja2.bccache import Bucket
 
 from clusterddp.errors import RequestError
 from clusterddp.launchers import Submission
 from clusterddp.request.options import EXPEDITE
-from clusterddp.request.spec import REQUEST, JobSpec, submission_comment
+from clusterddp.request.spec import REQUEST, JobSpec, Resources, submission_comment
 from clusterddp.slurm import forms
 from clusterddp.version import __version__
 
@@ -49,10 +39,11 @@ def render(spec: JobSpec, template_folder: Path | None = None) -> str:
     environment = _jinja(folders)
     try:
         script = environment.get_template(spec.template).render(_context(spec))
-    except TemplateNotFound as error:
-        known = ", ".join(_known(folders))
+    except jinja2.TemplateNotFound as error:
+        names = {path.name for folder in folders for path in folder.glob("*.j2")}
+        known = ", ".join(sorted(name for name in names if not name.startswith("_")))
         raise RequestError(f"template {error.name!r} is not found; there are: {known}.") from None
-    except TemplateSyntaxError as error:
+    except jinja2.TemplateSyntaxError as error:
         raise RequestError(
             f"template {error.filename or error.name}, line {error.lineno}: {error.message}"
         ) from None
@@ -116,7 +107,7 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
     if resources.cpus_per_task:
         wanted["cpus-per-task"] = str(resources.cpus_per_task * ranks_per_task)
     if resources.gpus_per_node:
-        wanted.update([_gpu_directive(spec, tasks_per_node)])
+        wanted[resources.gpu_request] = _gpus(resources, tasks_per_node)
     for row in REQUEST:
         value = getattr(resources, row.parameter, None)
         if row.directive and isinstance(value, str) and value:
@@ -170,15 +161,11 @@ def task_arguments(spec: JobSpec) -> list[str]:
     return ["exec", f"--run-dir={spec.run_dir}", "--", *spec.command]
 
 
-def _gpu_directive(spec: JobSpec, tasks_per_node: int) -> tuple[str, str]:
-    resources = spec.resources
-    count = resources.gpus_per_node
-    prefix = f"{resources.gpu_type}:" if resources.gpu_type else ""
-    if resources.gpu_request == "gres":
-        return "gres", f"gpu:{prefix}{count}"
-    if resources.gpu_request == "gpus-per-task":
-        return "gpus-per-task", f"{prefix}{count // tasks_per_node}"
-    return "gpus-per-node", f"{prefix}{count}"
+def _gpus(resources: Resources, tasks_per_node: int) -> str:
+    per_task = resources.gpu_request == "gpus-per-task"
+    count = resources.gpus_per_node // (tasks_per_node if per_task else 1)
+    name = "gpu:" if resources.gpu_request == "gres" else ""
+    return f"{name}{resources.gpu_type}:{count}" if resources.gpu_type else f"{name}{count}"
 
 
 _OF_SPEC = (
@@ -202,12 +189,12 @@ def _context(spec: JobSpec) -> dict[str, object]:
     }
 
 
-def _jinja(folders: list[Path]) -> Environment:
-    shipped = PrefixLoader({"shipped": FileSystemLoader(folders[-1])})
+def _jinja(folders: list[Path]) -> jinja2.Environment:
+    shipped = jinja2.PrefixLoader({"shipped": jinja2.FileSystemLoader(folders[-1])})
     compiled = importlib.util.cache_from_source(str(folders[-1] / "_.py"))
-    environment = Environment(
-        loader=ChoiceLoader([FileSystemLoader(folders), shipped]),
-        undefined=StrictUndefined,
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(folders), shipped]),
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -218,7 +205,7 @@ def _jinja(folders: list[Path]) -> Environment:
     return environment
 
 
-class _CompiledTemplates(FileSystemBytecodeCache):
+class _CompiledTemplates(jinja2.FileSystemBytecodeCache):
     """Keeps compiled templates in `__pycache__`, as Python keeps modules.
 
     Compiling takes longer than rendering. Nothing is written where PYTHONDONTWRITEBYTECODE is set
@@ -255,14 +242,14 @@ def _blame(error: Exception, folders: list[Path]) -> NoReturn:
         for frame in traceback.extract_tb(error.__traceback__)
         if any(Path(frame.filename).is_relative_to(folder) for folder in folders)
     ]
-    if not frames and not isinstance(error, TemplateError):
+    if not frames and not isinstance(error, jinja2.TemplateError):
         raise error
     where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "?"
-    kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
     raise RequestError(f"template {where}: {kind}{error}") from None
 
 
-def _check_blocks(environment: Environment, name: str) -> None:
+def _check_blocks(environment: jinja2.Environment, name: str) -> None:
     """Refuse a block of a person's own template that replaces none of those it extends.
 
     Jinja would leave it out without a word. A block inside another one is the template's own.
@@ -285,7 +272,7 @@ def _check_blocks(environment: Environment, name: str) -> None:
         known += [block.name for block in tree.find_all(nodes.Block) if block.name not in known]
 
 
-def _parsed(environment: Environment, name: str) -> tuple[nodes.Template, str]:
+def _parsed(environment: jinja2.Environment, name: str) -> tuple[nodes.Template, str]:
     assert environment.loader is not None
     source, path, _ = environment.loader.get_source(environment, name)
     return environment.parse(source, name, path), path or name
@@ -296,11 +283,6 @@ def _extended(tree: nodes.Template) -> str | None:
     extends = tree.find(nodes.Extends)
     named = extends.template if extends else None
     return named.value if isinstance(named, nodes.Const) else None
-
-
-def _known(folders: list[Path]) -> list[str]:
-    names = {path.name for folder in folders for path in folder.glob("*.j2")}
-    return sorted(name for name in names if not name.startswith("_"))
 
 
 def _check(spec: JobSpec, script: str) -> None:

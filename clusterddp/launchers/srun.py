@@ -50,10 +50,8 @@ def main() -> None:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse srun's arguments; those that a rehearsal has no use for are named and passed over."""
     parser = argparse.ArgumentParser(prog="srun", allow_abbrev=False)
-    parser.add_argument("-N", "--nodes", type=int)
-    parser.add_argument("-n", "--ntasks", type=int)
-    parser.add_argument("--ntasks-per-node", type=int)
-    parser.add_argument("-c", "--cpus-per-task", type=int)
+    for flags in ("-N --nodes", "-n --ntasks", "--ntasks-per-node", "-c --cpus-per-task"):
+        parser.add_argument(*flags.split(), type=int)
     parser.add_argument("-o", "--output")
     parser.add_argument("--open-mode", choices=["append", "truncate"], default="truncate")
     parser.add_argument("-K", "--kill-on-bad-exit", nargs="?", const="1", default="0")

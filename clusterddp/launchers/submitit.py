@@ -18,30 +18,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp.errors import EXIT_PAUSED, RequestError
+from clusterddp.errors import RequestError
 from clusterddp.launchers import Submission, sbatch
 from clusterddp.processes import replace_environment
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.outcome import read_outcomes
+from clusterddp.run.outcome import read_outcome, read_outcomes
 from clusterddp.run.restart_policy import Policy, Start
 from clusterddp.run.run_dir import RunDir
-from clusterddp.slurm import forms
-from clusterddp.slurm.client import (
-    Ending,
-    check_expedite,
-    ending,
-    explained,
-    submission_environment,
-)
+from clusterddp.slurm import client, forms
 
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Set by the script: the number of this attempt."""
 _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 _LEAST_PATIENCE_SECONDS = 30
-_LOOK_SECONDS = 0.2
 
 # Jobs that 0.1 has queued unpickle their Policy from here, after the Task below.
 sys.modules["clusterddp.requeue"] = restart_policy
@@ -65,8 +57,7 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
         ) from None
 
     command = f"{_python(spec)} -u -m submitit.core._submit {shlex.quote(str(_folder(spec)))}"
-    text: str = _make_sbatch_string(command=command, folder=_folder(spec), **_parameters(spec))
-    return text
+    return str(_make_sbatch_string(command=command, folder=_folder(spec), **_parameters(spec)))
 
 
 def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
@@ -74,7 +65,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
     import submitit
 
     if spec.requeue == EXPEDITE:
-        check_expedite(os.environ)
+        client.check_expedite(os.environ)
     try:
         executor = submitit.SlurmExecutor(
             folder=_folder(spec), python=_python(spec), max_num_timeout=spec.max_requeues
@@ -94,11 +85,11 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
         by_protocol=_by_protocol(spec),
     )
     kept = dict(os.environ)
-    replace_environment(submission_environment(kept))  # submitit starts sbatch with it
+    replace_environment(client.submission_environment(kept))  # submitit starts sbatch with it
     try:
         job = executor.submit(task)
     except submitit.core.utils.FailedJobError as error:
-        words = explained(" ".join(str(error).split()), script, os.environ)
+        words = client.explained(" ".join(str(error).split()), script, os.environ)
         raise RequestError(f"sbatch refused the job: {words}") from None
     finally:
         replace_environment(kept)
@@ -143,12 +134,11 @@ class Task:
         rank = int(os.environ["SLURM_PROCID"])
         argv = [*self.argv[:4], f"--attempt={attempt.number}", *self.argv[4:]]
         with attempt.run.rank_log(rank).open("ab") as log:
-            process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
-            code = process.wait()
+            code = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT).wait()
         if code:
             raise RuntimeError(f"the rank ended with exit code {code}; its log is {log.name}")
-        ended = [outcome for outcome in read_outcomes(attempt.outcomes) if outcome.rank == rank]
-        if ended and ended[0].exit_code == EXIT_PAUSED:
+        outcome = read_outcome(attempt.outcomes, rank)
+        if outcome and outcome.paused:
             raise SystemExit(0)
 
     def checkpoint(self) -> object:
@@ -161,19 +151,18 @@ class Task:
             with suppress(OSError):  # the ranks have had the signal as well
                 attempt.ask_to_stop("signal")
         deadline = time.monotonic() + self.patience_seconds
-        while time.monotonic() < deadline and not self._all_have_left(attempt):
-            time.sleep(_LOOK_SECONDS)  # the ranks' records lie on a file system shared by hosts
         outcomes = read_outcomes(attempt.outcomes)
+        while sum(o.ended is not None for o in outcomes) < self.world_size:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.2)  # the ranks' records lie on a file system shared by hosts
+            outcomes = read_outcomes(attempt.outcomes)
         if outcomes and all(outcome.exit_code == 0 for outcome in outcomes):
             raise SystemExit(0)  # the signal met the end of the work; None would be an error
         return submitit.helpers.DelayedSubmission(self) if self._is_requeued(attempt) else None
 
     def _attempt(self) -> Attempt:
         return Attempt(RunDir(Path(self.run_dir)), int(os.environ[ATTEMPT_VARIABLE]))
-
-    def _all_have_left(self, attempt: Attempt) -> bool:
-        ended = [outcome for outcome in read_outcomes(attempt.outcomes) if outcome.ended]
-        return len(ended) == self.world_size
 
     def _is_requeued(self, attempt: Attempt) -> bool:
         """Decide, as `clusterddp finish` does after a signal; that logs the reason."""
@@ -188,7 +177,7 @@ class Task:
             isinstance(event, events.CancelAsked) and event.job_id == job_id
             for event in events.read(run.events)
         )
-        if cancelled or ending(job_id, restart) is Ending.CANCELLED:
+        if cancelled or client.ending(job_id, restart) is client.Ending.CANCELLED:
             return False
         this = Start(attempt.number, restart_policy.SIGNAL, restart_policy.gained(attempt))
         starts = restart_policy.starts_since_submission(run)

@@ -47,7 +47,7 @@ class Joined:
 
     @property
     def attempt(self) -> Attempt:
-        return _attempt(self.agreed)
+        return Attempt(RunDir(Path(self.agreed.run_dir)), self.agreed.attempt)
 
 
 def join(
@@ -70,8 +70,8 @@ def join(
     except ClusterDDPError as error:
         rendezvous.decline(store, env, error)
         raise
-    agreed = _meet(config, env, store, hello, settle)
-    joined = Joined(hello, agreed, torch.device(hello.device))
+    joined = _meet(config, env, store, hello, settle)
+    agreed = joined.agreed
     interface = ""
     if lookups and agreed.backend == "gloo" and tcp_store.GLOO_INTERFACE not in environ:
         interface = lookups.gloo_interface()
@@ -88,7 +88,7 @@ def _meet(
     store: RunStore,
     hello: Hello,
     settle: Callable[[list[Hello]], Agreement],
-) -> Agreement:
+) -> Joined:
     """Meet the other ranks; rank 0 compares the clocks of their hosts."""
     tellers: dict[int, str] = {}
 
@@ -105,18 +105,15 @@ def _meet(
         rendezvous.tell_time(store, env, time.time())
     agreed = files.load(Agreement, verdict)
     assert agreed, "rank 0 sends a whole agreement"
+    joined = Joined(hello, agreed, torch.device(hello.device))
     if tellers:
         ahead = rendezvous.collect_clocks(store, env, tellers, verdict["sent"])
         apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
         if apart:
             log.warning(f"clocks differ from that of rank 0's host: {', '.join(apart)}")
         with suppress(OSError):  # a full disk costs the record
-            note_clocks(_attempt(agreed).outcomes, {hello.host: 0.0, **ahead})
-    return agreed
-
-
-def _attempt(agreed: Agreement) -> Attempt:
-    return Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt)
+            note_clocks(joined.attempt.outcomes, {hello.host: 0.0, **ahead})
+    return joined
 
 
 def _variables(config: TrainConfig, agreed: Agreement, interface: str) -> dict[str, str]:
@@ -124,23 +121,20 @@ def _variables(config: TrainConfig, agreed: Agreement, interface: str) -> dict[s
 
     interface: the network interface of gloo's exchange, if it had to be found out.
     """
-    variables = {}
-    if config.profile:
-        variables["KINETO_LOG_LEVEL"] = "99"  # the profiler's library logs what it does
-    if interface:
-        variables[tcp_store.GLOO_INTERFACE] = interface
-    if config.deterministic:
+    several = agreed.world_size > 1
+    variables = {
+        "KINETO_LOG_LEVEL": "99" if config.profile else "",  # its library logs what it does
+        tcp_store.GLOO_INTERFACE: interface,
         # cuBLAS repeats itself only with a fixed workspace (torch.use_deterministic_algorithms).
-        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    if agreed.cuda_graph and agreed.world_size > 1:
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8" if config.deterministic else "",
         # Before the group is made: NCCL's own watch over it would query events in mid-capture.
-        variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    return variables
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0" if agreed.cuda_graph and several else "",
+    }
+    return {name: value for name, value in variables.items() if value}
 
 
 def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
-    absent = config.missing_package()
-    if absent:
+    if absent := config.missing_package():
         raise TrainingError(absent)
     choice = devices.choose(
         config.device,

@@ -3,9 +3,11 @@ every rank obtains its two sets.
 """
 
 import dataclasses
+import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,14 +43,13 @@ def settle_attempt(
     config: TrainConfig,
     run_dir: Path | None,
     number: int | None,
-    identity: AttemptRecord,
+    environ: Mapping[str, str],
     hellos: Sequence[Hello],
     fingerprint: Callable[[], str] | None = None,
 ) -> Agreement:
     """Decide on rank 0 what holds for all ranks of this attempt, and publish it.
 
     number: the attempt that the starting side has made; without it one is made here.
-    identity: job_id, restart, host and pid, for attempt.json.
     fingerprint: gives the dataset's where it was read already, or is a user's own; else its
         files are read for it.
 
@@ -58,17 +59,22 @@ def settle_attempt(
     recorded = files.read(Agreement, run.resolved)
     terms = agreement.decide(config, hellos, recorded)
     data_sha256 = _check_data(config, recorded, fingerprint)
-    try:
+    with writing(f"the run directory {run.path}", "Choose a folder that this host can write."):
         run.make(run.attempts)
         _record_request(run, config, terms)
-        attempt = _attempt(run, number, identity, config)
+        attempt = _attempt(run, number, environ.get("SLURM_JOB_ID", ""), config)
         origin = _choose_checkpoint(config, attempt, recorded, terms.world_size, data_sha256)
-        return _publish(config, attempt, terms, origin, data_sha256, identity)
+        return _publish(config, attempt, terms, origin, data_sha256, environ)
+
+
+@contextmanager
+def writing(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise TrainingError, on rank 0, where the body cannot write; `what` names file or folder."""
+    try:
+        yield
     except OSError as error:
-        raise TrainingError(
-            f"rank 0 on {socket.gethostname()} cannot write the run directory {run.path}: "
-            f"{error.strerror}. Choose a folder that this host can write."
-        ) from None
+        words = f"rank 0 on {socket.gethostname()} cannot write {what}: {error.strerror}. {remedy}"
+        raise TrainingError(words.rstrip()) from None
 
 
 def _check_data(
@@ -101,11 +107,9 @@ def _record_request(run: RunDir, config: TrainConfig, terms: Agreement) -> None:
     write_atomically(run.spec, spec.to_json().encode())
 
 
-def _attempt(
-    run: RunDir, number: int | None, identity: AttemptRecord, config: TrainConfig
-) -> Attempt:
+def _attempt(run: RunDir, number: int | None, job_id: str, config: TrainConfig) -> Attempt:
     if number is None:
-        attempts.await_silence(run, identity.job_id, config.rendezvous_timeout)
+        attempts.await_silence(run, job_id, config.rendezvous_timeout)
         return attempts.begin(run)
     attempt = Attempt(run, number)
     if not attempt.path.is_dir():
@@ -165,8 +169,7 @@ def _choose_checkpoint(
             best=Best(**content["best"]) if content["best"] else None,
             precision=content.get("precision", "fp32") if config.precision == "auto" else "",
         )
-    problem = config.uneven_batch(origin.reference_world_size, world_size)
-    if problem:
+    if problem := config.uneven_batch(origin.reference_world_size, world_size):
         raise TrainingError(problem)
     return origin
 
@@ -177,7 +180,7 @@ def _publish(
     terms: Agreement,
     origin: _Origin,
     data_sha256: str,
-    identity: AttemptRecord,
+    environ: Mapping[str, str],
 ) -> Agreement:
     """Lay the attempt's folders out, and record what was agreed on."""
     run, source = attempt.run, origin.source
@@ -197,17 +200,18 @@ def _publish(
     metrics.copy_history(run.metrics, attempt.metrics, origin.step if origin.is_own else 0)
     attempt.end.unlink(missing_ok=True)
     # What an attempt has gained counts from its first start.
-    began = attempt.read_record() or AttemptRecord(
+    record = attempt.read_record() or AttemptRecord(
         step=origin.step,
         saved=origin.source.stat().st_mtime if origin.source else None,
         resumed_from=_shown(run, origin.source),
     )
     record = dataclasses.replace(
-        identity,
-        step=began.step,
-        saved=began.saved,
-        resumed_from=began.resumed_from,
-        starts_in_job=began.starts_in_job + 1,
+        record,
+        job_id=environ.get("SLURM_JOB_ID", ""),
+        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        starts_in_job=record.starts_in_job + 1,
         world_size=agreed.world_size,
         hosts=agreed.hosts,
     )

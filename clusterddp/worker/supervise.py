@@ -81,14 +81,10 @@ def supervise(
         os.close(go_reader)
         relay.hand_over(pid)
         relay.listen()
-        os.write(go_writer, b".")
-        os.close(go_writer)
+        os.close(go_writer)  # the child goes on
         record.started(pid)
         status = _await_end(pid, env)
-        error = _read_report(report_reader)
-        if error is None and explain:
-            error = explain(status)
-        record.ended(status, error)
+        record.ended(status, _read_report(report_reader) or (explain(status) if explain else None))
     code = os.waitstatus_to_exitcode(status)
     if code == EXIT_PAUSED and not forwards:
         return 0
@@ -110,10 +106,9 @@ def redirect_output(run_dir: Path, env: DistEnv) -> None:
             f"{run.rank_log(env.rank)}: {error.strerror}. Choose an output root that every host "
             "can write."
         ) from None
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(descriptor, sys.stdout.fileno())
-    os.dup2(descriptor, sys.stderr.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
 
 

@@ -22,7 +22,6 @@ from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PAUSED,
-    ClusterDDPError,
     PeerError,
     TrainingError,
 )
@@ -34,7 +33,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
 from clusterddp.run.files import write_record
 from clusterddp.run.outcome import is_peer_loss, note_hung
-from clusterddp.run.records import AttemptRecord, LastWord
+from clusterddp.run.records import LastWord
 from clusterddp.slurm import client as slurm
 from clusterddp.training import stop
 from clusterddp.training.stop import Deadline, StopRequest
@@ -127,7 +126,7 @@ def _run(task: _Task) -> int:
             config,
             task.run_dir,
             task.attempt,
-            _identity(os.environ),
+            os.environ,
             fingerprint=reading.fingerprint if reading else None,
         )
         joined = join.join(config, env, store, os.environ, settle, lookups)
@@ -138,15 +137,6 @@ def _run(task: _Task) -> int:
     dist.destroy_process_group()
     rendezvous.leave(store, env)
     return {"": EXIT_DONE, "interrupt": EXIT_INTERRUPTED}.get(reason, EXIT_PAUSED)
-
-
-def _identity(environ: Mapping[str, str]) -> AttemptRecord:
-    return AttemptRecord(
-        job_id=environ.get("SLURM_JOB_ID", ""),
-        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-    )
 
 
 def _require_torch() -> None:
@@ -200,18 +190,15 @@ def _breaking_off(env: DistEnv, suspect: Callable[[], str]) -> Iterator[None]:
 
     try:
         yield
-    except ClusterDDPError:
-        rendezvous.break_off(env)
-        raise
     except BaseException as error:
         hint = f" ({suspected})" if (suspected := suspect()) else ""
         rendezvous.break_off(env)
-        if is_peer_loss(error):
-            raise PeerError(
-                f"rank {env.rank} on {socket.gethostname()} lost another rank{hint}: "
-                f"{str(error).splitlines()[0]}. The log of the rank that failed first says why."
-            ) from error
-        raise
+        if not is_peer_loss(error):
+            raise
+        raise PeerError(
+            f"rank {env.rank} on {socket.gethostname()} lost another rank{hint}: "
+            f"{str(error).splitlines()[0]}. The log of the rank that failed first says why."
+        ) from error
 
 
 def _suspect(watchdog: "Watchdog | None") -> str:
@@ -277,7 +264,7 @@ def _train(
             raise
         if saver:  # on rank 0
             last_saved = f"Its last checkpoint is that of step {saver.last_step}."
-            with _writing(f"how the training ended to {attempt.run.path}", last_saved):
+            with start.writing(f"how the training ended to {attempt.run.path}", last_saved):
                 if not reason:
                     log.info(report.write(training, env, task.began, os.environ))
                 _note_end(attempt, reason, training.position.step, saver)
@@ -301,6 +288,7 @@ def _find_batch_size(task: _Task, joined: "Joined", sets: "Sets", progress: "Pro
     from clusterddp.models import nets
     from clusterddp.training import batch_size
     from clusterddp.training.learner import check_fit
+    from clusterddp.worker import start
 
     config, run = task.config, joined.attempt.run
     if config.own_functions:
@@ -315,20 +303,10 @@ def _find_batch_size(task: _Task, joined: "Joined", sets: "Sets", progress: "Pro
         request=stop.requested,
     )
     if task.env.rank == 0:
-        with _writing(f"the batch sizes to {run.path}"):
+        with start.writing(f"the batch sizes to {run.path}"):
             write_record(run.batch_sizes, rows, indent=2)
             _note_end(joined.attempt, reason, 0)
     return reason
-
-
-@contextmanager
-def _writing(what: str, remedy: str = "") -> Iterator[None]:
-    """Raise TrainingError where rank 0 cannot write to the run directory."""
-    try:
-        yield
-    except OSError as error:
-        words = f"rank 0 on {socket.gethostname()} cannot write {what}: {error.strerror}. {remedy}"
-        raise TrainingError(words.rstrip()) from None
 
 
 def _note_hung(attempt: Attempt, verdict: "Verdict | None") -> None:
@@ -348,13 +326,8 @@ def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = 
     """
     if reason:
         log.info(f"stopped at step {step} ({reason}); start the run again to resume from there")
-    end = LastWord(
-        "stopped" if reason else "done",
-        reason,
-        step,
-        saved=saver.last_step if saver else None,
-        trouble=saver.trouble if saver else "",
-    )
+    saved, trouble = (saver.last_step, saver.trouble) if saver else (None, "")
+    end = LastWord("stopped" if reason else "done", reason, step, saved, trouble)
     try:
         attempt.write_last_word(attempt.end, end)
     except OSError as error:
@@ -387,10 +360,9 @@ class Presence:
         self._thread.join(ALIVE_SECONDS)  # a file system that hangs must not keep the process
 
     def _stay(self) -> None:
-        while True:
+        self._look()
+        while not self._over.wait(ALIVE_SECONDS):
             self._look()
-            if self._over.wait(ALIVE_SECONDS):
-                return
 
     def _look(self) -> None:
         try:
@@ -404,15 +376,13 @@ class Presence:
             self._say(f"cannot show its life in {self._attempt.path}: {error.strerror}")
         try:
             reason = self._attempt.asked_to_stop()
-            superseded = self._attempt.is_superseded
+            if reason is not None:
+                self._request.note("stop" if reason == "stop" else "signal")
+            if self._attempt.is_superseded:  # whatever it still did would be work done twice
+                later = self._attempt.number + 1
+                self._end(f"superseded: attempt {later} of the run has begun, and trains on")
         except OSError as error:
             self._say(f"cannot be looked at in {self._attempt.path}: {error.strerror}")
-            return
-        if reason is not None:
-            self._request.note("stop" if reason == "stop" else "signal")
-        if superseded:  # whatever it still did would be work done twice
-            later = self._attempt.number + 1
-            self._end(f"superseded: attempt {later} of the run has begun, and trains on")
 
     def _say(self, line: str) -> None:
         if not self._said:
@@ -423,8 +393,8 @@ class Presence:
     def _end(self, why: str) -> None:
         """End this process at once; the other ranks find their exchange broken."""
         with suppress(OSError):
-            print(f"clusterddp: attempt {self._attempt.number} ends: {why}", file=sys.stderr)
-            sys.stderr.flush()
+            line = f"clusterddp: attempt {self._attempt.number} ends: {why}"
+            print(line, file=sys.stderr, flush=True)
             sys.stdout.flush()
         os._exit(EXIT_FAILED)
 

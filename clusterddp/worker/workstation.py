@@ -194,9 +194,8 @@ def call_on_ranks(
     with the traceback of the rank that failed first, and RequestError where the function cannot go
     to other processes this way.
     """
-    called: tuple[Callable[..., T], tuple[object, ...]] | bytes = (function, tuple(arguments))
-    if start_method != "fork":
-        called = _pickled(function, arguments)
+    forked = start_method == "fork"
+    called = (function, tuple(arguments)) if forked else _pickled(function, arguments)
     start_methods.get_ready(start_method)
     ranks = dist_env.local_ranks(procs, free_port())
     with tempfile.TemporaryDirectory(prefix="clusterddp-launch-") as name, TaskGroup() as group:

@@ -20,7 +20,6 @@ from clusterddp.distributed.rendezvous import Identity, RunStore
 from clusterddp.errors import ClusterDDPError, DataError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.learner import check_fit
 from clusterddp.worker import start
@@ -226,12 +225,11 @@ def test_the_fingerprint_is_of_the_content_or_of_a_datasets_length(
 
 def test_a_run_is_not_gone_on_with_on_another_set(own: Any, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    identity = AttemptRecord(job_id="7", host="h01", pid=1)
 
     def decide(sets: OwnSets) -> str:
         settings = config(data_dir=str(tmp_path))
         return start.settle_attempt(
-            settings, run.path, None, identity, [hello(0, 1)], sets.fingerprint
+            settings, run.path, None, {"SLURM_JOB_ID": "7"}, [hello(0, 1)], sets.fingerprint
         ).data_sha256
 
     first = sets_of(own, "floats, labels")

@@ -46,13 +46,6 @@ def test_the_script_is_sound_shell(template: str, fields: dict[str, Any]) -> Non
         assert checked.stdout == ""
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_the_same_request_gives_the_same_bytes(template: str) -> None:
-    assert sbatch.render(spec(template=template, **FULL)) == sbatch.render(
-        spec(template=template, **FULL)
-    )
-
-
 @pytest.mark.parametrize("value", CARRIED)
 def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
     line = next(

@@ -19,7 +19,7 @@ from clusterddp.distributed.agreement import Hello
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.records import Agreement, AttemptRecord
+from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import Training, train
 from clusterddp.training.stop import StopRequest
@@ -62,8 +62,7 @@ def agree(
 ) -> Agreement:
     """As rank 0 decides. All starts are of one job, so that none waits for another."""
     hellos = [hello(rank, world_size) for rank in range(world_size)]
-    identity = AttemptRecord(job_id="7", host="h01", pid=1)
-    return start.settle_attempt(settings, run, number, identity, hellos)
+    return start.settle_attempt(settings, run, number, {"SLURM_JOB_ID": "7"}, hellos)
 
 
 def build(rank: int, settings: TrainConfig, agreed: Agreement, **more: Any) -> Training:

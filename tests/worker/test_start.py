@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded, begin
 from clusterddp.run.files import read_json, read_json_lines
-from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import train
 from clusterddp.worker import start
@@ -27,10 +25,8 @@ from tests.training import trainings
 from tests.training.trainings import agree, config, hello, train_alone
 
 
-def decide(settings: TrainConfig, run: Path, job_id: str, **identity: Any) -> start.Agreement:
-    who = {"job_id": job_id, "host": os.uname().nodename, "pid": os.getpid()}
-    identity = AttemptRecord(**{**who, **identity})
-    return start.settle_attempt(settings, run, None, identity, [hello(0, 1)])
+def decide(settings: TrainConfig, run: Path, job_id: str) -> start.Agreement:
+    return start.settle_attempt(settings, run, None, {"SLURM_JOB_ID": job_id}, [hello(0, 1)])
 
 
 def test_a_first_start_lays_out_its_attempt_and_records_it(
@@ -239,11 +235,12 @@ def test_a_start_that_is_over_is_not_waited_for(
     how: str, synthetic_dir: Path, tmp_path: Path
 ) -> None:
     settings = config(synthetic_dir, rendezvous_timeout=1)
-    gone = {"pid": 2**22 + 1} if how == "process gone" else {}
-    decide(settings, tmp_path, "17", **gone)
+    decide(settings, tmp_path, "17")
     run = RunDir(tmp_path)
     first = Attempt(run, 1)
     first.show_life(3)
+    if how == "process gone":
+        first.record.write_text(json.dumps({**(read_json(first.record) or {}), "pid": 2**22 + 1}))
     if how == "no sign":
         first.alive.unlink()
     if how == "left":

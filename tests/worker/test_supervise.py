@@ -12,6 +12,7 @@ import pytest
 
 from clusterddp.run.attempt import begin
 from clusterddp.run.run_dir import RunDir
+from tests.waiting import wait_for
 
 # A task's process: what it runs stands between the environment and the call.
 PROGRAM = """
@@ -154,7 +155,7 @@ def test_a_running_task_has_a_record_without_an_end(task: Any) -> None:
     started.process.stdin.flush()
     assert started.read_line() == "ready"
     # Written once the child is let go, so it may come a moment after the child's first line.
-    with_deadline((started.run.outcomes / "rank-0.json").exists)
+    wait_for((started.run.outcomes / "rank-0.json").exists, "its record")
     assert "ended" not in started.outcome()
     started.process.stdin.write("\n")
     assert started.end() == 0
@@ -220,7 +221,9 @@ def test_only_a_task_started_by_hand_gets_the_signals_of_its_parent(
     child = int(started.read_line())
     os.kill(started.process.pid, signal.SIGUSR1)
     if received:
-        with_deadline(lambda: not pending(child, signal.SIGUSR1) and passed_on(started, child))
+        wait_for(
+            lambda: not pending(child, signal.SIGUSR1) and passed_on(started, child), "the signal"
+        )
     started.process.stdin.write("\n")
     started.process.stdin.flush()
     assert started.read_line() == str(received)
@@ -298,7 +301,7 @@ def test_a_signal_during_the_imports_is_noted(task: Any) -> None:
     child = int(started.read_line())
     for _ in range(2):
         os.kill(child, signal.SIGTERM)
-        with_deadline(lambda: not pending(child, signal.SIGTERM))
+        wait_for(lambda: not pending(child, signal.SIGTERM), "the signal")
     started.process.stdin.write("\n")
     started.process.stdin.flush()
     assert started.read_line() == "SIGTERM"
@@ -364,9 +367,9 @@ def test_a_full_disk_under_the_log_does_not_keep_the_parent_from_its_record(
         "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
         "def child():\n    os.kill(os.getpid(), signal.SIGSTOP)\n    return 5"
     )
-    with_deadline((started.run.outcomes / "rank-0.json").exists)
+    wait_for((started.run.outcomes / "rank-0.json").exists, "its record")
     child = started.outcome()["pid"]
-    with_deadline(lambda: " (stopped)" in Path(f"/proc/{child}/status").read_text())
+    wait_for(lambda: " (stopped)" in Path(f"/proc/{child}/status").read_text(), "the stop")
     os.kill(child, signal.SIGCONT)
     assert started.end() == 5
     assert started.outcome()["exit_code"] == 5
@@ -379,13 +382,3 @@ def test_a_run_directory_that_cannot_be_written_costs_the_record_only(
     started = task("child = lambda: 5")
     assert started.end() == 5
     assert "cannot record its outcome" in started.stderr
-
-
-def with_deadline(condition: Any) -> None:
-    """Wait for something in another process that gives no event; fail when it does not come."""
-    waiting = select.poll()
-    for _ in range(PATIENCE * 100):
-        if condition():
-            return
-        waiting.poll(10)
-    raise AssertionError("it did not come about")

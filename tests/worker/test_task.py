@@ -413,7 +413,9 @@ def test_a_request_in_the_attempts_folder_is_noted(
     request = StopRequest()
     with Presence(attempt, request):
         assert request.reason == ""
-        attempt.stop.write_text(content)
+        fresh = attempt.path / "fresh"
+        fresh.write_text(content)
+        fresh.replace(attempt.stop)  # in one step: a file that is still empty is a request, too
         wait_for(lambda: request.reason, "the request")
     assert request.reason == reason
 
