@@ -327,9 +327,10 @@ def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = 
     if reason:
         log.info(f"stopped at step {step} ({reason}); start the run again to resume from there")
     saved, trouble = (saver.last_step, saver.trouble) if saver else (None, "")
-    end = LastWord("stopped" if reason else "done", reason, step, saved, trouble)
+    end = vars(LastWord("stopped" if reason else "done", reason, step, saved, trouble))
+    content = {name: value for name, value in end.items() if value or name != "trouble"}
     try:
-        attempt.write_last_word(attempt.end, end)
+        attempt.write_last_word(attempt.end, content)
     except OSError as error:
         if not reason:
             raise
