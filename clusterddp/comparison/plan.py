@@ -15,17 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp import launchers, log
-from clusterddp.comparison.results import (
-    DONE,
-    INTERRUPTED,
-    Row,
-    Trial,
-    figures,
-    label,
-    last_words,
-    results,
-    trial,
-)
+from clusterddp.comparison import results
+from clusterddp.comparison.results import Row, Trial
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.processes import processors
 from clusterddp.processes.group import TaskGroup
@@ -36,7 +27,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.follow import wait_for_end
 from clusterddp.run.formatting import count
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.state import CREATED, FAILED
+from clusterddp.run.state import CREATED, DONE, FAILED
 from clusterddp.run.status import run_status
 from clusterddp.submission import submit
 
@@ -94,7 +85,7 @@ def plan(
         for strategy, devices in asked
     ]
     if all(row.missing for row in rows):
-        needs = "; ".join(f"{label(row)} {row.missing}" for row in rows)
+        needs = "; ".join(f"{results.label(row)} {row.missing}" for row in rows)
         raise RequestError(
             f"there is nothing to compare: {needs}, and {count(place.gpus, 'GPU')} can be had. "
             "Ask for more (--gpus-per-node), or compare ranks on the CPU with --device cpu."
@@ -199,10 +190,10 @@ def _here(row: Row, name: str, path: str) -> JobSpec:
 
 def _job(row: Row, name: str, path: str, base: JobSpec) -> JobSpec:
     asked = base.resources
-    tasks, gpus = row.ranks // row.nodes, 0
-    if asked.gpus_per_node:
-        per_task = asked.gpus_per_node // asked.tasks_per_node if row.strategy == "ddp" else 1
-        gpus = row.devices // row.nodes * per_task
+    per_device = min(asked.gpus_per_node, 1)
+    if row.strategy == "ddp":
+        per_device = asked.gpus_per_node // asked.tasks_per_node
+    tasks, gpus = row.ranks // row.nodes, row.devices // row.nodes * per_device
     resources = dataclasses.replace(
         asked, nodes=row.nodes, tasks_per_node=tasks, gpus_per_node=gpus
     )
@@ -235,9 +226,9 @@ def dry_run(
     """Yield the commands or scripts that would be started, each below a line that names it."""
     for row in rows:
         if row.missing:
-            yield f"# {label(row)}: not run: {row.missing}"
+            yield f"# {results.label(row)}: not run: {row.missing}"
     for number, (row, spec) in enumerate(planned, 1):
-        yield f"# [{number}/{len(planned)}] {label(row)}: {spec.run_name}"
+        yield f"# [{number}/{len(planned)}] {results.label(row)}: {spec.run_name}"
         if base is None:
             hidden = [f"{name}={value}" for name, value in _some_gpus(row).items()]
             yield shlex.join([*hidden, *_argv(row, spec)])
@@ -262,12 +253,12 @@ def train_here(planned: Planned) -> tuple[list[Trial], int]:
         relay.listen()
         for number, (row, spec) in enumerate(planned, 1):
             if relay.number:
-                trials.append(Trial(row, why=INTERRUPTED))
+                trials.append(Trial(row, why=results.INTERRUPTED))
                 continue
-            which = f"[{number}/{len(planned)}] {label(row)}"
+            which = f"[{number}/{len(planned)}] {results.label(row)}"
             log.info(f"{which} …")
             trials.append(_train(row, spec, under_way))
-            log.info(f"{which}: {figures(results(trials[-1:])[0])}")
+            log.info(f"{which}: {results.figures(trials[-1])}")
     return trials, relay.number
 
 
@@ -280,11 +271,11 @@ def _train(row: Row, spec: JobSpec, under_way: "_UnderWay") -> Trial:
                 group.start(_argv(row, spec), _environment(row), log)
                 under_way.group = group
             [code] = group.wait()
-        result = trial(row, run, run_status(run, {}))
+        result = results.trial(row, run, run_status(run, {}))
     if code and under_way.requests:
-        return Trial(row, run.name, INTERRUPTED)
+        return Trial(row, run.name, results.INTERRUPTED)
     if code and result.state in (CREATED, DONE):  # before its start, or after its recorded end
-        return Trial(row, run.name, FAILED, last_words(run) or f"exit code {code}")
+        return Trial(row, run.name, FAILED, results.last_words(run) or f"exit code {code}")
     return result
 
 
@@ -349,14 +340,14 @@ def train_as_jobs(
     try:
         refused = _submit(planned, template_folder, snapshot_limit_mb)
         for number, (row, spec) in enumerate(planned, 1):
-            which = f"[{number}/{len(planned)}] {label(row)}"
+            which = f"[{number}/{len(planned)}] {results.label(row)}"
             if spec.run_name in refused:
                 trials.append(refused[spec.run_name])
             else:
                 log.info(f"{which} …")
                 run = RunDir(Path(spec.run_dir))
-                trials.append(trial(row, run, wait_for_end(run)))
-            log.info(f"{which}: {figures(results(trials[-1:])[0])}")
+                trials.append(results.trial(row, run, wait_for_end(run)))
+            log.info(f"{which}: {results.figures(trials[-1])}")
     except KeyboardInterrupt:
         left = [RunDir(Path(spec.run_dir)) for _, spec in planned[len(trials) :]]
         raise Interrupted([run for run in left if run.path.is_dir()]) from None

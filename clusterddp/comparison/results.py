@@ -17,10 +17,9 @@ from clusterddp.run import files, formatting
 from clusterddp.run.formatting import count
 from clusterddp.run.records import Report
 from clusterddp.run.run_dir import RunDir, find_runs
-from clusterddp.run.state import FAILED
+from clusterddp.run.state import DONE, FAILED
 from clusterddp.run.status import RunStatus, find_run, latest_report, statuses
 
-DONE = "done"
 NOT_RUN = "not run"
 INTERRUPTED = "interrupted"
 _LAST_BYTES = 4096
@@ -311,8 +310,9 @@ def notes(trials: Sequence[Trial], lines: Sequence[Result], hardware: str) -> li
     return [formatting.line(note) for note in lines_of_text]
 
 
-def figures(line: Result) -> str:
-    """Format speed and accuracy of a row or a run in one line."""
+def figures(trial: Trial) -> str:
+    """Format speed and accuracy of a run in one line."""
+    [line] = results([trial])
     if line.images_per_second is None:
         return _state(line)
     accuracy = f", accuracy {line.accuracy:.2%}" if line.accuracy is not None else ""

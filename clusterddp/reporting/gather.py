@@ -14,19 +14,10 @@ from statistics import median
 
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run import files
+from clusterddp.run import files, records
 from clusterddp.run.attempt import Attempt, attempts, summaries
 from clusterddp.run.files import read_lines
 from clusterddp.run.outcome import first_failure, read_outcomes
-from clusterddp.run.records import (
-    Agreement,
-    AttemptSummary,
-    EvaluationRecord,
-    MetricsLine,
-    RankReport,
-    Report,
-    WorstImage,
-)
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import RunStatus, first_known, latest_report
 
@@ -81,7 +72,7 @@ class Evaluation:
 
     matrix: list[list[int]]
     """Counts: a row a label, a column a prediction; empty where the record has none."""
-    worst: list[tuple[WorstImage, bytes]]
+    worst: list[tuple[records.WorstImage, bytes]]
     """Images of the highest loss with their grey values, row by row."""
 
     def confusions(self) -> list[Confusion]:
@@ -96,7 +87,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Start(AttemptSummary):
+class Start(records.AttemptSummary):
     """One attempt of a run; values are None where its ranks never met."""
 
     why: str = ""
@@ -160,7 +151,7 @@ class RunReport:
     versions: dict[str, str] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
     """Largest of any rank: allocated by torch on a GPU, resident on a CPU."""
-    ranks: list[RankReport] = field(default_factory=list)
+    ranks: list[records.RankReport] = field(default_factory=list)
     stragglers: list[Straggler] = field(default_factory=list)
     """Slow ranks, the slowest first."""
     starts: int = 0
@@ -183,7 +174,7 @@ class Gathered:
 
     run: RunDir
     report: RunReport
-    points: list[MetricsLine]
+    points: list[records.MetricsLine]
     evaluation: Evaluation
     spec: JobSpec | None
     """None where the record is damaged."""
@@ -197,13 +188,13 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         known = attempts(run)
     final = latest_report(run, known[-1].number if known else None)
     points = read_points(run.metrics)
-    report = final or Report()
-    resolved = files.read(Agreement, run.resolved) or Agreement(precision="")
-    settled = report if report != Report() else resolved
+    report = final or records.Report()
+    resolved = files.read(records.Agreement, run.resolved) or records.Agreement(precision="")
+    settled = report if report != records.Report() else resolved
     train = spec.train if spec else None
-    last = points[-1] if points else MetricsLine()
-    trained = next((point for point in reversed(points) if not point.tested), MetricsLine())
-    tested = next((point for point in reversed(points) if point.tested), MetricsLine())
+    last = points[-1] if points else records.MetricsLine()
+    trained = next((point for point in reversed(points) if not point.tested), records.MetricsLine())
+    tested = next((point for point in reversed(points) if point.tested), records.MetricsLine())
     step = first_known(report.steps, last.step if points else None)
     evaluation = _evaluation(run, step)
     ranks = _ranks(report, points, known)
@@ -260,31 +251,33 @@ def differences(configs: Sequence[TrainConfig]) -> list[tuple[str, list[object]]
 
 def _evaluation(run: RunDir, step: int | None) -> Evaluation:
     """Read evaluation.json, unless the run has been resumed since."""
-    record = files.read(EvaluationRecord, run.evaluation) or EvaluationRecord()
-    return read_evaluation(record if record.step in (None, step) else EvaluationRecord())
+    record = files.read(records.EvaluationRecord, run.evaluation) or records.EvaluationRecord()
+    return read_evaluation(record if record.step in (None, step) else records.EvaluationRecord())
 
 
-def _ranks(report: Report, points: list[MetricsLine], known: Sequence[Attempt]) -> list[RankReport]:
+def _ranks(
+    report: records.Report, points: list[records.MetricsLine], known: Sequence[Attempt]
+) -> list[records.RankReport]:
     """Return each rank's speed from the report, or as far as metrics and outcomes have it."""
     if report.ranks:
         return sorted(report.ranks, key=lambda rank: rank.rank)
     rates = rank_rates(points)
     outcomes = read_outcomes(known[-1].outcomes) if rates and known else []
     hosts = {outcome.rank: str(outcome.host) for outcome in outcomes}
-    return [RankReport(rank, rate, hosts.get(rank, "")) for rank, rate in enumerate(rates)]
+    return [records.RankReport(rank, rate, hosts.get(rank, "")) for rank, rate in enumerate(rates)]
 
 
-def read_points(path: Path) -> list[MetricsLine]:
+def read_points(path: Path) -> list[records.MetricsLine]:
     """Read the lines of metrics in the order of their steps; none where the file cannot be read."""
     try:
-        lines = list(read_lines(MetricsLine, path))
+        lines = list(read_lines(records.MetricsLine, path))
     except OSError:
         return []
     known = [line for line in lines if line.step >= 0 and line.kind in ("train", "eval")]
     return sorted(known, key=lambda line: line.step)
 
 
-def rank_rates(points: list[MetricsLine]) -> list[float | None]:
+def rank_rates(points: list[records.MetricsLine]) -> list[float | None]:
     """Return each rank's median images/s over the training, as far as it was measured."""
     rates = [point.rank_images_per_second for point in points if not point.tested]
     rows = [row for row in rates if row]
@@ -295,7 +288,7 @@ def rank_rates(points: list[MetricsLine]) -> list[float | None]:
     return [median(column) if column else None for column in columns]
 
 
-def stragglers(ranks: Sequence[RankReport]) -> list[Straggler]:
+def stragglers(ranks: Sequence[records.RankReport]) -> list[Straggler]:
     """List the ranks whose images/s are below SLOW of the others' median, the slowest first."""
     known = sorted(
         (rank.images_per_second, rank.rank, rank.host)
@@ -312,7 +305,7 @@ def stragglers(ranks: Sequence[RankReport]) -> list[Straggler]:
     return slow
 
 
-def read_evaluation(record: EvaluationRecord) -> Evaluation:
+def read_evaluation(record: records.EvaluationRecord) -> Evaluation:
     """Take from the record what can be shown."""
     matrix = [[count for count in row if count is not None] for row in record.confusion]
     is_square = all(len(row) == len(matrix) for row in matrix)
@@ -320,7 +313,7 @@ def read_evaluation(record: EvaluationRecord) -> Evaluation:
     return Evaluation(matrix if is_square else [], pictures)
 
 
-def _grey_values(record: WorstImage) -> bytes | None:
+def _grey_values(record: records.WorstImage) -> bytes | None:
     """Decode an image; None where its record is damaged."""
     try:
         pixels = base64.b64decode(record.pixels, validate=True)
@@ -331,7 +324,7 @@ def _grey_values(record: WorstImage) -> bytes | None:
     return pixels if sound and len(pixels) == height * width else None
 
 
-def _starts(summed_up: Sequence[AttemptSummary], known: Sequence[Attempt]) -> list[Start]:
+def _starts(summed_up: Sequence[records.AttemptSummary], known: Sequence[Attempt]) -> list[Start]:
     """List the starts of a run, the latest last; `known`: what has a directory of its own."""
     starts = {each.attempt: Start(**vars(each)) for each in summed_up}
     for attempt in known:

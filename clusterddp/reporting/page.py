@@ -17,6 +17,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import formatting
 from clusterddp.version import __version__
 
+_FORMATS = ("percent", "loss", "duration", "rate", "memory")
 _LARGEST_MATRIX = 30
 _MOST_RANKS = 16
 _MOST_STARTS = 50
@@ -33,14 +34,8 @@ def page(gathered: Sequence[Gathered]) -> str:
         lstrip_blocks=True,
         finalize=_clean,
     )
-    environment.filters.update(
-        percent=formatting.percent,
-        loss=formatting.loss,
-        seconds=formatting.duration,
-        rate=formatting.rate,
-        memory=formatting.memory,
-        when=_when,
-    )
+    formats = {name: getattr(formatting, name) for name in _FORMATS}
+    environment.filters.update(formats, when=_when)
     reports = [each.report for each in gathered]
     trained = [each.spec.train for each in gathered if each.spec and each.spec.train]
     return environment.get_template("page.html.j2").render(

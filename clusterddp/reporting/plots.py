@@ -318,14 +318,11 @@ def _slowest(gathered: Gathered, size: int) -> list[int]:
 
 def _same(report: RunReport) -> object:
     """Key of the runs that can be compared; the strategy may differ, as one rank needs none."""
-    settings = {
-        name: value
-        for name, value in report.settings.items()
-        if not _WITHOUT_EFFECT.fullmatch(name)
-    }
+    names = [name for name in sorted(report.settings) if not _WITHOUT_EFFECT.fullmatch(name)]
+    settings = [(name, report.settings[name]) for name in names]
     threads = report.threads if report.device == "cpu" else None
     machine = (report.device, report.precision, threads)
-    return report.model, report.dataset, machine, repr(sorted(settings.items()))
+    return report.model, report.dataset, machine, repr(settings)
 
 
 def _compared(group: Sequence[RunReport]) -> Scaling:

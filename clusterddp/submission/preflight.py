@@ -63,10 +63,8 @@ def _check_folder(config: TrainConfig) -> None:
 
     The default one is excepted, which nobody has typed.
     """
-    default = TrainConfig.__dataclass_fields__["data_dir"].default
-    if config.dataset != "mnist" or config.data_dir == default:
-        return
-    if not Path(config.data_dir).expanduser().exists():
+    is_named = config.dataset == "mnist" and config.data_dir != TrainConfig().data_dir
+    if is_named and not Path(config.data_dir).expanduser().exists():
         place = shlex.quote(config.data_dir)
         raise RequestError(
             f"--data-dir: {place} does not exist. Name the folder that holds MNIST/raw, or have it "

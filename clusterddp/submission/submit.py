@@ -101,17 +101,16 @@ def _log_outlook(script: str) -> None:
     from clusterddp.slurm.client import outlook, requeue_exits
 
     try:
-        found, words = outlook(script, os.environ)
-    except SlurmError as error:
-        found, words = False, f"Slurm could not be asked: {error}."
-    else:
+        can_start, words = outlook(script, os.environ)
         words = f"Slurm says: {words}"
-        if not found and "configuration is not available" in words:
+        if not can_start and "configuration is not available" in words:
             words += (
                 ". Queued all the same, it waits for a node or a partition that is down, or for "
                 "ever: see sinfo."
             )
-    (info if found else warning)(words)
+    except SlurmError as error:
+        can_start, words = False, f"Slurm could not be asked: {error}."
+    (info if can_start else warning)(words)
     for setting in requeue_exits():
         warning(
             f"slurm.conf has {setting}: Slurm requeues a job that ends with such a code, also "

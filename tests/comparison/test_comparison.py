@@ -10,7 +10,6 @@ import pytest
 
 from clusterddp.comparison.plan import Place, plan
 from clusterddp.comparison.results import (
-    DONE,
     Result,
     Row,
     Trial,
@@ -27,6 +26,7 @@ from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.files import load
 from clusterddp.run.records import Report
+from clusterddp.run.state import DONE
 
 ALL = ("single", "dp", "ddp")
 CPUS = Place(gpus=0, on_gpus=False)

@@ -23,6 +23,7 @@ from clusterddp.request.options import Choice
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.run import formatting
+from clusterddp.run.state import DONE
 from clusterddp.run.status import DEFAULT_ROOT
 from clusterddp.slurm import forms
 from clusterddp.submission.preflight import find_own_functions, make_sure
@@ -173,7 +174,7 @@ def command(
     except plan.Interrupted as interrupted:
         _print_interrupted(name, root, interrupted)
         return EXIT_INTERRUPTED
-    failed = any(trial.state != results.DONE for trial in trials)
+    failed = any(trial.state != DONE for trial in trials)
     trials += [Trial(row, why=row.missing) for row in rows if row.missing]
     if plot is None:
         plot = _usual_picture(name, root)
