@@ -9,6 +9,7 @@ import stat
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
@@ -197,9 +198,8 @@ def _items(value: object, convert: Callable[[object], object], may_be_none: bool
     if not isinstance(value, list | tuple):  # a tuple: of what this process has not read but made
         return _WRONG
     items = (convert(item) for item in value)
-    if may_be_none:
-        return tuple(None if item is _WRONG else item for item in items)
-    return tuple(item for item in items if item is not _WRONG)
+    kept = (item for item in items if may_be_none or item is not _WRONG)
+    return tuple(None if item is _WRONG else item for item in kept)
 
 
 def _entries(value: object, convert: Callable[[object], object]) -> object:
@@ -229,19 +229,15 @@ def _whole(value: object) -> object:
     return int(value)
 
 
-def _text(value: object) -> object:
-    return value if isinstance(value, str) else _WRONG
-
-
-def _truth(value: object) -> object:
-    return value if isinstance(value, bool) else _WRONG
+def _of(kind: type, value: object) -> object:
+    return value if isinstance(value, kind) else _WRONG
 
 
 _PLAIN: dict[object, Callable[[object], object]] = {
     float: _finite,
     Loss: _loss,
     int: _whole,
-    str: _text,
-    bool: _truth,
+    str: partial(_of, str),
+    bool: partial(_of, bool),
     object: lambda value: value,
 }

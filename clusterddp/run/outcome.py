@@ -98,8 +98,8 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     if killed and raised:
         order = [report.rank for report in reports]
         first = _earliest(raised, reports).rank
-        mine = order.index(first) if first in order else -1
-        if mine < order.index(killed[0].rank):
+        place = order.index(first) if first in order else -1
+        if place < order.index(killed[0].rank):
             killed = []
     if killed:
         return _from_srun(killed[0])
@@ -149,17 +149,17 @@ def _killed_above(outcomes: Sequence[Outcome], reports: Sequence["_Report"]) -> 
     by_rank = {outcome.rank: outcome for outcome in outcomes}
     if _is_missing(first, by_rank.get(first.rank)):
         return None  # killed together with the rank
-    there = [o for o in outcomes if _short(o.host) == _short(first.host)]
-    if any(o.signal not in (None, "SIGTERM") for o in there):
+    on_host = [o for o in outcomes if _short(o.host) == _short(first.host)]
+    if any(o.signal not in (None, "SIGTERM") for o in on_host):
         return None  # a rank of this host was killed itself
-    ended_for_it = [o for o in there if o.exit_code != 0]
+    ended_for_it = [o for o in on_host if o.exit_code != 0]
     if all(o.exit_code == 0 for o in outcomes):
-        ended_for_it = there  # a command that takes TERM for a wish, and exits with 0
+        ended_for_it = on_host  # a command that takes TERM for a wish, and exits with 0
     if not ended_for_it:
         return None
-    mine = next((o for o in ended_for_it if o.rank == first.rank), ended_for_it[0])
+    named = next((o for o in ended_for_it if o.rank == first.rank), ended_for_it[0])
     reason, code = _SIGNAL_WORDS[first.word]
-    return Failure(mine.rank, mine.host, f"{_ABOVE} was {reason}", _log(mine.rank), code)
+    return Failure(named.rank, named.host, f"{_ABOVE} was {reason}", _log(named.rank), code)
 
 
 def _killed_at_first(reports: Sequence["_Report"]) -> "_Report | None":
@@ -179,10 +179,9 @@ def _earliest(group: Sequence[Outcome], reports: Sequence["_Report"]) -> Outcome
     candidates = list(first_of_host.values())
     if all(outcome.clock_ahead is not None for outcome in candidates):
         return min(candidates, key=lambda o: ((o.ended or 0.0) - (o.clock_ahead or 0.0), o.rank))
-    hosts = list(dict.fromkeys(_short(report.host) for report in reports if report.primary))
-    if len(candidates) > 1 and any(host in hosts for host in first_of_host):
-        return first_of_host[next(host for host in hosts if host in first_of_host)]
-    return candidates[0]
+    hosts = [_short(report.host) for report in reports if report.primary]
+    order = [host for host in hosts if host in first_of_host]
+    return first_of_host[order[0]] if len(candidates) > 1 and order else candidates[0]
 
 
 def _short(host: str) -> str:

@@ -123,7 +123,7 @@ class Submission:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether the process that controls a local run is there; None for another machine's."""
+        """True while the process that controls a local run is there; None for another machine's."""
         return process_alive(self.pid, self.host, self.submitted)
 
     @property
@@ -173,12 +173,11 @@ def jobs_to_ask(submissions: Sequence[Submission | None]) -> list[str]:
     An end with exit code 0 is final. Another may be followed by a requeue, or be a cancellation
     that somebody else asked for.
     """
+    in_slurm = [each for each in submissions if each and not each.is_local]
     return [
         each.job_id
-        for each in submissions
-        if each
-        and not each.is_local
-        and not (each.end and (each.end.exit_code == 0 or each.cancelled))
+        for each in in_slurm
+        if not (each.end and (each.end.exit_code == 0 or each.cancelled))
     ]
 
 
