@@ -139,7 +139,7 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     if end.cause == restart_policy.CANCELLED:
         log.info(f"resume with: {run.resubmission}")
     elif end.cause not in (restart_policy.DONE, restart_policy.SUPERSEDED):
-        log.info(f"the run does not go on by itself: {decision.why}")
+        log.info(f"the run does not resume by itself: {decision.why}")
         if end.cause != restart_policy.FAILED or gained(attempt) is not None:
             log.info(f"resume with: {run.resubmission}")
     if end.exit_code and end.cause != restart_policy.CANCELLED and not is_rehearsal(os.environ):
@@ -193,7 +193,7 @@ def _make_attempt(run: RunDir, job_id: str, max_requeues: int, patience: float) 
         if len(restart_policy.causes_of(events.read(run.events))) > max_requeues:
             raise NotStarted(
                 f"not started again: {restart_policy.capped(max_requeues)}. "
-                f"Go on with: {run.resubmission}"
+                f"Resume with: {run.resubmission}"
             )
         attempts.await_silence(run, job_id, patience)
         attempt = attempts.begin(run)
@@ -259,7 +259,7 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
     if is_rehearsal(os.environ):
         log.info(
             f"{why}: a cluster would put the job back into the queue now; this "
-            f"rehearsal has none. Go on with: {run.resubmission}"
+            f"rehearsal has none. Resume with: {run.resubmission}"
         )
         return False
 

@@ -53,7 +53,6 @@ _WORDS = {
     State.DEADLINE: "DEADLINE",
     State.BOOT_FAIL: "BOOT_FAIL",
 }
-_STATES = {word: state for state, words in _WORDS.items() for word in words.split()}
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,9 @@ class JobState:
 def parse_state(text: str) -> State:
     """Return the state of Slurm's word, also of a decorated one: `CANCELLED by 0`, `RUNNING+`."""
     words = re.findall(r"[A-Z_]+", text.upper())
-    return _STATES.get(words[0], State.OTHER) if words else State.UNKNOWN
+    if not words:
+        return State.UNKNOWN
+    return next((state for state in _WORDS if words[0] in _WORDS[state].split()), State.OTHER)
 
 
 def other_word(text: str) -> str:

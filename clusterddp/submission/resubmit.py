@@ -72,11 +72,11 @@ class Resubmission:
 
     @property
     def beginning(self) -> str:
-        """`goes on from step 1200`: a clause on where the run begins."""
+        """`resumes from step 1200`: a clause on where the run begins."""
         if self.spec.train is None:
             return "starts its command again"
         if self.source:
-            return f"goes on from step {checkpoint_step(self.source)}"
+            return f"resumes from step {checkpoint_step(self.source)}"
         resume = self.spec.train.resume
         return f"starts from {resume}" if resume else "starts from the beginning"
 
@@ -220,7 +220,7 @@ def _check_directory(run: RunDir, spec: JobSpec) -> None:
     latest = attempts.latest(run)
     if latest and latest.is_of_newer_version:
         raise RequestError(
-            f"{latest.record} was written by a newer clusterddp; update this one to go on with "
+            f"{latest.record} was written by a newer clusterddp; update this one to resume "
             f"{run.name}."
         )
     here, there = run.path.resolve(), Path(spec.run_dir).resolve()
@@ -228,7 +228,7 @@ def _check_directory(run: RunDir, spec: JobSpec) -> None:
         return
     if run.array_index:
         raise RequestError(
-            f"{run.name} is an element of an array, whose script starts all of them. Go on with: "
+            f"{run.name} is an element of an array, whose script starts all of them. Resume with: "
             f"{run.resubmission}"
         )
     raise RequestError(

@@ -88,7 +88,7 @@ def test_a_stopped_run_stays_stopped_until_it_is_resubmitted(
 
     again = typed(cluster, tmp_path, "resubmit", "life", "--time", "5", "--wait")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"goes on from step {status['checkpoint_step']}" in again.stdout
+    assert f"resumes from step {status['checkpoint_step']}" in again.stdout
     assert "#SBATCH --time=5\n" in (run / "script.sbatch").read_text()
     assert "--time" not in (run / "script-1.sbatch").read_text().partition("set -o")[0]
     assert weights(run) == uninterrupted

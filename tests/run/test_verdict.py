@@ -540,7 +540,7 @@ def test_at_the_cap_it_ends_and_says_so(workplace: Workplace, run: RunDir) -> No
     leave(run, **PAUSED)
     got = finish(workplace, run, 75, REQUEUES, "--max-requeues=0")
     assert got.code == 75
-    assert "does not go on by itself: it has been started once (--max-requeues 0)" in got.out
+    assert "does not resume by itself: it has been started once (--max-requeues 0)" in got.out
     assert "resume with: clusterddp resubmit mnist" in got.out
 
 
@@ -681,7 +681,7 @@ def test_a_command_that_exits_with_75_asked_to_be_started_again(workplace: Workp
     assert "the command asked to be started again (exit code 75)" in got.out
     assert "saved" not in got.out
     why = "its command asked to be started again (exit code 75), and requeue is off"
-    assert f"does not go on by itself: {why}" in got.out
+    assert f"does not resume by itself: {why}" in got.out
     assert last(run, "ended")["cause"] == "signal"
     assert json.loads(workplace.invoke("status", "own", "--json").out)["detail"] == why
     assert finish(workplace, run, 75, REQUEUES, "--max-requeues=0").code == 75

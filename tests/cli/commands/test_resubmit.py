@@ -99,7 +99,7 @@ def test_the_script_is_sent_as_it_stands(workplace: Workplace, data: list[TrainC
     got = accepted(workplace, "one")
     assert sent(workplace) == run.script.read_text()
     assert "submitted one again as job 13" in got.out
-    assert "it goes on from step 40" in got.out
+    assert "it resumes from step 40" in got.out
     assert "clusterddp logs -f one" in got.out
     assert (run.spec.read_bytes(), run.spec.stat().st_mtime) == before
     assert not list(run.path.glob("*-1.*"))
@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_named(
     damaged = made_checkpoints.make(Attempt(run, 1).checkpoints, 60)
     damaged.write_bytes(damaged.read_bytes() + b"x")
     got = accepted(workplace, "one")
-    assert "it goes on from step 40" in got.out
+    assert "it resumes from step 40" in got.out
     assert damaged.name in got.err
 
 
