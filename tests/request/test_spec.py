@@ -65,36 +65,6 @@ def test_a_request_that_cannot_be_met_is_refused_showing_both_sides(
 
 
 @pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"epochs": 0}, "--epochs"),
-        ({"batch_size": -1}, "--batch-size"),
-        ({"lr": float("nan")}, "--lr"),
-        ({"lr": 0.0}, "--lr"),
-        ({"momentum": -0.1}, "--momentum"),
-        ({"model": "resnet"}, "convnet"),
-        ({"seed": -1}, "--seed"),
-        ({"backend": "nccl", "device": "cpu"}, "--device"),
-        ({"save_every": "0"}, "--save-every"),
-        ({"eval_every": "1 fortnight"}, "--eval-every"),
-        ({"eval_every": "10minutes"}, "--eval-every"),
-        ({"keep_last": 0}, "--keep-last"),
-        ({"watchdog": -1}, "--watchdog"),
-        ({"recipe": "slow"}, "--recipe: 'slow' is not one of fast, accurate"),
-        ({"beta2": 1.0}, "--beta2"),
-        ({"label_smoothing": -0.1}, "--label-smoothing"),
-        ({"label_smoothing": float("nan")}, "--label-smoothing"),
-        ({"augment": "mirror"}, "--augment"),
-        ({"data_dir": ""}, "--data-dir"),
-        ({"data_dir": "a\nb"}, "--data-dir"),
-    ],
-)
-def test_a_training_that_makes_no_sense_is_refused(fields: dict[str, Any], word: str) -> None:
-    with pytest.raises(RequestError, match=word):
-        TrainConfig(**fields)
-
-
-@pytest.mark.parametrize(
     ("record", "fields", "message"),
     [
         (Resources, {"nodes": "2"}, "--nodes: '2' is not a positive whole number."),
@@ -253,6 +223,23 @@ def test_every_training_field_is_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"epochs": 0}, "--epochs"),
+        ({"batch_size": -1}, "--batch-size"),
+        ({"lr": float("nan")}, "--lr"),
+        ({"lr": 0.0}, "--lr"),
+        ({"momentum": -0.1}, "--momentum"),
+        ({"seed": -1}, "--seed"),
+        ({"backend": "nccl", "device": "cpu"}, "--device"),
+        ({"save_every": "0"}, "--save-every"),
+        ({"eval_every": "1 fortnight"}, "--eval-every"),
+        ({"keep_last": 0}, "--keep-last"),
+        ({"watchdog": -1}, "--watchdog"),
+        ({"beta2": 1.0}, "--beta2"),
+        ({"label_smoothing": -0.1}, "--label-smoothing"),
+        ({"label_smoothing": float("nan")}, "--label-smoothing"),
+        ({"augment": "mirror"}, "--augment"),
+        ({"data_dir": ""}, "--data-dir"),
+        ({"data_dir": "a\nb"}, "--data-dir"),
         ({"precision": "int8"}, "--precision: 'int8' is not one of auto, fp32, bf16, fp16"),
         ({"accumulate": 0}, "--accumulate: 0 is not a positive"),
         ({"comm_hook": "zip"}, "--comm-hook: 'zip' is not one of"),
@@ -272,15 +259,13 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ({"sync_batchnorm": True, "strategy": "dp"}, "--sync-batchnorm against --strategy dp"),
         ({"profile": "-1"}, "--profile: '-1' is no rank"),
         ({"profile": "²"}, "--profile: '²' is no rank"),
+        ({"model": "resnet"}, "--model: 'resnet' is not one of convnet"),
         ({"model": "resnet"}, "(your own is MODULE:FUNCTION)"),
-        ({"model": "a b:c"}, "--model: 'a b:c' is not one of"),
     ],
 )
-def test_options_of_the_step_that_cannot_be_are_refused(
-    fields: dict[str, object], message: str
-) -> None:
+def test_a_training_that_makes_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)):
-        TrainConfig(**fields)  # type: ignore[arg-type]
+        TrainConfig(**fields)
 
 
 @pytest.mark.parametrize(
