@@ -26,6 +26,7 @@ from clusterddp.checkpoints.catalog import FORMAT, Best
 from clusterddp.data import mnist as data
 from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.records import Agreement
 from clusterddp.version import __version__
 
 Content = dict[str, Any]
@@ -101,25 +102,19 @@ class Restored:
 
 
 def collect(
-    *,
     config: TrainConfig,
+    agreed: Agreement,
     model: nn.Module,
     optimizer: Optimizer,
     position: Position,
-    world_size: int,
-    global_batch_size: int,
-    data_sha256: str,
     best: Best | None,
     random_states: States | None,
-    scaler: Content | None = None,
-    precision: str = "fp32",
+    scaler: Content,
 ) -> Content:
     """Collect the content of a checkpoint, every tensor a copy on the CPU, so training can go on.
 
     model: the bare module, not its DDP wrapper.
-    data_sha256: fingerprint of the training set; empty where it is not known.
     scaler: state of fp16's loss scale.
-    precision: as agreed by the ranks, where the configuration says auto.
     """
     versions = {
         "clusterddp": __version__,
@@ -134,11 +129,11 @@ def collect(
         **asdict(position),
         "best": asdict(best) if best else None,
         "random_states": random_states,
-        "scaler": scaler or {},
-        "precision": precision,
-        "world_size": world_size,
-        "global_batch_size": global_batch_size,
-        "data_sha256": data_sha256,
+        "scaler": scaler,
+        "precision": agreed.precision,
+        "world_size": agreed.world_size,
+        "global_batch_size": agreed.global_batch_size,
+        "data_sha256": agreed.data_sha256,
         "config": asdict(config),
         "versions": versions,
     }

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
 from clusterddp.checkpoints import state
 from clusterddp.checkpoints.catalog import Best
-from clusterddp.checkpoints.state import Position, States
+from clusterddp.checkpoints.state import Content, Position, States
 from clusterddp.data.loader import Images, Loaded, as_images, generators_kept, seed_generators
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import DataError, TrainingError
@@ -49,7 +48,7 @@ class Learner:
         rank: int,
         device: torch.device,
         mark: Callable[[Phase], None],
-        resume_content: dict[str, Any] | None = None,
+        resume_content: Content | None = None,
     ) -> None:
         """mark: called with each phase of a step as it begins.
 
@@ -114,23 +113,20 @@ class Learner:
         self.optimizer.zero_grad()
         self.model.train()
 
-    def collect(self, states: States | None) -> dict[str, Any]:
+    def collect(self, states: States | None) -> Content:
         """The content of a checkpoint; states: the random generators' of all ranks."""
         return state.collect(
-            config=self.config,
-            model=self.model,
-            optimizer=self.optimizer,
-            position=self.position,
-            world_size=self.agreed.world_size,
-            global_batch_size=self.agreed.global_batch_size,
-            data_sha256=self.agreed.data_sha256,
-            best=self.best,
-            random_states=states,
-            scaler=self.step.scaler.state_dict(),
-            precision=self.agreed.precision,
+            self.config,
+            self.agreed,
+            self.model,
+            self.optimizer,
+            self.position,
+            self.best,
+            states,
+            self.step.scaler.state_dict(),
         )
 
-    def _restore(self, rank: int, content: dict[str, Any] | None) -> dict[str, Any]:
+    def _restore(self, rank: int, content: Content | None) -> Content:
         """Restore a checkpoint; returns the state of fp16's scaler, for when there is one."""
         path = Path(self.agreed.resume)
         with step.settings_kept(self.optimizer):

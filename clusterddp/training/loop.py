@@ -168,8 +168,7 @@ class Training:
 
     def _lead_seconds(self) -> float:
         """Seconds from a request to stop to the last byte on the disk, judged by those before."""
-        one_save = self.checkpoints.costs.longest_seconds
-        return 2 * self.poll.step_seconds + 1.0 + 2 * one_save
+        return 2 * self.poll.step_seconds + 1.0 + 2 * self.checkpoints.costs.longest_seconds
 
     def evaluate_and_save_if_due(self, unit: str, count: int) -> None:
         """Evaluate and save where an interval is over; the time it takes is no training time."""

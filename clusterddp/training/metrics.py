@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -60,10 +60,9 @@ class Journal:
         if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
             self._bar = self._at_end.enter_context(ProgressBar(start.step, total_steps))
             self._at_end.enter_context(log.to(self._bar.write))
-        try:
+        history: list[MetricsLine] = []
+        with suppress(OSError):
             history = list(read_lines(MetricsLine, attempt.metrics))
-        except OSError:
-            history = []
         self._known.update(line.kind for line in history if line.step == start.step)
         if config.tensorboard:
             self._board = Board(attempt.path / "tensorboard", config, history)
@@ -131,8 +130,7 @@ class ProgressBar(tqdm):  # type: ignore[misc] # tqdm has no types
     def __init__(self, done: int, total: int) -> None:
         self._is_shown = False
         super().__init__(initial=done, total=total, unit="step", dynamic_ncols=True)
-        global _present  # noqa: PLW0603 -- the hook outlives every bar
-        _present = weakref.ref(self)
+        _bars.add(self)
         _listen()
 
     @property
@@ -154,8 +152,8 @@ class ProgressBar(tqdm):  # type: ignore[misc] # tqdm has no types
             self.clear()
 
 
-_present: weakref.ref[ProgressBar] | None = None
-"""The bar that was begun last, as long as it is in use."""
+_bars = weakref.WeakSet[ProgressBar]()
+"""Bars in use: the hook outlives every one."""
 
 
 @functools.cache
@@ -165,8 +163,9 @@ def _listen() -> None:
 
 
 def _hear(event: str, _arguments: tuple[object, ...]) -> None:
-    if event in _ASKING and _present and (bar := _present()):
-        bar.make_room()
+    if event in _ASKING:
+        for bar in list(_bars):
+            bar.make_room()
 
 
 class Tally:

@@ -16,6 +16,7 @@ from clusterddp.data.loader import generators_kept, seed_generators
 from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.records import Agreement
 from clusterddp.training.step import build_optimizer
 from clusterddp.version import __version__
 from tests.checkpoints.made_checkpoints import rehash
@@ -24,6 +25,7 @@ from tests.training.trainings import generator_states, numbers_drawn
 
 CONFIG = TrainConfig()
 CPU = torch.device("cpu")
+AGREED = Agreement(world_size=2, global_batch_size=128, data_sha256="d" * 64)
 POSITION = Position(step=1200, epoch=1, step_in_epoch=2, samples=128, seconds=1.5, images=640)
 
 
@@ -50,11 +52,10 @@ def collected(seed: int = 1, **fields: Any) -> dict[str, Any]:
             "model": model,
             "optimizer": chosen,
             "position": POSITION,
-            "world_size": 2,
-            "global_batch_size": 128,
-            "data_sha256": "d" * 64,
+            "agreed": AGREED,
             "best": Best(0.97, 1100),
             "random_states": {"torch": torch.arange(20, dtype=torch.uint8).reshape(2, 10)},
+            "scaler": {},
             **fields,
         }
     )
@@ -100,7 +101,8 @@ def test_all_that_was_collected_is_restored(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_may_be_absent(tmp_path: Path) -> None:
-    path = written(tmp_path, collected(best=None, random_states=None, data_sha256=""))
+    agreed = dataclasses.replace(AGREED, data_sha256="")
+    path = written(tmp_path, collected(best=None, random_states=None, agreed=agreed))
     got = state.restore(path, CONFIG, *trained(1))
     assert (got.best, got.random_states) == (None, None)
 

@@ -26,6 +26,7 @@ from clusterddp.checkpoints.state import Position
 from clusterddp.checkpoints.writer import Saver
 from clusterddp.errors import CheckpointError
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.records import Agreement
 from tests.checkpoints.made_checkpoints import DAMAGE, make
 from tests.hostile import CARRIED, REFUSED
 from tests.training import ranks
@@ -41,11 +42,10 @@ def content_of(step: int, best: int | None = None, size: int = 64) -> dict[str, 
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), 0.1),
         position=Position(step=step),
-        world_size=1,
-        global_batch_size=64,
-        data_sha256="",
+        agreed=Agreement(world_size=1, global_batch_size=64),
         best=None if best is None else Best(best / 1000, best),
         random_states=None,
+        scaler={},
     )
 
 
