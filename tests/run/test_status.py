@@ -112,11 +112,6 @@ def test_a_failure_in_another_form_does_not_hide_the_end(run: RunDir, value: obj
     assert status.next_command == "clusterddp logs --job mnist-1"
 
 
-def test_a_failed_run_that_recorded_nothing_more_still_has_a_status(run: RunDir) -> None:
-    write_events(run, submitted(), started(), ended(1))
-    assert run_status(run, {"7": FORGOTTEN}).state == "failed"
-
-
 def test_slurms_exit_code_stands_in_for_a_missing_end(run: RunDir) -> None:
     write_events(run, submitted(), started())
     status = run_status(run, {"7": JobState(State.FAILED, "NonZeroExitCode", 73)})
@@ -313,9 +308,6 @@ def test_a_hostile_folder_is_quoted_in_the_next_command(
     write_events(run, submitted(), begun(1), left(1, "stopped", "stopped"))
     words = shlex.split(run_status(run, {}).next_command)
     assert words == ["clusterddp", "resubmit", str(run.path)]
-
-
-# -- the process of a local run --------------------------------------------------------------
 
 
 def test_a_run_that_waits_after_preemption_takes_no_time(run: RunDir) -> None:
