@@ -14,8 +14,8 @@ def visible_gpus() -> int:
     """Count the GPUs that torch sees, in a process of its own, where there is a driver."""
     if not NVIDIA_DRIVER.exists():
         return 0
-    asked = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    answer = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return int(answer) if answer.isdigit() else 0
 
 

@@ -16,6 +16,7 @@ from clusterddp.request import options as table
 from clusterddp.request.options import COUNT, EXPEDITE, WHOLE, Choice, option
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
+from clusterddp.slurm.forms import LINE, PATH
 
 SPEC_FORMAT = 1
 MOST_LEAD_SECONDS = 120
@@ -79,9 +80,7 @@ class Resources:
     nodelist: str = option(
         "", "Hosts that must be in the job: gpu[01-03].", names="--nodelist -w HOSTS"
     )
-    exclude: str = option(
-        "", "Hosts that must not be in the job.", forms.LINE, "--exclude -x HOSTS"
-    )
+    exclude: str = option("", "Hosts that must not be in the job.", LINE, "--exclude -x HOSTS")
     dependency: str = option(
         "", "Jobs to wait for, such as afterok:1234.", forms.DEPENDENCY, "--dependency -d LIST"
     )
@@ -138,11 +137,7 @@ class JobSpec:
     """Absolute path of the run's directory."""
     resources: Resources
     python: str = option(
-        sys.executable,
-        "Interpreter of the tasks, with clusterddp.",
-        forms.PATH,
-        "FILE",
-        shown="this one",
+        sys.executable, "Interpreter of the tasks, with clusterddp.", PATH, "FILE", shown="this one"
     )
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
@@ -154,7 +149,7 @@ class JobSpec:
     job_name: str = option(
         "",
         "Slurm's job name.",
-        forms.LINE,
+        LINE,
         "--job-name -J SBATCH_JOB_NAME NAME",
         shown="the run's name",
         group=table.KEPT,
@@ -177,7 +172,7 @@ class JobSpec:
         group=table.ASKED,
     )
     srun_args: tuple[str, ...] = option(
-        (), "Further arguments for srun, quoted as in a shell; repeatable.", forms.LINE, "WORDS"
+        (), "Further arguments for srun, quoted as in a shell; repeatable.", LINE, "WORDS"
     )
     environment: tuple[tuple[str, str], ...] = ()
     """Variables written into the script."""
@@ -190,10 +185,10 @@ class JobSpec:
         "--export SBATCH_EXPORT",
     )
     setup: tuple[str, ...] = option(
-        (), "Shell line to run before the tasks, on the first node; repeatable.", forms.LINE, "LINE"
+        (), "Shell line to run before the tasks, on the first node; repeatable.", LINE, "LINE"
     )
     teardown: tuple[str, ...] = option(
-        (), "Shell line to run after them, however they end; repeatable.", forms.LINE, "LINE"
+        (), "Shell line to run after them, however they end; repeatable.", LINE, "LINE"
     )
     modules: tuple[str, ...] = option(
         (), "Environment module to load; repeatable.", forms.MODULE, "NAME", name="module"
@@ -202,7 +197,7 @@ class JobSpec:
         "", "Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.", forms.NETWORK_INTERFACE, "NAME"
     )
     launch_prefix: tuple[str, ...] = option(
-        (), "Words put before each task: 'apptainer exec --nv IMG'.", forms.LINE, "WORDS", type=str
+        (), "Words put before each task: 'apptainer exec --nv IMG'.", LINE, "WORDS", type=str
     )
     requeue: bool | str | None = option(
         None,

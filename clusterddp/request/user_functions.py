@@ -7,7 +7,7 @@ side finds a function without running anything of it; the tasks import it.
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clusterddp.errors import RequestError, TrainingError, is_debuggers_quit
@@ -24,10 +24,9 @@ def find(reference: str, folder: Path) -> Path | None:
     head, *rest = reference.partition(":")[0].split(".")
     spec = PathFinder.find_spec(head, [str(folder)])
     if spec is None or spec.loader is None:
-        try:
+        installed = None
+        with suppress(ValueError):  # a module that Python has made without one, such as __main__
             installed = importlib.util.find_spec(head)  # also by the finders of editable installs
-        except ValueError:  # a module that Python has made without one, such as __main__
-            installed = None
         # A bare folder hides nothing that is installed, and nothing but that hides it.
         if spec is None or (installed is not None and installed.has_location):
             spec = installed
