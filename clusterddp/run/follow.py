@@ -110,22 +110,21 @@ def how_it_ended(status: RunStatus) -> str:
     """Describe the outcome in a line, with the command to type next after a failure."""
     why = status.first_failure or status.detail
     if status.state == DONE:
-        parts = [why] if why else []
-        if status.accuracy is not None:
-            parts.append(f"accuracy {status.accuracy:.4f}")
-        if status.elapsed_seconds is not None:
-            parts.append(f"took {formatting.duration(status.elapsed_seconds)}")
-        return f"done{': ' if parts else ''}{', '.join(parts)}"
+        figures = formatting.known(
+            ("{}", why),
+            ("accuracy {:.4f}", status.accuracy),
+            ("took {}", formatting.duration(status.elapsed_seconds)),
+        )
+        return f"done{': ' if figures else ''}{figures}"
     again = f"\n  {status.next_command}" if status.next_command else ""
     return f"{status.state}{': ' if why else ''}{why}{again}"
 
 
 def default_log(run: RunDir, status: RunStatus) -> Path:
     """Return the log that tells most: the job's after a failure, otherwise rank 0's."""
-    if status.state == FAILED and run.job_log.is_file():
+    ended_before_its_ranks = status.has_ended and not run.rank_log(0).is_file()
+    if (status.state == FAILED or ended_before_its_ranks) and run.job_log.is_file():
         return run.job_log
-    if not run.rank_log(0).is_file() and status.has_ended and run.job_log.is_file():
-        return run.job_log  # it ended before any rank started
     return run.rank_log(0)
 
 
@@ -134,21 +133,19 @@ def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is None:
         return
-    there = sorted(path.name for path in run.logs.glob("*.log")) if run.logs.is_dir() else []
+    there = sorted(path.name for path in run.logs.glob("*.log"))
     ranks = [name for name in there if re.fullmatch(r"rank-\d+\.log", name)]
     others = [name for name in there if name not in ranks]
     state = f"{status.state}{f' ({status.detail})' if status.detail else ''}"
     if status.has_ended and status.started_time is None and not there:
         raise RequestError(f"{run.name} has no logs: it never started; it is {state}.")
     have = ", ".join([*others, *ranks[:4], *(["…"] if len(ranks) > 4 else [])]) or "no log"
-    if status.has_ended:
-        raise RequestError(
-            f"{run.name} has no {missing.name}: it is {state} and has {have}. See 'clusterddp "
-            f"status {run.shown}'."
-        )
+    yet, advice = "", "See"
+    if not status.has_ended:
+        yet, advice = " (yet)", f"Follow it with 'clusterddp logs -f {run.shown}', or see"
     raise RequestError(
-        f"{run.name} has no {missing.name} (yet): it is {state} and has {have}. Follow it with "
-        f"'clusterddp logs -f {run.shown}', or see 'clusterddp status {run.shown}'."
+        f"{run.name} has no {missing.name}{yet}: it is {state} and has {have}. {advice} "
+        f"'clusterddp status {run.shown}'."
     )
 
 
@@ -255,24 +252,16 @@ class _Watch:
 
 def _start_of_last(path: Path, lines: int) -> int:
     """Find the offset at which the last `lines` lines of a file begin, reading from its end."""
-    size = _BLOCK
     try:
         with path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            while True:
+            start = end = file.seek(0, os.SEEK_END)
+            content, size = b"", _BLOCK
+            while start > 0 and content.count(b"\n") < lines:
                 start = max(0, end - size)
                 file.seek(start)
                 content = file.read(end - start).removesuffix(b"\n")
-                if start == 0 or content.count(b"\n") >= lines:
-                    break
                 size *= 2
     except FileNotFoundError:
         return 0
-    if lines == 0:
-        return end
-    cut = len(content)
-    for _ in range(lines):
-        cut = content.rfind(b"\n", 0, cut)
-        if cut < 0:
-            return start
-    return start + cut + 1
+    before, *last = content.rsplit(b"\n", lines)
+    return start + len(before) + 1 if last and len(last) == lines else start

@@ -52,24 +52,19 @@ def watch(attempt: Attempt, job: str, ranks: int, script: int, grace_seconds: fl
             step_id=step_id,
             why=why,
         )
-    if step and _cancel(step):
-        deadline = time.monotonic() + _CANCEL_SECONDS
-        while _is_child(srun, script) and time.monotonic() < deadline:
-            time.sleep(min(_POLL_SECONDS, 0.5))  # srun is no child of this process
+    try:
+        if step:
+            slurm.cancel(step)
+            deadline = time.monotonic() + _CANCEL_SECONDS
+            while _is_child(srun, script) and time.monotonic() < deadline:
+                time.sleep(min(_POLL_SECONDS, 0.5))  # srun is no child of this process
+    except SlurmError as error:
+        # The hosts have told the controller that the step is over: srun alone does not know.
+        log.info(str(error))
     if _is_child(srun, script):
         log.info("killing srun, which does not end with its step")
         with suppress(ProcessLookupError):
             os.kill(srun, signal.SIGKILL)  # not TERM, for which srun would end tasks first
-
-
-def _cancel(step: str) -> bool:
-    try:
-        slurm.cancel(step)
-    except SlurmError as error:
-        # The hosts have told the controller that the step is over: srun alone does not know.
-        log.info(str(error))
-        return False
-    return True
 
 
 def was_ended(attempt: Attempt) -> bool:
@@ -97,9 +92,9 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
             before, since = now, time.monotonic()
         quiet = time.monotonic() - since
         if first_at_work >= ranks:
-            if quiet >= grace_seconds and _all_have_ended(attempt):
-                return "every task's end is recorded"
             if quiet >= grace_seconds:
+                if all(outcome.ended is not None for outcome in read_outcomes(attempt.outcomes)):
+                    return "every task's end is recorded"
                 first_at_work = 0  # an agent has started its ranks anew, or there are more of them
         elif has_last_word and quiet >= _REPORT_SECONDS:
             return f"the training has ended, without a sign of life for {_REPORT_SECONDS:g} s"
@@ -109,10 +104,6 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
 def _has_ended(attempt: Attempt, rank: int) -> bool:
     outcome = read_outcome(attempt.outcomes, rank)
     return outcome is not None and outcome.ended is not None
-
-
-def _all_have_ended(attempt: Attempt) -> bool:
-    return all(outcome.ended is not None for outcome in read_outcomes(attempt.outcomes))
 
 
 def _last_sign(attempt: Attempt) -> float | None:
