@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from clusterddp import launchers, log
@@ -160,23 +161,20 @@ def requests(
     Raises RequestError, before any of them runs, for an impossible run or one that exists.
     """
     planned = []
-    for turn in range(1, repeat + 1):
-        for row in rows:
-            if row.missing:
-                continue
-            if base is None and row.ranks > MOST_PROCS:
-                raise RequestError(
-                    f"--world-sizes: {row.ranks} ranks are more than one workstation starts, "
-                    f"{MOST_PROCS}. Ask for fewer, or add --launcher sbatch."
-                )
-            run_name = f"{name}-{row.name}{f'-r{turn}' if repeat > 1 else ''}"
-            path = f"{os.path.abspath(root)}/{run_name}"
-            if Path(path).exists():
-                raise RequestError(
-                    f"the run {run_name} exists already at {path}; choose another --name."
-                )
-            spec = _job(row, run_name, path, base) if base else _here(row, run_name, path)
-            planned.append((row, spec))
+    for turn, row in product(range(1, repeat + 1), [row for row in rows if not row.missing]):
+        if base is None and row.ranks > MOST_PROCS:
+            raise RequestError(
+                f"--world-sizes: {row.ranks} ranks are more than one workstation starts, "
+                f"{MOST_PROCS}. Ask for fewer, or add --launcher sbatch."
+            )
+        run_name = f"{name}-{row.name}{f'-r{turn}' if repeat > 1 else ''}"
+        path = f"{os.path.abspath(root)}/{run_name}"
+        if Path(path).exists():
+            raise RequestError(
+                f"the run {run_name} exists already at {path}; choose another --name."
+            )
+        spec = _job(row, run_name, path, base) if base else _here(row, run_name, path)
+        planned.append((row, spec))
     if len(planned) > 1 and base is not None:
         after(base, "1")  # raises now what it would raise for all but the first
     return planned
@@ -224,9 +222,7 @@ def dry_run(
     rows: Sequence[Row], planned: Planned, base: JobSpec | None, template_folder: Path | None
 ) -> Iterator[str]:
     """Yield the commands or scripts that would be started, each below a line that names it."""
-    for row in rows:
-        if row.missing:
-            yield f"# {results.label(row)}: not run: {row.missing}"
+    yield from (f"# {results.label(row)}: not run: {row.missing}" for row in rows if row.missing)
     for number, (row, spec) in enumerate(planned, 1):
         yield f"# [{number}/{len(planned)}] {results.label(row)}: {spec.run_name}"
         if base is None:
@@ -302,9 +298,8 @@ def _some_gpus(row: Row) -> dict[str, str]:
 class _UnderWay:
     """Passes a request to stop on to the run that trains now."""
 
-    def __init__(self) -> None:
-        self.group: TaskGroup | None = None
-        self.requests = 0
+    group: TaskGroup | None = None
+    requests = 0
 
     def pass_on(self, number: int, _earlier: int) -> None:
         """Ask the run to stop; the third time, kill it."""

@@ -364,9 +364,8 @@ def _scaling_figure(scaling: Scaling, height: float) -> "Figure":
         axes.yaxis.set_major_formatter(_percent if axes is right else _plain)
         axes.set_xlabel(scaling.unit)
         axes.grid(alpha=0.15)
-    right.set_ylim(bottom=0)
-    if left.get_yscale() != "log":
-        left.set_ylim(bottom=0)
+        if axes.get_yscale() != "log":
+            axes.set_ylim(bottom=0)
     if scaling.sizes[0].series:
         left.legend()
     return figure

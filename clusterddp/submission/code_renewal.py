@@ -123,16 +123,12 @@ def _take(
         taken = snapshot.try_to_take(tree, _draft(run), limit, left_out, needed=needed)
     if taken is None:
         return snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out)
-    return _carry_over(run, recorded, taken) if recorded and has_copy else taken
-
-
-def _carry_over(
-    run: RunDir, recorded: snapshot.Snapshot, taken: snapshot.Snapshot
-) -> snapshot.Snapshot:
-    """Keep files that the command has written; they are no code, even where the folder has them."""
-    both = snapshot.carry_over(run.code, recorded, Path.cwd(), _draft(run), taken)
+    both: list[str] = []
+    if recorded and has_copy:
+        both = snapshot.carry_over(run.code, recorded, tree, _draft(run), taken)
     if not both:
         return taken
+    # What the command has written is no code, even where the folder has it.
     log.info(f"kept what {run.name} has written, although the folder has it too: {_shown(both)}")
     digests = {name: digest for name, digest in taken.digests.items() if name not in both}
     return replace(taken, digests=digests, files=len(digests))

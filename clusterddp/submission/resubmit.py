@@ -118,11 +118,11 @@ def resubmit(
         _check_changes(run, before, after, terms)
         script = _script(run, before, after, terms)
         own_code = run.code if run.code.is_dir() and not terms.new_code else None
+        source = _source(run, after, terms)
         if claim is None:
             if after.train:
                 find_own_functions(after.train, after, code=own_code)
-            return Resubmission(after, script, _source(run, after, terms), None)
-        source = _source(run, after, terms)
+            return Resubmission(after, script, source, None)
         _check_inputs(after, own_code, source)
         code_changes: list[str] = []
         if terms.new_code:
@@ -155,11 +155,8 @@ def _submission_folder(run: RunDir) -> Iterator[None]:
 
 def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     """Refuse a change of what a run keeps for good."""
-    fixed = [
-        name
-        for name, value in vars(before).items()
-        if name not in CHANGEABLE and value != vars(after)[name]
-    ]
+    new = vars(after)
+    fixed = [n for n, value in vars(before).items() if n not in CHANGEABLE and value != new[n]]
     if fixed:
         raise RequestError(
             f"{run.name} keeps its {', '.join(fixed)}: a resubmission cannot change them. Submit a "
@@ -395,13 +392,12 @@ def _renew_records(run: RunDir, records: Mapping[Path, str]) -> dict[Path, Path 
     number = 1
     while any(_former(path, number).exists() for path in records):
         number += 1
-    kept: dict[Path, Path | None] = {}
+    kept = {path: _former(path, number) if path.is_file() else None for path in records}
     created = run.spec.stat()
-    for path, content in records.items():
-        kept[path] = _former(path, number) if path.is_file() else None
-        if former := kept[path]:
+    for path, former in kept.items():
+        if former:
             shutil.copy2(path, former)
-        write_atomically(path, content.encode())
+        write_atomically(path, records[path].encode())
     os.utime(run.spec, ns=(created.st_atime_ns, created.st_mtime_ns))  # runs are listed by it
     return kept
 

@@ -363,7 +363,7 @@ def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path]) -> Plan:
         without_git = without_git or "git ignores the whole folder"
     commit = _git_head(top) if listed else ""
     items: dict[str, Item] = {}
-    for name in _files(top, listed or _walk(top, folders), folders):
+    for name in _files(top, listed or _walk(top, "", folders), folders):
         if item := _measure(top, name):
             items[name] = item
         if len(items) > 10 * MOST_FILES:
@@ -442,16 +442,13 @@ def _names_below(tree: str, paths: Collection[Path]) -> frozenset[str]:
     return frozenset(name for name in typed | real if name.split("/")[0] not in (".", ".."))
 
 
-def _walk(tree: str, folders: _Folders) -> Iterator[str]:
-    """Yield every file and link in the folders that are code."""
-    waiting = [""]
-    while waiting:
-        folder = waiting.pop()
-        for name, entry in _entries(tree, folder):
-            if not entry.is_dir(follow_symlinks=False):
-                yield name
-            elif folders.is_code(name):
-                waiting.append(name)
+def _walk(tree: str, folder: str, folders: _Folders) -> Iterator[str]:
+    """Yield every file and link in a folder, and in those below it, that are code."""
+    for name, entry in _entries(tree, folder):
+        if not entry.is_dir(follow_symlinks=False):
+            yield name
+        elif folders.is_code(name):
+            yield from _walk(tree, name, folders)
 
 
 def _files(tree: str, names: Iterable[str], folders: _Folders) -> Iterator[str]:
