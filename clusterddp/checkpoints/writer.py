@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp import log
@@ -21,26 +21,16 @@ from clusterddp.checkpoints.state import Content, to_bytes
 from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.files import sync_folder, write_atomically
+from clusterddp.run.records import SavingReport
 
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass
-class Costs:
+class Costs(SavingReport):
     """Time and bytes that saving has taken so far."""
 
-    saves: int = 0
-    """Number of checkpoints that were written and verified."""
-    failed: int = 0
-    copy_seconds: float = 0.0
-    """Time for which training waited while the state was copied."""
-    blocked_seconds: float = 0.0
-    """Time for which training waited for an earlier checkpoint."""
-    write_seconds: float = 0.0
-    """Time from copied to verified, beside the training."""
-    bytes: int = 0
-    """Size of the verified checkpoints together."""
-    longest_seconds: float = field(default=0.0, repr=False)
+    longest_seconds: float = 0.0
     """Longest time of one save, from the copy to verified."""
 
 

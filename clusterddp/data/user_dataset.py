@@ -5,17 +5,16 @@ the test set. It returns a pair of tensors, kept in memory, or a dataset that is
 """
 
 import hashlib
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from clusterddp.data.loader import Images, Loaded, seed_generators
 from clusterddp.errors import DataError
 from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from clusterddp.data.loader import Images, Loaded
 
 _EXPECTED = (
     "a pair of tensors (images, labels), or a dataset with a length whose items are pairs of an "
@@ -27,7 +26,7 @@ class OwnSets:
     """The training and the test set of a user function, which each rank calls for itself."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """config.dataset is a reference. Nothing is called yet, and torch is not imported."""
+        """config.dataset is a reference. Nothing is called yet."""
         self._config = config
         self._given: dict[bool, Any] = {}
         self._sha256 = ""
@@ -39,14 +38,12 @@ class OwnSets:
         and in both calls. Raises DataError for sets that cannot be trained on, and TrainingError
         where the function fails.
         """
-        from clusterddp.data import loader
-
         reference = self._config.dataset
         for train in (True, False):
             if train in self._given:
                 continue
             function = user_functions.load(reference)
-            loader.seed_generators(self._config.seed)
+            seed_generators(self._config.seed)
             with user_functions.running(reference):
                 given = function(self._config.data_dir, train=train)
             self._given[train] = self._checked(given, train=train)
@@ -68,18 +65,14 @@ class OwnSets:
             self._sha256 = digest.hexdigest()
         return self._sha256
 
-    def on(self, device: "torch.device") -> "tuple[Images | Loaded, Images | Loaded]":
+    def on(self, device: torch.device) -> tuple[Images | Loaded, Images | Loaded]:
         """Return the training and the test set on this device. Raises as `load` does."""
         self.load()
         train, test = (self._readable(self._given[train], device) for train in (True, False))
         self._given = {}  # frees the host's memory: a GPU has copies of the tensors
         return train, test
 
-    def _readable(self, given: Any, device: "torch.device") -> "Images | Loaded":
-        from torch.utils.data import TensorDataset
-
-        from clusterddp.data.loader import Images, Loaded
-
+    def _readable(self, given: Any, device: torch.device) -> Images | Loaded:
         if isinstance(given, tuple):
             images, labels = given
             if self._config.data_pipeline == "memory":
@@ -90,8 +83,6 @@ class OwnSets:
     def _checked(self, given: Any, *, train: bool) -> Any:
         """Return a pair as (float32 or bytes, int64), a dataset as it is; raises DataError."""
         what = f"--dataset {self._config.dataset} with train={train}"
-        from torch import Tensor
-
         pair = isinstance(given, tuple | list) and len(given) == 2
         if pair and all(isinstance(each, Tensor) for each in given):
             images, labels = _pair(what, *given)
@@ -118,9 +109,7 @@ class OwnSets:
         self._check_image(what, first[0])
         return given
 
-    def _check_image(self, what: str, image: "Tensor") -> None:
-        import torch
-
+    def _check_image(self, what: str, image: Tensor) -> None:
         shape = tuple(image.shape)
         if image.dtype is torch.uint8:
             fits, expected = image.dim() == 2, "bytes are of grey images, (height, width) each"
@@ -133,7 +122,7 @@ class OwnSets:
             raise DataError(f"{what}: {expected}, and the first is {image.dtype} of shape {shape}.")
 
 
-def _pair(what: str, images: "Tensor", labels: "Tensor") -> "tuple[Tensor, Tensor]":
+def _pair(what: str, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     shapes = f"images {tuple(images.shape)} and labels {tuple(labels.shape)}"
     if images.dim() < 2 or labels.dim() != 1 or len(images) != len(labels):
         raise DataError(
@@ -154,23 +143,17 @@ def _pair(what: str, images: "Tensor", labels: "Tensor") -> "tuple[Tensor, Tenso
 
 
 def _is_label(value: object) -> bool:
-    from torch import Tensor
-
     if isinstance(value, Tensor):
         return value.dim() == 0 and _is_integer(value) and value.item() >= 0
     return isinstance(value, SupportsIndex) and not isinstance(value, bool) and int(value) >= 0
 
 
-def _is_integer(tensor: "Tensor") -> bool:
-    import torch
-
+def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def _seen(value: object) -> str:
     """Describe a value and its parts."""
-    from torch import Tensor
-
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
     if isinstance(value, tuple | list) and len(value) <= 4:

@@ -235,16 +235,21 @@ class RankReport:
     """GPU memory that torch allocated, or on CPUs the resident set."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SavingReport:
-    """Cost of an attempt's checkpoints: only copying and waiting stop the training."""
+    """Cost of an attempt's checkpoints so far: only copying and waiting stop the training."""
 
     saves: int = 0
+    """Number of checkpoints that were written and verified."""
     failed: int = 0
     copy_seconds: float = 0.0
+    """Time for which training waited while the state was copied."""
     blocked_seconds: float = 0.0
+    """Time for which training waited for an earlier checkpoint."""
     write_seconds: float = 0.0
+    """Time from copied to verified, beside the training."""
     bytes: int = 0
+    """Size of the verified checkpoints together."""
 
 
 @dataclass(frozen=True)

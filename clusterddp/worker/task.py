@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp import log
-from clusterddp.data import shared_memory, user_dataset
+from clusterddp.data import shared_memory
 from clusterddp.distributed import tcp_store
 from clusterddp.errors import (
     EXIT_DONE,
@@ -40,6 +40,7 @@ from clusterddp.training.stop import Deadline, StopRequest
 
 if TYPE_CHECKING:
     from clusterddp.checkpoints.writer import Saver
+    from clusterddp.data.user_dataset import OwnSets
     from clusterddp.distributed.heartbeat import Progress
     from clusterddp.distributed.rendezvous import RunStore
     from clusterddp.distributed.watchdog import Verdict, Watchdog
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from clusterddp.worker.join import Joined
     from clusterddp.worker.start import Sets
 
-    _Reading = shared_memory.Reading | user_dataset.OwnSets
+    _Reading = shared_memory.Reading | OwnSets
 
 # For a checkpoint under way when a rank has failed: Slurm kills KillWait (30 s) after its TERM.
 _SAVE_SECONDS = 20.0
@@ -102,16 +103,19 @@ def _run(task: _Task) -> int:
     config, env = task.config, task.env
     change_environment(env.to_environ())
     bound = tcp_store.bind(env, os.environ)  # first of all, so that no rank has to ask again
-    reading = _begin_reading(config, env)
+    reading: _Reading | None = _begin_reading(config, env)
     lookups = tcp_store.Lookups(env) if env.world_size > 1 else None
     _import_torch()
 
     import torch.distributed as dist
 
+    from clusterddp.data.user_dataset import OwnSets
     from clusterddp.distributed import rendezvous
     from clusterddp.distributed.heartbeat import Progress
     from clusterddp.worker import join, start
 
+    if is_reference(config.dataset):
+        reading = OwnSets(config)
     progress, watchdog = Progress(), None
     with ExitStack() as at_end, _breaking_off(env, lambda: _suspect(watchdog)):
         store = rendezvous.open_store(
@@ -148,11 +152,10 @@ def _require_torch() -> None:
         )
 
 
-def _begin_reading(config: TrainConfig, env: DistEnv) -> "_Reading | None":
-    """Begin to read the dataset beside the imports, on the first rank of a node."""
-    if is_reference(config.dataset):
-        return user_dataset.OwnSets(config)
-    if config.data_pipeline == "memory" and 0 in (env.local_rank, env.rank):
+def _begin_reading(config: TrainConfig, env: DistEnv) -> shared_memory.Reading | None:
+    """Begin to read MNIST's files beside the imports, on the first rank of a node."""
+    is_own, is_first = is_reference(config.dataset), 0 in (env.local_rank, env.rank)
+    if config.data_pipeline == "memory" and is_first and not is_own:
         return shared_memory.Reading(config.dataset, config.data_dir, digest=env.rank == 0)
     return None
 
