@@ -68,8 +68,6 @@ def _check_extra_state(name: str, model: nn.Module) -> None:
     extra = {
         key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)
     }
-    if not extra:
-        return
     file = io.BytesIO()
     try:
         torch.save(extra, file)

@@ -163,9 +163,9 @@ def _left_in_cgroups(root: Path) -> list[int]:
         if controller not in _FILES:
             continue
         top = root / "sys/fs/cgroup" / controller
-        own = top / path.lstrip("/")
+        group = top / path.lstrip("/")
         limit, usage, cache = _FILES[controller]
-        for folder in [own, *own.parents]:
+        for folder in (group, *group.parents):
             if not folder.is_relative_to(top):
                 break
             allowed, used = _number(folder / limit), _number(folder / usage)

@@ -25,9 +25,9 @@ class Profiler:
         """folder: for the trace; made when there is one."""
         self._path = folder / f"rank-{rank}.trace.json.gz"
         self._on_gpu = device.type == "cuda"
-        on_gpu = [ProfilerActivity.CUDA] if self._on_gpu else []
+        of_gpu = [ProfilerActivity.CUDA] if self._on_gpu else []
         self._profile: profile | None = profile(
-            activities=[ProfilerActivity.CPU, *on_gpu],
+            activities=[ProfilerActivity.CPU, *of_gpu],
             schedule=schedule(wait=_WAIT, warmup=_WARM_UP, active=_RECORDED, repeat=1),
             on_trace_ready=self._keep,
         )

@@ -49,6 +49,7 @@ def _report(
     *earlier, last = summaries(training.attempt.run)
     attempts = (*earlier, replace(last, cause="done", last_step=position.step))
     costs = vars(training.checkpoints.costs)
+    saving = {field.name: round(costs[field.name], 4) for field in fields(SavingReport)}
     return Report(
         accuracy=training.result.accuracy,
         loss=training.result.loss,
@@ -87,9 +88,7 @@ def _report(
         steps_done_twice=sum(each.steps_done_twice for each in attempts),
         seconds_lost=round(sum(each.seconds_lost for each in attempts), 3),
         attempts=attempts,
-        saving=SavingReport(
-            **{one.name: round(costs[one.name], 4) for one in fields(SavingReport)}
-        ),
+        saving=SavingReport(**saving),
         job_id=environ.get("SLURM_JOB_ID", ""),
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
         finished=round(finished, 3),

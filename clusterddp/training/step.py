@@ -256,8 +256,7 @@ class GraphedStep:
         """Return every tensor that a step changes."""
         states = self.step.optimizer.state.values()
         kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        own = [*self.model.parameters(), *self.model.buffers()]
-        return [*own, *kept, *self.step.tally.sums]
+        return [*self.model.parameters(), *self.model.buffers(), *kept, *self.step.tally.sums]
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, *, captured: bool = False) -> Optimizer:
@@ -281,9 +280,10 @@ def settings_kept(optimizer: Optimizer) -> Iterator[None]:
     """Keep this configuration's settings while a state is loaded: they may have been changed on
     purpose. Counts of steps move to where this optimizer counts.
     """
-    own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    kept = [{name: group[name] for name in group if name != "params"} for group in groups]
     yield
-    for group, settings in zip(optimizer.param_groups, own, strict=True):
+    for group, settings in zip(optimizer.param_groups, kept, strict=True):
         group.update(settings)
     for parameter, state in optimizer.state.items():
         if "step" in state:  # of fused ones on the device, wherever the file's one had it

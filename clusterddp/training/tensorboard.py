@@ -1,8 +1,8 @@
 """Writes the metrics as TensorBoard's files, beside metrics.jsonl, which has all of them."""
 
 import shlex
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,15 +40,13 @@ class Board:
             ) from None
         self._folder = folder
         self._writer: SummaryWriter | None = None
-        try:
+        with self._giving_up_on_failure():
             for old in folder.glob("events.out.tfevents.*"):
                 old.unlink()
             self._writer = SummaryWriter(str(folder), flush_secs=_FLUSH_SECONDS)
             # As a block of code in Markdown, which needs no quoting.
             fields = [f"    {name}: {value}" for name, value in asdict(config).items()]
             self._writer.add_text("configuration", "\n".join(fields), 0)
-        except OSError as error:
-            self._give_up(error)
         for line in history:
             self.add(line)
         if self._writer:
@@ -56,31 +54,31 @@ class Board:
 
     def add(self, line: MetricsLine) -> None:
         """Add a line of metrics.jsonl."""
-        try:
+        with self._giving_up_on_failure():
             for name in _SHOWN.get(line.kind, ()):
                 value = getattr(line, name)
                 if self._writer and value is not None:
                     self._writer.add_scalar(f"{line.kind}/{name}", value, line.step, line.time)
-        except OSError as error:
-            self._give_up(error)
 
     def close(self) -> None:
         """Flush everything to the disk."""
-        try:
+        with self._giving_up_on_failure():
             if self._writer:
                 self._writer.flush()  # which raises what close would keep to itself
                 self._writer.close()
-        except OSError as error:
-            self._give_up(error)
         self._writer = None
 
-    def _give_up(self, error: OSError) -> None:
-        writer, self._writer = self._writer, None
-        if writer and writer.file_writer:
-            with suppress(OSError):  # the same once more
-                # Not SummaryWriter's own close, which would leave before the thread has ended.
-                writer.file_writer.close()
-        log.warning(
-            f"cannot write TensorBoard's files to {self._folder}: {error.strerror}; training "
-            "continues without them"
-        )
+    @contextmanager
+    def _giving_up_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            writer, self._writer = self._writer, None
+            if writer and writer.file_writer:
+                with suppress(OSError):  # the same once more
+                    # Not SummaryWriter's own close, which would leave before the thread has ended.
+                    writer.file_writer.close()
+            log.warning(
+                f"cannot write TensorBoard's files to {self._folder}: {error.strerror}; training "
+                "continues without them"
+            )
