@@ -17,7 +17,7 @@ from clusterddp.request.recipes import RECIPES
 from clusterddp.request.train_config import AUGMENTATIONS, TrainConfig
 from clusterddp.training import learner
 from clusterddp.training.metrics import Tally
-from clusterddp.training.step import Schedule, Step, build_optimizer
+from clusterddp.training.step import Schedule, Step
 from tests.training import trainings
 from tests.training.ranks import run_ranks
 
@@ -38,13 +38,6 @@ def test_the_accurate_recipe_warms_up_over_a_fifth_of_its_steps() -> None:
     config = TrainConfig(**RECIPES["accurate"].settings)
     steps = config.epochs * 60_000 / config.batch_size
     assert config.warmup_steps / steps == pytest.approx(0.2)
-
-
-def test_adams_second_beta_is_the_one_asked_for() -> None:
-    for name in ("adam", "adamw"):
-        config = TrainConfig(optimizer=name, momentum=0.8, beta2=0.95)
-        group = build_optimizer(config, nets.build("convnet")).param_groups[0]
-        assert group["betas"] == (0.8, 0.95)
 
 
 @pytest.mark.usefixtures("alone")

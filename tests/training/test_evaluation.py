@@ -51,6 +51,7 @@ def test_the_result_is_one_at_every_world_size_each_image_counted_once(alone: No
     for world_size in (2, 8):
         for theirs in run_ranks(world_size, evaluated):
             assert theirs["confusion"] == one["confusion"]
+            assert theirs["accuracy"] == one["accuracy"]
             assert [row["index"] for row in theirs["worst"]] == [
                 row["index"] for row in one["worst"]
             ]

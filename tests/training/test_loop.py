@@ -410,27 +410,6 @@ def test_every_epoch_has_an_order_of_its_own_and_holds_each_image_once(
     assert first != second
 
 
-def evaluated(rank: int, world_size: int, settings: TrainConfig, run: Path) -> tuple[float, float]:
-
-    box = [agree(settings, run, world_size) if rank == 0 else None]
-    dist.broadcast_object_list(box)
-    assert box[0] is not None
-    training = build(rank, settings, box[0])
-    training.evaluate()
-    return training.result.accuracy, training.result.loss
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_evaluation_counts_each_image_once_at_every_world_size(
-    synthetic_dir: Path, tmp_path: Path, world_size: int, alone: None
-) -> None:
-    settings = config(synthetic_dir)
-    accuracy, loss = evaluated(0, 1, settings, tmp_path / "one")
-    for theirs in run_ranks(world_size, evaluated, settings, tmp_path / "more"):
-        assert theirs[0] == accuracy
-        assert theirs[1] == pytest.approx(loss, rel=1e-6)
-
-
 def test_training_learns(synthetic_dir: Path, tmp_path: Path, alone: None) -> None:
     settings = config(synthetic_dir, batch_size=64, warmup_steps=10)
     assert train_alone(settings, tmp_path, noisy=False)["accuracy"] > 0.5

@@ -297,7 +297,7 @@ def test_no_warm_up_starts_at_the_full_rate() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_of_the_request_takes_its_settings(name: str) -> None:
-    config = TrainConfig(optimizer=name, lr=0.5, momentum=0.8, weight_decay=0.1)
+    config = TrainConfig(optimizer=name, lr=0.5, momentum=0.8, beta2=0.95, weight_decay=0.1)
     group = build_optimizer(config, nets.build("convnet")).param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
-    assert group["momentum"] == 0.8 if name == "sgd" else group["betas"][0] == 0.8
+    assert group["momentum"] == 0.8 if name == "sgd" else group["betas"] == (0.8, 0.95)
