@@ -77,11 +77,8 @@ class LazyGroup(click.Group):
 
         if incomplete.startswith("-"):
             return click.Command.shell_complete(self, ctx, incomplete)
-        return [
-            CompletionItem(name, help=COMMANDS[name])
-            for name in self.list_commands(ctx)
-            if name.startswith(incomplete)
-        ]
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        return [CompletionItem(name, help=COMMANDS[name]) for name in names]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -101,12 +101,10 @@ class SettingsCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.BadParameter as error:
-            if error.param is not None and error.param.name and not ctx.resilient_parsing:
-                where = source(ctx, error.param.name)
-                if where not in ("flag", "default"):
-                    message = f"{error.message} (from {where})"
-                    raise type(error)(message, ctx, error.param) from None
-            raise
+            where = source(ctx, error.param.name or "") if error.param else "flag"
+            if where in ("flag", "default"):
+                raise
+            raise type(error)(f"{error.message} (from {where})", ctx, error.param) from None
 
     def _load_settings(self, ctx: click.Context, args: list[str]) -> None:
         given = self._peek(ctx, list(args))

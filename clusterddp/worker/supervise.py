@@ -40,19 +40,24 @@ def supervise(
     child: Callable[[], int],
     *,
     attempt: int | None = None,
+    own_log: bool = False,
     listen: Callable[[], object] | None = None,
     explain: Callable[[int], TaskError | None] | None = None,
 ) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
     attempt: the number of the attempt to which this task belongs, where the starting side made it.
+    own_log: send what is printed to the rank's own log.
     listen: installs the child's signal handlers, before any signal can reach it.
     explain: the error behind a wait status, where the child has execed and reports none itself.
 
     Returns the child's exit code, or 128 + N when signal N ended it; 0 for EXIT_PAUSED where Slurm
     or an agent started the task, as either would end the other ranks for it. `child` may exec.
-    Call it before anything that starts threads is imported: it forks.
+    Call it before anything that starts threads is imported: it forks. Raises TrainingError when the
+    log cannot be written.
     """
+    if own_log:
+        _redirect_output(run_dir, env)
     record = TaskRecord(RunDir(run_dir), env, attempt)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if attempt is not None and restarts.isdigit() and int(restarts):
@@ -91,7 +96,7 @@ def supervise(
     return code if code >= 0 else 128 - code
 
 
-def redirect_output(run_dir: Path, env: DistEnv) -> None:
+def _redirect_output(run_dir: Path, env: DistEnv) -> None:
     """Send what this rank prints to its own log, as srun does; a torchrun agent does not.
 
     Raises TrainingError when the log cannot be written.

@@ -33,13 +33,12 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     Exit codes: 0 listed, also where some are damaged; 1 a folder cannot be read; 2 there is no such
     run.
     """
-    found_run = find_run(output_root, run)
-    entries = catalog.listing(found_run)[::-1]
+    run_dir = find_run(output_root, run)
+    entries = catalog.listing(run_dir)[::-1]
     if as_json:
-        fields = [dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in entries]
-        echo_json(fields)
+        echo_json([dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in entries])
     elif not entries:
-        click.echo(_why_none(found_run), err=True)
+        click.echo(_why_none(run_dir), err=True)
     else:
         click.echo(formatting.table([_HEADER, *(_row(entry, time.time()) for entry in entries)]))
 

@@ -34,7 +34,7 @@ _FIXED: dict[str, object] = {
     **{"strategy": "ddp", "resume": "", "find_batch_size": False},
 }
 _OWN = ("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of")
-_BESIDE_OF = {"of", "output_root", "plot", "as_json", "site", "cluster"}
+_BESIDE_OF = {"of", "output_root", "plot", "as_json"}
 _STRATEGIES = Choice(tuple(reversed(STRATEGIES)))
 _COUNTS = forms.Form(r"0*[1-9][0-9]*(,0*[1-9][0-9]*)*", "list of counts", "1,2,4")
 _NAME = forms.Form(
@@ -176,8 +176,10 @@ def command(
         return EXIT_INTERRUPTED
     failed = any(trial.state != DONE for trial in trials)
     trials += [Trial(row, why=row.missing) for row in rows if row.missing]
-    if plot is None:
-        plot = _usual_picture(name, root)
+    if plot is None and plots.can_draw():
+        plot = f"{root}/{name}.png"
+    elif plot is None:
+        log.info(f"no picture is drawn without matplotlib: {plots.INSTALL}")
     code = _show(trials, name, as_json, plot)
     return 128 + number if number else EXIT_FAILED if failed else code
 
@@ -217,13 +219,6 @@ def _print_interrupted(name: str, root: str, interrupted: plan.Interrupted) -> N
         "ends them",
         err=True,
     )
-
-
-def _usual_picture(name: str, root: str) -> str | None:
-    if plots.can_draw():
-        return f"{root}/{name}.png"
-    log.info(f"no picture is drawn without matplotlib: {plots.INSTALL}")
-    return None
 
 
 def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -> int:

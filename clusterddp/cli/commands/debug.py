@@ -64,8 +64,7 @@ def command(
     """
     from clusterddp.worker import workstation  # after --help, which needs no multiprocessing
 
-    ctx = click.get_current_context()
-    config = config_from(ctx)
+    config = config_from(click.get_current_context())
     if run_dir is not None and run_name is not None:
         raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
     if run_dir == "":

@@ -68,13 +68,11 @@ def command(run_dir: Path | None, own_log: bool, attempt: int | None, argv: tupl
     from clusterddp.run.attempt import Attempt
     from clusterddp.run.outcome import ERROR_FILE_VARIABLE, Traces
     from clusterddp.run.run_dir import RunDir
-    from clusterddp.worker.supervise import redirect_output, supervise
+    from clusterddp.worker.supervise import supervise
 
-    if own_log:
-        redirect_output(run_dir, env)
     if attempt is not None:  # an agent's own file is left to the agent, which reads it
-        own = Attempt(RunDir(run_dir.absolute()), attempt).error_file(env.rank)
-        environ.setdefault(ERROR_FILE_VARIABLE, str(own))
+        file = Attempt(RunDir(run_dir.absolute()), attempt).error_file(env.rank)
+        environ.setdefault(ERROR_FILE_VARIABLE, str(file))
     error_file = environ.get(ERROR_FILE_VARIABLE)
     traces = Traces(Path(error_file) if error_file else None)
 
@@ -86,7 +84,7 @@ def command(run_dir: Path | None, own_log: bool, attempt: int | None, argv: tupl
                 click.echo(f"clusterddp: PATH={environ.get('PATH', '')}", err=True)
             raise
 
-    return supervise(run_dir, env, child, attempt=attempt, explain=traces.error)
+    return supervise(run_dir, env, child, attempt=attempt, own_log=own_log, explain=traces.error)
 
 
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

@@ -29,7 +29,6 @@ from clusterddp.run.status import find_run, statuses
 )
 @OUTPUT_ROOT_OPTION
 def command(
-    *,
     run: str | None,
     following: bool,
     ranks: tuple[int, ...],

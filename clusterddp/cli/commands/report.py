@@ -20,10 +20,8 @@ _WIDTH = len("straggler") + 2
 _MOST_ATTEMPTS = 8
 _MOST_NAMED = 5
 _MOST_HOSTS = 8
-_HEADER = (
-    *("NAME", "STATE", "MODEL", "RANKS", "NODES", "ACCURACY", "SECONDS", "IMAGES/S", "MEMORY"),
-    "ATTEMPTS",
-)
+_NAMES = "NAME STATE MODEL RANKS NODES ACCURACY SECONDS IMAGES/S MEMORY ATTEMPTS"
+_HEADER = tuple(_NAMES.split())
 
 
 @click.command(name="report", cls=SettingsCommand)

@@ -73,7 +73,8 @@ def command(
         raise RequestError("--run-name is empty; leave it out to have one made up.")
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
-    spec = job_spec(ctx, run_name or _made_up_name())
+    made_up = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    spec = job_spec(ctx, run_name or made_up)
     script = load(spec.launcher).prepare(spec, template_folder(ctx))
     if dry_run:
         if spec.uses_own_code:
@@ -103,7 +104,3 @@ def command(
         f"  cancel  clusterddp cancel {run.shown}"
     )
     return follow_submitted(spec, run, submission, words, wait=wait, as_json=as_json)
-
-
-def _made_up_name() -> str:
-    return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"

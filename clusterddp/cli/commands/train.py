@@ -94,8 +94,7 @@ def command(
         return code
     run_dir = run_dir.absolute()
 
-    from clusterddp.worker.supervise import redirect_output, supervise
+    from clusterddp.worker.supervise import supervise
 
-    if own_log:
-        redirect_output(run_dir, env)
-    return supervise(run_dir, env, child, attempt=attempt, listen=stop.requested.listen)
+    listen = stop.requested.listen
+    return supervise(run_dir, env, child, attempt=attempt, own_log=own_log, listen=listen)
