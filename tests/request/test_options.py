@@ -127,12 +127,12 @@ def test_a_cluster_stands_over_the_defaults(tmp_path: Path) -> None:
         "[defaults]\npartition = gpu\ntime = 60\n[cluster:big]\npartition = huge\n"
         "[environment]\nNCCL_DEBUG = WARN\nMixed_Case = a=b\n",
     )
-    found = table.read_site(path, "big", OPTIONS)
-    assert found.values == {"partition": "huge", "time": "60"}
-    assert found.sources["partition"] == f"{path} [cluster:big]"
-    assert found.sources["time"] == f"{path} [defaults]"
-    assert found.environment == {"NCCL_DEBUG": "WARN", "Mixed_Case": "a=b"}
-    assert found.clusters == ("big",)
+    settings = table.read_site(path, "big", OPTIONS)
+    assert settings.values == {"partition": "huge", "time": "60"}
+    assert settings.sources["partition"] == f"{path} [cluster:big]"
+    assert settings.sources["time"] == f"{path} [defaults]"
+    assert settings.environment == {"NCCL_DEBUG": "WARN", "Mixed_Case": "a=b"}
+    assert settings.clusters == ("big",)
 
 
 def test_values_are_taken_as_they_are(tmp_path: Path) -> None:
