@@ -15,3 +15,8 @@ def add_event(run: RunDir, event: str, **fields: Any) -> None:
 def read_events(run: RunDir) -> list[dict[str, Any]]:
     """All lines, in the order in which they were written."""
     return list(read_json_lines(run.events))
+
+
+def kinds(run: RunDir) -> list[str]:
+    """The names of the events, in their order."""
+    return [event["event"] for event in read_events(run)]

@@ -18,7 +18,7 @@ from clusterddp.run import batch_script
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
-from tests.event_lines import add_event, read_events
+from tests.event_lines import add_event, kinds, read_events
 from tests.run.test_attempt import left_by_a_killed_rank
 
 __all__ = ["workplace"]
@@ -130,10 +130,6 @@ def finish(
 
 def last(run: RunDir, event: str) -> dict[str, Any]:
     return [one for one in read_events(run) if one["event"] == event][-1]
-
-
-def kinds(run: RunDir) -> list[str]:
-    return [one["event"] for one in read_events(run)]
 
 
 # -- how it ended ------------------------------------------------------------------------------
@@ -284,7 +280,7 @@ def test_a_signal_on_a_full_disk_names_the_disk_and_the_run_goes_on(
     got = finish(workplace, run, 0, REQUEUES)
     assert "their last checkpoint is of step 40" in got.out
     assert TROUBLE in got.out
-    assert [event["event"] for event in read_events(run)][-2:] == ["ended", "requeued"]
+    assert kinds(run)[-2:] == ["ended", "requeued"]
     workplace.command("squeue", "echo '17|PENDING|BeginTime'")
     status = json.loads(workplace.invoke("status", "mnist", "--json").out)
     assert status["state"] == "queued"

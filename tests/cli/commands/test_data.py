@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from clusterddp.cli.commands.data import command
-from clusterddp.errors import DataError, RequestError
+from clusterddp.errors import RequestError
 
 
 def run(*arguments: str) -> Result:
@@ -95,12 +95,6 @@ def test_counts_and_seeds_out_of_range_are_refused(
 
 def test_an_empty_data_dir_is_refused() -> None:
     assert isinstance(run("check", "--data-dir", "").exception, RequestError)
-
-
-def test_a_missing_set_is_an_error_of_the_dataset(tmp_path: Path) -> None:
-    result = run("check", "--data-dir", str(tmp_path))
-    assert isinstance(result.exception, DataError)
-    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("name", ["fetch", "check", "import", "synthesise"])

@@ -24,7 +24,7 @@ from clusterddp.submission import resubmit as resubmission
 from clusterddp.submission import snapshot
 from tests.checkpoints import made_checkpoints
 from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
-from tests.event_lines import add_event, read_events
+from tests.event_lines import add_event, kinds, read_events
 from tests.hostile import CARRIED
 from tests.waiting import PATIENCE, dying_with_us, wait_for
 
@@ -67,10 +67,6 @@ def stopped(workplace: Workplace, name: str = "one", step: int = 40, **request: 
 
 def sent(workplace: Workplace) -> str:
     return (workplace.folder / "sent").read_text()
-
-
-def kinds(run: RunDir) -> list[str]:
-    return [event["event"] for event in read_events(run)]
 
 
 def refused(workplace: Workplace, run: RunDir, *argv: str) -> str:

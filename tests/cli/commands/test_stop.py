@@ -17,7 +17,7 @@ from clusterddp.run.attempt import Attempt, begin, latest, publish
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
-from tests.event_lines import add_event, read_events
+from tests.event_lines import add_event, kinds
 
 __all__ = ["workplace"]
 
@@ -41,10 +41,6 @@ def of_a_command(run: RunDir) -> RunDir:
     )  # fmt: skip
     run.spec.write_text(spec.to_json())
     return run
-
-
-def kinds(run: RunDir) -> list[str]:
-    return [event["event"] for event in read_events(run)]
 
 
 def test_the_attempt_at_work_gets_a_mark_and_no_signal(workplace: Workplace) -> None:
