@@ -12,7 +12,7 @@ import click
 
 from clusterddp import errors, log
 from clusterddp.cli.options import Completed
-from clusterddp.launchers import Submission
+from clusterddp.launchers import SentJob
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.run_dir import RunDir, find_runs
 from clusterddp.run.state import DONE, FAILED, STOPPED
@@ -139,7 +139,7 @@ def follow(
 def follow_submitted(
     spec: JobSpec,
     run: RunDir,
-    submission: Submission,
+    submission: SentJob,
     words: str,
     *,
     wait: bool,

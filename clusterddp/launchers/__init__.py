@@ -19,7 +19,7 @@ SHIPPED = {
 
 
 @dataclass(frozen=True)
-class Submission:
+class SentJob:
     """Job of a script that a launcher has sent."""
 
     job_id: str
@@ -33,7 +33,7 @@ class Launcher(Protocol):
     def prepare(self, spec: JobSpec, template_folder: Path | None) -> str:
         """Give exactly the text to send; the dry run prints it. Touches nothing."""
 
-    def submit(self, spec: JobSpec, script: str, run: "RunDir") -> Submission:
+    def submit(self, spec: JobSpec, script: str, run: "RunDir") -> SentJob:
         """Send it; the run directory is there already, with its records."""
 
 

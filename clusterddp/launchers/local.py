@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,8 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp import log
 from clusterddp.errors import RequestError
-from clusterddp.launchers import Submission, sbatch
+from clusterddp.launchers import SentJob, sbatch
 from clusterddp.launchers.srun import CANCELLED, KILL_WAIT_SECONDS, signal_session, variables
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.variables import REHEARSAL_VARIABLE
@@ -39,22 +41,28 @@ _SIGNAL = re.compile(
     r"(?:(?P<flags>[RB]+):)?(?:SIG)?(?:(?P<name>[A-Z]+[0-9]?)|(?P<number>\d+))(?:@(?P<lead>\d+))?"
 )
 _SLURMS_LEAD_SECONDS = 60
+_FOLDER = "clusterddp-local-"
 prepare = sbatch.prepare  # the very script that sbatch would get
 
 
-def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG001 -- the run has it
+def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 -- the run has it
     """Start the run's controller; the job's id is its process id."""
     if spec.resources.nodes > MOST_HOSTS:
         raise RequestError(
             f"--nodes {spec.resources.nodes}: a rehearsal has at most {MOST_HOSTS} hosts."
         )
-    own = os.getpid()
+    if not spec.launch_prefix and not shutil.which(spec.python):
+        log.warning(
+            f"--python {spec.python}: there is no such interpreter on this workstation; unless the "
+            "set-up brings it, no task can start"
+        )
+    parent = os.getpid()
     controller = subprocess.Popen(
         [sys.executable, "-m", "clusterddp.launchers.local", str(run.path)],
         env=submission_environment(os.environ),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # the terminal's Ctrl-C is ours: it becomes an orderly cancel
-        preexec_fn=lambda: die_with_parent(own, signal.SIGTERM),  # noqa: PLW1509 -- no threads yet
+        preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),  # noqa: PLW1509 -- no threads yet
     )
     job_id = str(controller.pid)
     events.add(
@@ -75,7 +83,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:  # noqa: ARG0
             controller.send_signal(signal.SIGTERM)
         reaper.join()
 
-    return Submission(job_id, stop)
+    return SentJob(job_id, stop)
 
 
 def main() -> None:
@@ -84,7 +92,8 @@ def main() -> None:
     script = run.script.read_text()
     limit = Limit.of(script)
     job = _Job(run, limit)  # ahead of the folder, which would outlive a signal
-    with tempfile.TemporaryDirectory(prefix="clusterddp-local-") as folder:
+    _remove_abandoned_folders()
+    with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-") as folder:
         environ = {
             **os.environ,
             **job_environment(script, os.getpid(), Path.cwd()),
@@ -92,6 +101,15 @@ def main() -> None:
             **_stand_in(Path(folder), os.environ),
         }
         sys.exit(job.run(["bash", str(run.script)], environ, Path(folder) / "steps"))
+
+
+def _remove_abandoned_folders() -> None:
+    """Remove the folders of this user's rehearsals whose process has been killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}[0-9]*-*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        with suppress(OSError):  # another rehearsal removes it
+            if folder.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
+                shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)
@@ -190,7 +208,7 @@ class _Job:
     def run(self, argv: list[str], environ: Mapping[str, str], steps: Path) -> int:
         """Run the script to its exit code; each step notes its tasks in the folder `steps`."""
         self._steps = steps
-        own = os.getpid()
+        parent = os.getpid()
         process = subprocess.Popen(
             argv,
             env=environ,
@@ -198,7 +216,7 @@ class _Job:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(own),  # noqa: PLW1509 -- no threads here
+            preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 -- no threads here
         )
         began = time.monotonic()
         while True:

@@ -19,7 +19,7 @@ from jinja2 import nodes
 from jinja2.bccache import Bucket
 
 from clusterddp.errors import RequestError
-from clusterddp.launchers import Submission
+from clusterddp.launchers import SentJob
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import REQUEST, JobSpec, Resources, submission_comment
 from clusterddp.slurm import forms
@@ -62,7 +62,7 @@ def render(spec: JobSpec, template_folder: Path | None = None) -> str:
 prepare = render
 
 
-def submit(spec: JobSpec, script: str, run: "RunDir") -> Submission:
+def submit(spec: JobSpec, script: str, run: "RunDir") -> SentJob:
     """Queue the script, and record its job id in the run."""
     from clusterddp.run import events  # these three: not needed for a dry run
     from clusterddp.slurm.client import check_expedite, sbatch
@@ -74,7 +74,7 @@ def submit(spec: JobSpec, script: str, run: "RunDir") -> Submission:
     events.add(
         run.events, events.Submitted, job_id=job_id, launcher="sbatch", folder=str(Path.cwd())
     )
-    return Submission(job_id)
+    return SentJob(job_id)
 
 
 def shipped_folder() -> Path:

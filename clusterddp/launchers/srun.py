@@ -145,7 +145,7 @@ def run_step(options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], no
         held = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
         signal.pthread_sigmask(signal.SIG_BLOCK, held)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda seen, _: group.signal_all(seen))
+            signal.signal(number, lambda received, _: group.signal_all(received))
         signal.signal(signal.SIGTERM, terminate)
         signal.signal(signal.SIGINT, lambda *_: _say("srun: interrupt"))
         for environ in tasks:

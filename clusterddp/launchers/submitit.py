@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RequestError
-from clusterddp.launchers import Submission, sbatch
+from clusterddp.launchers import SentJob, sbatch
 from clusterddp.processes import replace_environment
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import JobSpec
@@ -60,7 +60,7 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
     return str(_make_sbatch_string(command=command, folder=_folder(spec), **_parameters(spec)))
 
 
-def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
+def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:
     """Queue the run through submitit's executor, which renders the script anew."""
     import submitit
 
@@ -99,7 +99,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> Submission:
     events.add(
         run.events, events.Submitted, job_id=job.job_id, launcher="submitit", folder=str(Path.cwd())
     )
-    return Submission(job.job_id)
+    return SentJob(job.job_id)
 
 
 @dataclass(frozen=True)

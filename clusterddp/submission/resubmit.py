@@ -62,7 +62,7 @@ class Resubmission:
     """The bytes that are sent."""
     source: Path | None
     """Checkpoint from which the run resumes; None where it begins at another one or at step 0."""
-    submission: launchers.Submission | None
+    submission: launchers.SentJob | None
     """None in a dry run."""
 
     @property
@@ -351,7 +351,7 @@ def _has_more(run: RunDir, before: JobSpec, after: JobSpec) -> bool:
 
 def _submit(
     claim: Claim, before: JobSpec, after: JobSpec, script: str, terms: Terms, code: Sequence[str]
-) -> launchers.Submission:
+) -> launchers.SentJob:
     """Lay the records down, submit, and put the former records back where that is refused.
 
     code: the changes of the code, which the records name.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.launchers import Submission, load
+from clusterddp.launchers import SentJob, load
 from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
@@ -25,7 +25,7 @@ def submit(
     snapshot_limit_mb: float,
     check: bool = False,
     inputs_are_sure: bool = False,
-) -> tuple[RunDir, Submission]:
+) -> tuple[RunDir, SentJob]:
     """Check the files that the tasks will read, make the run's directory, submit the script.
 
     check: ask Slurm for its forecast first. inputs_are_sure: the caller has checked the files

@@ -143,9 +143,9 @@ def _choose_checkpoint(
 ) -> _Origin:
     """Choose the checkpoint to resume from, and check that it fits."""
     # An agent starts the ranks of an attempt again, within the job, when one of them has failed.
-    again = attempt.checkpoints.is_dir()
-    own = (catalog.newest_in(attempt.checkpoints) if again else None) or catalog.source(attempt.run)
-    source = own or (catalog.find(config.resume) if config.resume else None)
+    of_attempt = catalog.newest_in(attempt.checkpoints) if attempt.checkpoints.is_dir() else None
+    of_run = of_attempt or catalog.source(attempt.run)
+    source = of_run or (catalog.find(config.resume) if config.resume else None)
     if source is None:
         # A run that begins at step 0 again begins with the ranks that there are now.
         earlier = None if catalog.given_up_attempt(attempt.run) else recorded
@@ -164,7 +164,7 @@ def _choose_checkpoint(
         origin = _Origin(
             config.reference_world_size(world_size, content["global_batch_size"], images),
             source,
-            is_own=own is not None,
+            is_own=of_run is not None,
             step=int(content["step"]),
             best=Best(**content["best"]) if content["best"] else None,
             precision=content.get("precision", "fp32") if config.precision == "auto" else "",
@@ -291,13 +291,13 @@ def _have_first_read(
     """
     fault = None
     if env.local_rank == 0:
-        told = {}
+        message = {}
         try:
             if offer := read():
-                told = dataclasses.asdict(offer)
+                message = dataclasses.asdict(offer)
         except ClusterDDPError as error:
-            fault, told = error, {"error": str(error)}
-        rendezvous.put(store, key, told)
+            fault, message = error, {"error": str(error)}
+        rendezvous.put(store, key, message)
     dist.barrier()
     if fault:  # only now: the others would wait here for this rank
         raise fault
@@ -316,8 +316,8 @@ def _take(config: TrainConfig, env: DistEnv, store: RunStore, key: str) -> share
 
 
 def _said_by_first(store: RunStore, env: DistEnv, key: str) -> Mapping[str, object]:
-    """Return what this node's first rank has told; raises PeerError where it has failed."""
-    told = rendezvous.ask(store, env, key, "the offer of its node's first rank") or {}
-    if "error" in told:
-        raise PeerError(f"the first rank of this node has no dataset: {told['error']}")
-    return told
+    """Return what this node's first rank has left; raises PeerError where it has failed."""
+    message = rendezvous.ask(store, env, key, "the offer of its node's first rank") or {}
+    if "error" in message:
+        raise PeerError(f"the first rank of this node has no dataset: {message['error']}")
+    return message

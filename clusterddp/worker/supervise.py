@@ -86,7 +86,7 @@ def supervise(
         os.close(go_reader)
         relay.hand_over(pid)
         relay.listen()
-        os.close(go_writer)  # the child goes on
+        os.close(go_writer)  # the child continues
         record.started(pid)
         status = _await_end(pid, env)
         record.ended(status, _read_report(report_reader) or (explain(status) if explain else None))

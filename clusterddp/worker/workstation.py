@@ -147,8 +147,8 @@ def _rank(config: TrainConfig, attempt: Attempt, env: DistEnv) -> None:
 def rank_environment(env: DistEnv) -> dict[str, str]:
     """Return all variables of a rank that this process starts: its own ones, without a job's."""
     foreign = dist_env.foreign(os.environ)
-    own = {name: value for name, value in os.environ.items() if name not in foreign}
-    return {**own, **env.to_environ(), "PYTHONUNBUFFERED": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name not in foreign}
+    return {**inherited, **env.to_environ(), "PYTHONUNBUFFERED": "1"}
 
 
 def free_port() -> int:

@@ -192,6 +192,25 @@ def test_tear_down_runs_after_a_failure_and_cannot_hide_it(tmp_path: Path) -> No
     assert status(tmp_path)["exit_code"] == 1
 
 
+def test_an_interpreter_that_is_not_here_is_named(tmp_path: Path) -> None:
+    done = submit(tmp_path, "--python", "/nowhere/python", "--", "true")
+    assert done.returncode == 1
+    assert "--python /nowhere/python: there is no such interpreter" in done.stderr
+
+
+def test_folders_of_rehearsals_that_were_killed_are_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    for pid in (ended.pid, os.getpid()):
+        (temporary / f"clusterddp-local-{pid}-x" / "steps").mkdir(parents=True)
+    assert submit(tmp_path, "--", "true").returncode == 0
+    assert [path.name for path in temporary.iterdir()] == [f"clusterddp-local-{os.getpid()}-x"]
+
+
 @pytest.mark.slow
 def test_a_python_that_only_a_container_has_still_ends_well(tmp_path: Path) -> None:
     (tmp_path / "wrap").write_text(f'#!/bin/sh\nshift\nexec {sys.executable} "$@"\n')
