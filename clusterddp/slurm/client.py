@@ -52,8 +52,7 @@ _JOB_ID = re.compile(r"\d+(_\d+)?")
 _REQUEUE_EXIT = re.compile(r"^(RequeueExit(?:Hold)?)\s*=\s*([\d,-]+)\s*$", re.MULTILINE)
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 _SCONTROL = re.compile(
-    r"JobState=(?P<state>\w+) Reason=(?P<reason>.*?) Dependency=.*"
-    r" Reboot=\d+ ExitCode=(?P<exit_code>\d+:\d+) RunTime=",
+    r"JobState=\w+ Reason=.*? Dependency=.* Reboot=\d+ ExitCode=(\d+:\d+) RunTime=",
     re.DOTALL,
 )
 
@@ -211,11 +210,11 @@ def requeue_exits() -> list[str]:
 
 def lists_exit_code(setting: str, exit_code: int) -> bool:
     """Return whether a setting lists an exit code: `RequeueExit=1-9,18` has 3 and 18."""
-    for part in setting.partition("=")[2].split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit() and int(first) <= exit_code <= int(last or first):
-            return True
-    return False
+    ranges = (part.partition("-") for part in setting.partition("=")[2].split(","))
+    return any(
+        first.isdigit() and int(first) <= exit_code <= int(last or first)
+        for first, _, last in ranges
+    )
 
 
 def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
@@ -260,7 +259,7 @@ def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str] | None
         record = _SCONTROL.search(answer.stdout)
         # The state is squeue's: a job name with " JobState=" in it stands before the real one here.
         if answer.returncode == 0 and record:
-            code = parse_exit_code(record["exit_code"])
+            code = parse_exit_code(record[1])
             jobs[job_id] = replace(jobs[job_id], exit_code=code)
 
 

@@ -19,6 +19,8 @@ from clusterddp.run.run_dir import RunDir
 from tests.request.test_spec import spec
 from tests.waiting import PATIENCE, has_gone, wait_for
 
+ENDED = {"ended": 2.0, "exit_code": 0}
+
 
 class Step:
     """An attempt of two ranks, an srun that ends with its stdin, and a scancel."""
@@ -56,6 +58,11 @@ class Step:
         }  # fmt: skip
         (self.attempt.outcomes / f"rank-{rank}.json").write_text(json.dumps(content))
 
+    def end(self, **fields: object) -> None:
+        """Record that both ranks have ended."""
+        for rank in (0, 1):
+            self.record(rank, **fields, **ENDED)
+
     def watch(self) -> None:
         with log.to(self.said.append):
             step_watch.watch(self.attempt, "17", 2, os.getpid(), 0.2)
@@ -74,16 +81,12 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
         process.communicate()
 
 
-ENDED = {"ended": 2.0, "exit_code": 0}
-
-
 def test_once_every_end_is_recorded_the_step_is_cancelled_and_no_other(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_watch, "_CANCEL_SECONDS", PATIENCE)
     step.scancel(f"kill -9 {step.srun.pid}")
-    for rank in (0, 1):
-        step.record(rank, **ENDED)
+    step.end()
     step.watch()
     assert step.cancelled == ["17.3"]
     assert step_watch.was_ended(step.attempt)
@@ -97,24 +100,21 @@ def test_an_srun_that_a_cancelled_step_does_not_end_is_killed_never_terminated(
     step: Step, scancel: str
 ) -> None:
     step.scancel(scancel)
-    for rank in (0, 1):
-        step.record(rank, **ENDED)
+    step.end()
     step.watch()
     assert step.srun.wait(PATIENCE) == -signal.SIGKILL
     assert step.other.poll() is None
 
 
 def test_without_a_step_to_name_the_job_is_not_cancelled_in_its_place(step: Step) -> None:
-    for rank in (0, 1):
-        step.record(rank, step_id="", **ENDED)
+    step.end(step_id="")
     step.watch()
     assert step.cancelled == []
     assert step.srun.wait(PATIENCE) == -signal.SIGKILL
 
 
 def test_an_srun_that_ends_by_itself_is_left_alone(step: Step) -> None:
-    for rank in (0, 1):
-        step.record(rank, **ENDED)
+    step.end()
     step.srun.communicate(b"\n")
     step.watch()
     assert (step.cancelled, step.said) == ([], [])
