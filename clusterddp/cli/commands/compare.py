@@ -6,6 +6,7 @@ import shlex
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -100,6 +101,7 @@ class CompareCommand(SettingsCommand):
 @click.option(
     "--name",
     metavar="NAME",
+    default=partial(time.strftime, "compare-%Y%m%d-%H%M%S"),
     show_default="compare-<time>",
     help="Name of the comparison; those of its runs begin with it.",
 )
@@ -124,7 +126,7 @@ def command(
     ctx: click.Context,
     /,
     of: tuple[str, ...],
-    name: str | None,
+    name: str,
     where: str,
     repeat: int,
     dry_run: bool,
@@ -154,15 +156,13 @@ def command(
             raise click.UsageError(f"--of runs nothing, so {flags} has no part in it.", ctx)
         trials = results.trials_of(Path(root), of)
         return _show(trials, ", ".join(of), as_json, plot)
-    name = time.strftime("compare-%Y%m%d-%H%M%S") if name is None else name
     _NAME.check("--name", name)
     config, base, rows = _rows(ctx, name, where)
     planned = plan.requests(rows, name, root, repeat, base)
     templates = template_folder(ctx) if base else None
     if dry_run:
         find_own_functions(config, base)
-        for text in plan.dry_run(rows, planned, base, templates):
-            click.echo(text)
+        click.echo("\n".join(plan.dry_run(rows, planned, base, templates)))
         return EXIT_DONE
     make_sure(config, base)
     number = 0
