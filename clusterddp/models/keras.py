@@ -105,8 +105,7 @@ def import_keras() -> ModuleType:
     Raises TrainingError where it is not installed, cannot be imported, or was imported in this
     process on another backend.
     """
-    missing = TrainConfig(model=_NAME).missing_package()
-    if missing:
+    if missing := TrainConfig(model=_NAME).missing_package():
         raise TrainingError(f"{missing} This is {socket.gethostname()}.")
     try:
         with _settings():

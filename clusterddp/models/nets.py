@@ -65,9 +65,8 @@ def check(name: str, model: object) -> nn.Module:
 
 
 def _check_extra_state(name: str, model: nn.Module) -> None:
-    extra = {
-        key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)
-    }
+    state = model.state_dict()
+    extra = {key: state[key] for key in state if not isinstance(state[key], Tensor)}
     file = io.BytesIO()
     try:
         torch.save(extra, file)

@@ -1,6 +1,7 @@
 """The learner: a model with its optimizer and its step, built, restored and collected as a whole.
 
-Everything that a checkpoint holds is here, and nothing of when one is written.
+Everything that a checkpoint holds is here, and nothing of when one is written. So is what
+`--augment` changes of a batch, as its random numbers are the rank's.
 """
 
 import math

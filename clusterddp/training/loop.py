@@ -103,7 +103,6 @@ class Training:
             resume_content=resume_content,
         )
         self.model, self.position = self.learner.model, self.learner.position
-        self.start_step = self.position.step
         self.last_step = config.max_steps or sys.maxsize
         self.schedule = Schedule(config, agreed.reference_world_size, len(self.train_set))
         self.poll = Poll(self.device)
@@ -250,8 +249,8 @@ class Checkpoints:
         self.saver = Saver.of_attempt(attempt, learner.config.keep_last) if rank == 0 else None
         self.costs = self.saver.costs if self.saver else Costs()
         self._learner, self._progress = learner, progress
-        self._start_step = learner.position.step
-        self._saved = self._start_step if learner.agreed.resume else -1
+        self.start_step = learner.position.step
+        self._saved = self.start_step if learner.agreed.resume else -1
         self._random_states: States | None = None  # of all ranks, when that was
         self._saved_at = self._began = time.monotonic()
 
@@ -280,7 +279,7 @@ class Checkpoints:
 
         must: raise CheckpointError if it fails again, as at the end of a training.
         """
-        if self.saver is None or self.saver.wait() or self._saved == self._start_step:
+        if self.saver is None or self.saver.wait() or self._saved == self.start_step:
             return
         self.saver.save(self._learner.collect(self._random_states), 0.0)
         if not self.saver.wait() and must:

@@ -266,8 +266,7 @@ class Waiting:
         """Return the seconds since the last call, NaN where they are not known; a GPU has to be
         synchronised before.
         """
-        for begin, end in self._events:
-            self._seconds += begin.elapsed_time(end) / 1000.0
+        self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000.0
         seconds, self._seconds = self._seconds, 0.0
         self._events.clear()
         return seconds if self._knows else math.nan

@@ -28,7 +28,7 @@ def write(training: Training, env: DistEnv, began: float, environ: Mapping[str, 
     report = _report(training, env, environ, began, finished)
     write_record(run.evaluation, evaluation)
     write_record(run.report, report, indent=2)
-    if position.step == training.start_step and position.step:
+    if position.step == training.checkpoints.start_step and position.step:
         return (
             f"done: nothing was left to train, the run has its {position.step} steps; test "
             f"accuracy {report.accuracy:.2%}. Raise --epochs or --max-steps, or name another "

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from clusterddp.checkpoints.state import Position
-from clusterddp.data.loader import as_images, generators_kept
+from clusterddp.data.loader import as_images
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
@@ -227,18 +227,20 @@ class GraphedStep:
         Raises TrainingError where the step cannot be captured.
         """
         before = {id(tensor): tensor.clone() for tensor in self._state()}
+        cpu, cuda = torch.get_rng_state(), None
+        if self.step.device.type == "cuda":
+            cuda = torch.cuda.get_rng_state(self.step.device)
 
         def work() -> None:
             self.step.compute(self._images, self._labels)
 
         try:
-            with generators_kept(self.step.device):
-                with _aside(self.step.device):
-                    for _ in range(_WARM_UPS):
-                        work()
-                # Gradients belong to the graph's memory.
-                self.step.optimizer.zero_grad(set_to_none=True)
-                replay = self.capture(work)
+            with _aside(self.step.device):
+                for _ in range(_WARM_UPS):
+                    work()
+            # Gradients belong to the graph's memory.
+            self.step.optimizer.zero_grad(set_to_none=True)
+            replay = self.capture(work)
         except RuntimeError as error:
             raise TrainingError(
                 f"the step cannot be captured into a CUDA graph: {str(error).splitlines()[0]}. "
@@ -250,6 +252,10 @@ class GraphedStep:
                     tensor.copy_(before[id(tensor)])
                 else:  # the optimizer has made it during the warm-up; all begin at zero
                     tensor.zero_()
+        # Not in a context: after a failed capture CUDA's generator may take no state.
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, self.step.device)
         return replay
 
     def _state(self) -> list[Tensor]:
