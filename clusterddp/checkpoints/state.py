@@ -215,20 +215,15 @@ def check_fits(path: Path, content: Content, config: TrainConfig, *, data_sha256
 
 
 def restore(
-    path: Path,
-    config: TrainConfig,
-    model: nn.Module,
-    optimizer: Optimizer,
-    content: Content | None = None,
+    path: Path, config: TrainConfig, model: nn.Module, optimizer: Optimizer, content: Content
 ) -> Restored:
     """Restore weights and optimizer state from a checkpoint, and return the rest of it.
 
     model: the bare module, not its DDP wrapper.
-    content: the content of `path`, where it is loaded already.
+    path: where the content was loaded from, for messages.
 
-    Raises CheckpointError as `load` does, and when the checkpoint does not fit.
+    Raises CheckpointError when the checkpoint does not fit.
     """
-    content = load(path) if content is None else content
     try:
         check_fits(path, content, config)
         model.load_state_dict(content["model"])
@@ -251,12 +246,10 @@ def gather_random_states(device: torch.device) -> States | None:
     Collective over the default process group: every rank calls it.
     """
     on = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    gathered = {}
+    gathered, first, world_size = {}, dist.get_rank() == 0, dist.get_world_size()
     for name, state in random_states(device).items():
         own = state.to(on)
-        rows = None
-        if dist.get_rank() == 0:
-            rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        rows = [torch.empty_like(own) for _ in range(world_size)] if first else None
         dist.gather(own, rows, dst=0)
         if rows:
             gathered[name] = torch.stack(rows).cpu()

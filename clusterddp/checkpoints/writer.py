@@ -9,7 +9,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,36 +34,19 @@ class Costs(SavingReport):
 
 
 class Saver:
-    """Writes one checkpoint after the other into a folder, from a background thread."""
+    """Writes one checkpoint after the other into an attempt's folder, from a background thread."""
 
-    @classmethod
-    def of_attempt(cls, attempt: Attempt, keep_last: int) -> "Saver":
-        """Write into an attempt's folder while no later attempt supersedes it."""
-        earlier = [each for each in attempts(attempt.run) if each.number < attempt.number]
-        return cls(
-            attempt.checkpoints,
-            keep_last=keep_last,
-            may_write=lambda: not attempt.is_superseded,
-            older=[each.checkpoints for each in earlier],
-        )
+    def __init__(self, attempt: Attempt, keep_last: int) -> None:
+        """attempt: its folder exists already (see `catalog.adopt`).
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep_last: int,
-        may_write: Callable[[], bool],
-        older: Sequence[Path] = (),
-    ) -> None:
-        """folder: exists already (see `catalog.adopt`).
+        Nothing gets its name there once a later attempt has begun; the folders of earlier ones are
+        emptied once this one has saved.
 
         keep_last: checkpoints to keep, besides the best.
-        may_write: called before each gets its name; False once another attempt trains.
-        older: checkpoint folders of earlier attempts, emptied once this one has saved.
         """
-        assert keep_last >= 1
-        self._folder, self._keep_last, self._older = folder, keep_last, list(older)
-        self._may_write = may_write
+        self._attempt, self._folder, self._keep_last = attempt, attempt.checkpoints, keep_last
+        known = attempts(attempt.run)
+        self._older = [each.checkpoints for each in known if each.number < attempt.number]
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._done = False
@@ -76,10 +58,10 @@ class Saver:
         self.trouble = ""
         """Cause for which the last checkpoint could not be written; empty where it was."""
         try:  # an attempt that starts again after a kill
-            catalog.remove_leftovers(folder)
+            catalog.remove_leftovers(self._folder)
         except OSError as error:
-            log.warning(f"left-overs in {folder} stay: {error.strerror}")
-        newest = catalog.newest_in(folder)
+            log.warning(f"left-overs in {self._folder} stay: {error.strerror}")
+        newest = catalog.newest_in(self._folder)
         if newest:
             self._valid[newest.name] = _signature(newest)
             self.last_step = step_of(newest)
@@ -164,7 +146,7 @@ class Saver:
                 raise OSError("what the disk gave back is not what was written")
             # The checksum first: so the checkpoint is valid from the moment its name exists.
             write_atomically(checksum_of(path), f"{digest}  {path.name}\n".encode())
-            if not self._may_write():
+            if self._attempt.is_superseded:
                 self._warn_once(
                     "superseded",
                     f"the checkpoint {path} was not published: a later attempt of the run "
@@ -192,7 +174,7 @@ class Saver:
         except OSError as error:
             self._warn_once("best", f"{self._folder / catalog.BEST}: {error.strerror}")
         try:
-            if not self._may_write():
+            if self._attempt.is_superseded:
                 return
             for path in self._unneeded(needed):
                 self._remove(path)

@@ -161,10 +161,9 @@ class Loaded:
         )
         for images, labels in loader:
             check_labels(labels, self._classes)  # on a GPU a wrong one breaks all that follows
+            pixels = images.float() if images.is_floating_point() else images
             yield (
-                (images.float() if images.is_floating_point() else images).to(
-                    self._device, non_blocking=True
-                ),
+                pixels.to(self._device, non_blocking=True),
                 labels.long().to(self._device, non_blocking=True),
             )
 

@@ -93,15 +93,11 @@ class OwnSets:
             raise DataError(f"{what}: it has to return {_EXPECTED}, and returned {_seen(given)}.")
         with user_functions.running(self._config.dataset):
             count = len(given)
-            first = given[0] if count else None
+            first: Any = given[0] if count else None
         if not count:
             raise DataError(f"{what}: it returned a dataset without any image.")
-        if not (
-            isinstance(first, tuple | list)
-            and len(first) == 2
-            and isinstance(first[0], Tensor)
-            and _is_label(first[1])
-        ):
+        of_two = isinstance(first, tuple | list) and len(first) == 2
+        if not (of_two and isinstance(first[0], Tensor) and _is_label(first[1])):
             raise DataError(
                 f"{what}: items have to be pairs of an image tensor and an integer label of at "
                 f"least 0, and the first is {_seen(first)}."

@@ -120,11 +120,9 @@ def agree(
     if env.rank == 0:
         try:
             verdict = decide(_roll_call(store, env, timeout))
-        except ClusterDDPError as error:
-            _call_off(store, env, str(error))
-            raise
-        except BaseException:
-            _call_off(store, env, "its log says why.")
+        except BaseException as error:
+            is_ours = isinstance(error, ClusterDDPError)
+            _call_off(store, env, str(error) if is_ours else "its log says why.")
             raise
         put(store, "verdict", verdict)
         return verdict

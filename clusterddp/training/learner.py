@@ -53,7 +53,7 @@ class Learner:
     ) -> None:
         """mark: called with each phase of a step as it begins.
 
-        resume_content: what the checkpoint to resume from holds, where it was loaded already.
+        resume_content: what the checkpoint to resume from holds; None without one.
         """
         self.config, self.agreed, self.device = config, agreed, device
         if device.type == "cpu":
@@ -67,7 +67,7 @@ class Learner:
         self.position = Position()
         self.best: Best | None = None
         seed_generators(config.seed + rank)  # from here on each rank draws its own numbers
-        scaler = self._restore(rank, resume_content) if agreed.resume else {}
+        scaler = self._restore(rank, resume_content) if resume_content else {}
         self.tally = Tally(device)
         is_seen = not (agreed.cuda_graph or config.sync_batchnorm)
         self.waiting = Waiting(device, knows=agreed.world_size == 1 or is_seen)
@@ -127,7 +127,7 @@ class Learner:
             self.step.scaler.state_dict(),
         )
 
-    def _restore(self, rank: int, content: Content | None) -> Content:
+    def _restore(self, rank: int, content: Content) -> Content:
         """Restore a checkpoint; returns the state of fp16's scaler, for when there is one."""
         path = Path(self.agreed.resume)
         with step.settings_kept(self.optimizer):

@@ -90,7 +90,7 @@ class Training:
     """The end of the job's time, on rank 0."""
     progress: Progress = field(default_factory=Progress)
     resume_content: InitVar[Content | None] = None
-    """Content of the checkpoint to resume from, where it was loaded already."""
+    """Content of the checkpoint to resume from; None without one."""
 
     def __post_init__(self, resume_content: Content | None) -> None:
         config, agreed, attempt, rank = self.config, self.agreed, self.attempt, self.rank
@@ -246,7 +246,7 @@ class Checkpoints:
     """Saves the state of all ranks: rank 0 copies it, and has it written beside the training."""
 
     def __init__(self, learner: Learner, attempt: Attempt, rank: int, progress: Progress) -> None:
-        self.saver = Saver.of_attempt(attempt, learner.config.keep_last) if rank == 0 else None
+        self.saver = Saver(attempt, learner.config.keep_last) if rank == 0 else None
         self.costs = self.saver.costs if self.saver else Costs()
         self._learner, self._progress = learner, progress
         self.start_step = learner.position.step

@@ -82,7 +82,7 @@ def tensors(value: Any) -> list[Tensor]:
 def test_all_that_was_collected_is_restored(tmp_path: Path) -> None:
     path = written(tmp_path, collected(1))
     model, chosen = trained(7)
-    got = state.restore(path, CONFIG, model, chosen)
+    got = state.restore(path, CONFIG, model, chosen, state.load(path))
     assert got.position == POSITION
     assert got.best == Best(0.97, 1100)
     content = state.load(path)
@@ -103,7 +103,7 @@ def test_all_that_was_collected_is_restored(tmp_path: Path) -> None:
 def test_what_is_not_known_may_be_absent(tmp_path: Path) -> None:
     agreed = dataclasses.replace(AGREED, data_sha256="")
     path = written(tmp_path, collected(best=None, random_states=None, agreed=agreed))
-    got = state.restore(path, CONFIG, *trained(1))
+    got = state.restore(path, CONFIG, *trained(1), state.load(path))
     assert (got.best, got.random_states) == (None, None)
 
 
@@ -214,7 +214,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_naming_both_sides(
 ) -> None:
     path = written(tmp_path, {**collected(), **fields})
     with pytest.raises(CheckpointError, match=message):
-        state.restore(path, CONFIG, *trained(1))
+        state.restore(path, CONFIG, *trained(1), state.load(path))
 
 
 def test_another_dataset_under_the_same_name_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ from clusterddp.checkpoints.state import Position
 from clusterddp.checkpoints.writer import Saver
 from clusterddp.errors import CheckpointError
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import Agreement
+from clusterddp.run.run_dir import RunDir
 from tests.checkpoints.made_checkpoints import DAMAGE, make
 from tests.hostile import CARRIED, REFUSED
 from tests.training import ranks
@@ -50,20 +52,21 @@ def content_of(step: int, best: int | None = None, size: int = 64) -> dict[str, 
 
 
 class Place:
-    """A folder, what was said, and a saver in it."""
+    """The ninth attempt of a run, what was said, and a saver in its folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, run: Path) -> None:
+        self.attempt = Attempt(RunDir(run), 9)
+        self.folder = self.attempt.checkpoints
         self.said: list[str] = []
-        self.may_write = True
 
-    def saver(self, keep_last: int = 3, **fields: Any) -> Saver:
-        return Saver(
-            self.folder,
-            keep_last=keep_last,
-            may_write=lambda: self.may_write,
-            **fields,
-        )
+    def saver(self, keep_last: int = 3) -> Saver:
+        return Saver(self.attempt, keep_last)
+
+    def of_attempt(self, number: int) -> Path:
+        """The folder of another attempt, made."""
+        folder = Attempt(self.attempt.run, number).checkpoints
+        folder.mkdir(parents=True)
+        return folder
 
     @property
     def steps(self) -> list[int]:
@@ -86,9 +89,8 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    made = Place(folder)
+    made = Place(tmp_path / "run")
+    made.folder.mkdir(parents=True)
     with log.to(made.said.append):
         yield made
 
@@ -372,10 +374,10 @@ import json
 from pathlib import Path
 from clusterddp import log
 from tests.checkpoints.test_writer import Place, content_of
-place = Place(Path("checkpoints").absolute())
+place = Place(Path("run").absolute())
 kept = log.to(place.said.append)
 kept.__enter__()
-place.folder.mkdir()
+place.folder.mkdir(parents=True)
 writer = place.saver(keep_last=3)
 results = []
 def save(step):
@@ -383,7 +385,7 @@ def save(step):
     results.append([writer.wait(), place.steps, sorted(n for n in place.names if n[0] == ".")])
 save(1)
 save(2)
-filler = place.folder.parent / "filler"
+filler = place.attempt.run.path / "filler"
 with filler.open("wb", buffering=0) as file:
     try:
         while file.write(bytes(4096)):
@@ -452,15 +454,12 @@ def test_any_other_error_surfaces(
     assert writer.wait() and place.holds_only(3)
 
 
-def test_a_superseded_attempt_publishes_nothing_and_says_so_once(
-    place: Place, tmp_path: Path
-) -> None:
-    older = tmp_path / "older"
-    older.mkdir()
+def test_a_superseded_attempt_publishes_nothing_and_says_so_once(place: Place) -> None:
+    older = place.of_attempt(8)
     make(older, 1)
-    writer = place.saver(keep_last=1, older=[older])
+    writer = place.saver(keep_last=1)
     make(place.folder, 2)
-    place.may_write = False
+    place.of_attempt(10)
     for step in (3, 4):
         writer.save(content_of(step))
         assert not writer.wait()
@@ -471,9 +470,12 @@ def test_a_superseded_attempt_publishes_nothing_and_says_so_once(
     assert (writer.costs.saves, writer.costs.failed, writer.last_step) == (0, 0, None)
 
 
-def test_an_attempt_superseded_while_it_publishes_removes_nothing(place: Place) -> None:
-    answers = iter([True, True, True, False])
-    writer = Saver(place.folder, keep_last=1, may_write=lambda: next(answers))
+def test_an_attempt_superseded_while_it_publishes_removes_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([False, False, False, True])
+    monkeypatch.setattr(Attempt, "is_superseded", property(lambda _: next(answers)))
+    writer = place.saver(keep_last=1)
     for step in (1, 2):
         writer.save(content_of(step))
         assert writer.wait()
@@ -481,23 +483,23 @@ def test_an_attempt_superseded_while_it_publishes_removes_nothing(place: Place) 
 
 
 def test_earlier_attempts_are_emptied_once_this_one_has_saved(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = [tmp_path / name for name in ("0001", "0002", "gone")]
-    for folder in folders[:2]:
-        folder.mkdir()
+    place.of_attempt(3).rmdir()
+    folders = [place.of_attempt(number) for number in (1, 2)]
+    for folder in folders:
         make(folder, 1)
         catalog.write_best(folder, Best(0.5, 1))
         (folder / "notes.txt").write_text("a person's own")
-    writer = place.saver(older=folders)
+    writer = place.saver()
     with monkeypatch.context() as patched:
         patched.setattr(saver, "_stored_sha256", lambda _: "")
         writer.save(content_of(2))
         assert not writer.wait()
-    assert all(catalog.files(folder) for folder in folders[:2])
+    assert all(catalog.files(folder) for folder in folders)
     writer.save(content_of(3))
     assert writer.wait()
-    assert [[path.name for path in folder.iterdir()] for folder in folders[:2]] == [
+    assert [[path.name for path in folder.iterdir()] for folder in folders] == [
         ["notes.txt"],
         ["notes.txt"],
     ]
@@ -549,7 +551,7 @@ def test_a_damaged_one_in_the_folder_is_named_at_the_start(place: Place) -> None
 @pytest.mark.parametrize("name", [name for name in CARRIED + REFUSED if name and "\0" not in name])
 def test_hostile_folder_names(tmp_path: Path, name: str) -> None:
     place = Place(tmp_path / name)
-    place.folder.mkdir()
+    place.folder.mkdir(parents=True)
     writer = place.saver(keep_last=1)
     for step in (1, 2):
         writer.save(content_of(step, best=2, size=2))
@@ -565,7 +567,9 @@ def test_the_process_can_leave_while_a_write_hangs(tmp_path: Path) -> None:
         "from tests.checkpoints.test_writer import Place, content_of\n"
         "hangs = threading.Event()\n"
         "os.fsync = lambda _: (hangs.set(), time.sleep(1000))\n"
-        "writer = Place(Path(sys.argv[1])).saver()\n"
+        "place = Place(Path(sys.argv[1]))\n"
+        "place.folder.mkdir(parents=True)\n"
+        "writer = place.saver()\n"
         "writer.save(content_of(1))\n"
         "assert hangs.wait(60)\n"  # not while it is inside torch: cli/main.py is for that
         "print('left')\n"
@@ -584,10 +588,10 @@ def test_the_process_can_leave_while_a_write_hangs(tmp_path: Path) -> None:
 _CONTEXT = multiprocessing.get_context("forkserver")  # what `ranks` makes it import is there
 
 
-def _save_without_end(folder: Path, first: int, announce: int) -> None:
+def _save_without_end(run: Path, first: int, announce: int) -> None:
     """Tells of every step that is verified, in a line each."""
     torch.set_num_threads(1)
-    writer = Place(folder).saver(keep_last=2)
+    writer = Place(run).saver(keep_last=2)
     told = writer.last_step
     for step in range(first, first + 1_000_000):
         writer.save(content_of(step, best=step - (step - first) % 3, size=200))
@@ -596,8 +600,8 @@ def _save_without_end(folder: Path, first: int, announce: int) -> None:
             os.write(announce, f"{told}\n".encode())
 
 
-def _child(folder: Path, first: int, fifo: Path) -> None:
-    _save_without_end(folder, first, os.open(fifo, os.O_WRONLY))
+def _child(run: Path, first: int, fifo: Path) -> None:
+    _save_without_end(run, first, os.open(fifo, os.O_WRONLY))
 
 
 @pytest.mark.slow
@@ -607,7 +611,9 @@ def test_killed_at_any_moment_of_a_save_a_whole_one_is_left(place: Place, tmp_pa
     chance = random.Random(0)
     announced = leftovers = 0
     for _ in range(20):
-        process = _CONTEXT.Process(target=_child, args=(place.folder, announced + 3, fifo))
+        process = _CONTEXT.Process(
+            target=_child, args=(place.attempt.run.path, announced + 3, fifo)
+        )
         process.start()
         with fifo.open() as lines:
             first = lines.readline()
@@ -627,6 +633,8 @@ def test_killed_at_any_moment_of_a_save_a_whole_one_is_left(place: Place, tmp_pa
 
 
 def test_a_folder_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    place = Place(tmp_path)
+    place.attempt.path.mkdir(parents=True)
+    place.folder.write_text("")
     with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
-        Place(tmp_path / "file").saver()
+        place.saver()

@@ -72,7 +72,8 @@ def build(rank: int, settings: TrainConfig, agreed: Agreement, **more: Any) -> T
     }
     attempt = Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt)
     given = {**sets, "request": StopRequest(), **more}
-    return Training(settings, agreed, rank, CPU, attempt=attempt, **given)
+    content = state.load(Path(agreed.resume)) if agreed.resume else None
+    return Training(settings, agreed, rank, CPU, attempt=attempt, resume_content=content, **given)
 
 
 def train_rank(
