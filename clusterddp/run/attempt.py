@@ -245,7 +245,7 @@ def await_silence(run: RunDir, job_id: str, patience: float) -> None:
     """
     deadline = time.monotonic() + patience
     previous = latest(run)
-    said = False
+    announced = False
     while previous and _is_at_work(previous, job_id):
         record = previous.read_record() or AttemptRecord()
         who = (
@@ -257,9 +257,9 @@ def await_silence(run: RunDir, job_id: str, patience: float) -> None:
                 f"{who}: rank 0 has shown its life for all of {patience:g} s. Two jobs cannot "
                 f"write one run: cancel one of them, or give this one a --run-name of its own."
             )
-        if not said:
+        if not announced:
             log.info(f"{who}; waiting up to {patience:g} s for it to end")
-            said = True
+            announced = True
         time.sleep(0.5)  # a file's time is all that a lost node's process leaves to look at
 
 

@@ -325,7 +325,8 @@ def _next_command(
     again = run.resubmission
     if state == STOPPED or (state == CANCELLED and has_checkpoint):
         return again
-    is_silent = not run.rank_log(0).exists() and not run.job_log.exists()
+    logs = run.rank_log(0), run.job_log
+    is_silent = state in (CANCELLED, DONE) and not any(path.exists() for path in logs)
     if state == CANCELLED and is_silent:
         # It never started: there is nothing to read. One on this workstation was in no queue.
         return "" if submission.is_local else again
