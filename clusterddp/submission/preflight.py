@@ -2,12 +2,14 @@
 
 import dataclasses
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from clusterddp import log
 from clusterddp.errors import CheckpointError, DataError, RequestError
+from clusterddp.launchers import SHIPPED
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
@@ -50,6 +52,32 @@ def make_sure(
     except (CheckpointError, DataError) as error:
         raise RequestError(str(error)) from None
     log.info(f"dataset: {info.describe()}")
+
+
+def check_command(spec: JobSpec) -> None:
+    """Refuse a COMMAND whose program or Python script is not in the folder in which it starts.
+
+    Warns of what can still be on the nodes: a program on the PATH, an absolute path. Checks nothing
+    where set-up lines, a container, a site's own template or another folder may bring the file.
+    """
+    is_open = spec.setup or spec.launch_prefix or "chdir" in dict(spec.sbatch)
+    if not spec.command or is_open or spec.template not in SHIPPED:
+        return
+    program, *arguments = spec.command
+    names = [program] if "/" in program else []
+    if PurePath(program).name.startswith("python") and not "".join(arguments[:1]).startswith("-"):
+        names += arguments[:1]
+    for name in names:
+        if not Path(name).exists() and not Path(name).is_absolute():
+            raise RequestError(
+                f"COMMAND: there is no {shlex.quote(name)} in {Path.cwd()}, where the tasks start "
+                "it. Submit from the folder that it is relative to, or name a file that is there."
+            )
+    elsewhere = [name for name in names if not Path(name).exists()]
+    if "/" not in program and not spec.modules and shutil.which(program) is None:
+        elsewhere.append(program)
+    for name in elsewhere:
+        log.warning(f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it")
 
 
 def _fetch(data_dir: str) -> None:

@@ -15,7 +15,7 @@ from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run.run_dir import RunDir, run_folders
-from clusterddp.submission.preflight import find_own_functions, make_sure
+from clusterddp.submission.preflight import check_command, find_own_functions, make_sure
 
 
 def submit(
@@ -37,6 +37,7 @@ def submit(
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
         )
     _warn_of_launcher(spec)
+    check_command(spec)
     if spec.train and not inputs_are_sure:
         make_sure(spec.train, spec)
     if check and spec.launcher != "local":

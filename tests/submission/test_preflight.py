@@ -262,3 +262,37 @@ def test_a_submission_with_own_functions_loads_no_torch(tree: Path) -> None:
     loaded, started = watched(tree, ["submit", *OPTIONS])
     assert not loaded & HEAVY
     assert [Path(command).name for command in started if not command.endswith("git")] == ["sbatch"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "missing"),
+    [
+        (["--", "./train.sh"], "./train.sh"),
+        (["--", "python", "trian.py", "--lr", "1"], "trian.py"),
+        (["--", "/usr/bin/python3", "pkg/none.py"], "pkg/none.py"),
+        (["--", "python", "nets.py"], ""),
+        (["--", "pkg/sets.py"], ""),
+        (["--", "python", "-m", "nets"], ""),
+        (["--setup", "make train.sh", "--", "./train.sh"], ""),
+        (["--launch-prefix", "apptainer exec image", "--", "./train.sh"], ""),
+    ],
+)
+def test_a_command_whose_file_is_not_there_is_refused_and_nothing_is_queued(
+    tree: Path, workplace: Workplace, argv: list[str], missing: str
+) -> None:
+    workplace.command("python", "true")
+    got = workplace.invoke("submit", "--run-name", "one", *argv)
+    assert (got.code, (workplace.root / "one").exists()) == ((2, False) if missing else (0, True))
+    assert (f"COMMAND: there is no {missing} in {tree}" in got.err) == bool(missing)
+    assert "the tasks need it" not in got.err
+
+
+@pytest.mark.parametrize("program", ["no-such-program", "/no/such/program"])
+def test_a_program_that_only_the_nodes_may_have_is_warned_of(
+    tree: Path, workplace: Workplace, program: str
+) -> None:
+    got = workplace.invoke("submit", "--run-name", "one", "--", program, "none.py")
+    assert got.code == 0
+    assert f"warning: {program} of COMMAND is not on this machine: the tasks need it" in got.err
+    got = workplace.invoke("submit", "--run-name", "two", "--module", "x", "--", program, "none.py")
+    assert ("the tasks need it" in got.err) == ("/" in program)
