@@ -165,11 +165,10 @@ class Lookups:
 
     def _look_up_master(self) -> None:
         with suppress(OSError, UnicodeError):
-            master = self._env.master_addr, self._env.master_port
-            address = str(socket.getaddrinfo(*master)[0][4][0])
-            # In the form in which torch asks: it connects by IPv6 where it can.
-            mapped = address if ":" in address else f"::ffff:{address}"
-            socket.getnameinfo((mapped, master[1], 0, 0), socket.NI_NUMERICSERV)
+            address = str(socket.getaddrinfo(self._env.master_addr, self._env.master_port)[0][4][0])
+            # In the form in which torch asks: it connects by IPv6 where it can. Not getnameinfo,
+            # for which Python 3.10 stops all threads.
+            socket.gethostbyaddr(address if ":" in address else f"::ffff:{address}")
         self.master_answered = True
 
     def _look_up_own_name(self) -> None:
