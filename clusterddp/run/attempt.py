@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -452,7 +451,7 @@ def _release(claim: Claim) -> None:
 
 
 def _holder() -> ClaimHolder:
-    return ClaimHolder(socket.gethostname(), os.getpid(), round(time.time(), 3))
+    return ClaimHolder(os.uname().nodename, os.getpid(), round(time.time(), 3))
 
 
 def _latest_claim(run: RunDir) -> Claim | None:
@@ -481,7 +480,7 @@ def process_alive(pid: int | None, host: str | None, since: float | None) -> boo
     since: when it was there for certain, in seconds of the epoch; one that started later has only
     inherited the number.
     """
-    if pid is None or host not in (None, socket.gethostname()):
+    if pid is None or host not in (None, os.uname().nodename):
         return None
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
