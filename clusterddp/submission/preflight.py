@@ -1,6 +1,7 @@
 """Checks, before anything starts, the files that a training will read."""
 
 import dataclasses
+import os
 import shlex
 import shutil
 import sys
@@ -67,16 +68,17 @@ def check_command(spec: JobSpec) -> None:
     names = [program] if "/" in program else []
     if PurePath(program).name.startswith("python") and not "".join(arguments[:1]).startswith("-"):
         names += arguments[:1]
-    for name in names:
-        if not Path(name).exists() and not Path(name).is_absolute():
-            raise RequestError(
-                f"COMMAND: there is no {shlex.quote(name)} in {Path.cwd()}, where the tasks start "
-                "it. Submit from the folder that it is relative to, or name a file that is there."
-            )
-    elsewhere = [name for name in names if not Path(name).exists()]
+    # Not Path.exists, which raises OSError for a name that is too long.
+    missing = [name for name in names if not os.path.exists(name)]  # noqa: PTH110
+    relative = [shlex.quote(name) for name in missing if not name.startswith("/")]
+    if relative:
+        raise RequestError(
+            f"COMMAND: there is no {relative[0]} in {Path.cwd()}, where the tasks start it. Submit "
+            "from the folder that it is relative to, or name a file that is there."
+        )
     if "/" not in program and not spec.modules and shutil.which(program) is None:
-        elsewhere.append(program)
-    for name in elsewhere:
+        missing.append(program)
+    for name in missing:
         log.warning(f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it")
 
 

@@ -270,6 +270,7 @@ def test_a_submission_with_own_functions_loads_no_torch(tree: Path) -> None:
         (["--", "./train.sh"], "./train.sh"),
         (["--", "python", "trian.py", "--lr", "1"], "trian.py"),
         (["--", "/usr/bin/python3", "pkg/none.py"], "pkg/none.py"),
+        (["--", f"./{'x' * 300}"], f"./{'x' * 300}"),
         (["--", "python", "nets.py"], ""),
         (["--", "pkg/sets.py"], ""),
         (["--", "python", "-m", "nets"], ""),
