@@ -134,6 +134,12 @@ def test_no_sbatch_on_path_says_what_to_do_instead(tmp_path: Path) -> None:
         sbatch(SCRIPT, {"PATH": str(tmp_path)}, comment=COMMENT)
 
 
+def test_a_file_that_may_not_be_run_is_no_sbatch(tmp_path: Path) -> None:
+    (tmp_path / "sbatch").touch(0o644)
+    with pytest.raises(RequestError, match="no sbatch on PATH"):
+        sbatch(SCRIPT, {"PATH": str(tmp_path)}, comment=COMMENT)
+
+
 def test_a_refusal_carries_sbatchs_own_words(fake: Fake) -> None:
     environ = fake(sbatch="echo 'sbatch: error: invalid partition specified: nope' >&2; exit 1")
     with pytest.raises(RequestError, match="invalid partition specified: nope") as caught:
