@@ -42,7 +42,7 @@ _ON_REQUEST = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Hosts:
     """Hosts on which the rows run."""
 
     gpus: int
@@ -57,7 +57,7 @@ def plan(
     config: TrainConfig,
     strategies: Sequence[str],
     world_sizes: Sequence[int],
-    place: Place,
+    hosts: Hosts,
     *,
     fixed_global_batch: bool = False,
 ) -> list[Row]:
@@ -80,15 +80,15 @@ def plan(
             strategy,
             devices,
             _training(config, strategy, devices, fixed_global_batch),
-            _nodes(devices, place.ranks_per_node) if strategy == "ddp" else 1,
-            _missing(strategy, devices, place),
+            _nodes(devices, hosts.ranks_per_node) if strategy == "ddp" else 1,
+            _missing(strategy, devices, hosts),
         )
         for strategy, devices in asked
     ]
     if all(row.missing for row in rows):
         needs = "; ".join(f"{results.label(row)} {row.missing}" for row in rows)
         raise RequestError(
-            f"there is nothing to compare: {needs}, and {count(place.gpus, 'GPU')} can be had. "
+            f"there is nothing to compare: {needs}, and {count(hosts.gpus, 'GPU')} can be had. "
             "Ask for more (--gpus-per-node), or compare ranks on the CPU with --device cpu."
         )
     return rows
@@ -128,24 +128,24 @@ def _nodes(ranks: int, per_node: int | None) -> int:
     return ranks // per_node
 
 
-def _missing(strategy: str, devices: int, place: Place) -> str:
-    is_one_host = place.ranks_per_node is None
-    bounded = strategy == "dp" or (place.on_gpus and (is_one_host or not place.gpus))
-    return f"needs {count(devices, 'GPU')}" if bounded and devices > place.gpus else ""
+def _missing(strategy: str, devices: int, hosts: Hosts) -> str:
+    is_one_host = hosts.ranks_per_node is None
+    bounded = strategy == "dp" or (hosts.on_gpus and (is_one_host or not hosts.gpus))
+    return f"needs {count(devices, 'GPU')}" if bounded and devices > hosts.gpus else ""
 
 
-def place(config: TrainConfig, base: JobSpec | None) -> Place:
+def hosts(config: TrainConfig, base: JobSpec | None) -> Hosts:
     """Describe the nodes that `base` requests; without it this host."""
     gpus = 0
     if config.device != "cpu":
         gpus = base.resources.gpus_per_node if base else processors.visible_gpus()
     ranks_per_node = base.resources.tasks_per_node if base else None
-    return Place(gpus, config.device == "cuda" or gpus > 0, ranks_per_node)
+    return Hosts(gpus, config.device == "cuda" or gpus > 0, ranks_per_node)
 
 
-def powers_of_two(place: Place) -> list[int]:
+def powers_of_two(hosts: Hosts) -> list[int]:
     """List 2, 4, 8 … up to the devices of a host, 2 in any case."""
-    most = max(place.gpus, place.ranks_per_node or 0, 2)
+    most = max(hosts.gpus, hosts.ranks_per_node or 0, 2)
     return [2**power for power in range(1, most.bit_length())]
 
 

@@ -89,7 +89,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class RowSummary:
     """One line of the table, as --json prints it.
 
     Values are medians over the runs that are done, None where nothing is known.
@@ -129,14 +129,14 @@ class Result:
     """True for the line against which the others are measured."""
 
 
-def label(row: Row | Result) -> str:
+def label(row: Row | RowSummary) -> str:
     """Name a row: `ddp, 2 ranks`."""
     if row.strategy == "single":
         return row.strategy
     return f"{row.strategy}, {count(row.devices, 'GPU' if row.strategy == 'dp' else 'rank')}"
 
 
-def results(trials: Sequence[Trial]) -> list[Result]:
+def results(trials: Sequence[Trial]) -> list[RowSummary]:
     """Sum up the trials of each row in a line: single first, then dp, then ddp.
 
     The baseline is single, or where it has no figures the row on the fewest devices.
@@ -164,7 +164,7 @@ def results(trials: Sequence[Trial]) -> list[Result]:
     ]
 
 
-def scaling(lines: Sequence[Result], title: str) -> Scaling:
+def scaling(lines: Sequence[RowSummary], title: str) -> Scaling:
     """Return the runs of the lines with figures, for `reporting.plots` to draw."""
     measured = [line for line in lines if line.images_per_second]
     base = next(line for line in measured if line.baseline)
@@ -176,7 +176,7 @@ def scaling(lines: Sequence[Result], title: str) -> Scaling:
     return Scaling(title, sizes, (base.images_per_second or 0.0) / base.devices, unit="devices")
 
 
-def _medians(row: Row, trials: Sequence[Trial]) -> Result:
+def _medians(row: Row, trials: Sequence[Trial]) -> RowSummary:
     done = [trial for trial in trials if trial.state == DONE]
     short = next((trial for trial in trials if trial.state != DONE), None)
     why = short.why if short else ""
@@ -190,7 +190,7 @@ def _medians(row: Row, trials: Sequence[Trial]) -> Result:
     }
     counts = {name: round(median(known[name])) for name in _COUNTS if known[name]}
     train_images = counts.pop("train_images", None)
-    return Result(
+    return RowSummary(
         strategy=row.strategy,
         ranks=row.ranks,
         devices=row.devices,
@@ -260,7 +260,7 @@ def _why(run: RunDir, status: RunStatus) -> str:
     return (cause or status.detail).partition("\n")[0]
 
 
-def table(lines: Sequence[Result]) -> str:
+def table(lines: Sequence[RowSummary]) -> str:
     """Format the table, a line a row; a row without figures gives the cause in their place."""
     rows = [_HEADER, *(_cells(line) for line in lines)]
     full = [row for row in rows if len(row) >= len(_HEADER)]
@@ -271,7 +271,7 @@ def table(lines: Sequence[Result]) -> str:
     return "\n".join(_line(row, widths) for row in rows)
 
 
-def notes(trials: Sequence[Trial], lines: Sequence[Result], hardware: str) -> list[str]:
+def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -> list[str]:
     """List the conditions of the figures, a sentence or two a line.
 
     hardware: the processors, where they are known; the runs do not report them.
@@ -319,11 +319,11 @@ def figures(trial: Trial) -> str:
     return f"{line.images_per_second:,.0f} images/s{accuracy}"
 
 
-def _state(line: Result) -> str:
+def _state(line: RowSummary) -> str:
     return formatting.line(f"{line.state}: {line.why}" if line.why else line.state)
 
 
-def _cells(line: Result) -> list[str]:
+def _cells(line: RowSummary) -> list[str]:
     ranks = f"1 ({line.devices} GPUs)" if line.strategy == "dp" else str(line.ranks)
     begin = [line.strategy, ranks, str(line.nodes)]
     if line.images_per_second is None:
@@ -359,7 +359,7 @@ def _text(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _batch(lines: Sequence[Result]) -> str:
+def _batch(lines: Sequence[RowSummary]) -> str:
     each = {line.images_per_device for line in lines}
     together = {line.images_per_device * line.devices for line in lines}
     if len(each) == 1:

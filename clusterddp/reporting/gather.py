@@ -87,7 +87,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Start(records.AttemptSummary):
+class AttemptReport(records.AttemptSummary):
     """One attempt of a run; values are None where its ranks never met."""
 
     why: str = ""
@@ -157,7 +157,7 @@ class RunReport:
     starts: int = 0
     steps_done_twice: int = 0
     seconds_lost: float = 0.0
-    attempts: list[Start] = field(default_factory=list)
+    attempts: list[AttemptReport] = field(default_factory=list)
     confusions: list[Confusion] = field(default_factory=list)
     """Most common mistakes on the test set, the most common first."""
     settings: dict[str, object] = field(default_factory=dict)
@@ -324,16 +324,18 @@ def _grey_values(record: records.WorstImage) -> bytes | None:
     return pixels if sound and len(pixels) == height * width else None
 
 
-def _starts(summed_up: Sequence[records.AttemptSummary], known: Sequence[Attempt]) -> list[Start]:
+def _starts(
+    summed_up: Sequence[records.AttemptSummary], known: Sequence[Attempt]
+) -> list[AttemptReport]:
     """List the starts of a run, the latest last; `known`: what has a directory of its own."""
-    starts = {each.attempt: Start(**vars(each)) for each in summed_up}
+    starts = {each.attempt: AttemptReport(**vars(each)) for each in summed_up}
     for attempt in known:
-        start = starts.get(attempt.number) or Start(attempt.number)
+        start = starts.get(attempt.number) or AttemptReport(attempt.number)
         starts[attempt.number] = _explained(start, attempt)
     return [starts[number] for number in sorted(starts)]
 
 
-def _explained(start: Start, attempt: Attempt) -> Start:
+def _explained(start: AttemptReport, attempt: Attempt) -> AttemptReport:
     """Add the cause that the attempt itself recorded, where it explains more."""
     if start.cause not in ("", "killed", "failed", "stopped"):
         return start

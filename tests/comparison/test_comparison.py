@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from clusterddp.comparison.plan import Place, plan
+from clusterddp.comparison.plan import Hosts, plan
 from clusterddp.comparison.results import (
-    Result,
     Row,
+    RowSummary,
     Trial,
     label,
     notes,
@@ -29,7 +29,7 @@ from clusterddp.run.records import Report
 from clusterddp.run.state import DONE
 
 ALL = ("single", "dp", "ddp")
-CPUS = Place(gpus=0, on_gpus=False)
+CPUS = Hosts(gpus=0, on_gpus=False)
 CONFIG = TrainConfig(batch_size=60, lr=0.01)
 
 
@@ -38,7 +38,7 @@ def shapes(rows: list[Row]) -> list[tuple[str, int, int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("place", "expected"),
+    ("hosts", "expected"),
     [
         (
             CPUS,
@@ -49,14 +49,14 @@ def shapes(rows: list[Row]) -> list[tuple[str, int, int, str]]:
             ],
         ),
         (
-            Place(gpus=2, on_gpus=True),
+            Hosts(gpus=2, on_gpus=True),
             [
                 ("single", 1, 1, ""), ("dp-2", 1, 1, ""), ("dp-4", 1, 1, "needs 4 GPUs"),
                 ("ddp-1", 1, 1, ""), ("ddp-2", 2, 1, ""), ("ddp-4", 4, 1, "needs 4 GPUs"),
             ],
         ),
         (
-            Place(gpus=2, on_gpus=True, ranks_per_node=2),
+            Hosts(gpus=2, on_gpus=True, ranks_per_node=2),
             [
                 ("single", 1, 1, ""), ("dp-2", 1, 1, ""), ("dp-4", 1, 1, "needs 4 GPUs"),
                 ("ddp-1", 1, 1, ""), ("ddp-2", 2, 1, ""), ("ddp-4", 4, 2, ""),
@@ -66,25 +66,25 @@ def shapes(rows: list[Row]) -> list[tuple[str, int, int, str]]:
     ids=["a host of CPUs", "a host of two GPUs", "nodes of two GPUs"],
 )  # fmt: skip
 def test_rows_go_where_there_is_room_for_them(
-    place: Place, expected: list[tuple[str, int, int, str]]
+    hosts: Hosts, expected: list[tuple[str, int, int, str]]
 ) -> None:
-    assert shapes(plan(CONFIG, ALL, [1, 2, 4], place)) == expected
+    assert shapes(plan(CONFIG, ALL, [1, 2, 4], hosts)) == expected
 
 
 @pytest.mark.parametrize(
-    ("strategies", "sizes", "place", "said"),
+    ("strategies", "sizes", "hosts", "said"),
     [
-        (ALL, [3], Place(0, False, ranks_per_node=2), "3 ranks cannot fill nodes of 2 evenly"),
+        (ALL, [3], Hosts(0, False, ranks_per_node=2), "3 ranks cannot fill nodes of 2 evenly"),
         (("dp",), [1], CPUS, "dp begins at 2 GPUs"),
         (("dp",), [2], CPUS, "dp, 2 GPUs needs 2 GPUs, and 0 GPUs can be had"),
-        (ALL, [2], Place(0, on_gpus=True), "single needs 1 GPU; "),
+        (ALL, [2], Hosts(0, on_gpus=True), "single needs 1 GPU; "),
     ],
 )
 def test_a_comparison_without_rows_is_refused(
-    strategies: tuple[str, ...], sizes: list[int], place: Place, said: str
+    strategies: tuple[str, ...], sizes: list[int], hosts: Hosts, said: str
 ) -> None:
     with pytest.raises(RequestError, match=said):
-        plan(CONFIG, strategies, sizes, place)
+        plan(CONFIG, strategies, sizes, hosts)
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("linear", 4), ("sqrt", 2.0), ("none", 1)])
@@ -92,7 +92,7 @@ def test_each_device_takes_the_batch_and_dp_scales_its_rate_as_ddp_does(
     scaling: str, factor: float
 ) -> None:
     config = dataclasses.replace(CONFIG, lr_scaling=scaling, sync_batchnorm=True)
-    single, dp, ddp = plan(config, ALL, [4], Place(gpus=4, on_gpus=True))
+    single, dp, ddp = plan(config, ALL, [4], Hosts(gpus=4, on_gpus=True))
     assert (single.train.strategy, single.train.batch_size, single.train.lr) == ("single", 60, 0.01)
     assert (dp.train.strategy, dp.train.batch_size) == ("dp", 240)
     assert math.isclose(dp.train.lr, 0.01 * factor)
@@ -101,13 +101,13 @@ def test_each_device_takes_the_batch_and_dp_scales_its_rate_as_ddp_does(
 
 
 def test_a_fixed_global_batch_is_shared_out_at_one_rate() -> None:
-    place = Place(gpus=4, on_gpus=True)
-    single, dp, ddp = plan(CONFIG, ALL, [4], place, fixed_global_batch=True)
+    hosts = Hosts(gpus=4, on_gpus=True)
+    single, dp, ddp = plan(CONFIG, ALL, [4], hosts, fixed_global_batch=True)
     assert (single.train.batch_size, dp.train.batch_size, ddp.train.batch_size) == (60, 60, 15)
     assert (dp.train.lr, ddp.train.lr, ddp.train.lr_scaling) == (0.01, 0.01, "none")
     assert [row.images_of_a_device(None) for row in (single, dp, ddp)] == [60, 15, 15]
     with pytest.raises(RequestError, match="--batch-size 60 cannot be shared out among 8"):
-        plan(CONFIG, ALL, [8], place, fixed_global_batch=True)
+        plan(CONFIG, ALL, [8], hosts, fixed_global_batch=True)
 
 
 def test_a_run_is_known_again_by_its_request() -> None:
@@ -131,7 +131,7 @@ def trial(row: Row, rate: float, **more: Any) -> Trial:
     return Trial(row, f"a-{row.name}", DONE, report=load(Report, report))
 
 
-SINGLE, DP, DDP = plan(CONFIG, ALL, [4], Place(gpus=4, on_gpus=True))
+SINGLE, DP, DDP = plan(CONFIG, ALL, [4], Hosts(gpus=4, on_gpus=True))
 
 
 def test_speed_up_is_against_single_and_efficiency_is_a_device_s_share() -> None:
@@ -270,7 +270,7 @@ def test_a_picture_without_matplotlib_is_refused(
 
 
 def test_what_json_gives_of_a_row_keeps_its_names() -> None:
-    assert [field.name for field in dataclasses.fields(Result)] == [
+    assert [field.name for field in dataclasses.fields(RowSummary)] == [
         "strategy", "ranks", "devices", "nodes", "state", "why", "runs", "train_seconds",
         "total_seconds", "images_per_second", "images_per_second_each", "accuracy",
         "peak_memory_bytes", "steps", "images_per_device", "threads", "speed_up", "efficiency",

@@ -202,10 +202,10 @@ def _rows(
     else:
         base = job_spec(ctx, name)
         config = base.train or config_from(ctx)
-    place = plan.place(config, base)
-    sizes = sorted({*map(int, counts.split(","))}) if counts else plan.powers_of_two(place)
+    hosts = plan.hosts(config, base)
+    sizes = sorted({*map(int, counts.split(","))}) if counts else plan.powers_of_two(hosts)
     fixed = ctx.params["fixed_global_batch"]
-    rows = plan.plan(config, strategies, sizes, place, fixed_global_batch=fixed)
+    rows = plan.plan(config, strategies, sizes, hosts, fixed_global_batch=fixed)
     return config, base, rows
 
 
