@@ -327,12 +327,11 @@ def _carry_over(
                 read(each.path)  # raises the cause: only regular files are linked
             _link(each.path, draft)
             read(fresh)
+            linked.add(step)
         except (FileNotFoundError, UnusableError) as error:
             if os.path.lexists(each.path):
                 log.info(f"passing over {each.path.name}: {error}")
             remove(fresh)
-            continue
-        linked.add(step)
     if best and best.step in linked:
         write_best(draft, best)
 

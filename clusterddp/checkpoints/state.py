@@ -43,15 +43,10 @@ _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, Type
 # How clusterddp up to 0.1.1 packed the states of a rank, before the bytes of torch's two: their
 # lengths, Python's 625 integers and numpy's 625, each with whether half of a Gaussian pair waits.
 _PACKED = np.dtype(
-    [
-        ("layout", "<u4"),
-        ("torch", "<u4"),
-        ("cuda", "<u4"),
-        ("python", "<u4", 626),
-        ("python_gauss", "<f8"),
-        ("numpy", "<u4", 626),
-        ("numpy_gauss", "<f8"),
-    ]
+    {
+        "names": ["layout", "torch", "cuda", "python", "python_gauss", "numpy", "numpy_gauss"],
+        "formats": ["<u4", "<u4", "<u4", "626<u4", "<f8", "626<u4", "<f8"],
+    }
 )
 
 
@@ -116,12 +111,6 @@ def collect(
     model: the bare module, not its DDP wrapper.
     scaler: state of fp16's loss scale.
     """
-    versions = {
-        "clusterddp": __version__,
-        "torch": torch.__version__.split("+")[0],
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
     content = {
         "format": FORMAT,
         "model": model.state_dict(),
@@ -135,7 +124,12 @@ def collect(
         "global_batch_size": agreed.global_batch_size,
         "data_sha256": agreed.data_sha256,
         "config": asdict(config),
-        "versions": versions,
+        "versions": {
+            "clusterddp": __version__,
+            "torch": torch.__version__.split("+")[0],
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
     }
     return {name: _copied(value) for name, value in content.items()}
 

@@ -120,9 +120,12 @@ class Saver:
         except OSError as error:
             self.costs.failed += 1
             self.trouble = f"the checkpoint {path} was not written: {error.strerror or error}"
+            last = "there is no checkpoint here yet"
+            if self.last_step is not None:
+                last = f"the last valid one is that of step {self.last_step}"
             log.warning(
                 f"{self.trouble}. "
-                f"Training continues from memory and the next save tries again; {self._last()}."
+                f"Training continues from memory and the next save tries again; {last}."
             )
         except BaseException as error:
             self._error = error
@@ -215,11 +218,6 @@ class Saver:
             catalog.remove(path)
         except OSError as error:
             self._warn_once("remove", f"the old checkpoint {path} stays: {error.strerror}")
-
-    def _last(self) -> str:
-        if self.last_step is None:
-            return "there is no checkpoint here yet"
-        return f"the last valid one is that of step {self.last_step}"
 
     def _warn_once(self, kind: str, line: str) -> None:
         if kind not in self._warned:

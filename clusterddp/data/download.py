@@ -161,21 +161,19 @@ def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
     A folder with all four wins over files that are spread out, and plain files over gzipped ones.
     """
     folders: dict[PurePath, dict[str, _Offer]] = {}
-    spread: dict[str, list[_Offer]] = {}
     for offer in sorted(offers, key=lambda offer: offer.path.suffix != ".gz"):
         name = str(mnist.standard_name(offer.path.name))
         folders.setdefault(offer.path.parent, {})[name] = offer  # the plain one comes last
-    for offered in folders.values():
-        for name, offer in offered.items():
-            spread.setdefault(name, []).append(offer)
     complete = {place: each for place, each in folders.items() if len(each) == len(mnist.FILES)}
     if len(complete) > 1:
         places = ", ".join(sorted(str(place) for place in complete))
         raise DataError(f"it holds several sets, in {places}. Give the folder of one of them.")
     if complete:
         return next(iter(complete.values()))
-    missing = [name for name in mnist.FILES if name not in spread]
-    if missing:
+    spread = {
+        name: [each[name] for each in folders.values() if name in each] for name in mnist.FILES
+    }
+    if missing := [name for name, same in spread.items() if not same]:
         raise DataError(
             f"no {', no '.join(missing)} in it (nor with .gz or .idx in the name). "
             "All four IDX files of one set are needed."
@@ -184,7 +182,7 @@ def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
         if len(same) > 1:
             places = ", ".join(sorted(str(offer.path) for offer in same))
             raise DataError(f"{name} is in it more than once: {places}. Keep one of them.")
-    return {name: spread[name][0] for name in mnist.FILES}
+    return {name: same[0] for name, same in spread.items()}
 
 
 def _copy(offer: _Offer, target: Path) -> None:

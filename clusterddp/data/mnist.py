@@ -226,8 +226,9 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
     """
     root = folder(dataset, data_dir)
     missing = missing_files(root)
-    if len(missing) == len(FILES) or (missing and under_other_names(root)):
-        raise DataError(_absence(dataset, data_dir))
+    packed = under_other_names(root) if missing else None
+    if packed or len(missing) == len(FILES):
+        raise DataError(_absence(dataset, data_dir, packed))
     try:
         if missing:
             raise DataError(f"{', '.join(missing)} missing, though the rest is there.")
@@ -354,9 +355,7 @@ def under_other_names(root: Path) -> Path | None:
     return None
 
 
-def _absence(dataset: str, data_dir: str) -> str:
-    root = folder(dataset, data_dir)
-    packed = under_other_names(root)
+def _absence(dataset: str, data_dir: str, packed: Path | None) -> str:
     if packed and dataset == "mnist":
         return (
             f"the mnist dataset is not unpacked: {packed} holds its files compressed, renamed or "
@@ -365,8 +364,9 @@ def _absence(dataset: str, data_dir: str) -> str:
             f"--data-dir {shlex.quote(data_dir)}"
         )
     return (
-        f"the {dataset} dataset is missing: {root / RAW} does not hold {TRAIN_IMAGES} and "
-        f"its three companions. Get it before the job queues:\n{ways(dataset, data_dir)}"
+        f"the {dataset} dataset is missing: {folder(dataset, data_dir) / RAW} does not hold "
+        f"{TRAIN_IMAGES} and its three companions. Get it before the job queues:\n"
+        f"{ways(dataset, data_dir)}"
     )
 
 

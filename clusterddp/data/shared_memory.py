@@ -108,8 +108,7 @@ class Reading:
     def fingerprint(self) -> str:
         """Return the `mnist.fingerprint` of the bytes that are trained on. Raises DataError."""
         held = self.held()
-        if not self._sha256:
-            self._sha256 = held.digest()
+        self._sha256 = self._sha256 or held.digest()
         return self._sha256
 
     def _run(self) -> None:

@@ -47,7 +47,16 @@ def synthesise(
     asked = f"{train_images} and {test_images}, seed {seed}, generator {GENERATOR}"
     recipe = f"clusterddp synthetic digits, {asked}"
     if len(mnist.missing_files(root)) < len(mnist.FILES):
-        return _as_asked(mnist.check("synthetic", data_dir, checksums=True), recipe)
+        info = mnist.check("synthetic", data_dir, checksums=True)
+        present = mnist.read_comment(root / mnist.RAW)
+        if present != recipe:
+            raise DataError(
+                f"{root / mnist.RAW} holds another set already "
+                f"({present or 'of unknown origin'}), asked for was: {recipe}. Nothing was "
+                "changed; runs that were trained on it need it. Move that folder away, or choose "
+                "another --data-dir."
+            )
+        return info
     with mnist.draft_beside(root) as draft:
         raw = draft / mnist.RAW
         log.info(f"rendering {train_images:,} and {test_images:,} digits into {root / mnist.RAW}")
@@ -56,18 +65,6 @@ def synthesise(
         mnist.write_sums(raw, recipe)
         mnist.put_into_place(draft, root)
     return mnist.check("synthetic", data_dir, checksums=True)
-
-
-def _as_asked(info: DatasetInfo, recipe: str) -> DatasetInfo:
-    present = mnist.read_comment(info.root / mnist.RAW)
-    if present != recipe:
-        raise DataError(
-            f"{info.root / mnist.RAW} holds another set already "
-            f"({present or 'of unknown origin'}), asked for was: {recipe}. Nothing was changed; "
-            "runs that were trained on it need it. Move that folder away, or choose another "
-            "--data-dir."
-        )
-    return info
 
 
 def _write_split(images: Path, labels: Path, count: int, seed: list[int]) -> None:

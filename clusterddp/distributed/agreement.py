@@ -63,8 +63,7 @@ def decide(
     _check_alike(hellos)
     _check_gpus(hellos)
     _check_ranks(config, len(hellos))
-    kind = hellos[0].kind
-    backend = config.backend
+    kind, backend = hellos[0].kind, config.backend
     threads = config.threads or min(hello.threads for hello in hellos)
     if recorded and recorded.world_size == len(hellos):
         if config.device == "auto" and recorded.kind not in ("", kind):
@@ -97,10 +96,7 @@ def decide(
         cuda_graph=_wants_graph(config, kind, len(hellos), precision, backend),
         hosts=tuple(dict.fromkeys(hello.host for hello in hellos)),
         where=_where(hellos),
-        warnings=tuple(
-            f"{host}: {warning}"
-            for host, warning in dict.fromkeys((h.host, h.warning) for h in hellos if h.warning)
-        ),
+        warnings=tuple(dict.fromkeys(f"{h.host}: {h.warning}" for h in hellos if h.warning)),
     )
 
 
@@ -185,9 +181,7 @@ def _check_alike(hellos: Sequence[Hello]) -> None:
 
 def _check_gpus(hellos: Sequence[Hello]) -> None:
     taken: dict[tuple[str, str], Hello] = {}
-    for hello in hellos:
-        if not hello.gpu:
-            continue
+    for hello in (each for each in hellos if each.gpu):
         other = taken.setdefault((hello.host, hello.gpu), hello)
         if other is not hello:
             raise TrainingError(

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -224,10 +225,8 @@ class Board:
             self._published = self.suspect
             self._store.set("suspect", self._published)
         if wanted := self.wanted:
-            try:
+            with suppress(dist.DistStoreError):  # late, and the next round tries again
                 self.look = self._read(wanted)
-            except dist.DistStoreError:
-                pass  # late, and the next round tries again
         self.rounds += 1
 
     def _post(self, left: bool) -> None:

@@ -80,9 +80,8 @@ def open_store(
     deadline = time.monotonic() + timeout
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         agents = tcp_store.connect(env, deadline, answered)
-        if env.rank == 0:
-            return _begin_round(agents, env, identity, timeout)
-        return _enter_round(agents, env, identity, timeout)
+        meet = _enter_round if env.rank else _begin_round
+        return meet(agents, env, identity, timeout)
     if env.rank == 0:
         store = tcp_store.listen(env, environ, timeout, bound, answered)
         identity.publish(store)

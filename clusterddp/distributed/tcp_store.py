@@ -55,15 +55,14 @@ def bind(env: DistEnv, environ: Mapping[str, str]) -> socket.socket | None:
     try:
         return _bind(env)
     except OSError as error:
+        cause = f"{error.strerror}. Set MASTER_PORT to a port from 1024 to 65535."
         if error.errno == errno.EADDRINUSE:
-            raise TrainingError(
-                f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: the "
-                "port is in use: another run, or a second rank 0. Give every rank another "
+            cause = (
+                "the port is in use: another run, or a second rank 0. Give every rank another "
                 "--master-port (MASTER_PORT); in a job unset MASTER_PORT to have one derived."
-            ) from None
+            )
         raise TrainingError(
-            f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: "
-            f"{error.strerror}. Set MASTER_PORT to a port from 1024 to 65535."
+            f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: {cause}"
         ) from None
 
 
@@ -94,8 +93,7 @@ def connect(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> "Sto
     seconds = max(deadline - time.monotonic(), 1.0)
     began = time.monotonic()
     try:
-        with_servers = answered()
-        return client(address, env.master_port, seconds, ask_name_servers=with_servers)
+        return client(address, env.master_port, seconds, ask_name_servers=answered())
     except (TimeoutError, RuntimeError) as error:
         if not _somebody_listens(env):
             raise PeerError(
@@ -208,14 +206,12 @@ def without_name_servers() -> Iterator[None]:
 
 
 def _bind(env: DistEnv) -> socket.socket:
-    try:
+    with suppress(ValueError):  # a name, and no address
         address = ipaddress.ip_address(env.master_addr)
-    except ValueError:
-        address = None
-    if address is not None and address.is_loopback:
-        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-        where = (env.master_addr, env.master_port)
-        return socket.create_server(where, family=family, backlog=_BACKLOG)
+        if address.is_loopback:
+            family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+            where = (env.master_addr, env.master_port)
+            return socket.create_server(where, family=family, backlog=_BACKLOG)
     dual = socket.has_dualstack_ipv6() and not _is_ipv4(env.master_addr)
     return socket.create_server(
         ("", env.master_port),
@@ -262,10 +258,8 @@ def _tcp_store(
 def _own_address(bound: socket.socket) -> str:
     """Give rank 0's own way to its store: no name to look up, and no other host's way to it."""
     address = ipaddress.ip_address(str(bound.getsockname()[0]))
-    if not address.is_unspecified:
-        return str(address)
     # A socket for both kinds of addresses takes IPv4 as well.
-    return "127.0.0.1"
+    return "127.0.0.1" if address.is_unspecified else str(address)
 
 
 def _have_torch_ask_nobody() -> None:

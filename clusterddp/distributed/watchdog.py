@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
@@ -83,9 +84,7 @@ class Watchdog:
         self._host, self._silent_seconds, self._beat = host, silent_seconds, beat_seconds
         self._tick_seconds = min(self._beat, 1.0)
         self._quiet = _BEATS_OF_SILENCE * self._beat
-        self._board: Board | None = None
-        if store is not None and env.world_size > 1:
-            self._board = Board(store, env.rank, self._beat, self._posting)
+        self._board = Board(store, env.rank, self._beat, self._posting) if store else None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -181,10 +180,8 @@ class Watchdog:
             f"{self._still_seconds:.0f} s, {self._progress.place.words()}. Its threads:\n"
             f"{_stacks(without)}"
         )
-        try:
+        with suppress(OSError):  # stderr is closed
             os.write(_STDERR, text.encode(errors="replace"))
-        except OSError:
-            pass  # stderr is closed
 
     def _compare(self, board: Board) -> None:
         """Find out whether this rank speaks for all; if so, name the rank that all wait for."""
