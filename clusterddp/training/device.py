@@ -29,7 +29,7 @@ _FILES = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class Processor:
     """The processor that a rank computes on, and a warning for the user."""
 
     kind: str
@@ -45,7 +45,7 @@ class Choice:
 
 def choose(
     wanted: str, *, visible: int, local_rank: int, local_world_size: int, granted: int, driver: bool
-) -> Choice:
+) -> Processor:
     """Choose for `--device wanted` from what torch sees (`visible`) and Slurm `granted`.
 
     driver: the host has an NVIDIA driver. Raises TrainingError when the ranks of the
@@ -53,7 +53,7 @@ def choose(
     a host with a driver but torch sees none: a CPU run would waste them.
     """
     if wanted == "cpu":
-        return Choice("cpu", warning=_unused(granted, "--device cpu leaves them idle"))
+        return Processor("cpu", warning=_unused(granted, "--device cpu leaves them idle"))
     if visible == 0:
         if wanted == "cuda":
             raise TrainingError(
@@ -66,16 +66,16 @@ def choose(
                 "it is a CPU-only build or does not fit the driver. Install a CUDA build of torch "
                 "for this interpreter, or train on the CPU on purpose with --device cpu."
             )
-        return Choice("cpu", warning=_unused(granted, "torch sees none: training on the CPU"))
+        return Processor("cpu", warning=_unused(granted, "torch sees none: training on the CPU"))
     if visible == 1:
         # The task's own GPU. Were it shared, the ranks would find the same GPU twice.
-        return Choice("cuda", 0)
+        return Processor("cuda", 0)
     if local_world_size > visible:
         raise TrainingError(
             f"{local_world_size} ranks run on this host, but {visible} GPUs are visible to them. "
             f"Start at most {visible} tasks per node, or use --device cpu."
         )
-    return Choice("cuda", local_rank)
+    return Processor("cuda", local_rank)
 
 
 def computes_in_bf16(kind: str) -> bool:

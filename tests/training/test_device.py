@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import TrainingError
-from clusterddp.training.device import Choice, choose, free_bytes, granted_gpus
+from clusterddp.training.device import Processor, choose, free_bytes, granted_gpus
 
 # wanted, visible, local rank, local world size, granted, driver -> device or words of the error
 CASES = [
@@ -32,7 +32,7 @@ def test_the_device_follows_from_what_is_visible(
 ) -> None:
     wanted, visible, local_rank, local_world_size, granted, driver, expected = case
 
-    def chosen() -> Choice:
+    def chosen() -> Processor:
         return choose(
             wanted,
             visible=visible,
