@@ -242,9 +242,9 @@ def gather_random_states(device: torch.device) -> States | None:
     on = device if dist.get_backend() == "nccl" else torch.device("cpu")
     gathered, first, world_size = {}, dist.get_rank() == 0, dist.get_world_size()
     for name, state in random_states(device).items():
-        own = state.to(on)
-        rows = [torch.empty_like(own) for _ in range(world_size)] if first else None
-        dist.gather(own, rows, dst=0)
+        sent = state.to(on)
+        rows = [torch.empty_like(sent) for _ in range(world_size)] if first else None
+        dist.gather(sent, rows, dst=0)
         if rows:
             gathered[name] = torch.stack(rows).cpu()
     return gathered or None
@@ -283,18 +283,18 @@ def restore_random_states(
         return
     try:
         if isinstance(states, Tensor):
-            own = _unpacked(states[rank])
+            states_of_rank = _unpacked(states[rank])
         else:
             # Clones: torch reads the state of its generator from the start of the storage.
-            own = {name: rows[rank].clone() for name, rows in states.items()}
-        *integers, waits, waiting = own["python"].tolist()
+            states_of_rank = {name: rows[rank].clone() for name, rows in states.items()}
+        *integers, waits, waiting = states_of_rank["python"].tolist()
         twister = tuple(map(int, integers))
-        torch.set_rng_state(own["torch"])
-        if device.type == "cuda" and "cuda" in own:
-            torch.cuda.set_rng_state(own["cuda"], device)
+        torch.set_rng_state(states_of_rank["torch"])
+        if device.type == "cuda" and "cuda" in states_of_rank:
+            torch.cuda.set_rng_state(states_of_rank["cuda"], device)
         random.setstate((3, twister, waiting if waits else None))
-        if "numpy" in own:
-            *integers, position, has_gauss, gauss = own["numpy"].tolist()
+        if "numpy" in states_of_rank:
+            *integers, position, has_gauss, gauss = states_of_rank["numpy"].tolist()
             key = np.array(integers, dtype=np.uint32)
             np.random.set_state(("MT19937", key, int(position), int(has_gauss), gauss))
     except (LookupError, ValueError, TypeError, RuntimeError, OverflowError) as error:

@@ -128,10 +128,10 @@ def _pair(what: str, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if not len(labels):
         raise DataError(f"{what}: it returned {shapes}, so no image at all.")
     if not _is_integer(labels) or int(labels.min()) < 0:
-        seen = f"begin at {int(labels.min())}" if _is_integer(labels) else f"are {labels.dtype}"
+        fault = f"begin at {int(labels.min())}" if _is_integer(labels) else f"are {labels.dtype}"
         raise DataError(
             f"{what}: labels have to be integers of at least 0, the numbers of the classes, and "
-            f"{seen}."
+            f"{fault}."
         )
     if images.is_floating_point():
         images = images.detach().float()

@@ -21,7 +21,7 @@ class Phase(IntEnum):
     """Phases of a step, in their order."""
 
     words: str
-    """What a rank does in it, with a place for the step."""
+    """Activity of a rank in it, with a place for the step."""
 
     def __new__(cls, number: int, words: str = "") -> "Phase":
         phase = int.__new__(cls, number)
