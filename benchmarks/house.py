@@ -33,7 +33,8 @@ _LAYOUT = {
 
 # Runs at the start of every Python with this on its path: notes the package's files of which a
 # function runs, until sbatch is started or an optimizer has stepped. Bodies of modules and classes
-# are no functions: their code lacks CO_OPTIMIZED.
+# are no functions, as their code lacks CO_OPTIMIZED, nor are comprehensions, which from Python 3.12
+# on are part of what they stand in.
 _TRACER = """
 import os, sys, threading
 package, reports = os.environ["HOUSE_PACKAGE"] + os.sep, os.environ["HOUSE_REPORTS"]
@@ -47,7 +48,8 @@ def end(kind):
 def note(frame, event, argument):
     code = frame.f_code
     if event == "call":
-        if code.co_filename.startswith(package) and code.co_flags & 1:
+        if (code.co_filename.startswith(package) and code.co_flags & 1
+                and not code.co_name.endswith(("comp>", "genexpr>"))):
             entered.add(code.co_filename)
     elif event == "return" and code.co_name == "step" and "/torch/optim/" in code.co_filename:
         end("step")
