@@ -6,6 +6,7 @@ time limit and the signal ahead of it, and signals the tasks as scancel does. It
 which it could put a job back. The hosts are 127.0.0.1, 127.0.0.2, …
 """
 
+import fcntl
 import math
 import os
 import re
@@ -18,8 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,7 @@ _SIGNAL = re.compile(
 )
 _SLURMS_LEAD_SECONDS = 60
 _FOLDER = "clusterddp-local-"
+_ALIVE = "alive"
 prepare = sbatch.prepare  # the very script that sbatch would get
 
 
@@ -93,7 +95,7 @@ def main() -> None:
     limit = Limit.of(script)
     job = _Job(run, limit)  # ahead of the folder, which would outlive a signal
     _remove_abandoned_folders()
-    with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-") as folder:
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, _kept(Path(folder)):
         environ = {
             **os.environ,
             **job_environment(script, os.getpid(), Path.cwd()),
@@ -103,13 +105,26 @@ def main() -> None:
         sys.exit(job.run(["bash", str(run.script)], environ, Path(folder) / "steps"))
 
 
+@contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    """Lock the folder's mark, which says that its process is alive, be it in a container.
+
+    The mark gets its name once it is locked: until then nobody takes the folder for abandoned.
+    """
+    with (folder / "locking").open("w") as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        Path(mark.name).rename(folder / _ALIVE)
+        yield
+
+
 def _remove_abandoned_folders() -> None:
     """Remove the folders of this user's rehearsals whose process has been killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}[0-9]*-*"):
-        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
-        with suppress(OSError):  # another rehearsal removes it
-            if folder.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
-                shutil.rmtree(folder)
+    for mark in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_ALIVE}"):
+        # An OSError: its process lives and holds the lock, or another rehearsal removes it.
+        with suppress(OSError), mark.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if mark.parent.lstat().st_uid == os.getuid():
+                shutil.rmtree(mark.parent)
 
 
 @dataclass(frozen=True)

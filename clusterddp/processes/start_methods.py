@@ -28,6 +28,7 @@ from clusterddp.processes.processors import NVIDIA_DRIVER
 from clusterddp.processes.signals import die_with_parent
 
 _HARD = 2  # omp_pause_hard (OpenMP 5.0, omp_pause_resource_all)
+_FROZEN_AT_IMPORT = gc.get_freeze_count()  # Python 3.12 begins with some hundred objects
 
 
 def get_ready(method: str) -> None:
@@ -87,7 +88,7 @@ def _forking() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if not frozen:  # what somebody has frozen before stays so
+        if frozen <= _FROZEN_AT_IMPORT:  # what somebody has frozen since stays so
             gc.unfreeze()
 
 

@@ -1,5 +1,6 @@
 """The rehearsal on this workstation: the whole path of a run without a Slurm."""
 
+import fcntl
 import json
 import os
 import signal
@@ -203,12 +204,14 @@ def test_folders_of_rehearsals_that_were_killed_are_removed_by_the_next(
 ) -> None:
     temporary = tmp_path / "temporary"
     monkeypatch.setenv("TMPDIR", str(temporary))
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    for pid in (ended.pid, os.getpid()):
-        (temporary / f"clusterddp-local-{pid}-x" / "steps").mkdir(parents=True)
-    assert submit(tmp_path, "--", "true").returncode == 0
-    assert [path.name for path in temporary.iterdir()] == [f"clusterddp-local-{os.getpid()}-x"]
+    for name in ("killed", "alive", "beginning"):
+        (temporary / f"clusterddp-local-{name}" / "steps").mkdir(parents=True)
+    (temporary / "clusterddp-local-killed/alive").touch()
+    with (temporary / "clusterddp-local-alive/alive").open("w") as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        assert submit(tmp_path, "--", "true").returncode == 0
+    left = {path.name for path in temporary.iterdir()}
+    assert left == {"clusterddp-local-alive", "clusterddp-local-beginning"}
 
 
 @pytest.mark.slow
