@@ -23,13 +23,6 @@ from clusterddp.run.status import RunStatus, first_known, latest_report
 
 SLOW = 0.8
 """Share of the other ranks' median speed below which a rank is a straggler."""
-_OF_STATUS = ("name", "state", "detail", "first_failure", "job_id", "launcher")
-_OF_REPORT = (
-    *("parameters", "train_images", "test_images", "total_seconds", "peak_memory_bytes"),
-    *("weights_sha256", "finished"),
-)
-_OF_START = ("precision", "backend", "cuda_graph")
-_OF_REQUEST = ("model", "dataset", "strategy")
 _LARGEST_SIDE = 512
 _MOST_CONFUSIONS = 20
 
@@ -202,27 +195,40 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     if starts and not starts[-1].cause:
         starts[-1] = replace(starts[-1], cause=status.state)
     account = RunReport(
-        **{name: getattr(status, name) for name in _OF_STATUS},
-        **{name: getattr(report, name) for name in _OF_REPORT},
-        **{name: getattr(settled, name) for name in _OF_START},
-        **{name: getattr(report, name) or getattr(train, name, "") for name in _OF_REQUEST},
+        name=status.name,
+        state=status.state,
+        detail=status.detail,
+        first_failure=status.first_failure,
         directory=str(run.path.absolute()),
+        job_id=status.job_id,
+        launcher=status.launcher,
         complete=final is not None,
         command=list(spec.command) if spec else [],
+        model=report.model or (train.model if train else ""),
+        dataset=report.dataset or (train.dataset if train else ""),
+        strategy=report.strategy or (train.strategy if train else ""),
+        parameters=report.parameters,
+        train_images=report.train_images,
+        test_images=report.test_images,
         accuracy=first_known(report.accuracy, tested.accuracy),
         loss=first_known(report.loss, tested.loss),
         train_loss=trained.loss,
         step=step,
         epoch=first_known(report.epochs, last.epoch),
         train_seconds=first_known(report.train_seconds, last.seconds),
+        total_seconds=report.total_seconds,
         images_per_second=first_known(report.images_per_second, trained.images_per_second),
         world_size=settled.world_size or status.world_size,
         num_nodes=report.num_nodes or status.nodes,
         hosts=list(dict.fromkeys(settled.hosts)) or status.hosts,
         where=list(resolved.where),
         device=report.device or resolved.kind,
+        precision=settled.precision,
+        backend=settled.backend,
         threads=settled.threads or None,
+        cuda_graph=settled.cuda_graph,
         versions={name: text for name, text in (report.versions or {}).items() if text},
+        peak_memory_bytes=report.peak_memory_bytes,
         ranks=ranks,
         stragglers=stragglers(ranks),
         starts=report.starts or len(starts) or (status.restarts + 1 if status.started_time else 0),
@@ -232,6 +238,8 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         confusions=evaluation.confusions()[:_MOST_CONFUSIONS],
         settings=changed_settings(train) if train else {},
         warnings=list(settled.warnings),
+        weights_sha256=report.weights_sha256,
+        finished=report.finished,
     )
     return Gathered(run, account, points, evaluation, spec)
 

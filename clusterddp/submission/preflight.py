@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path, PurePath
 
 from clusterddp import log
 from clusterddp.errors import CheckpointError, DataError, RequestError
-from clusterddp.launchers import SHIPPED
+from clusterddp.launchers import SHIPPED, load
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
@@ -18,6 +19,9 @@ from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import files
 from clusterddp.run.records import Agreement, Report
 from clusterddp.run.run_dir import RunDir, checkpoint_step
+
+_BRING_FILES = ("bb", "begin", "chdir", "container")
+"""Begin of sbatch's directives by which a job can find other files than there are here now."""
 
 
 def make_sure(
@@ -55,23 +59,31 @@ def make_sure(
     log.info(f"dataset: {info.describe()}")
 
 
-def check_command(spec: JobSpec) -> None:
+def check_command(spec: JobSpec, script: str) -> None:
     """Refuse a COMMAND whose program or Python script is not in the folder in which it starts.
 
-    Warns of what can still be on the nodes: a program on the PATH, an absolute path. Checks nothing
-    where set-up lines, a container, a site's own template or another folder may bring the file.
+    Warns of what can still be on the nodes: a program on the PATH, a path that is absolute or leads
+    through a link. Checks nothing where set-up lines, a container, an earlier job, a site's own
+    template or another folder may bring the file. script: rendered from `spec`.
     """
-    is_open = spec.setup or spec.launch_prefix or "chdir" in dict(spec.sbatch)
+    is_open = spec.setup or spec.launch_prefix or spec.srun_args or spec.resources.dependency
     if not spec.command or is_open or spec.template not in SHIPPED:
+        return
+    if any(name.startswith(_BRING_FILES) for name, _ in spec.sbatch):
         return
     program, *arguments = spec.command
     names = [program] if "/" in program else []
-    if PurePath(program).name.startswith("python") and not "".join(arguments[:1]).startswith("-"):
-        names += arguments[:1]
+    if re.fullmatch(r"python[\d.]*", PurePath(program).name):
+        names += [name for name in arguments[:1] if name and not name.startswith("-")]
     # Not Path.exists, which raises OSError for a name that is too long.
     missing = [name for name in names if not os.path.exists(name)]  # noqa: PTH110
-    relative = [shlex.quote(name) for name in missing if not name.startswith("/")]
-    if relative:
+    relative = [
+        shlex.quote(name)
+        for name in missing
+        if not name.startswith("/") and os.path.realpath(name) == os.path.abspath(name)
+    ]
+    # A site's own template may have the name of a shipped one.
+    if relative and load(spec.launcher).prepare(spec, None) == script:
         raise RequestError(
             f"COMMAND: there is no {relative[0]} in {Path.cwd()}, where the tasks start it. Submit "
             "from the folder that it is relative to, or name a file that is there."

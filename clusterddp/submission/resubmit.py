@@ -398,7 +398,8 @@ def _renew_records(run: RunDir, records: Mapping[Path, str]) -> dict[Path, Path 
         if former:
             shutil.copy2(path, former)
         write_atomically(path, records[path].encode())
-    os.utime(run.spec, ns=(created.st_atime_ns, created.st_mtime_ns))  # runs are listed by it
+    if run.spec in records:  # runs are listed by its time; one left as it is can be another's
+        os.utime(run.spec, ns=(created.st_atime_ns, created.st_mtime_ns))
     return kept
 
 

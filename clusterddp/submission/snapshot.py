@@ -21,7 +21,7 @@ from typing import BinaryIO
 from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.run import formatting
-from clusterddp.run.files import read, write_atomically
+from clusterddp.run.files import load, read_file, write_atomically
 from clusterddp.run.run_dir import RunDir, run_folders
 
 LIMIT_MB = 50.0
@@ -70,9 +70,13 @@ class Snapshot:
     @classmethod
     def read(cls, path: Path) -> "Snapshot":
         """Read a record back; raises RequestError when that cannot be done."""
-        record = read(cls, path, strict=True)
+        record, problem = None, "it is no record of a code snapshot."
+        try:
+            record = load(cls, json.loads(read_file(path)), strict=True)
+        except (OSError, ValueError, RecursionError) as error:
+            problem = str(error) if isinstance(error, OSError) else problem
         if record is None:
-            raise RequestError(f"{path} cannot be read: it is no record of a code snapshot.")
+            raise RequestError(f"{path} cannot be read: {problem}")
         return record
 
 

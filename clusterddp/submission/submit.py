@@ -37,7 +37,7 @@ def submit(
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
         )
     _warn_of_launcher(spec)
-    check_command(spec)
+    check_command(spec, script)
     if spec.train and not inputs_are_sure:
         make_sure(spec.train, spec)
     if check and spec.launcher != "local":

@@ -677,6 +677,12 @@ def test_a_damaged_record_is_refused(tmp_path: Path, content: str) -> None:
         Snapshot.read(tmp_path / "code.json")
 
 
+def test_a_record_that_the_disk_does_not_give_is_refused_in_its_words(tmp_path: Path) -> None:
+    (tmp_path / "code.json").mkdir()
+    with pytest.raises(RequestError, match=r"code\.json cannot be read: .*(directory|regular)"):
+        Snapshot.read(tmp_path / "code.json")
+
+
 # -- a copy taken anew -------------------------------------------------------------------------
 
 

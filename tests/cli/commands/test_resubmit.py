@@ -173,8 +173,11 @@ def test_variables_and_site_cfg_change_nothing(workplace: Workplace) -> None:
 
 def test_json_names_the_job(workplace: Workplace) -> None:
     run = stopped(workplace)
+    before = run.spec.stat()
     got = json.loads(accepted(workplace, "one", "--json").out)
     assert got == {"run": "one", "run_dir": str(run.path), "job_id": "13"}
+    # Not even its times: the record can be another person's, who shares the folder.
+    assert run.spec.stat().st_ctime_ns == before.st_ctime_ns
 
 
 def test_a_dry_run_prints_what_would_be_sent_and_touches_nothing(workplace: Workplace) -> None:
