@@ -236,6 +236,9 @@ class RequeueOption(click.Option):
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         """Register all forms for one value."""
         super().add_to_parser(parser, ctx)
+        parser.add_option(
+            obj=self, opts=["--no-requeue"], dest=self.name, action="store_const", const="no"
+        )
         parse = parser.parse_args
         parser.parse_args = lambda args: parse(_with_value(args))
 
@@ -246,10 +249,9 @@ class RequeueOption(click.Option):
 
 
 def _with_value(args: list[str]) -> list[str]:
-    """Spell the bare flags out: click would take the word after `--requeue` as its value."""
+    """Spell a bare `--requeue` out: click would take the word after it as its value."""
     cut = [*args, "--"].index("--")
-    spelled = {"--requeue": "--requeue=yes", "--no-requeue": "--requeue=no"}
-    return [spelled.get(arg, arg) for arg in args[:cut]] + args[cut:]
+    return [f"{arg}=yes" if arg == "--requeue" else arg for arg in args[:cut]] + args[cut:]
 
 
 def _partitions(_ctx: click.Context, incomplete: str) -> list[str]:

@@ -204,8 +204,7 @@ def requeue_exits() -> list[str]:
 
     They list exit codes for which Slurm requeues a job; none where Slurm could not be asked.
     """
-    config = _answer(["scontrol", "show", "config"])
-    return [f"{name}={codes}" for name, codes in _REQUEUE_EXIT.findall(config)]
+    return [f"{name}={codes}" for name, codes in _REQUEUE_EXIT.findall(_config())]
 
 
 def lists_exit_code(setting: str, exit_code: int) -> bool:
@@ -318,6 +317,17 @@ def ask(
     if answer.returncode and UNREACHABLE.search(answer.stderr):
         raise SlurmError(f"{argv[0]}: {answer.stderr.strip()}")
     return answer
+
+
+def _config() -> str:
+    """Return slurm.conf as the controller has it; nothing where it does not answer.
+
+    The exit code is that of a ping at the end, and takes nothing from what was printed before.
+    """
+    try:
+        return ask(["scontrol", "show", "config"]).stdout
+    except SlurmError:
+        return ""
 
 
 def _answer(
@@ -457,7 +467,7 @@ def requeued_after_grace(job_id: str) -> bool:
     at the job's next end then, be it done or not. False where it cannot be told, as with modes that
     belong to a QOS.
     """
-    config = _answer(["scontrol", "show", "config"])
+    config = _config()
     version = re.search(r"^SLURM_VERSION\s*=\s*(\d+\.\d+)", config, re.MULTILINE)
     if not version or not _reaches(version[1], (24, 5)):
         return False

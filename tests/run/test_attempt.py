@@ -158,6 +158,13 @@ def test_another_job_at_work_is_waited_for_and_named(run: RunDir, logged: list[s
     assert "waiting up to 0.2 s" in logged[0]
 
 
+def test_a_clock_that_was_set_since_does_not_end_an_attempt(run: RunDir) -> None:
+    made = at_work(run, host=os.uname().nodename, pid=os.getpid())
+    record = json.loads(made.record.read_text())
+    made.record.write_text(json.dumps({**record, "began": record["began"] - 1e6}))
+    assert waits(run) != ""
+
+
 def test_an_earlier_start_of_the_same_job_is_not_waited_for(run: RunDir) -> None:
     at_work(run, job_id="7")
     assert waits(run, "7") == ""

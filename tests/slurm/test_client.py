@@ -297,6 +297,14 @@ DOWN = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; ex
 FORGETFUL = {"squeue": NO_JOB, "scontrol": NO_JOB, "sacct": NO_ACCOUNTING}
 
 
+def test_a_ping_that_fails_takes_nothing_from_the_configuration(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = fake(scontrol="echo 'RequeueExit = 3'; echo 'Slurmctld(primary) is DOWN'; exit 1")
+    monkeypatch.setenv("PATH", environ["PATH"])
+    assert client.requeue_exits() == ["RequeueExit=3"]
+
+
 def test_one_squeue_call_answers_for_all_jobs(fake: Fake, tmp_path: Path) -> None:
     environ = fake(
         squeue="echo '1|PENDING|(Resources, or so)'; echo '2|RUNNING|None'", sacct=NO_ACCOUNTING

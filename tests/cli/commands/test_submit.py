@@ -374,6 +374,11 @@ def test_sbatch_variables_stand_below_what_is_asked_for(
         assert f"#SBATCH {line}\n" not in script
 
 
+def test_no_requeue_takes_no_value() -> None:
+    result = run("--dry-run", "--no-requeue=yes")
+    assert (result.exit_code, "does not take a value" in result.stderr) == (2, True)
+
+
 def test_an_sbatch_variable_that_has_no_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_ARRAY_INX", "0-3")
     assert "SBATCH_ARRAY_INX" in run("--dry-run").stderr
