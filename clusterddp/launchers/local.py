@@ -42,7 +42,8 @@ _SIGNAL = re.compile(
     r"(?:(?P<flags>[RB]+):)?(?:SIG)?(?:(?P<name>[A-Z]+[0-9]?)|(?P<number>\d+))(?:@(?P<lead>\d+))?"
 )
 _SLURMS_LEAD_SECONDS = 60
-_FOLDER = "clusterddp-local-"
+# With the host, as not every file system that hosts share passes locks on.
+_FOLDER = f"clusterddp-local-{socket.gethostname()}@"
 _ALIVE = "alive"
 prepare = sbatch.prepare  # the very script that sbatch would get
 
@@ -112,8 +113,9 @@ def _kept(folder: Path) -> Iterator[None]:
     The mark gets its name once it is locked: until then nobody takes the folder for abandoned.
     """
     with (folder / "locking").open("w") as mark:
-        fcntl.flock(mark, fcntl.LOCK_EX)
-        Path(mark.name).rename(folder / _ALIVE)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(mark, fcntl.LOCK_EX)
+            Path(mark.name).rename(folder / _ALIVE)
         yield
 
 
@@ -121,9 +123,11 @@ def _remove_abandoned_folders() -> None:
     """Remove the folders of this user's rehearsals whose process has been killed."""
     for mark in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_ALIVE}"):
         # An OSError: its process lives and holds the lock, or another rehearsal removes it.
-        with suppress(OSError), mark.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if mark.parent.lstat().st_uid == os.getuid():
+        with suppress(OSError):
+            if mark.parent.lstat().st_uid != os.getuid():
+                continue  # before it is opened: it can be a pipe
+            with mark.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(mark.parent)
 
 

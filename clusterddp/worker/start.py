@@ -238,8 +238,8 @@ def obtain(
     device: torch.device,
     *,
     data_sha256: str,
-) -> Sets:
-    """Obtain the training set and the test set.
+) -> tuple[Sets, shared_memory.Held | None]:
+    """Obtain the training set and the test set; and what this rank holds for others until `close`.
 
     Collective over the default process group. With --data-pipeline memory the first rank of a node
     reads the files and the others map what it has read; a rank that cannot logs it and reads them.
@@ -261,7 +261,7 @@ def obtain(
                 "another set than rank 0. Every rank has to get the same images in the same "
                 "order: seed what is random, sort what is listed."
             )
-        return reading.on(device)
+        return reading.on(device), None
 
     def read() -> shared_memory.Offer | None:
         if env.rank:  # rank 0 has made sure of it already
@@ -274,12 +274,11 @@ def obtain(
             mnist.torchvision_set(config.dataset, config.data_dir, train=each)
             for each in (True, False)
         )
-        return Loaded(train_set, device, config.workers), Loaded(test_set, device, config.workers)
+        loaded = Loaded(train_set, device, config.workers), Loaded(test_set, device, config.workers)
+        return loaded, None
     held = reading.held() if reading else _take(config, env, store, key)
     train, test = (Images(*held.tensors(train=each), device) for each in (True, False))
-    dist.barrier()
-    held.close()  # all ranks have mapped it
-    return train, test
+    return (train, test), held
 
 
 def _have_first_read(

@@ -247,7 +247,9 @@ def _train(
     with presence if env.rank == 0 else nullcontext():
         if env.rank == 0:
             poll_time_limit(deadline, os.environ)
-        sets = start.obtain(config, env, store, reading, device, data_sha256=agreed.data_sha256)
+        sets, held = start.obtain(
+            config, env, store, reading, device, data_sha256=agreed.data_sha256
+        )
         if config.find_batch_size:
             return _find_batch_size(task, joined, sets, progress)
         content = state.load_together(Path(agreed.resume), device) if agreed.resume else None
@@ -257,6 +259,9 @@ def _train(
         del content
         if config.own_functions:
             check_fit(config, training.model, *sets)
+        if held:
+            held.close()  # DDP has begun on every rank, so all of them have mapped it
+            held = None  # a GPU has the set in its own memory
         saver = training.checkpoints.saver
         presence.step = lambda: training.position.step
         presence.saved = lambda: saver.last_step if saver else None

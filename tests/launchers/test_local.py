@@ -1,9 +1,11 @@
 """The rehearsal on this workstation: the whole path of a run without a Slurm."""
 
+import errno
 import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.launchers import srun
+from clusterddp.launchers import local, srun
 from clusterddp.launchers.local import Limit, job_environment
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json
@@ -204,14 +206,28 @@ def test_folders_of_rehearsals_that_were_killed_are_removed_by_the_next(
 ) -> None:
     temporary = tmp_path / "temporary"
     monkeypatch.setenv("TMPDIR", str(temporary))
-    for name in ("killed", "alive", "beginning"):
-        (temporary / f"clusterddp-local-{name}" / "steps").mkdir(parents=True)
-    (temporary / "clusterddp-local-killed/alive").touch()
-    with (temporary / "clusterddp-local-alive/alive").open("w") as mark:
+    here = f"clusterddp-local-{socket.gethostname()}@"
+    elsewhere = "clusterddp-local-elsewhere@killed"
+    for name in (f"{here}killed", f"{here}alive", f"{here}beginning", elsewhere):
+        (temporary / name / "steps").mkdir(parents=True)
+    for name in (f"{here}killed", elsewhere):
+        (temporary / name / "alive").touch()
+    with (temporary / f"{here}alive" / "alive").open("w") as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)
         assert submit(tmp_path, "--", "true").returncode == 0
     left = {path.name for path in temporary.iterdir()}
-    assert left == {"clusterddp-local-alive", "clusterddp-local-beginning"}
+    assert left == {f"{here}alive", f"{here}beginning", elsewhere}
+
+
+def test_where_no_file_can_be_locked_a_folder_has_no_mark_that_it_could_be_removed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with local._kept(tmp_path):
+        assert not (tmp_path / "alive").exists()
 
 
 @pytest.mark.slow

@@ -6,12 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from clusterddp.checkpoints import state
 from clusterddp.checkpoints.catalog import name_of
 from clusterddp.data import mnist
+from clusterddp.data.shared_memory import Reading
 from clusterddp.data.synthetic import synthesise
+from clusterddp.distributed.rendezvous import Identity, RunStore
 from clusterddp.errors import CheckpointError, DataError, TrainingError
+from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded, begin
@@ -22,11 +26,25 @@ from clusterddp.worker import start
 from tests.checkpoints.made_checkpoints import DAMAGE
 from tests.event_lines import add_event
 from tests.training import trainings
-from tests.training.trainings import agree, config, hello, train_alone
+from tests.training.trainings import CPU, agree, config, hello, train_alone
 
 
 def decide(settings: TrainConfig, run: Path, job_id: str) -> start.Agreement:
     return start.settle_attempt(settings, run, None, {"SLURM_JOB_ID": job_id}, [hello(0, 1)])
+
+
+def test_a_set_that_ranks_share_costs_one_barrier_and_is_withdrawn_later(
+    synthetic_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barriers: list[None] = []
+    monkeypatch.setattr(dist, "barrier", lambda: barriers.append(None))
+    settings, env = config(synthetic_dir), DistEnv.from_environ({})
+    reading = Reading(settings.dataset, settings.data_dir, digest=False)
+    store = RunStore(dist.HashStore(), Identity("", ""))
+    sets, held = start.obtain(settings, env, store, reading, CPU, data_sha256="")
+    assert [len(each) for each in sets] == [2_000, 500]
+    assert len(barriers) == 1
+    assert held and held.offer(), "a rank that is late can still map it"
 
 
 def test_a_first_start_lays_out_its_attempt_and_records_it(
