@@ -169,14 +169,19 @@ def load_together(path: Path, device: torch.device) -> Content:
         raise failure
     if int(size) < 0:
         raise PeerError(f"rank 0 could not read the checkpoint {path}. Its log says why.")
-    whole = torch.empty(int(size), dtype=torch.uint8)
-    if first:
+    return _parsed(path, _broadcast(data, int(size), on))
+
+
+def _broadcast(data: bytes, size: int, on: torch.device) -> bytes:
+    """Give rank 0's bytes to all; what they travel in is freed before they are parsed."""
+    whole = torch.empty(size, dtype=torch.uint8)
+    if data:
         whole.numpy()[:] = np.frombuffer(data, np.uint8)
     for piece in torch.split(whole, _PIECE_BYTES):
         sent = piece.to(on)
         dist.broadcast(sent, src=0)
         piece.copy_(sent)
-    return _parsed(path, data or whole.numpy().tobytes())
+    return data or whole.numpy().tobytes()
 
 
 def _parsed(path: Path, data: bytes) -> Content:
