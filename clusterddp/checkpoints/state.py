@@ -13,7 +13,7 @@ import random
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -29,11 +29,44 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.version import __version__
 
-Content = dict[str, Any]
-"""Plain values and tensors, which torch.load reads with `weights_only`."""
-
 States = dict[str, Tensor]
 """Random generators' states by name: of one rank, or a row a rank."""
+
+
+class _BestContent(TypedDict):
+    """A `Best`."""
+
+    accuracy: float
+    step: int
+
+
+class Content(TypedDict):
+    """Content of a checkpoint: plain values and tensors, for torch.load with `weights_only`.
+
+    Older ones lack `scaler` and `precision`.
+    """
+
+    format: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, object]
+    step: int
+    epoch: int
+    step_in_epoch: int
+    samples: int
+    seconds: float
+    images: int
+    best: _BestContent | None
+    random_states: States | Tensor | None
+    """Result of `gather_random_states`; a tensor in older checkpoints."""
+    scaler: dict[str, object]
+    """State of fp16's loss scale; empty at other precisions."""
+    precision: str
+    world_size: int
+    global_batch_size: int
+    data_sha256: str
+    config: dict[str, object]
+    versions: dict[str, str]
+
 
 # Bytes broadcast at once: a network stack may hold them twice.
 _PIECE_BYTES = 64 << 20
@@ -92,7 +125,7 @@ class Restored:
     best: Best | None
     random_states: States | Tensor | None
     """Result of `gather_random_states`; a tensor in older checkpoints."""
-    scaler: Content
+    scaler: dict[str, object]
     """State of fp16's loss scale; empty at other precisions."""
 
 
@@ -104,7 +137,7 @@ def collect(
     position: Position,
     best: Best | None,
     random_states: States | None,
-    scaler: Content,
+    scaler: dict[str, object],
 ) -> Content:
     """Collect the content of a checkpoint, every tensor a copy on the CPU, so training can go on.
 
@@ -131,7 +164,7 @@ def collect(
             "python": platform.python_version(),
         },
     }
-    return {name: _copied(value) for name, value in content.items()}
+    return cast(Content, {name: _copied(value) for name, value in content.items()})
 
 
 def to_bytes(content: Content) -> bytes:
@@ -186,7 +219,8 @@ def _broadcast(data: bytes, size: int, on: torch.device) -> bytes:
 
 def _parsed(path: Path, data: bytes) -> Content:
     try:
-        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        content = dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        return cast(Content, content)
     except _UNREADABLE as error:
         raise CheckpointError(f"{path} is no checkpoint of clusterddp: {error}") from None
 
@@ -228,7 +262,14 @@ def restore(
         model.load_state_dict(content["model"])
         optimizer.load_state_dict(content["optimizer"])
         return Restored(
-            position=Position(**{name: content[name] for name in Position.__dataclass_fields__}),
+            position=Position(
+                step=content["step"],
+                epoch=content["epoch"],
+                step_in_epoch=content["step_in_epoch"],
+                samples=content["samples"],
+                seconds=content["seconds"],
+                images=content["images"],
+            ),
             best=Best(**content["best"]) if content["best"] else None,
             random_states=content["random_states"],
             scaler=content.get("scaler") or {},

@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, unlisted
@@ -39,7 +38,7 @@ from clusterddp.errors import ClusterDDPError, PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.slurm.forms import NONCE_VARIABLE
 
-Message = dict[str, Any]
+Message = dict[str, object]
 """JSON object that one rank leaves for others."""
 
 # Seconds for which a rank waits for the verdict beyond those that rank 0 waits for the last rank.
@@ -176,8 +175,8 @@ def break_off(env: DistEnv) -> None:
 def time_tellers(hellos: Sequence[Message]) -> dict[int, str]:
     """Give the first rank of each host but rank 0's, with the host: these tell their time."""
     first: dict[str, int] = {}
-    for hello in hellos:
-        first.setdefault(str(hello["host"]), int(hello["rank"]))
+    for rank, hello in enumerate(hellos):
+        first.setdefault(str(hello["host"]), rank)
     return {rank: host for host, rank in first.items() if rank != 0}
 
 
@@ -199,10 +198,10 @@ def collect_clocks(
         wait(store, list(keys), _ANSWER_SECONDS)
     ahead = {}
     for key, host in keys.items():
-        with suppress(TrainingError, dist.DistStoreError, KeyError, TypeError, ValueError):
-            answer = ask(store, env, key, f"the clock of {host}")
-            if answer is not None:
-                ahead[host] = clock_offset(sent, float(answer["time"]), time.time())
+        with suppress(TrainingError, dist.DistStoreError):
+            shown = (ask(store, env, key, f"the clock of {host}") or {}).get("time")
+            if isinstance(shown, float):
+                ahead[host] = clock_offset(sent, shown, time.time())
     return ahead
 
 

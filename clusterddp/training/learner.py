@@ -67,7 +67,7 @@ class Learner:
         self.position = Position()
         self.best: Best | None = None
         seed_generators(config.seed + rank)  # from here on each rank draws its own numbers
-        scaler = self._restore(rank, resume_content) if resume_content else {}
+        scaler = {} if resume_content is None else self._restore(rank, resume_content)
         self.tally = Tally(device)
         is_seen = not (agreed.cuda_graph or config.sync_batchnorm)
         self.waiting = Waiting(device, knows=agreed.world_size == 1 or is_seen)
@@ -127,7 +127,7 @@ class Learner:
             self.step.scaler.state_dict(),
         )
 
-    def _restore(self, rank: int, content: Content) -> Content:
+    def _restore(self, rank: int, content: Content) -> dict[str, object]:
         """Restore a checkpoint; returns the state of fp16's scaler, for when there is one."""
         path = Path(self.agreed.resume)
         with step.settings_kept(self.optimizer):

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +47,15 @@ class Joined:
     @property
     def attempt(self) -> Attempt:
         return Attempt(RunDir(Path(self.agreed.run_dir)), self.agreed.attempt)
+
+
+@dataclass(frozen=True)
+class _Clocks:
+    """Part of rank 0's verdict that is about the clocks of hosts."""
+
+    tell_time: tuple[int, ...]
+    """Ranks that answer with their host's time."""
+    sent: float
 
 
 def join(
@@ -92,8 +100,10 @@ def _meet(
     """Meet the other ranks; rank 0 compares the clocks of their hosts."""
     tellers: dict[int, str] = {}
 
-    def decide(hellos: list[dict[str, Any]]) -> dict[str, Any]:
-        agreed = settle([Hello(**each) for each in hellos])
+    def decide(hellos: list[rendezvous.Message]) -> rendezvous.Message:
+        ranks = [rank for each in hellos if (rank := files.load(Hello, each))]
+        assert len(ranks) == env.world_size, "every rank says all that a hello holds"
+        agreed = settle(ranks)
         tellers.update(rendezvous.time_tellers(hellos))
         return {**dataclasses.asdict(agreed), "tell_time": sorted(tellers), "sent": time.time()}
 
@@ -101,13 +111,13 @@ def _meet(
     is_own = is_reference(config.dataset)
     patience = _OWN_DATA_SECONDS if is_own else rendezvous.GRACE_SECONDS
     verdict = rendezvous.agree(store, env, vars(hello), decide, config.rendezvous_timeout, patience)
-    if env.rank in verdict.get("tell_time", ()):
+    agreed, clocks = files.load(Agreement, verdict), files.load(_Clocks, verdict)
+    assert agreed and clocks, "rank 0 sends a whole agreement"
+    if env.rank in clocks.tell_time:
         rendezvous.tell_time(store, env, time.time())
-    agreed = files.load(Agreement, verdict)
-    assert agreed, "rank 0 sends a whole agreement"
     joined = Joined(hello, agreed, torch.device(hello.device))
     if tellers:
-        ahead = rendezvous.collect_clocks(store, env, tellers, verdict["sent"])
+        ahead = rendezvous.collect_clocks(store, env, tellers, clocks.sent)
         apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
         if apart:
             log.warning(f"clocks differ from that of rank 0's host: {', '.join(apart)}")

@@ -160,12 +160,15 @@ def _choose_checkpoint(
                 f"the checkpoint {source} was trained with another configuration: "
                 f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
             )
-        images = before["batch_size"] * before.get("accumulate", 1)
+        batch_size, accumulate = before["batch_size"], before.get("accumulate", 1)
+        assert isinstance(batch_size, int) and isinstance(accumulate, int)
         origin = _Origin(
-            config.reference_world_size(world_size, content["global_batch_size"], images),
+            config.reference_world_size(
+                world_size, content["global_batch_size"], batch_size * accumulate
+            ),
             source,
             is_own=of_run is not None,
-            step=int(content["step"]),
+            step=content["step"],
             best=Best(**content["best"]) if content["best"] else None,
             precision=content.get("precision", "fp32") if config.precision == "auto" else "",
         )
