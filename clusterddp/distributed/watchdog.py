@@ -4,7 +4,6 @@ It ends nothing: ending the wait is left to the process group's timeout. Each ra
 in a store now and then; nobody reads the postings until nothing moves any more.
 """
 
-import faulthandler
 import os
 import sys
 import threading
@@ -64,7 +63,8 @@ class Watchdog:
     for all which one is to blame: rank 0, or the lowest that still answers. `store` is used by
     nobody else; None means that nothing is known of the other ranks. `note` takes the verdict of
     the rank that logs it, and None when the training goes on. `host` is this rank's, as the others
-    shall read it.
+    shall read it. `beat` tells this task's parent that Python runs here, and after how many seconds
+    without such a sign the stacks are wanted; 0 for never.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class Watchdog:
         beat_seconds: float,
         host: str,
         note: Callable[[Verdict | None], None] = lambda _: None,
+        beat: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._note = note
+        self._note, self._show_life = note, beat
         self._env, self._progress, self._clock = env, progress, clock
         self._host, self._silent_seconds, self._beat = host, silent_seconds, beat_seconds
         self._tick_seconds = min(self._beat, 1.0)
@@ -100,7 +101,7 @@ class Watchdog:
         """The rank that keeps this one waiting, described; empty when none is suspected."""
 
     def __enter__(self) -> "Watchdog":
-        self._arm()
+        self._show_life(self._silent_seconds + self._quiet)
         self._thread.start()
         if self._board:
             self._board.thread.start()
@@ -113,19 +114,12 @@ class Watchdog:
             self._thread.join(_STOP_SECONDS)
         if self._board:
             self._board.stop()
-        faulthandler.cancel_dump_traceback_later()
+        self._show_life(0)
 
     def _watch(self) -> None:
         while not self._stopping.wait(self._tick_seconds):
-            self._arm()
+            self._show_life(self._silent_seconds + self._quiet)
             self._tick()
-
-    def _arm(self) -> None:
-        """Have the stacks printed should this thread not come here again for long.
-
-        It cannot while native code keeps Python's lock, which faulthandler's timer does not need.
-        """
-        faulthandler.dump_traceback_later(self._silent_seconds + self._quiet, file=_STDERR)
 
     def _tick(self) -> None:
         read_at = self._clock()

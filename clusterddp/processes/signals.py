@@ -2,13 +2,17 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
+_STDERR = 2
 
 
 class Relay:
@@ -114,3 +118,59 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it was gone before the kernel was told
         os._exit(128 + signal.SIGKILL)
+
+
+class Pulse:
+    """Has a child's stacks printed by its parent's signal where Python does not run in it for long.
+
+    Native code that keeps Python's lock keeps every thread of the child from printing them.
+    faulthandler's own timer needs no lock, but fires as well when a stopped process continues, and
+    then reads the frames of threads that run: it may crash what was sound.
+
+    Made ahead of the fork; the child calls `beat`, and the parent `watch`.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)  # a parent that is stopped reads nothing
+
+    def beat(self, limit: float) -> None:
+        """Show that Python runs; the stacks are printed after `limit` seconds without, 0 for never.
+
+        Where the system has no signal to spare (Linux has) nothing is printed.
+        """
+        if number := _stacks_signal():
+            faulthandler.register(number, file=_STDERR)
+            with contextlib.suppress(OSError):
+                os.write(self._writer, f"{limit}\n".encode())
+
+    def watch(self, child: int) -> None:
+        """Ask for the stacks from a thread of this process, until the child has ended."""
+        os.close(self._writer)
+        threading.Thread(target=self._watch, args=(child,), daemon=True, name="pulse").start()
+
+    def _watch(self, child: int) -> None:
+        limit = silent = 0.0
+        while True:
+            if select.select([self._reader], [], [], 1.0)[0]:
+                beats = os.read(self._reader, 4096).split()
+                if not beats:
+                    return
+                limit, silent = float(beats[-1]), 0.0
+                continue
+            # Seconds in which this process ran too: a job that was suspended owes no beat.
+            silent = 0.0 if _is_stopped(child) else silent + 1.0
+            if limit and silent >= limit:
+                send(_stacks_signal(), [child])
+                limit = 0.0
+
+
+def _stacks_signal() -> int:
+    return getattr(signal, "SIGRTMIN", 0)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+    except OSError:
+        return True  # gone

@@ -23,7 +23,7 @@ from clusterddp.errors import (
     TrainingError,
     is_debuggers_quit,
 )
-from clusterddp.processes.signals import Relay, die_with_parent, send
+from clusterddp.processes.signals import Pulse, Relay, die_with_parent, send
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run import files, logs
 from clusterddp.run.outcome import LONGEST_MESSAGE, TaskRecord
@@ -32,6 +32,9 @@ from clusterddp.run.run_dir import RunDir
 
 # Signals that Slurm, an agent or a user sends to a task, and that must not end its parent.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+pulse: Pulse | None = None
+"""Shows the parent of this task that Python runs in it; None in a process that has no such."""
 
 
 def supervise(
@@ -58,7 +61,8 @@ def supervise(
     """
     if own_log:
         _redirect_output(run_dir, env)
-    record = TaskRecord(RunDir(run_dir), env, attempt)
+    global pulse
+    record, pulse = TaskRecord(RunDir(run_dir), env, attempt), Pulse()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if attempt is not None and restarts.isdigit() and int(restarts):
         logs.divide_own(attempt, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
@@ -84,6 +88,7 @@ def supervise(
             _become_task(parent, go_reader, report_writer, previous_mask, child, listen)
         os.close(report_writer)
         os.close(go_reader)
+        pulse.watch(pid)
         relay.hand_over(pid)
         relay.listen()
         os.close(go_writer)  # the child continues

@@ -37,6 +37,7 @@ from clusterddp.run.records import LastWord
 from clusterddp.slurm import client as slurm
 from clusterddp.training import stop
 from clusterddp.training.stop import Deadline, StopRequest
+from clusterddp.worker import supervise
 
 if TYPE_CHECKING:
     from clusterddp.checkpoints.writer import Saver
@@ -223,6 +224,7 @@ def _watchdog(
         beat_seconds=beat,
         host=joined.hello.host,
         note=partial(_note_hung, joined.attempt),
+        beat=supervise.pulse.beat if supervise.pulse else lambda _: None,
     )
 
 

@@ -1,4 +1,3 @@
-import ctypes
 import os
 import signal
 import socket
@@ -126,10 +125,6 @@ def test_a_log_that_is_closed_does_not_end_the_watchdog() -> None:
 def spin_for_ever() -> None:
     while True:
         pass
-
-
-def keep_pythons_lock() -> None:
-    ctypes.PyDLL(None).sleep(PATIENCE)  # PyDLL, unlike CDLL, does not let go of it
 
 
 class Ranks:
@@ -306,13 +301,6 @@ def test_a_rank_that_loops_for_ever_is_behind_and_prints_where(ranks: Ranks) -> 
     )
     ranks.await_line(1, "in spin_for_ever")
     assert "in spin_for_ever" not in ranks.log(0)
-
-
-@pytest.mark.slow
-def test_a_rank_in_native_code_that_keeps_pythons_lock_prints_its_stack_too(ranks: Ranks) -> None:
-    ranks.start(2, hang=keep_pythons_lock, hanging_rank=1)
-    ranks.await_line(0, "rank 1 on h01 does not answer")
-    ranks.await_line(1, "in keep_pythons_lock")
 
 
 @pytest.mark.slow

@@ -284,6 +284,49 @@ def test_a_stopped_task_is_named_by_its_parent_which_can_still_speak(task: Any) 
     assert started.end() == 143
 
 
+NATIVE = """
+import ctypes
+import clusterddp.worker.supervise as parent
+def keep_pythons_lock():
+    ctypes.PyDLL(None).read(0, bytes(1), 1)  # PyDLL, unlike CDLL, does not let go of it
+def child():
+    print(os.getpid(), flush=True)
+    parent.pulse.beat(1.0)
+    sys.stdin.readline()
+    parent.pulse.beat(1.0)
+    keep_pythons_lock()
+    return 0
+"""
+
+
+def looks_of_the_parent(pid: int) -> int:
+    """Count how often its second thread, which waits for signs of life, has been woken."""
+    (thread,) = (entry for entry in Path(f"/proc/{pid}/task").iterdir() if entry.name != str(pid))
+    status = (thread / "status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+def test_a_task_in_native_code_that_keeps_pythons_lock_prints_its_stack(task: Any) -> None:
+    started = task(NATIVE)
+    child = int(started.read_line())
+    # While it is stopped it owes no sign of life; when it continues, its threads run, and to read
+    # their frames then can crash it.
+    os.kill(child, signal.SIGSTOP)
+    assert "is stopped" in started.read_line("stderr")
+    looks = looks_of_the_parent(started.process.pid)
+    wait_for(lambda: looks_of_the_parent(started.process.pid) > looks + 3, "four looks")
+    os.kill(child, signal.SIGCONT)
+    assert "continues" in started.read_line("stderr")
+    started.process.stdin.write("\n")
+    started.process.stdin.flush()
+    said = ""
+    while "in keep_pythons_lock" not in said:
+        assert select.select([started.process.stderr], [], [], PATIENCE)[0], said
+        said += os.read(started.process.stderr.fileno(), 1 << 16).decode()
+    assert "most recent call first" in said
+    assert started.end() == 0
+
+
 NOTE = """
 from clusterddp.training import stop
 import clusterddp.worker.supervise
