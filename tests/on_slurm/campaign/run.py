@@ -368,7 +368,8 @@ class Run:
             if not later:
                 raise self.differs(f"no step beyond {struck.step} was trained after the strike")
         self.count_loss()
-        steps = [attempt.read_record().step for attempt in self.attempts]
+        records = [attempt.read_record() for attempt in self.attempts]  # none, where none met
+        steps = [record.step if record else None for record in records]
         starts = ", ".join("-" if step is None else str(step) for step in steps)
         how = f" after {'; '.join(self.causes[:-1])}" if len(self.causes) > 1 else ""
         return f"attempts from step {starts}{how}; same weights"
