@@ -6,6 +6,7 @@ import faulthandler
 import os
 import select
 import signal
+import struct
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _STDERR = 2
+_BEAT = struct.Struct("d")
 
 
 class Relay:
@@ -142,7 +144,7 @@ class Pulse:
         if number := _stacks_signal():
             faulthandler.register(number, file=_STDERR)
             with contextlib.suppress(OSError):
-                os.write(self._writer, f"{limit}\n".encode())
+                os.write(self._writer, _BEAT.pack(limit))
 
     def watch(self, child: int) -> None:
         """Ask for the stacks from a thread of this process, until the child has ended."""
@@ -153,10 +155,10 @@ class Pulse:
         limit = silent = 0.0
         while True:
             if select.select([self._reader], [], [], 1.0)[0]:
-                beats = os.read(self._reader, 4096).split()
+                beats = os.read(self._reader, 512 * _BEAT.size)
                 if not beats:
                     return
-                limit, silent = float(beats[-1]), 0.0
+                (limit,), silent = _BEAT.unpack(beats[-_BEAT.size :]), 0.0
                 continue
             # Seconds in which this process ran too: a job that was suspended owes no beat.
             silent = 0.0 if _is_stopped(child) else silent + 1.0

@@ -34,7 +34,7 @@ from clusterddp.run.run_dir import RunDir
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 pulse: Pulse | None = None
-"""Shows the parent of this task that Python runs in it; None in a process that has no such."""
+"""Shows the parent of this task that Python runs in it; None where it has no such parent."""
 
 
 def supervise(

@@ -513,3 +513,13 @@ def test_many_silent_ranks_fit_in_a_line() -> None:
     assert "ranks 8, 9, 10, 11, 12, 13, 14, 15 on h001 and ranks 16" in verdict.text
     assert "and 976 more do not answer" in verdict.text
     assert len(verdict.text) < 500
+
+
+def test_it_shows_its_parent_that_python_runs_until_it_leaves() -> None:
+    alone, beats = DistEnv.from_environ({}), list[float]()
+    with Watchdog(
+        None, alone, Progress(), silent_seconds=30, beat_seconds=2, host="h00", beat=beats.append
+    ):
+        pass
+    assert beats[0] == 30 + 4 * 2
+    assert beats[-1] == 0

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.training.metrics import Journal
 from clusterddp.training.stop import StopRequest
-from clusterddp.worker import join, task
+from clusterddp.worker import join, supervise, task
 from clusterddp.worker.join import usable_threads
 from clusterddp.worker.task import Presence, run_task
 from tests.waiting import wait_for
@@ -103,6 +104,18 @@ def test_a_single_process_trains_and_reports(
     assert (resolved["backend"], resolved["threads"], resolved["global_batch_size"]) == (
         "gloo", 1, 64,
     )  # fmt: skip
+
+
+def test_a_task_shows_its_parent_that_python_runs_while_the_watchdog_is_on(
+    synthetic_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for watchdog, shown in ((60, True), (0, False)):
+        beats = list[float]()
+        monkeypatch.setattr(supervise, "pulse", SimpleNamespace(beat=beats.append))
+        config = make_config(synthetic_dir, watchdog=watchdog)
+        assert run_task(config, tmp_path / f"run-{watchdog}") == 0
+        assert bool(beats) is shown
+        assert not shown or (beats[0] > 60 and beats[-1] == 0)
 
 
 def test_batch_sizes_are_tried_instead_of_training(
