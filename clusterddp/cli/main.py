@@ -48,6 +48,7 @@ COMMANDS = {
     "begin": "",
     "finish": "",
     "watch-step": "",
+    "batch": "",
 }
 _exit_code = EXIT_FAILED
 """Python's own code after a traceback, until `end` sets another."""

@@ -186,6 +186,7 @@ def _context(spec: JobSpec) -> dict[str, object]:
         "rank_variables": forms.RANK_VARIABLES,
         "task_arguments": task_arguments(spec),
         "spec_json": spec.to_json(),
+        "request": spec.to_short_json(),
     }
 
 

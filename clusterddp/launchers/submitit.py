@@ -30,8 +30,6 @@ from clusterddp.run.restart_policy import Policy, Start
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client, forms
 
-ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
-"""Set by the script: the number of this attempt."""
 _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 _LEAST_PATIENCE_SECONDS = 30
 
@@ -162,7 +160,7 @@ class Task:
         return submitit.helpers.DelayedSubmission(self) if self._is_requeued(attempt) else None
 
     def _attempt(self) -> Attempt:
-        return Attempt(RunDir(Path(self.run_dir)), int(os.environ[ATTEMPT_VARIABLE]))
+        return Attempt(RunDir(Path(self.run_dir)), int(os.environ[forms.ATTEMPT_VARIABLE]))
 
     def _is_requeued(self, attempt: Attempt) -> bool:
         """Decide, as `clusterddp finish` does after a signal; that logs the reason."""

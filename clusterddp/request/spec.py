@@ -29,7 +29,22 @@ _BASH_OWNS = (
     "EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD IFS LINENO PIPESTATUS POSIXLY_CORRECT PPID RANDOM "
     "SECONDS SHELLOPTS SHLVL SRANDOM UID"
 )
+_REQUEST_COLUMNS = 84
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
+
+
+
+
+def _asked(record: object) -> dict[str, object]:
+    """Return the fields of a record that are not defaults, those of its own records likewise."""
+    asked: dict[str, object] = {}
+    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+        value = getattr(record, field.name)
+        if dataclasses.is_dataclass(value):
+            asked[field.name] = _asked(value)
+        elif value != field.default:
+            asked[field.name] = value
+    return asked
 
 
 @dataclass(frozen=True)
@@ -389,6 +404,18 @@ class JobSpec:
             del fields["allow_launcher"]
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def to_short_json(self) -> str:
+        """Return the record without what is a default, as a script says what was asked."""
+        asked = {"format": SPEC_FORMAT, "train": None, "python": self.python, **_asked(self)}
+        lines = [""]
+        for part in json.JSONEncoder().iterencode(asked):
+            if part.startswith(", ") and len(lines[-1]) > _REQUEST_COLUMNS:
+                lines[-1] += ","
+                lines.append(part[2:])
+            else:
+                lines[-1] += part
+        return "\n".join(lines)
 
     @classmethod
     def from_json(cls, content: str) -> "JobSpec":

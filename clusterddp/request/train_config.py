@@ -245,16 +245,14 @@ class TrainConfig:
         return ""
 
     def to_argv(self) -> list[str]:
-        """Return the fields as flags, so that a command line carries the whole configuration.
+        """Return what is not a default as flags, so that a command line carries the configuration.
 
         The recipe's name is left out: where the flags are read, it must not add to them.
         """
-        values = {row.flag: getattr(self, row.parameter) for row in TRAINING}
-        del values["--recipe"]
         return [
-            flag if value is True else f"{flag}={value}"
-            for flag, value in values.items()
-            if value is not False and value != ""
+            row.flag if value is True else f"{row.flag}={value}"
+            for row, value in ((row, getattr(self, row.parameter)) for row in TRAINING)
+            if value != getattr(TrainConfig, row.parameter) and row.flag != "--recipe"
         ]
 
 

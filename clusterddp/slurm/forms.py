@@ -37,6 +37,9 @@ RANK_VARIABLES = (
 NONCE_VARIABLE = "CLUSTERDDP_NONCE"
 """Variable with the secret that the ranks of one attempt share (`distributed.rendezvous`)."""
 
+ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
+"""Variable with the number of the attempt, which a batch script gives to its tasks."""
+
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

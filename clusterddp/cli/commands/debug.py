@@ -89,11 +89,9 @@ def command(
 
 def _again(config: TrainConfig, run: RunDir, procs: int, start_method: str | None) -> str:
     """Return the command that resumes a run from its newest checkpoint."""
-    usual = TrainConfig().to_argv()
-    more = [word for word in config.to_argv() if word not in usual]
     shown = os.path.relpath(run.path)
     path = shown if not shown.startswith("..") else str(run.path)
     ranks = [f"--procs={procs}"] if procs > 1 else []
     if start_method:
         ranks.append(f"--start-method={start_method}")
-    return shlex.join(["clusterddp", "debug", *ranks, *more, f"--run-dir={path}"])
+    return shlex.join(["clusterddp", "debug", *ranks, *config.to_argv(), f"--run-dir={path}"])

@@ -16,6 +16,7 @@ import click
 from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import JOB_ID, shown_value
+from clusterddp.slurm.forms import ATTEMPT_VARIABLE
 
 
 class CommandNotFound(ClusterDDPError):
@@ -33,7 +34,7 @@ class CommandNotExecutable(ClusterDDPError):
 @click.command(name="exec", context_settings={"allow_interspersed_args": False})
 @click.option("--run-dir", type=click.Path(path_type=Path), hidden=True)
 @click.option("--own-log", is_flag=True, hidden=True)
-@click.option("--attempt", type=int, hidden=True)
+@click.option("--attempt", type=int, hidden=True, envvar=ATTEMPT_VARIABLE)
 @click.argument(
     "argv", metavar="-- COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED
 )
@@ -53,6 +54,7 @@ def command(run_dir: Path | None, own_log: bool, attempt: int | None, argv: tupl
     """
     env = DistEnv.from_environ(os.environ)
     environ = {**os.environ, **env.to_environ()}
+    environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start a training of its own
     job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")
     if env.origin == "single" and job:
         click.echo(

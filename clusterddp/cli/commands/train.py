@@ -11,6 +11,7 @@ from clusterddp.processes import change_environment
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TRAINING
+from clusterddp.slurm.forms import ATTEMPT_VARIABLE
 from clusterddp.training import stop
 
 _BY_HAND = ["rank", "world_size", "master_addr", "master_port", "local_rank", "local_world_size"]
@@ -48,7 +49,7 @@ _BY_HAND = ["rank", "world_size", "master_addr", "master_port", "local_rank", "l
     help="This rank among those of its host.",
 )
 @click.option("--own-log", is_flag=True, hidden=True)
-@click.option("--attempt", type=int, hidden=True)
+@click.option("--attempt", type=int, hidden=True, envvar=ATTEMPT_VARIABLE)
 @click.option("--signal-lead", type=int, default=0, hidden=True)
 def command(
     run_dir: Path | None,

@@ -1,0 +1,57 @@
+"""`clusterddp batch`: what a batch script hands over to once its environment is set up."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from clusterddp import log
+from clusterddp.request.spec import JobSpec
+from clusterddp.run import controller
+from clusterddp.run.controller import Controller, Script
+from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.run_dir import RunDir
+
+
+@click.command(hidden=True, context_settings={"allow_interspersed_args": False})
+@click.option("--run-dir", type=click.Path(path_type=Path), required=True)
+@click.option("--script", type=click.Path(path_type=Path), required=True, help="To be kept.")
+@click.option("--request", required=True, help="What was asked, as JSON.")
+@click.option("--ended", type=int, help="Exit code of a script that failed before its step.")
+@click.argument("srun", nargs=-1, type=click.UNPROCESSED)
+def command(
+    run_dir: Path, script: Path, request: str, ended: int | None, srun: tuple[str, ...]
+) -> int:
+    """Run one attempt of a run to its verdict; ends with the job's exit code."""
+    # The script has its signals from bash; Slurm and scancel may send them here as well.
+    for name in (*controller.SIGNALS, "INT"):
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
+    spec, run = JobSpec.from_json(request), RunDir(run_dir)
+    if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
+        sys.stderr.write(f"clusterddp: {run_dir} is gone, so the run cannot resume\n")
+        return controller.EXIT_NO_RUN
+    try:
+        controller.lay_out(run, spec, script)
+        job_log = run.job_log.open("ab")
+    except OSError as error:
+        sys.stderr.write(
+            f"clusterddp: cannot make the run directory {run_dir}: {error.strerror}\n"
+        )
+        return controller.EXIT_NO_RUN
+    the_script = Script(os.dup(0), os.dup(1), os.dup(2))
+    for descriptor in (1, 2):
+        os.dup2(job_log.fileno(), descriptor)
+    with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
+        try:
+            return Controller(spec, run, the_script).run(srun, ended, _code_changes)
+        finally:
+            the_script.leave()
+
+
+def _code_changes(run: RunDir) -> list[str]:
+    from clusterddp.submission import snapshot  # most runs use a copy of their code
+
+    folder = Path(os.environ.get("SLURM_SUBMIT_DIR") or ".")
+    return snapshot.changes_since_submission(run, folder) or []

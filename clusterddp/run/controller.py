@@ -1,0 +1,285 @@
+"""Controls one attempt of a run from its job's first node: what the batch script hands over to.
+
+The script sets the environment up and starts this with srun's command line. One process then does
+all else: the run's directory and records, the attempt, the port and the nonce, the step and its
+watch, signals, the verdict, the next attempt.
+
+Signals come as lines from the script, whose bash writes them into a pipe at once: none is lost
+while an interpreter on a slow file system starts. The other way, a line asks the script for its
+tear-down lines, which may use what the set-up lines have left in its shell.
+"""
+
+import contextlib
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from clusterddp import log
+from clusterddp.errors import EXIT_DONE, EXIT_PAUSED, ClusterDDPError
+from clusterddp.processes.signals import die_with_parent
+from clusterddp.ranks.variables import is_rehearsal, own_name
+from clusterddp.request.spec import JobSpec
+from clusterddp.run import batch_script, step_watch
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.batch_script import RunIsDone
+from clusterddp.run.files import write_atomically
+from clusterddp.run.restart_policy import Policy
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.forms import ATTEMPT_VARIABLE, NONCE_VARIABLE
+
+EXIT_NO_RUN = 73
+"""EX_CANTCREAT of sysexits.h: the run's directory cannot be made, or was removed."""
+SIGNALS = ("TERM", "USR1", "USR2")
+"""Signals that the script passes on. Of a TERM Slurm tells the step itself."""
+_TORN_DOWN = "torn-down"
+_PORTS = range(12000, 32000)
+"""Below the kernel's ephemeral range."""
+_READY_SECONDS = 10.0
+"""For srun to listen to signals; one that came earlier would end it."""
+_AGENT_GRACE_SECONDS = 180.0
+"""For an agent to start its ranks again."""
+
+
+class Script:
+    """The batch script, at the other end of two pipes; and its output, until the run has a log."""
+
+    def __init__(self, listens: int, answers: int, output: int) -> None:
+        """Take the descriptors of its signals, of its requests, and of its standard error."""
+        self.signals = listens
+        self._answers = answers
+        self._output, self._taken = _early_output(output), 0
+        self.torn_down = False
+
+    def hear(self) -> list[str]:
+        """Return the signals that it has had since; waits for something. Empty: it has gone."""
+        heard = os.read(self.signals, 4096)
+        words = heard.decode().split()
+        if not heard or _TORN_DOWN in words:
+            self.torn_down = True
+        return [word for word in words if word in SIGNALS]
+
+    def tear_down(self, heed: Callable[[list[str]], None]) -> None:
+        """Have its tear-down lines run; `heed` takes the signals that come meanwhile."""
+        with contextlib.suppress(OSError):  # it has gone
+            os.write(self._answers, b"teardown\n")
+            while not self.torn_down:
+                heed(self.hear())
+
+    def take_output(self) -> None:
+        """Copy to the job's log what its lines have printed since."""
+        if self._output:
+            with self._output.open("rb") as file, contextlib.suppress(OSError):
+                file.seek(self._taken)
+                text = file.read()
+                self._taken += len(text)
+                os.write(1, text)
+
+    def leave(self) -> None:
+        """Remove the file of its output, all of which is in the job's log now."""
+        self.take_output()
+        if self._output:
+            with contextlib.suppress(OSError):
+                self._output.unlink()
+
+
+def _early_output(descriptor: int) -> Path | None:
+    """Find the file slurm-JOBID.out to which the script prints; None where it is another."""
+    name = f"slurm-{os.environ['SLURM_JOB_ID']}.out"
+    with contextlib.suppress(OSError):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.name == name:
+            return path
+    return None
+
+
+def lay_out(run: RunDir, spec: JobSpec, script: Path) -> None:
+    """Make the run's directory with its records, as far as they are not there. Raises OSError."""
+    run.make(run.logs)
+    with run.job_log.open("ab"):
+        pass  # it can be written
+    if not run.script.exists():
+        write_atomically(run.script, script.read_bytes())
+    if not run.spec.exists():
+        write_atomically(run.spec, spec.to_json().encode())
+
+
+class Controller:
+    """One attempt at work."""
+
+    def __init__(self, spec: JobSpec, run: RunDir, script: Script) -> None:
+        self._spec, self._run, self._script = spec, run, script
+        self._job_id = os.environ["SLURM_JOB_ID"]
+        self._restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self._attempt: Attempt | None = None
+        self._asked: list[str] = []
+        self._unsent: list[str] = []  # to srun
+
+    def run(
+        self,
+        argv: Sequence[str],
+        ended: int | None,
+        code_changes: Callable[[RunDir], Sequence[str]],
+    ) -> int:
+        """Run one attempt from its number to its verdict; returns the job's exit code.
+
+        argv: srun's. ended: exit code of a script that failed before it. code_changes: as `begin`
+        takes it. Exceptions of the attempt's refusal are logged.
+        """
+        nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
+        spec, code = self._spec, 0
+        try:
+            self._attempt = batch_script.begin(
+                self._run,
+                self._job_id,
+                self._restart,
+                nodelist,
+                spec.max_requeues,
+                spec.train.rendezvous_timeout if spec.train else 300.0,
+                code_changes,
+            )
+        except ClusterDDPError as error:
+            log.info(str(error))
+            code = EXIT_DONE if isinstance(error, RunIsDone) else error.exit_code
+        when = time.strftime("%a %b %e %H:%M:%S %Z %Y")
+        log.info(f"{self._run.name}, job {self._job_id} on {nodelist}, {when}")
+        self._script.take_output()
+        if self._attempt:
+            code = self._step(self._attempt, argv) if ended is None else ended
+        self._script.tear_down(self._heed)
+        self._script.take_output()
+        return self._finish(self._attempt, code) if self._attempt else code
+
+    def _finish(self, attempt: Attempt, code: int) -> int:
+        batch_script.go_to_submission_folder()
+        if not self._run.path.is_dir():
+            sys.stderr.write(
+                f"clusterddp: {self._run.path} was removed while the run was at work: nothing is "
+                "left to resume from\n"
+            )
+            return EXIT_NO_RUN
+        spec = self._spec
+        policy = Policy(spec.requeues, spec.max_requeues, spec.restart_on_failure)
+        return batch_script.finish(attempt, code, self._job_id, self._restart, policy)
+
+    def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
+        """Start the tasks, and wait for them; returns srun's exit code."""
+        while select.select([self._script.signals], [], [], 0)[0] and not self._script.torn_down:
+            self._heed(self._script.hear())
+        if self._asked and self._spec.command:
+            return EXIT_PAUSED  # asked before there was anything to stop
+        parent = os.getpid()
+
+        def become() -> None:
+            for name in SIGNALS:
+                signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
+            die_with_parent(parent, signal.SIGTERM)
+
+        environ = {
+            **os.environ,
+            "MASTER_PORT": os.environ.get("MASTER_PORT")
+            or str(free_port(int(self._job_id), self._restart)),
+            # By this the ranks of this attempt know each other: torch's store is open to all.
+            NONCE_VARIABLE: secrets.token_hex(16),
+            ATTEMPT_VARIABLE: str(attempt.number),
+        }
+        try:
+            srun = subprocess.Popen(
+                argv,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=become,  # noqa: PLW1509 -- no threads yet
+            )
+        except OSError as error:
+            log.info(f"{argv[0]}: {error.strerror}")
+            return 127
+        if not is_rehearsal(os.environ):
+            self._watch_step(attempt)
+        return self._await(srun)
+
+    def _await(self, srun: "subprocess.Popen[bytes]") -> int:
+        ended = os.pidfd_open(srun.pid)
+        began = time.monotonic()
+        while True:
+            listened = [] if self._script.torn_down else [self._script.signals]
+            ready = select.select([ended, *listened], [], [], 0.05 if self._unsent else None)[0]
+            if self._script.signals in ready:
+                self._heed(self._script.hear())
+            for name in self._unsent.copy():
+                number = getattr(signal, f"SIG{name}")
+                if _listens(srun.pid, number) or time.monotonic() > began + _READY_SECONDS:
+                    srun.send_signal(number)
+                    self._unsent.remove(name)
+            if ended in ready:
+                os.close(ended)
+                code = srun.wait()
+                return code if code >= 0 else 128 - code
+
+    def _heed(self, names: list[str]) -> None:
+        for name in names:
+            if name == "TERM":
+                log.info(
+                    f"job {self._job_id} got SIGTERM (cancelled, time limit or preempted)"
+                )
+                continue
+            log.info(f"job {self._job_id} got SIG{name}, asking the ranks to stop")
+            self._asked.append(name)
+        if self._attempt and self._asked:
+            self._ask_to_stop(self._attempt)
+
+    def _ask_to_stop(self, attempt: Attempt) -> None:
+        """Ask the ranks to save and leave: by a mark, and a COMMAND by the signal, through srun."""
+        marked = True
+        if not attempt.stop.exists():
+            try:
+                attempt.stop.touch()
+            except OSError:
+                marked = False  # the signal itself tells them
+        if self._spec.command or not marked:
+            self._unsent += self._asked
+        self._asked = []
+
+    def _watch_step(self, attempt: Attempt) -> None:
+        """End the step where srun waits for a message that was lost, from a thread of its own."""
+        spec = self._spec
+        job = own_name(os.environ, self._job_id)
+        grace = _AGENT_GRACE_SECONDS if spec.restart_in_job else step_watch.GRACE_SECONDS
+        threading.Thread(
+            target=step_watch.watch,
+            args=(attempt, job, spec.world_size, os.getpid(), grace),
+            daemon=True,
+        ).start()
+
+
+def _listens(pid: int, number: int) -> bool:
+    """Return whether a process has come to take a signal by itself, be it in a thread (proc(5))."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True  # gone
+    masks = dict(line.split(":\t", 1) for line in status.splitlines() if line.startswith("Sig"))
+    return any(int(masks[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigBlk"))
+
+
+def free_port(job_id: int, restart: int) -> int:
+    """Choose the port on which rank 0 will listen: jobs that share a node get different ones.
+
+    From the job id, and moved on while somebody listens there (state 0A of proc(5)'s net/tcp).
+    """
+    listening = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":
+                    listening.add(int(fields[1].rpartition(":")[2], 16))
+    ports = [
+        _PORTS[(job_id * 97 + restart + candidate * 4001) % len(_PORTS)] for candidate in range(5)
+    ]
+    return next((port for port in ports if port not in listening), ports[-1])
