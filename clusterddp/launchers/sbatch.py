@@ -157,7 +157,7 @@ def task_arguments(spec: JobSpec) -> list[str]:
     """Give the arguments of every rank, after `python -m clusterddp`."""
     if spec.train:
         lead = [f"--signal-lead={spec.signal_lead}"] if spec.signal_lead else []
-        return ["train", f"--run-dir={spec.run_dir}", *lead, *spec.train.to_argv()]
+        return ["train", f"--run-dir={spec.run_dir}", *lead, *spec.train.to_argv(defaults=False)]
     return ["exec", f"--run-dir={spec.run_dir}", "--", *spec.command]
 
 
@@ -185,7 +185,6 @@ def _context(spec: JobSpec) -> dict[str, object]:
         "agent_directives": directives(spec, agents=True),
         "rank_variables": forms.RANK_VARIABLES,
         "task_arguments": task_arguments(spec),
-        "spec_json": spec.to_json(),
         "request": spec.to_short_json(),
     }
 

@@ -33,8 +33,6 @@ _REQUEST_COLUMNS = 84
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
 
-
-
 def _asked(record: object) -> dict[str, object]:
     """Return the fields of a record that are not defaults, those of its own records likewise."""
     asked: dict[str, object] = {}

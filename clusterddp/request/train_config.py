@@ -244,15 +244,19 @@ class TrainConfig:
                 )
         return ""
 
-    def to_argv(self) -> list[str]:
-        """Return what is not a default as flags, so that a command line carries the configuration.
+    def to_argv(self, *, defaults: bool = True) -> list[str]:
+        """Return the fields as flags, so that a command line carries the whole configuration.
 
-        The recipe's name is left out: where the flags are read, it must not add to them.
+        defaults: name those that are as they would be anyway, but for what a site sets. The
+        recipe's name is left out: where the flags are read, it must not add to them.
         """
+        values = {row.flag: getattr(self, row.parameter) for row in TRAINING}
+        usual = {row.flag: getattr(TrainConfig, row.parameter) for row in TRAINING}
+        del values["--recipe"]
         return [
-            row.flag if value is True else f"{row.flag}={value}"
-            for row, value in ((row, getattr(self, row.parameter)) for row in TRAINING)
-            if value != getattr(TrainConfig, row.parameter) and row.flag != "--recipe"
+            flag if value is True else f"{flag}={value}"
+            for flag, value in values.items()
+            if value is not False and value != "" and (defaults or value != usual[flag])
         ]
 
 

@@ -55,21 +55,21 @@ class Script:
         self.signals = listens
         self._answers = answers
         self._output, self._taken = _early_output(output), 0
-        self.torn_down = False
+        self.is_torn_down = self.has_gone = False
 
     def hear(self) -> list[str]:
         """Return the signals that it has had since; waits for something. Empty: it has gone."""
         heard = os.read(self.signals, 4096)
         words = heard.decode().split()
-        if not heard or _TORN_DOWN in words:
-            self.torn_down = True
+        self.has_gone = not heard
+        self.is_torn_down = self.has_gone or _TORN_DOWN in words
         return [word for word in words if word in SIGNALS]
 
     def tear_down(self, heed: Callable[[list[str]], None]) -> None:
         """Have its tear-down lines run; `heed` takes the signals that come meanwhile."""
         with contextlib.suppress(OSError):  # it has gone
             os.write(self._answers, b"teardown\n")
-            while not self.torn_down:
+            while not self.is_torn_down:
                 heed(self.hear())
 
     def take_output(self) -> None:
@@ -154,7 +154,9 @@ class Controller:
             code = self._step(self._attempt, argv) if ended is None else ended
         self._script.tear_down(self._heed)
         self._script.take_output()
-        return self._finish(self._attempt, code) if self._attempt else code
+        if self._attempt is None or self._script.has_gone:
+            return code  # the job is over: its next start judges the attempt
+        return self._finish(self._attempt, code)
 
     def _finish(self, attempt: Attempt, code: int) -> int:
         batch_script.go_to_submission_folder()
@@ -170,7 +172,7 @@ class Controller:
 
     def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Start the tasks, and wait for them; returns srun's exit code."""
-        while select.select([self._script.signals], [], [], 0)[0] and not self._script.torn_down:
+        while select.select([self._script.signals], [], [], 0)[0] and not self._script.has_gone:
             self._heed(self._script.hear())
         if self._asked and self._spec.command:
             return EXIT_PAUSED  # asked before there was anything to stop
@@ -207,10 +209,12 @@ class Controller:
         ended = os.pidfd_open(srun.pid)
         began = time.monotonic()
         while True:
-            listened = [] if self._script.torn_down else [self._script.signals]
+            listened = [] if self._script.has_gone else [self._script.signals]
             ready = select.select([ended, *listened], [], [], 0.05 if self._unsent else None)[0]
             if self._script.signals in ready:
                 self._heed(self._script.hear())
+                if self._script.has_gone:
+                    srun.terminate()
             for name in self._unsent.copy():
                 number = getattr(signal, f"SIG{name}")
                 if _listens(srun.pid, number) or time.monotonic() > began + _READY_SECONDS:
@@ -224,9 +228,7 @@ class Controller:
     def _heed(self, names: list[str]) -> None:
         for name in names:
             if name == "TERM":
-                log.info(
-                    f"job {self._job_id} got SIGTERM (cancelled, time limit or preempted)"
-                )
+                log.info(f"job {self._job_id} got SIGTERM (cancelled, time limit or preempted)")
                 continue
             log.info(f"job {self._job_id} got SIG{name}, asking the ranks to stop")
             self._asked.append(name)

@@ -36,9 +36,7 @@ def command(
         controller.lay_out(run, spec, script)
         job_log = run.job_log.open("ab")
     except OSError as error:
-        sys.stderr.write(
-            f"clusterddp: cannot make the run directory {run_dir}: {error.strerror}\n"
-        )
+        sys.stderr.write(f"clusterddp: cannot make the run directory {run_dir}: {error.strerror}\n")
         return controller.EXIT_NO_RUN
     the_script = Script(os.dup(0), os.dup(1), os.dup(2))
     for descriptor in (1, 2):

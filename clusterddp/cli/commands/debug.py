@@ -94,4 +94,6 @@ def _again(config: TrainConfig, run: RunDir, procs: int, start_method: str | Non
     ranks = [f"--procs={procs}"] if procs > 1 else []
     if start_method:
         ranks.append(f"--start-method={start_method}")
-    return shlex.join(["clusterddp", "debug", *ranks, *config.to_argv(), f"--run-dir={path}"])
+    return shlex.join(
+        ["clusterddp", "debug", *ranks, *config.to_argv(defaults=False), f"--run-dir={path}"]
+    )
