@@ -24,6 +24,7 @@ from pathlib import Path
 from clusterddp import log
 from clusterddp.errors import EXIT_DONE, EXIT_PAUSED, ClusterDDPError
 from clusterddp.processes.signals import die_with_parent
+from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import batch_script, step_watch
@@ -38,9 +39,9 @@ EXIT_NO_RUN = 73
 """EX_CANTCREAT of sysexits.h: the run's directory cannot be made, or was removed."""
 SIGNALS = ("TERM", "USR1", "USR2")
 """Signals that the script passes on. Of a TERM Slurm tells the step itself."""
+REQUEST_VARIABLE = "CLUSTERDDP_REQUEST"
+"""Variable in which the script tells what was asked, as JSON."""
 _TORN_DOWN = "torn-down"
-_PORTS = range(12000, 32000)
-"""Below the kernel's ephemeral range."""
 _READY_SECONDS = 10.0
 """For srun to listen to signals; one that came earlier would end it."""
 _AGENT_GRACE_SECONDS = 180.0
@@ -186,7 +187,7 @@ class Controller:
         environ = {
             **os.environ,
             "MASTER_PORT": os.environ.get("MASTER_PORT")
-            or str(free_port(int(self._job_id), self._restart)),
+            or str(free_master_port(int(self._job_id), self._restart)),
             # By this the ranks of this attempt know each other: torch's store is open to all.
             NONCE_VARIABLE: secrets.token_hex(16),
             ATTEMPT_VARIABLE: str(attempt.number),
@@ -269,7 +270,7 @@ def _listens(pid: int, number: int) -> bool:
     return any(int(masks[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigBlk"))
 
 
-def free_port(job_id: int, restart: int) -> int:
+def free_master_port(job_id: int, restart: int) -> int:
     """Choose the port on which rank 0 will listen: jobs that share a node get different ones.
 
     From the job id, and moved on while somebody listens there (state 0A of proc(5)'s net/tcp).
@@ -278,10 +279,8 @@ def free_port(job_id: int, restart: int) -> int:
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A":
-                    listening.add(int(fields[1].rpartition(":")[2], 16))
-    ports = [
-        _PORTS[(job_id * 97 + restart + candidate * 4001) % len(_PORTS)] for candidate in range(5)
-    ]
+                _, address, _, state, *_ = line.split()
+                if state == "0A":
+                    listening.add(int(address.rpartition(":")[2], 16))
+    ports = [master_port(job_id, 0, restart, candidate) for candidate in range(5)]
     return next((port for port in ports if port not in listening), ports[-1])

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.launchers import sbatch
-from clusterddp.ranks.dist_env import master_port
 from clusterddp.request.spec import Resources
-from clusterddp.request.train_config import TrainConfig
 from tests.hostile import CARRIED, REFUSED
 from tests.request.test_spec import spec
 
@@ -64,9 +61,9 @@ def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) 
 @pytest.mark.parametrize("value", CARRIED)
 def test_a_command_word_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
     script = sbatch.render(spec(command=("prog", value, "end")))
-    array = script[script.index("task=(") : script.index("\n)\n") + 3]
+    line = script[script.index("\nlaunch ") :]
     seen = subprocess.run(
-        ["bash", "-c", f'python=python\n{array}printf "%s\\0" "${{task[@]}}"'],
+        ["bash", "-c", f'launch() {{ printf "%s\\0" "$@"; }}\n{line}'],
         capture_output=True, text=True, check=True, cwd=tmp_path,
     )  # fmt: skip
     assert seen.stdout.split("\0")[-4:] == ["prog", value, "end", ""]
@@ -126,43 +123,6 @@ def test_without_the_shells_variables_only_those_passed_by_name_come_along() -> 
     assert "--export=A,B" in sbatch.directives(named)
 
 
-@pytest.mark.parametrize(("job", "restart"), [(1, 0), (7, 3), (123456, 0), (4294967, 12)])
-def test_the_scripts_port_is_the_one_that_ranks_derive(job: int, restart: int) -> None:
-    script = sbatch.render(spec())
-    start = script.index("listening()")
-    part = script[start : script.index("export MASTER_PORT", start)]
-    for taken in range(3):
-        # The first candidates answer as if somebody were listening there.
-        fake = f'n=0; grep() {{ n=$((n + 1)); [ "$n" -le {taken} ]; }}'
-        seen = subprocess.run(
-            ["bash", "-c", f'{fake}\n{part}echo "$MASTER_PORT"'],
-            env={"SLURM_JOB_ID": str(job), "SLURM_RESTART_COUNT": str(restart)},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert int(seen.stdout) == master_port(job, 0, restart, candidate=taken)
-
-
-def test_a_log_that_takes_no_divider_does_not_end_the_start(tmp_path: Path) -> None:
-    script = sbatch.render(spec())
-    start = script.index("  attempt=1\n")
-    part = script[start : script.index("  record started", start)]
-    (tmp_path / "attempts/0001").mkdir(parents=True)
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/rank-0.log").symlink_to("/dev/full")
-    (tmp_path / "logs/rank-1.log").touch()
-    lines = f"set -o errexit -o pipefail; run_dir=$1\n{part}echo begun"
-    environ = {**os.environ, "SLURM_JOB_ID": "7"}
-    done = subprocess.run(
-        ["bash", "-c", lines, "bash", tmp_path],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == "begun\n", done
-    assert "--- attempt 2, job 7, " in (tmp_path / "logs/rank-1.log").read_text()
-
-
 @dataclass
 class Compiled:
     """Where the compiled forms of the shipped templates are kept, and what was compiled."""
@@ -174,22 +134,6 @@ class Compiled:
 def own(folder: Path, content: str) -> str:
     (folder / "own.sbatch.j2").write_text(content)
     return "own.sbatch.j2"
-
-
-def test_ranks_are_told_by_the_signal_where_no_file_can_tell_them(
-    tmp_path: Path, small_disk: Callable[[str], list[str]]
-) -> None:
-    script = sbatch.render(spec(train=TrainConfig(), command=()))
-    ask = script[script.index("ask_to_stop() {") :].partition("\n}\n")[0] + "\n}\n"
-    told = "attempt_dir=$PWD SLURM_JOB_ID=7; sleep 60 & launched=$!; ask_to_stop USR1; "
-    ended = "wait $launched; echo $?"
-    for on_disk, end, seen in (
-        ([], f"kill $launched; {ended}", 143),
-        (small_disk("ro"), ended, 138),
-    ):
-        argv = [*on_disk, "bash", "-c", f"{ask}{told}{end}"]
-        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.stdout.endswith(f"asking the ranks to stop\n{seen}\n"), done
 
 
 def test_a_misspelt_block_is_refused_with_those_there_are(tmp_path: Path) -> None:

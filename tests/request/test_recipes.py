@@ -99,9 +99,11 @@ def test_a_dry_run_shows_the_recipe_with_what_was_given_beside_it(
         submit.command, ["--recipe=fast", "--lr=0.02", "--dry-run", "--run-name=r"]
     )
     assert result.exit_code == 0, result.output
-    lines = [line.strip() for line in result.output.splitlines()]
-    assert "--lr=0.02" in lines
+    script = result.output
+    words = script[script.index("\nlaunch ") :].split()
+    assert "--lr=0.02" in words
     for name, value in RECIPES["fast"].settings.items():
-        assert name == "lr" or f"--{name.replace('_', '-')}={value}" in lines
-    [record] = [line for line in lines if line.startswith('"train": ')]
-    assert json.loads(record[len('"train": ') :].rstrip(","))["recipe"] == "fast"
+        usual = value == getattr(TrainConfig, name)
+        assert usual or name == "lr" or f"--{name.replace('_', '-')}={value}" in words
+    request = script.partition("\nrequest='")[2].partition("'\n")[0]
+    assert json.loads(request)["train"]["recipe"] == "fast"

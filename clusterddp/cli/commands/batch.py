@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from clusterddp import log
+from clusterddp.processes import change_environment
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import controller
 from clusterddp.run.controller import Controller, Script
@@ -18,17 +19,17 @@ from clusterddp.run.run_dir import RunDir
 @click.command(hidden=True, context_settings={"allow_interspersed_args": False})
 @click.option("--run-dir", type=click.Path(path_type=Path), required=True)
 @click.option("--script", type=click.Path(path_type=Path), required=True, help="To be kept.")
-@click.option("--request", required=True, help="What was asked, as JSON.")
 @click.option("--ended", type=int, help="Exit code of a script that failed before its step.")
 @click.argument("srun", nargs=-1, type=click.UNPROCESSED)
-def command(
-    run_dir: Path, script: Path, request: str, ended: int | None, srun: tuple[str, ...]
-) -> int:
+def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...]) -> int:
     """Run one attempt of a run to its verdict; ends with the job's exit code."""
     # The script has its signals from bash; Slurm and scancel may send them here as well.
     for name in (*controller.SIGNALS, "INT"):
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
-    spec, run = JobSpec.from_json(request), RunDir(run_dir)
+    # Not an argument, which other users could read: it holds the values of --env.
+    spec = JobSpec.from_json(os.environ[controller.REQUEST_VARIABLE])
+    change_environment({}, without=[controller.REQUEST_VARIABLE])
+    run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
         sys.stderr.write(f"clusterddp: {run_dir} is gone, so the run cannot resume\n")
         return controller.EXIT_NO_RUN
