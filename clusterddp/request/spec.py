@@ -424,10 +424,13 @@ class JobSpec:
                 raise RequestError("spec.json was written by a newer clusterddp; update this one.")
             resources = Resources(**fields.pop("resources"))
             train = fields.pop("train")
+            config = None if train is None else TrainConfig(**train)
             for name, value in fields.items():
                 if isinstance(value, list):
                     fields[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
-            return cls(resources=resources, train=TrainConfig(**train) if train else None, **fields)
+            return cls(
+                resources=resources, train=None if train is None else TrainConfig(**train), **fields
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RequestError(f"spec.json is no record of a run: {error}.") from None
 

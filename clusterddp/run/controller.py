@@ -119,8 +119,8 @@ class Controller:
         self._job_id = os.environ["SLURM_JOB_ID"]
         self._restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self._attempt: Attempt | None = None
-        self._asked: list[str] = []
-        self._unsent: list[str] = []  # to srun
+        self._unsent: list[str] = []
+        """Signals for srun, which may not listen yet."""
 
     def run(
         self,
@@ -175,7 +175,7 @@ class Controller:
         """Start the tasks, and wait for them; returns srun's exit code."""
         while select.select([self._script.signals], [], [], 0)[0] and not self._script.has_gone:
             self._heed(self._script.hear())
-        if self._asked and self._spec.command:
+        if self._unsent and self._spec.command:
             return EXIT_PAUSED  # asked before there was anything to stop
         parent = os.getpid()
 
@@ -227,26 +227,15 @@ class Controller:
                 return code if code >= 0 else 128 - code
 
     def _heed(self, names: list[str]) -> None:
+        """Take signals: the ranks learn of them by a mark, a COMMAND by the signal, through srun."""
         for name in names:
             if name == "TERM":
                 log.info(f"job {self._job_id} got SIGTERM (cancelled, time limit or preempted)")
                 continue
             log.info(f"job {self._job_id} got SIG{name}, asking the ranks to stop")
-            self._asked.append(name)
-        if self._attempt and self._asked:
-            self._ask_to_stop(self._attempt)
-
-    def _ask_to_stop(self, attempt: Attempt) -> None:
-        """Ask the ranks to save and leave: by a mark, and a COMMAND by the signal, through srun."""
-        marked = True
-        if not attempt.stop.exists():
-            try:
-                attempt.stop.touch()
-            except OSError:
-                marked = False  # the signal itself tells them
-        if self._spec.command or not marked:
-            self._unsent += self._asked
-        self._asked = []
+            marked = self._attempt is not None and _mark(self._attempt.stop)
+            if self._spec.command or not marked:
+                self._unsent.append(name)
 
     def _watch_step(self, attempt: Attempt) -> None:
         """End the step where srun waits for a message that was lost, from a thread of its own."""
@@ -258,6 +247,16 @@ class Controller:
             args=(attempt, job, spec.world_size, os.getpid(), grace),
             daemon=True,
         ).start()
+
+
+def _mark(path: Path) -> bool:
+    """Make a file, or return False."""
+    try:
+        if not path.exists():
+            path.touch()
+    except OSError:
+        return False
+    return True
 
 
 def _listens(pid: int, number: int) -> bool:

@@ -1,0 +1,292 @@
+"""The controller of an attempt, behind the very script, with a stand-in for srun."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.launchers import sbatch
+from clusterddp.ranks.dist_env import master_port
+from clusterddp.run import controller
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
+from tests.request.test_spec import spec
+from tests.waiting import PATIENCE, has_gone, wait_for
+
+# What the script starts in place of srun. USR1 ends it with 75, as it does a step that has saved.
+STEP = """
+import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+print("step with", *(f"{name}={os.environ.get(name)}" for name in sys.argv[1:]), flush=True)
+open("up", "w").close()
+while not os.path.exists("go"):
+    time.sleep(0.01)
+"""
+
+
+class Job:
+    """A batch script of this user's, started as slurmd starts it."""
+
+    def __init__(self, folder: Path, script: str, environ: dict[str, str]) -> None:
+        self.folder, self.run = folder, RunDir(folder / "jobs/a")
+        (folder / "step.py").write_text(STEP)
+        (folder / "script").write_text(script)
+        self.process = subprocess.Popen(
+            ["bash", "script"],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={
+                **os.environ,
+                "SLURM_JOB_ID": "17",
+                "SLURM_JOB_NODELIST": "h01",
+                "SLURM_SUBMIT_DIR": str(folder),
+                "CLUSTERDDP_LOCAL_STEPS": str(folder),  # no Slurm is there to be asked
+                **environ,
+            },
+        )
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "slurm-17.out"
+
+    @property
+    def log(self) -> str:
+        return self.run.job_log.read_text() if self.run.job_log.exists() else ""
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def ended(self) -> dict[str, Any]:
+        (event,) = [event for event in read_events(self.run) if event["event"] == "ended"]
+        return event
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs = []
+
+    def start(
+        *words: str,
+        environ: dict[str, str] | None = None,
+        python: str = sys.executable,
+        **fields: Any,
+    ) -> Job:
+        request = spec(run_name="a", run_dir=str(tmp_path / "jobs/a"), python=python, **fields)
+        script = sbatch.render(request)
+        line = shlex.join(["launch", *(words or (sys.executable, "step.py"))])
+        jobs.append(
+            Job(tmp_path, script[: script.index("\nlaunch srun")] + f"\n{line}\n", environ or {})
+        )
+        return jobs[-1]
+
+    yield start
+    for each in jobs:
+        if each.process.poll() is None:
+            os.killpg(each.process.pid, signal.SIGKILL)
+            each.process.wait()
+
+
+COMMAND = {"command": ("true",), "train": None}
+
+
+def test_the_step_gets_its_port_its_attempt_and_a_nonce(job: Callable[..., Job]) -> None:
+    names = ("MASTER_PORT", "CLUSTERDDP_ATTEMPT", "CLUSTERDDP_NONCE", "RANK", "CLUSTERDDP_REQUEST")
+    started = job(sys.executable, "step.py", *names, environ={"RANK": "7"}, **COMMAND)
+    (started.folder / "go").touch()
+    started.end()
+    (line,) = [line for line in started.log.splitlines() if line.startswith("step with")]
+    port, attempt, nonce, rank, request = line.split()[2:]
+    assert port == f"MASTER_PORT={master_port(17, 0, 0)}"
+    assert attempt == "CLUSTERDDP_ATTEMPT=1"
+    assert len(nonce) == len("CLUSTERDDP_NONCE=") + 32
+    assert (rank, request) == ("RANK=None", "CLUSTERDDP_REQUEST=None")
+    assert not started.out.exists()
+
+
+def test_a_port_where_somebody_listens_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lines(*ports: int) -> str:
+        return "head\n" + "".join(f" 0: 00000000:{p:04X} 00000000:0000 0A more\n" for p in ports)
+
+    for taken in range(3):
+        ports = [master_port(7, 0, 3, candidate) for candidate in range(taken)]
+        tables = {"/proc/net/tcp": lines(*ports[:1]), "/proc/net/tcp6": lines(*ports[1:])}
+        monkeypatch.setattr(Path, "read_text", lambda path, tables=tables: tables[str(path)])
+        assert controller.free_master_port(7, 3) == master_port(7, 0, 3, taken)
+
+
+@pytest.mark.parametrize("line", ["exit 4", "(exit 4)", "sh -c 'exit 4'"])
+def test_a_line_of_the_set_up_that_fails_has_a_verdict_and_a_tear_down(
+    line: str, job: Callable[..., Job]
+) -> None:
+    started = job(
+        setup=("unexported=here; echo early", line), teardown=('echo "tear $unexported"',)
+    )
+    assert started.end() == 4
+    assert (started.ended()["cause"], started.ended()["exit_code"]) == ("failed", 4)
+    assert "\nearly\ntear here\n" in started.log
+    assert not started.out.exists()
+
+
+def test_tear_down_lines_cannot_take_the_verdict_away(job: Callable[..., Job]) -> None:
+    started = job(sys.executable, "-c", "raise SystemExit(3)", teardown=("echo last", "exit 9"))
+    assert started.end() == 3
+    assert "\nlast\n" in started.log
+    assert started.ended()["exit_code"] == 3
+
+
+def test_without_its_interpreter_the_reason_is_in_slurms_file_and_nothing_else_is_left(
+    job: Callable[..., Job],
+) -> None:
+    started = job(python="/nowhere/python", teardown=("touch torn-down",))
+    assert started.end() == 127
+    assert "/nowhere/python: No such file or directory" in started.out.read_text()
+    assert sorted(path.name for path in started.folder.iterdir()) == [
+        "script", "slurm-17.out", "step.py", "torn-down",
+    ]  # fmt: skip
+
+
+def test_a_broken_interpreter_says_why_in_slurms_file(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'no module named clusterddp' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    started = job(python=str(broken))
+    assert started.end() == 1
+    assert started.out.read_text() == "no module named clusterddp\n"
+    assert not started.run.path.exists()
+
+
+def test_a_run_directory_that_cannot_be_made_is_named_in_slurms_file(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    (tmp_path / "jobs").write_text("")
+    started = job()
+    assert started.end() == controller.EXIT_NO_RUN
+    assert "cannot make the run directory" in started.out.read_text()
+
+
+def test_a_run_directory_that_is_gone_is_not_made_anew_for_a_later_start(
+    job: Callable[..., Job],
+) -> None:
+    started = job(environ={"SLURM_RESTART_COUNT": "1"})
+    assert started.end() == controller.EXIT_NO_RUN
+    assert "is gone, so the run cannot resume" in started.out.read_text()
+    assert not started.run.path.exists()
+
+
+def test_the_outputs_of_both_attempts_lie_below_their_dividers(job: Callable[..., Job]) -> None:
+    first = job("false", setup=("echo first",))
+    assert first.end() == 1
+    second = job("false", setup=("echo second",), environ={"SLURM_RESTART_COUNT": "1"})
+    second.end()
+    text = second.log
+    assert text.index("\nfirst\n") < text.index("--- attempt 2, job 17") < text.index("\nsecond\n")
+
+
+def test_what_a_process_of_the_set_up_prints_later_is_kept(job: Callable[..., Job]) -> None:
+    late = "(while [ ! -e up ]; do sleep 0.02; done; echo late; touch go) &"
+    started = job(setup=(late,))
+    started.end()
+    assert "\nlate\n" in started.log
+    assert not started.out.exists()
+
+
+@pytest.mark.parametrize("name", ["USR1", "USR2"])
+def test_a_training_is_asked_to_stop_by_a_mark_and_no_signal(
+    name: str, job: Callable[..., Job]
+) -> None:
+    started = job()
+    wait_for((started.folder / "up").exists, "the step")
+    started.signal(getattr(signal, f"SIG{name}"))
+    wait_for((started.run.path / "attempts/0001/stop").exists, "the mark")
+    (started.folder / "go").touch()
+    started.end()
+    assert f"job 17 got SIG{name}, asking the ranks to stop" in started.log
+
+
+def test_a_command_gets_the_signal_itself(job: Callable[..., Job]) -> None:
+    started = job(**COMMAND)
+    wait_for((started.folder / "up").exists, "the step")
+    started.signal(signal.SIGUSR1)
+    assert started.end() == 75
+    assert started.ended()["cause"] == "signal"
+
+
+WAIT = "touch reached; while [ ! -e on ]; do sleep 0.01; done"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("when", ["set-up", "interpreter"])
+def test_a_signal_ahead_of_the_step_is_kept(
+    when: str, number: int, job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """A COMMAND that was asked before there was anything to stop does not start."""
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/bash\n{WAIT}\nexec {shlex.quote(sys.executable)} "$@"\n')
+    slow.chmod(0o755)
+    where: dict[str, Any] = {"python": str(slow)} if when == "interpreter" else {"setup": (WAIT,)}
+    started = job(**where, **COMMAND)
+    wait_for((tmp_path / "reached").exists, "the moment")
+    started.signal(number)
+    started.signal(number)
+    (tmp_path / "on").touch()
+    assert started.end() == 75
+    assert "asking the ranks to stop" in started.log
+    assert "step with" not in started.log
+
+
+def test_a_term_does_not_end_the_script_before_its_verdict(job: Callable[..., Job]) -> None:
+    started = job(teardown=("touch tearing; while [ ! -e on ]; do sleep 0.01; done",))
+    wait_for((started.folder / "up").exists, "the step")
+    started.signal(signal.SIGTERM)  # to the tasks it is Slurm that sends it
+    wait_for(lambda: "got SIGTERM" in started.log, "the word of it")
+    (started.folder / "go").touch()
+    wait_for((started.folder / "tearing").exists, "the tear-down")
+    os.killpg(started.process.pid, signal.SIGTERM)  # every process of the batch step
+    (started.folder / "on").touch()
+    started.end()
+    assert started.ended()["attempt"] == 1
+
+
+def test_a_killed_controller_takes_its_step_along_and_the_tear_down_still_runs(
+    job: Callable[..., Job],
+) -> None:
+    started = job(sys.executable, "step.py", teardown=("echo torn; touch torn",))
+    wait_for((started.folder / "up").exists, "the step")
+    (pid,) = children(started.process.pid)
+    (step,) = children(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert started.end() == 137
+    assert has_gone(step)
+    assert "torn" in started.out.read_text() and "Killed" in started.out.read_text()
+    assert [event["event"] for event in read_events(started.run)] == ["started"]
+
+
+def test_a_killed_script_takes_the_step_along_and_leaves_the_verdict_to_the_next_start(
+    job: Callable[..., Job],
+) -> None:
+    started = job()
+    wait_for((started.folder / "up").exists, "the step")
+    (pid,) = children(started.process.pid)
+    (step,) = children(pid)
+    started.signal(signal.SIGKILL)
+    assert has_gone(step) and has_gone(pid)
+    assert [event["event"] for event in read_events(started.run)] == ["started"]
+
+
+def children(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
