@@ -428,9 +428,7 @@ class JobSpec:
             for name, value in fields.items():
                 if isinstance(value, list):
                     fields[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
-            return cls(
-                resources=resources, train=None if train is None else TrainConfig(**train), **fields
-            )
+            return cls(resources=resources, train=config, **fields)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RequestError(f"spec.json is no record of a run: {error}.") from None
 

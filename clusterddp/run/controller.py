@@ -227,7 +227,7 @@ class Controller:
                 return code if code >= 0 else 128 - code
 
     def _heed(self, names: list[str]) -> None:
-        """Take signals: the ranks learn of them by a mark, a COMMAND by the signal, through srun."""
+        """Take signals: the ranks learn of them by a mark, a COMMAND by the signal itself."""
         for name in names:
             if name == "TERM":
                 log.info(f"job {self._job_id} got SIGTERM (cancelled, time limit or preempted)")
