@@ -2,10 +2,12 @@
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +84,13 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         *words: str,
         environ: dict[str, str] | None = None,
         python: str = sys.executable,
+        change: Callable[[str], str] = lambda script: script,
         **fields: Any,
     ) -> Job:
         request = spec(run_name="a", run_dir=str(tmp_path / "jobs/a"), python=python, **fields)
-        script = sbatch.render(request)
+        script = change(sbatch.render(request).partition("\nlaunch srun")[0])
         line = shlex.join(["launch", *(words or (sys.executable, "step.py"))])
-        jobs.append(
-            Job(tmp_path, script[: script.index("\nlaunch srun")] + f"\n{line}\n", environ or {})
-        )
+        jobs.append(Job(tmp_path, f"{script}\n{line}\n", environ or {}))
         return jobs[-1]
 
     yield start
@@ -290,3 +291,43 @@ def test_a_killed_script_takes_the_step_along_and_leaves_the_verdict_to_the_next
 
 def children(pid: int) -> list[int]:
     return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+def test_a_signal_ahead_of_any_line_of_the_script_is_neither_lost_nor_ends_it(
+    name: str, job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Bash sends it to itself ahead of its first command, its second, and so on to its last."""
+    (tmp_path / "go").touch()  # a step that starts is done
+    heard = []
+    for number in range(1, 1000):
+        once = f"((++n == {number})) && touch sent && kill -{name} $$"
+        # After the traps: from here on nothing is lost.
+        at, line = "trap 'tell TERM' TERM; ", "set -o functrace; trap '{}' DEBUG\n"
+        started = job(
+            change=partial(insert, ahead=at, line=line.format(once)),
+            setup=("true",),
+            teardown=("true",),
+            **COMMAND,
+        )
+        code = started.end()
+        assert [event["event"] for event in read_events(started.run)] == ["started", "ended"]
+        heard.append(f"got SIG{name}" in started.log)
+        assert (code, "step with" in started.log) in ((0, True), (75, False)), (number, started.log)
+        assert (code == 75) == (heard[-1] and name == "USR1" and "step with" not in started.log)
+        if not (tmp_path / "sent").exists():
+            break
+        (tmp_path / "sent").unlink()
+        shutil.rmtree(started.run.path)
+    assert len(heard) > 10
+    # Heard ahead of every line but the last, which only leave.
+    assert all(heard[: heard.index(False)]) and not any(heard[heard.index(False) :])
+    assert heard.index(False) >= len(heard) - 5
+
+
+def insert(script: str, ahead: str, line: str) -> str:
+    """Put a line behind the one that begins with some words."""
+    begin = script.index(ahead)
+    end = script.index("\n", begin) + 1
+    return script[:end] + line + script[end:]
