@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # a dry run reads no run
 
 SUBMITIT_SETUP = "_submitit.sbatch.j2"
 """Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
+_HANDED_OVER = re.compile(r"^[^#\n]*\blaunch [^\s#]", re.MULTILINE)
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
 
 
@@ -298,6 +299,12 @@ def _check(spec: JobSpec, script: str) -> None:
         raise RequestError(
             f"--restart-in-job {spec.restart_in_job}: template {spec.template} starts the ranks "
             "without an agent that could start them again. Use --template torchrun.sbatch.j2."
+        )
+    if "\nlaunch() {" in script and not _HANDED_OVER.search(script):
+        raise RequestError(
+            f"template {spec.template}: no line is handed over to the run's controller, so the "
+            "tasks would run outside the attempt. Begin the line that starts them with 'launch': "
+            "launch srun … ."
         )
     body = False
     for number, line in enumerate(script.split("\n"), 1):

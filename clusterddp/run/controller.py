@@ -15,7 +15,6 @@ import secrets
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,17 +48,26 @@ _AGENT_GRACE_SECONDS = 180.0
 
 
 class Script:
-    """The batch script, at the other end of two pipes; and its output, until the run has a log."""
+    """The batch script at the other end of two pipes, and the file of what its lines print."""
 
-    def __init__(self, listens: int, answers: int, output: int) -> None:
-        """Take the descriptors of its signals, of its requests, and of its standard error."""
-        self.signals = listens
-        self._answers = answers
-        self._output, self._taken = _early_output(output), 0
+    def __init__(self, signals: int, requests: int, output: int, job_log: int) -> None:
+        """Take the descriptors of two pipes, of the script's standard error and of the job's log.
+
+        Slurm's own file slurm-JOBID.out takes what is printed until the run has a log, and is
+        removed at the end, when all of it stands there; any other file is left alone.
+        """
+        self.signals = signals
+        self._requests, self._output, self._job_log = requests, output, job_log
+        self._taken = 0
         self.is_torn_down = self.has_gone = False
+        self._file: Path | None = None
+        with contextlib.suppress(OSError):
+            path = Path(f"/proc/self/fd/{output}").readlink()
+            if path.name == f"slurm-{os.environ['SLURM_JOB_ID']}.out":
+                self._file = path
 
     def hear(self) -> list[str]:
-        """Return the signals that it has had since; waits for something. Empty: it has gone."""
+        """Return the signals that it has had; waits for some, or for its end."""
         heard = os.read(self.signals, 4096)
         words = heard.decode().split()
         self.has_gone = not heard
@@ -69,35 +77,32 @@ class Script:
     def tear_down(self, heed: Callable[[list[str]], None]) -> None:
         """Have its tear-down lines run; `heed` takes the signals that come meanwhile."""
         with contextlib.suppress(OSError):  # it has gone
-            os.write(self._answers, b"teardown\n")
+            os.write(self._requests, b"teardown\n")
             while not self.is_torn_down:
                 heed(self.hear())
 
     def take_output(self) -> None:
-        """Copy to the job's log what its lines have printed since."""
-        if self._output:
-            with self._output.open("rb") as file, contextlib.suppress(OSError):
+        """Copy to the job's log what its lines have printed since, as far as that takes it."""
+        if self._file:
+            with contextlib.suppress(OSError), self._file.open("rb") as file:
                 file.seek(self._taken)
-                text = file.read()
-                self._taken += len(text)
-                os.write(1, text)
+                while text := file.read(1 << 16):
+                    self._taken += os.write(self._job_log, text)
+                    file.seek(self._taken)
+
+    def say(self, line: str) -> None:
+        """Print a line where Slurm's users look first, as the run has no log any more."""
+        with contextlib.suppress(OSError):
+            os.write(self._output, f"clusterddp: {line}\n".encode())
+        self._file = None  # and it stays
 
     def leave(self) -> None:
-        """Remove the file of its output, all of which is in the job's log now."""
+        """Remove the file of its output where the job's log has all of it."""
         self.take_output()
-        if self._output:
+        if self._file:
             with contextlib.suppress(OSError):
-                self._output.unlink()
-
-
-def _early_output(descriptor: int) -> Path | None:
-    """Find the file slurm-JOBID.out to which the script prints; None where it is another."""
-    name = f"slurm-{os.environ['SLURM_JOB_ID']}.out"
-    with contextlib.suppress(OSError):
-        path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if path.name == name:
-            return path
-    return None
+                if self._file.stat().st_size == self._taken:
+                    self._file.unlink()
 
 
 def lay_out(run: RunDir, spec: JobSpec, script: Path) -> None:
@@ -162,9 +167,9 @@ class Controller:
     def _finish(self, attempt: Attempt, code: int) -> int:
         batch_script.go_to_submission_folder()
         if not self._run.path.is_dir():
-            sys.stderr.write(
-                f"clusterddp: {self._run.path} was removed while the run was at work: nothing is "
-                "left to resume from\n"
+            self._script.say(
+                f"{self._run.path} was removed while the run was at work: nothing is left to "
+                "resume from"
             )
             return EXIT_NO_RUN
         spec = self._spec

@@ -147,7 +147,9 @@ def test_a_misspelt_block_is_refused_with_those_there_are(tmp_path: Path) -> Non
         ("shipped/torchrun.sbatch.j2", ["launch", "teardown"], "direktives"),
         ("middle.j2", ["stage", "environment"], "stages"),
     ):
-        good = "".join(f"{{% block {name} %}}echo {name}\n{{% endblock %}}" for name in blocks)
+        good = "".join(
+            f"{{% block {name} %}}{name} echo {name}\n{{% endblock %}}" for name in blocks
+        )
         text = f'{{% extends "{parent}" %}}\n{good}\n'
         script = sbatch.render(spec(template=own(tmp_path, text)), tmp_path)
         assert all(f"echo {name}\n" in script for name in blocks)
@@ -172,9 +174,18 @@ def test_an_own_template_replaces_one_block(tmp_path: Path) -> None:
     assert "srun --nodes=1" in script
 
 
+def test_a_launch_block_that_hands_nothing_over_is_refused(tmp_path: Path) -> None:
+    block = '{{% extends "shipped/ddp.sbatch.j2" %}}{{% block launch %}}\n{}\n{{% endblock %}}'
+    name = own(tmp_path, block.format("srun hostname # launch srun"))
+    with pytest.raises(RequestError, match="Begin the line that starts them with 'launch'"):
+        sbatch.render(spec(template=name), tmp_path)
+    for line in ("launch srun hostname", "  A=b launch mpirun x", 'if true; then launch "$x"; fi'):
+        sbatch.render(spec(template=own(tmp_path, block.format(line))), tmp_path)
+
+
 def test_an_own_template_can_stand_in_for_a_shipped_one(tmp_path: Path) -> None:
     (tmp_path / "ddp.sbatch.j2").write_text(
-        '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}echo instead\n{% endblock %}'
+        '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}launch echo instead\n{% endblock %}'
     )
     assert "echo instead" in sbatch.render(spec(), tmp_path)
 

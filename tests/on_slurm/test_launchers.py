@@ -351,9 +351,11 @@ def test_signals_to_srun_reach_the_tasks_alike(
     (tmp_path / "task.py").write_text(SIGNALLED)
     (tmp_path / "own.sbatch.j2").write_text(
         '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}\n'
+        'mkdir -p "$run_dir/logs"\n'
         'srun --ntasks=2 --output="$run_dir/logs/rank-%t.log" -- {{ python | sh }} task.py &\n'
-        'echo "srun is $!"\n'
-        'code=0\nwait $! || code=$?\necho "srun ended with $code"\n{% endblock %}\n'
+        'echo "srun is $!" >"$SLURM_SUBMIT_DIR/srun-pid"\n'
+        'code=0\nwait $! || code=$?\necho "srun ended with $code"\n'
+        "launch true\n{% endblock %}\n"
     )
     job = cluster.popen(
         [*CLUSTERDDP, "submit", "--launcher", launcher, "--run-name", "a", "--wait",
@@ -364,7 +366,7 @@ def test_signals_to_srun_reach_the_tasks_alike(
     logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]
     wait_for(lambda: all(log.is_file() and "ready" in log.read_text() for log in logs), "tasks up")
     job_log = tmp_path / "jobs/a/logs/job.log"
-    found = re.search(r"srun is (\d+)", job_log.read_text())
+    found = re.search(r"srun is (\d+)", (tmp_path / "srun-pid").read_text())
     assert found
 
     def signal_srun(name: str) -> None:

@@ -39,7 +39,7 @@ def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...
     except OSError as error:
         sys.stderr.write(f"clusterddp: cannot make the run directory {run_dir}: {error.strerror}\n")
         return controller.EXIT_NO_RUN
-    the_script = Script(os.dup(0), os.dup(1), os.dup(2))
+    the_script = Script(os.dup(0), os.dup(1), os.dup(2), job_log.fileno())
     for descriptor in (1, 2):
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
