@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # a dry run reads no run
 SUBMITIT_SETUP = "_submitit.sbatch.j2"
 """Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
 _HANDED_OVER = re.compile(r"^[^#\n]*\blaunch [^\s#]", re.MULTILINE)
+_EARLIER_VARIABLE = re.compile(r"\$\{?attempt(_dir)?\b")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
 
 
@@ -300,12 +301,8 @@ def _check(spec: JobSpec, script: str) -> None:
             f"--restart-in-job {spec.restart_in_job}: template {spec.template} starts the ranks "
             "without an agent that could start them again. Use --template torchrun.sbatch.j2."
         )
-    if "\nlaunch() {" in script and not _HANDED_OVER.search(script):
-        raise RequestError(
-            f"template {spec.template}: no line is handed over to the run's controller, so the "
-            "tasks would run outside the attempt. Begin the line that starts them with 'launch': "
-            "launch srun … ."
-        )
+    if "\nlaunch() {" in script:
+        _check_launch(spec, script)
     body = False
     for number, line in enumerate(script.split("\n"), 1):
         if line.startswith("#SBATCH") and body:
@@ -314,3 +311,18 @@ def _check(spec: JobSpec, script: str) -> None:
                 "first command, where Slurm ignores directives. Move it up."
             )
         body = body or bool(line.strip() and not line.startswith("#"))
+
+
+def _check_launch(spec: JobSpec, script: str) -> None:
+    """Refuse a launch block that starts tasks outside the attempt, or that asks bash for it."""
+    if not _HANDED_OVER.search(script):
+        raise RequestError(
+            f"template {spec.template}: no line is handed over to the run's controller, so the "
+            "tasks would run outside the attempt. Begin the line that starts them with 'launch': "
+            "launch srun … ."
+        )
+    if earlier := _EARLIER_VARIABLE.search(script):
+        raise RequestError(
+            f"template {spec.template}: {earlier[0]} is none of the script's variables any more; "
+            "tasks find the attempt's number in CLUSTERDDP_ATTEMPT."
+        )

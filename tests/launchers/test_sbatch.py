@@ -61,7 +61,7 @@ def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) 
 @pytest.mark.parametrize("value", CARRIED)
 def test_a_command_word_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
     script = sbatch.render(spec(command=("prog", value, "end")))
-    line = script[script.index("\nlaunch ") :]
+    line = script[script.index("\ntask=(") :]
     seen = subprocess.run(
         ["bash", "-c", f'launch() {{ printf "%s\\0" "$@"; }}\n{line}'],
         capture_output=True, text=True, check=True, cwd=tmp_path,
@@ -181,6 +181,12 @@ def test_a_launch_block_that_hands_nothing_over_is_refused(tmp_path: Path) -> No
         sbatch.render(spec(template=name), tmp_path)
     for line in ("launch srun hostname", "  A=b launch mpirun x", 'if true; then launch "$x"; fi'):
         sbatch.render(spec(template=own(tmp_path, block.format(line))), tmp_path)
+
+
+def test_an_attempt_that_only_earlier_scripts_knew_is_refused(tmp_path: Path) -> None:
+    block = '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}launch a "$attempt_dir/b"\n'
+    with pytest.raises(RequestError, match=r"\$attempt_dir is none of .*CLUSTERDDP_ATTEMPT"):
+        sbatch.render(spec(template=own(tmp_path, block + "{% endblock %}")), tmp_path)
 
 
 def test_an_own_template_can_stand_in_for_a_shipped_one(tmp_path: Path) -> None:
