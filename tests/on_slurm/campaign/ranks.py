@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clusterddp.run.files import read_json
 from tests.on_slurm.campaign.fault import ENDS, fault
-from tests.on_slurm.campaign.run import Differs, Run, Trial
+from tests.on_slurm.campaign.run import Differs, Run, Trial, slurm
 
 
 def named(run: Run, rank: int) -> None:
@@ -131,6 +131,33 @@ def srun_killed(trial: Trial) -> str:
 def srun_terminated(trial: Trial) -> str:
     """TERM to srun: it ends the tasks at once and exits with 0, as if all had been done."""
     return _srun(trial, signal.SIGTERM)
+
+
+@fault("batch-controller-killed", quick=True)
+def batch_controller_killed(trial: Trial) -> str:
+    """KILL, which is what the kernel sends when memory ends: no verdict, and no task goes on."""
+    run = trial.start("--nodelist", "h[01-02]", "--teardown", f"touch {trial.folder}/torn-down")
+    run.wait_step(60)
+    struck, job_id = run.struck(), run.job_id
+    tasks = [run.task(rank) for rank in (0, 1)]
+    [batch] = run.processes("h01", "-m clusterddp batch ")
+    run.signal(batch, signal.SIGKILL)
+    for task in tasks:
+        run.gone(task)
+    run.wait_over()
+    shown = slurm(trial, "scontrol", "show", "job", job_id).stdout
+    if "ExitCode=137:0" not in shown:
+        raise run.differs(shown)
+    said = (trial.folder / f"slurm-{job_id}.out").read_text()
+    if "Killed" not in said or not (trial.folder / "torn-down").exists():
+        raise run.differs(f"slurm-{job_id}.out says {said!r}")
+    state = run.status()["state"]
+    if state != "failed":
+        raise run.differs(f"status says {state}")
+    again = trial.clusterddp("resubmit", "run")
+    if again.returncode != 0:
+        raise run.differs(f"resubmit: {again.stderr}")
+    return run.check_same(struck, causes=["done"])
 
 
 def _kill_above(trial: Trial, words: str, *options: str) -> str:
