@@ -1,7 +1,6 @@
 """A run's directory is made whole or not at all, and its records survive torn lines."""
 
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.launchers import sbatch
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.files import read_json, read_json_lines, write_atomically
 from clusterddp.run.run_dir import RunDir, find_runs
@@ -105,19 +103,6 @@ def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path: Path) -> None:
     add_event(run, "requeued", job_id="1")
     add_event(run, "started", job_id="1")
     assert [event["event"] for event in read_events(run)] == ["started", "requeued", "started"]
-
-
-def test_the_script_too_begins_a_new_line_after_a_torn_one(tmp_path: Path) -> None:
-    script = sbatch.render(spec())
-    record = script[script.index("record() {") :].partition("\n}\n")[0] + "\n}\n"
-    run = RunDir(tmp_path)
-    run.events.write_text('{"event": "submitted"}\n{"event": "ended", "exi')
-    define = f"run_dir={shlex.quote(str(tmp_path))} attempt=1 SLURM_JOB_ID=7\n{record}"
-    subprocess.run(["bash", "-ec", f"{define}record started; record ended"], check=True)
-    assert [event["event"] for event in read_events(run)] == ["submitted", "started", "ended"]
-    run.events.unlink()  # the first line of all needs no other before it
-    subprocess.run(["bash", "-ec", f"{define}record started"], check=True)
-    assert run.events.read_text().startswith("{")
 
 
 def test_events_of_many_writers_at_once_stay_whole(tmp_path: Path) -> None:

@@ -12,11 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from clusterddp import log
-from clusterddp.launchers import sbatch
 from clusterddp.run import step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
-from tests.request.test_spec import spec
 from tests.waiting import PATIENCE, has_gone, wait_for
 
 ENDED = {"ended": 2.0, "exit_code": 0}
@@ -185,10 +183,11 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
 
 def test_it_outlives_the_scripts_signals_and_not_the_script(tmp_path: Path) -> None:
     Attempt(RunDir(tmp_path / "run"), 1).outcomes.mkdir(parents=True)
-    rendered = sbatch.render(spec())
-    start = rendered.index("  (trap '' TERM")
-    line = rendered[start : rendered.index("\nfi\n", start)]
-    script = f"python=$0 run_dir=$1 attempt=1\n{line}\necho $!; wait; read line"
+    line = (  # of the scripts of 0.1.0
+        '(trap \'\' TERM INT USR1 USR2; exec "$0" -m clusterddp watch-step "$1" --script "$$" '
+        '--job-id "$SLURM_JOB_ID" --attempt 1 --ranks 1) & disown || :'
+    )
+    script = f"{line}\necho $!; wait; read line"
     argv = ["bash", "-c", script, sys.executable, str(tmp_path / "run")]
     environ = {**os.environ, "SLURM_JOB_ID": "17"}
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as bash:

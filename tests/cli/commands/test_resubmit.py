@@ -220,7 +220,7 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
     assert script == run.script.read_text()
     for words in (
         "#SBATCH --time=20\n", "#SBATCH --partition=gpu\n", "#SBATCH --exclude=h01\n",
-        "#SBATCH --mem=4G\n", "#SBATCH --no-requeue\n", "--max-requeues 3", "--save-every=7steps",
+        "#SBATCH --mem=4G\n", "#SBATCH --no-requeue\n", '"max_requeues": 3', "--save-every=7steps",
     ):  # fmt: skip
         assert words in script, words
     spec = run.load_spec()
