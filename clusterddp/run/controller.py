@@ -96,13 +96,18 @@ class Script:
             os.write(self._output, f"clusterddp: {line}\n".encode())
         self._file = None  # and it stays
 
-    def leave(self) -> None:
-        """Remove the file of its output where the job's log has all of it."""
+    def leave(self, code: int) -> None:
+        """Tell it the job's exit code, as bash's own `wait` fails where a signal comes meanwhile.
+
+        Removes the file of its output where the job's log has all of it.
+        """
         self.take_output()
         if self._file:
             with contextlib.suppress(OSError):
                 if self._file.stat().st_size == self._taken:
                     self._file.unlink()
+        with contextlib.suppress(OSError):
+            os.write(self._requests, f"{code}\n".encode())
 
 
 def lay_out(run: RunDir, spec: JobSpec, script: Path) -> None:
@@ -190,6 +195,7 @@ class Controller:
             die_with_parent(parent, signal.SIGTERM)
 
         environ = {
+            "PYTHONUNBUFFERED": "1",  # what a rank prints reaches its log line by line
             **os.environ,
             "MASTER_PORT": os.environ.get("MASTER_PORT")
             or str(free_master_port(int(self._job_id), self._restart)),

@@ -320,10 +320,9 @@ def test_a_signal_ahead_of_any_line_of_the_script_is_neither_lost_nor_ends_it(
             break
         (tmp_path / "sent").unlink()
         shutil.rmtree(started.run.path)
-    assert len(heard) > 10
-    # Heard ahead of every line but the last, which only leave.
-    assert all(heard[: heard.index(False)]) and not any(heard[heard.index(False) :])
-    assert heard.index(False) >= len(heard) - 5
+    # Heard ahead of every line but those behind the tear-down, when the verdict is on its way.
+    deaf = heard.index(False)
+    assert deaf > 20 and not any(heard[deaf:])
 
 
 def insert(script: str, ahead: str, line: str) -> str:

@@ -43,10 +43,9 @@ def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...
     for descriptor in (1, 2):
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
-        try:
-            return Controller(spec, run, the_script).run(srun, ended, _code_changes)
-        finally:
-            the_script.leave()
+        code = Controller(spec, run, the_script).run(srun, ended, _code_changes)
+        the_script.leave(code)
+        return code
 
 
 def _code_changes(run: RunDir) -> list[str]:
