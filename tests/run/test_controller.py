@@ -320,9 +320,8 @@ def test_a_signal_ahead_of_any_line_of_the_script_is_neither_lost_nor_ends_it(
             break
         (tmp_path / "sent").unlink()
         shutil.rmtree(started.run.path)
-    # Heard ahead of every line but those behind the tear-down, when the verdict is on its way.
-    deaf = heard.index(False)
-    assert deaf > 20 and not any(heard[deaf:])
+    # Behind the tear-down the verdict is on its way, and nothing depends on it any more.
+    assert len(heard) > 25 and all(heard[:22])
 
 
 def insert(script: str, ahead: str, line: str) -> str:
