@@ -289,14 +289,14 @@ def publish(attempt: Attempt, record: AttemptRecord) -> None:
     attempt.show_life(record.step or 0)
     dated = dataclasses.replace(record, number=attempt.number, began=round(time.time(), 3))
     files.write_record(attempt.record, dated, indent=2)
-    _link(attempt.run.current, f"{attempt.run.attempts.name}/{attempt.path.name}")
+    link(attempt.run.current, f"{attempt.run.attempts.name}/{attempt.path.name}")
     for path in (attempt.run.checkpoints, attempt.run.metrics):
         if not path.is_symlink():
-            _link(path, f"{attempt.run.current.name}/{path.name}")
+            link(path, f"{attempt.run.current.name}/{path.name}")
 
 
-def _link(path: Path, target: str) -> None:
-    """A symbolic link, new or in place of an older one."""
+def link(path: Path, target: str) -> None:
+    """Make a symbolic link, new or in place of an older one. Raises OSError."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.link")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)

@@ -6,6 +6,8 @@ A run is one directory below the output root. What is in it:
     script.sbatch        the exact bytes that were submitted
     events.jsonl         submitted, started, ended, requeued: Slurm job ids, times, exit codes
     resolved.json        what the ranks agreed on where the request said auto
+    clusterddp.pyz       leads to the run's own clusterddp, clusterddp-VERSION-DIGEST.pyz, whose
+                         bytecode lies in __pycache__ (`submission.bundle`)
     code/ code.json      the person's own tree when a command, or a model or dataset of theirs, was
                          submitted, and its digests
     logs/job.log         what the batch script and Slurm said
@@ -75,6 +77,8 @@ class RunDir:
     outcomes = PathIn("outcomes")
     attempts = PathIn("attempts")
     current = PathIn("current")
+    bundle = PathIn("clusterddp.pyz")
+    """Leads to the run's own clusterddp, where it carries one."""
     code = PathIn("code")
     code_record = PathIn("code.json")
     """Digests of the person's tree at submission."""

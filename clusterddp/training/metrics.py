@@ -18,13 +18,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from tqdm import tqdm
 
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
@@ -34,6 +33,9 @@ from clusterddp.run.files import number, read_json_lines, read_lines, write_atom
 from clusterddp.run.records import MetricsLine, RankReport
 from clusterddp.training.device import peak_bytes
 from clusterddp.training.tensorboard import Board
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 # Audit events of what is about to print or to ask: `breakpoint()`, a debugger that begins to trace
 # (`pdb.set_trace()`), `input()`. Source: the audit events table of Python's documentation.
@@ -50,7 +52,7 @@ class Journal:
         self, config: TrainConfig, attempt: Attempt, rank: int, start: Position, total_steps: int
     ) -> None:
         self._path = attempt.metrics if rank == 0 else None
-        self._bar: ProgressBar | None = None
+        self._bar: tqdm | None = None
         self._board: Board | None = None
         self._at_end = ExitStack()
         self._failed = False
@@ -58,8 +60,9 @@ class Journal:
         if rank != 0:
             return
         if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
-            self._bar = self._at_end.enter_context(ProgressBar(start.step, total_steps))
-            self._at_end.enter_context(log.to(self._bar.write))
+            with suppress(ImportError):
+                self._bar = self._at_end.enter_context(progress_bar(start.step, total_steps))
+                self._at_end.enter_context(log.to(self._bar.write))
         history: list[MetricsLine] = []
         with suppress(OSError):
             history = list(read_lines(MetricsLine, attempt.metrics))
@@ -117,42 +120,44 @@ class Journal:
             self._failed = False
 
 
-class ProgressBar(tqdm):  # type: ignore[misc] # tqdm has no types
-    """Shows steps done and left, on stderr.
+def progress_bar(done: int, total: int) -> "tqdm":
+    """Show steps done and left on stderr, in a bar of tqdm; raises ImportError without that.
 
     A debugger that stops the training finds an empty line. As long as it traces, nothing is drawn:
     it would stand where the user types.
     """
+    from tqdm import tqdm  # not needed in a job, whose ranks have no terminal
 
-    monitor_interval = 0
-    """Without tqdm's thread, which draws again while the training stands still."""
+    class Bar(tqdm):  # type: ignore[misc] # tqdm has no types
+        monitor_interval = 0
+        """Without tqdm's thread, which draws again while the training stands still."""
+        is_shown = False
 
-    def __init__(self, done: int, total: int) -> None:
-        self._is_shown = False
-        super().__init__(initial=done, total=total, unit="step", dynamic_ncols=True)
-        _bars.add(self)
-        _listen()
+        @property
+        def gives_way(self) -> bool:
+            """True while a debugger is at work."""
+            return sys.gettrace() is not None
 
-    @property
-    def gives_way(self) -> bool:
-        """True while a debugger is at work."""
-        return sys.gettrace() is not None
+        def display(self, *args: Any, **kwargs: Any) -> Any:
+            """Draw the bar, unless it gives way."""
+            if self.gives_way:
+                return None
+            self.is_shown = True
+            return super().display(*args, **kwargs)
 
-    def display(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw the bar, unless it gives way."""
-        if self.gives_way:
-            return None
-        self._is_shown = True
-        return super().display(*args, **kwargs)
+        def make_room(self) -> None:
+            """Clear the line of a bar that is shown, until it is drawn again."""
+            if self.is_shown and not self.disable:
+                self.is_shown = False
+                self.clear()
 
-    def make_room(self) -> None:
-        """Clear the line of a bar that is shown, until it is drawn again."""
-        if self._is_shown and not self.disable:
-            self._is_shown = False
-            self.clear()
+    bar = Bar(initial=done, total=total, unit="step", dynamic_ncols=True)
+    _bars.add(bar)
+    _listen()
+    return bar
 
 
-_bars = weakref.WeakSet[ProgressBar]()
+_bars = weakref.WeakSet["tqdm"]()
 """Bars in use: the hook outlives every one."""
 
 

@@ -77,7 +77,7 @@ def run_task(
     began = time.time()
     restore = stop.requested.listen()
     try:
-        _require_torch()
+        _require_packages()
         env = env or DistEnv.from_environ(os.environ)
         with log.to(log.to_stdout):
             return _run(_Task(config, run_dir, env, attempt, Deadline(signal_lead), began))
@@ -144,12 +144,14 @@ def _run(task: _Task) -> int:
     return {"": EXIT_DONE, "interrupt": EXIT_INTERRUPTED}.get(reason, EXIT_PAUSED)
 
 
-def _require_torch() -> None:
-    if importlib.util.find_spec("torch") is None:
+def _require_packages() -> None:
+    """Raise TrainingError where the interpreter lacks what every training imports."""
+    absent = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
+    if absent:
         raise TrainingError(
-            f"torch is not installed for {sys.executable} on {socket.gethostname()}. "
-            f"Install it there: {sys.executable} -m pip install torch; or choose another "
-            "interpreter with --python."
+            f"{' and '.join(absent)} cannot be imported by {sys.executable} on "
+            f"{socket.gethostname()}. Install it there: {sys.executable} -m pip install "
+            f"{' '.join(absent)}; or choose another interpreter with --python."
         )
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from clusterddp import log
+from clusterddp import log, version
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -122,7 +122,7 @@ def _start_rank(
     rank_log, tee = run.rank_log(env.rank), env.rank == 0
     environ = rank_environment(env)
     if start_method == "exec":
-        argv = [sys.executable, "-m", "clusterddp", "train", *config.to_argv()]
+        argv = [*version.command(), "train", *config.to_argv()]
         argv += [f"--run-dir={run.path}", f"--attempt={attempt.number}"]
         group.start(argv, environ, rank_log, tee=tee)
     else:

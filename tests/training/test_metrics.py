@@ -159,7 +159,7 @@ def test_closed_bars_are_let_go_and_leave_a_single_hook(monkeypatch: pytest.Monk
     monkeypatch.setattr(metrics, "_listen", functools.cache(metrics._listen.__wrapped__))
     bars = []
     for _ in range(3):
-        bar = metrics.ProgressBar(0, 2)
+        bar = metrics.progress_bar(0, 2)
         bar.update()
         bar.close()
         bars.append(weakref.ref(bar))

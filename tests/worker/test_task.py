@@ -211,7 +211,7 @@ def test_a_signal_has_it_save_leave_and_go_on_another_time(
 def test_a_signal_before_the_training_begins_is_noted_and_loses_nothing(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task, "_require_torch", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(task, "_require_packages", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert run_task(config, tmp_path) == EXIT_PAUSED
     first = Attempt(RunDir(tmp_path), 1)
     assert json.loads(first.end.read_text())["step"] == 0
