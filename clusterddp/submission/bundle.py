@@ -97,11 +97,13 @@ def carry(run: RunDir) -> Bundle:
     """
     content = build()
     path = run.path / _name(content)
+    is_new = not path.exists()
     try:
-        if not path.exists():
-            write_atomically(path, content)
+        write_atomically(path, content)  # one that is there may be damaged
         link(run.bundle, path.name)
     except OSError as error:
+        if is_new:
+            path.unlink(missing_ok=True)
         raise RequestError(
             f"cannot put clusterddp into the run, {path} ({len(content) / 1e6:.1f} MB): "
             f"{error.strerror}. Make room there, or choose another --output-root."

@@ -1,0 +1,260 @@
+"""A run's own clusterddp is one file, the same for the same sources, and all that its tasks need."""
+
+import ast
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import RequestError
+from clusterddp.run.run_dir import RunDir
+from clusterddp.submission import bundle
+from clusterddp.version import __version__
+from clusterddp.worker.workstation import free_port
+
+# Of the environment of the tests, what a task has to do without.
+_ABSENT = ("clusterddp", "_editable_impl_clusterddp", "click", "jinja2", "tqdm", "submitit", "__py")
+_OWN = '''
+import json, multiprocessing, os, sys
+from pathlib import Path
+
+import clusterddp
+from torch import nn
+
+
+def where(name):
+    import click
+    from clusterddp.slurm import forms
+
+    Path(name).write_text(json.dumps([forms.__file__, click.__file__]))
+
+
+def network():
+    name = f"spawned-{os.environ['RANK']}"
+    child = multiprocessing.get_context("spawn").Process(target=where, args=(name,))
+    child.start()
+    child.join()
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+'''
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter with torch and numpy, and with neither clusterddp nor click."""
+    folder = tmp_path_factory.mktemp("bare")
+    for name in ("torch", "numpy"):
+        spec = find_spec(name)
+        assert spec and spec.origin
+        for each in Path(spec.origin).parents[1].iterdir():
+            link = folder / "packages" / each.name
+            link.parent.mkdir(exist_ok=True)
+            if not each.name.startswith(_ABSENT) and not link.exists():
+                link.symlink_to(each)
+    venv.create(folder / "venv", symlinks=True)
+    [packages] = folder.glob("venv/lib/python*/site-packages")
+    (packages / "torch.pth").write_text(f"{folder / 'packages'}\n")
+    return folder / "venv" / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def carried(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run that carries this clusterddp, with its bytecode."""
+    run = RunDir(tmp_path_factory.mktemp("runs") / "it's a run")
+    run.path.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", False)
+        bundle.carry(run)
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    path = tmp_path / "run"
+    path.mkdir()
+    return RunDir(path)
+
+
+def said(*words: object, code: int = 0, folder: Path | None = None) -> str:
+    """What a program prints, stderr included, when it has ended with this code."""
+    argv = [str(word) for word in words]
+    end = subprocess.run(
+        argv, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    assert end.returncode == code, end.stdout + end.stderr
+    return end.stdout + end.stderr
+
+
+def test_the_same_sources_give_the_same_bytes(tmp_path: Path) -> None:
+    spec = find_spec("click")
+    assert spec and spec.origin
+    for package in (Path(bundle.__file__).parents[1], Path(spec.origin).parent):
+        copy = tmp_path / package.name
+        shutil.copytree(package, copy, copy_function=shutil.copyfile)  # younger, of other modes
+        (copy / ".#editor's.py").symlink_to("nowhere")
+    code = "from clusterddp.submission import bundle; print(bundle.__file__, bundle.present())"
+    seed = str(hash(str(tmp_path)) % 1000)
+    end = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(tmp_path), "PYTHONHASHSEED": seed},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    file, name = end.stdout.rsplit(maxsplit=1)
+    assert Path(file).is_relative_to(tmp_path)
+    assert name == bundle.present()
+    assert name.startswith(f"clusterddp-{__version__}-")
+
+
+def test_it_holds_the_sources_of_clusterddp_and_click_alone(carried: RunDir) -> None:
+    names = zipfile.ZipFile(carried.bundle).namelist()
+    assert all(name.endswith(".py") for name in names)
+    assert {name.split("/")[0] for name in names} == {"__main__.py", "clusterddp", "click"}
+    [bytecode] = carried.path.glob("__pycache__/*.zip")
+    compiled = zipfile.ZipFile(bytecode).namelist()
+    assert {f"{name}c" for name in names} == {*compiled, "__main__.pyc"}
+
+
+def test_a_file_that_was_altered_says_so_and_what_to_do(run: RunDir) -> None:
+    made = bundle.carry(run)
+    assert bundle.find(run) == made
+    content = bytearray(made.path.read_bytes())
+    content[len(content) // 2] ^= 1
+    made.path.write_bytes(content)
+    with pytest.raises(RequestError, match=r"altered.*resubmit .*run --clusterddp new"):
+        bundle.find(run)
+    words = said(sys.executable, run.bundle, "--version", code=1)
+    assert str(made.path) in words and "clusterddp resubmit run --clusterddp new" in words
+    made.path.unlink()
+    with pytest.raises(RequestError, match=r"No such file.*--clusterddp new"):
+        bundle.find(run)
+
+
+def test_a_damaged_file_is_put_right_by_carrying_it_once_more(run: RunDir) -> None:
+    made = bundle.carry(run)
+    made.path.write_bytes(b"")
+    assert bundle.carry(run) == bundle.find(run) == made
+
+
+def test_a_run_without_one_uses_what_is_installed(run: RunDir) -> None:
+    assert bundle.find(run) is None
+
+
+@pytest.fixture
+def no_room() -> Iterator[None]:
+    """Files of at most 100 KB, as a full disk or a quota would end one in its middle."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_no_room_is_a_refusal_that_leaves_nothing(run: RunDir, no_room: None) -> None:
+    with pytest.raises(RequestError, match=r"MB\): File too large. Make room .*--output-root"):
+        bundle.carry(run)
+    assert not list(run.path.iterdir())
+
+
+def test_where_python_writes_no_bytecode_the_file_is_enough(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "none"))
+    bundle.carry(run)
+    assert not list(run.path.glob("__pycache__/*"))
+    assert said(sys.executable, "-I", "-S", run.bundle, "--version").endswith(f" {__version__}\n")
+
+
+def test_an_older_python_is_refused_in_one_sentence(carried: RunDir) -> None:
+    source = zipfile.ZipFile(carried.bundle).read("__main__.py").decode()
+    ast.parse(source, feature_version=(3, 4))
+    assert source.isascii()  # Python 2 would ask for a coding
+    code = (
+        "import runpy, sys; sys.version_info = (3, 9, 18); sys.version = '3.9.18 (main)'; "
+        f"runpy.run_path({str(carried.bundle)!r})"
+    )
+    [line] = said(sys.executable, "-c", code, code=1).splitlines()
+    assert "is Python 3.9.18, and clusterddp needs 3.10 or later" in line
+    assert sys.executable in line and "--python" in line
+
+
+def test_the_batch_side_needs_python_alone(carried: RunDir) -> None:
+    alone = (sys.executable, "-I", "-S", carried.bundle)
+    for name in ("begin", "finish", "watch-step", "exec", "stop", "status", "logs", "resubmit"):
+        assert f"clusterddp {name}" in said(*alone, name, "--help")
+
+
+def test_a_python_without_torch_is_named_in_a_sentence(carried: RunDir, tmp_path: Path) -> None:
+    words = said(sys.executable, "-I", "-S", carried.bundle, "train", code=1, folder=tmp_path)
+    assert f"torch and numpy cannot be imported by {sys.executable}" in words
+    assert "--python" in words and "Traceback" not in words
+
+
+def test_a_command_gets_nothing_of_it(carried: RunDir, bare: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from importlib.util import find_spec; "
+        "print(find_spec('click'), find_spec('clusterddp'), 'pyz' in str([sys.path, *os.environ]))"
+    )
+    words = said(bare, carried.bundle, "exec", "--", bare, "-c", code, folder=tmp_path)
+    assert words == "None None False\n"
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    ["memory", pytest.param("loader", marks=pytest.mark.slow)],
+)
+def test_two_ranks_train_from_it_and_what_they_spawn_imports_it(
+    carried: RunDir, bare: Path, synthetic_dir: Path, tmp_path: Path, pipeline: str
+) -> None:
+    (tmp_path / "own.py").write_text(_OWN)
+    argv = [bare, carried.bundle, "train", "--run-dir=run", "--dataset=synthetic", "--max-steps=3"]
+    argv += [f"--data-dir={synthetic_dir}", f"--data-pipeline={pipeline}", "--workers=1"]
+    argv += ["--model=own:network", "--world-size=2", f"--master-port={free_port()}"]
+    ranks = [
+        subprocess.Popen(
+            [*argv, f"--rank={rank}"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for rank in range(2)
+    ]
+    printed = [rank.communicate()[0].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(printed)
+    assert json.loads((tmp_path / "run/report.json").read_text())["steps"] == 3
+    for rank in range(2):
+        for file in json.loads((tmp_path / f"spawned-{rank}").read_text()):
+            assert Path(file).is_relative_to(carried.path)
+
+
+@pytest.mark.slow
+def test_an_agent_starts_ranks_of_it(
+    carried: RunDir, bare: Path, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    agent = [bare, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    agent += [f"--master-port={free_port()}", bare, carried.bundle]
+    said(
+        *(*agent, "train", "--dataset=synthetic", f"--data-dir={synthetic_dir}"),
+        *("--max-steps=3", "--run-dir=run"),
+        folder=tmp_path,
+    )
+    assert json.loads((tmp_path / "run/report.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["exec", "spawn", "forkserver"])
+def test_ranks_on_a_workstation_run_the_same_file(
+    carried: RunDir, bare: Path, synthetic_dir: Path, tmp_path: Path, method: str
+) -> None:
+    words = said(
+        *(bare, carried.bundle, "debug", "--procs=2", f"--start-method={method}"),
+        *("--dataset=synthetic", f"--data-dir={synthetic_dir}", "--max-steps=3"),
+        folder=tmp_path,
+    )
+    assert "done: test accuracy" in words
