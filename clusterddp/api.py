@@ -126,6 +126,7 @@ class Run:
         *,
         allow_changed: bool = False,
         new_code: bool = False,
+        new_clusterddp: bool = False,
         from_scratch: bool = False,
         template_folder: str | Path | None = None,
         snapshot_limit_mb: float | None = None,
@@ -138,6 +139,7 @@ class Run:
         terms = Terms(
             allow_changed=allow_changed,
             new_code=new_code,
+            new_clusterddp=new_clusterddp,
             from_scratch=from_scratch,
             template_folder=Path(template_folder) if template_folder else None,
             snapshot_limit_mb=snapshot_limit_mb,

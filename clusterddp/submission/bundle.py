@@ -14,24 +14,24 @@ import hashlib
 import importlib.util
 import io
 import marshal
-import re
 import struct
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
+from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.run.attempt import link
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__, own_file
 
-_NAME = re.compile(r"clusterddp-(.+)-([0-9a-f]{12})\.pyz", re.ASCII)
+_DIGITS = 12
 _UNCHECKED_HASH = 1
 """Flag of bytecode that is not compared with its source (PEP 552)."""
 
@@ -77,26 +77,28 @@ main()
 
 @dataclass(frozen=True)
 class Bundle:
-    """File of a clusterddp."""
+    """File that holds a clusterddp, by its path."""
 
     path: Path
-    version: str
-    digest: str
 
     @property
-    def described(self) -> str:
-        """Return its version and digest, `0.1.1 (3f2a9c41d07b)`."""
-        return f"{self.version} ({self.digest})"
+    def version(self) -> str:
+        """Return the version, by the file's name."""
+        return self.path.name.split("-")[1]
+
+    def __str__(self) -> str:
+        """Return version and digest, `0.1.1 (3f2a9c41d07b)`."""
+        return f"{self.version} ({self.path.stem.split('-')[-1]})"
 
 
 def carry(run: RunDir) -> Bundle:
     """Put the clusterddp that is at work into a run, in place of another one; returns it.
 
-    What was there stays: its attempts ran with it, and a refused submission goes back to it.
-    Raises RequestError where it cannot be written; the run then leads to the former one.
+    What was there stays: its attempts ran with it. Raises RequestError where it cannot be written;
+    the run then leads to the former one.
     """
     content = build()
-    path = run.path / _name(content)
+    path = run.path.resolve() / _name(content)
     is_new = not path.exists()
     try:
         write_atomically(path, content)  # one that is there may be damaged
@@ -109,7 +111,43 @@ def carry(run: RunDir) -> Bundle:
             f"{error.strerror}. Make room there, or choose another --output-root."
         ) from None
     _keep_bytecode(path)
-    return _bundle(path)
+    return Bundle(path)
+
+
+@contextlib.contextmanager
+def renewed(run: RunDir) -> Iterator[list[str]]:
+    """Carry the clusterddp that is at work, while the body submits the run.
+
+    The run goes back to the former one when the body raises RequestError. Yields what changes, a
+    line or none. Raises RequestError as `carry` does.
+    """
+    former = _carried(run)
+    made = carry(run)
+    try:
+        yield [] if made == former else [f"clusterddp {former or 'installed'}, now {made}"]
+    except RequestError:
+        if former is None:
+            run.bundle.unlink()
+        else:
+            link(run.bundle, former.path.name)
+        if made != former:
+            for file in (made.path, _bytecode(made.path)):
+                file.unlink(missing_ok=True)
+        raise
+
+
+def keep(run: RunDir) -> None:
+    """Make sure of the file that a run goes on with; log where another one is installed.
+
+    Raises RequestError as `find` does.
+    """
+    carried = find(run)
+    installed = Bundle(run.path.resolve() / _name(build()))
+    if carried and carried != installed:
+        log.info(
+            f"{run.name} goes on with its own clusterddp {carried}; installed is {installed}. "
+            "Use --clusterddp new to take that."
+        )
 
 
 def find(run: RunDir) -> Bundle | None:
@@ -117,24 +155,20 @@ def find(run: RunDir) -> Bundle | None:
 
     Raises RequestError where it is gone, or not the file that it was.
     """
-    if not run.bundle.is_symlink():
+    carried = _carried(run)
+    if carried is None:
         return None
-    path = run.bundle.resolve()
     remedy = f"Give the run another one: clusterddp resubmit {run.shown} --clusterddp new"
     try:
-        content = path.read_bytes()
+        content = carried.path.read_bytes()
     except OSError as error:
         raise RequestError(
-            f"the clusterddp of {run.name}, {path}, cannot be read: {error.strerror}. {remedy}"
+            f"the clusterddp of {run.name}, {carried.path}, cannot be read: {error.strerror}. "
+            f"{remedy}"
         ) from None
-    if not path.name.endswith(_name(content).rpartition("-")[2]):
-        raise RequestError(f"the clusterddp of {run.name}, {path}, was altered. {remedy}")
-    return _bundle(path)
-
-
-def present() -> str:
-    """Return the name that the file of this clusterddp has."""
-    return _name(build())
+    if carried.path.stem[-_DIGITS:] != _digest(content):
+        raise RequestError(f"the clusterddp of {run.name}, {carried.path}, was altered. {remedy}")
+    return carried
 
 
 def build() -> bytes:
@@ -148,14 +182,23 @@ def build() -> bytes:
     return _zip({"__main__.py": _MAIN.encode(), **sources})
 
 
+def _carried(run: RunDir) -> Bundle | None:
+    """Return the file to which the run leads, as it is."""
+    return Bundle(run.bundle.resolve()) if run.bundle.is_symlink() else None
+
+
 def _name(content: bytes) -> str:
-    return f"clusterddp-{__version__}-{hashlib.sha256(content).hexdigest()[:12]}.pyz"
+    return f"clusterddp-{__version__}-{_digest(content)}.pyz"
 
 
-def _bundle(path: Path) -> Bundle:
-    name = _NAME.fullmatch(path.name)
-    assert name, "its digest is that of its name"
-    return Bundle(path, name[1], name[2])
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_DIGITS]
+
+
+def _bytecode(path: Path) -> Path:
+    """Return where the bytecode of a file lies, for this Python."""
+    magic = importlib.util.MAGIC_NUMBER.hex()
+    return path.parent / "__pycache__" / f"{path.stem}.{magic}.zip"
 
 
 def _sources() -> dict[str, Path]:
@@ -187,14 +230,13 @@ def _keep_bytecode(path: Path) -> None:
 
     It is compiled once for all runs, into the installation's own `__pycache__`.
     """
-    magic = importlib.util.MAGIC_NUMBER.hex()
-    kept = Path(importlib.util.cache_from_source(__file__)).with_name(f"{path.stem}.{magic}.zip")
-    cache = path.parent / "__pycache__"
+    file = _bytecode(path)
+    kept = Path(importlib.util.cache_from_source(__file__)).with_name(file.name)
     with contextlib.suppress(OSError):
         if not kept.is_file():
             _compile(kept, path.name)
-        cache.mkdir(mode=0o700, exist_ok=True)
-        write_atomically(cache / kept.name, kept.read_bytes())
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(file, kept.read_bytes())
 
 
 def _compile(kept: Path, file: str) -> None:

@@ -25,7 +25,7 @@ from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, la
 from clusterddp.run.status import RunStatus, run_status
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
-from clusterddp.submission import code_renewal, snapshot
+from clusterddp.submission import bundle, code_renewal, snapshot
 from clusterddp.submission.preflight import find_own_functions, is_finished, make_sure, uneven_batch
 from clusterddp.submission.submit import naming_the_job
 
@@ -45,6 +45,8 @@ class Terms:
     """True allows a change that decides the weights, or of an edited script."""
     new_code: bool = False
     """True replaces the run's copy of the code by the current folder."""
+    new_clusterddp: bool = False
+    """True replaces the run's own clusterddp by the one at work, as a changed request does."""
     from_scratch: bool = False
     """True gives up the run's checkpoints and begins at step 0."""
     template_folder: Path | None = None
@@ -124,11 +126,15 @@ def resubmit(
                 find_own_functions(after.train, after, code=own_code)
             return Resubmission(after, script, source, None)
         _check_inputs(after, own_code, source)
-        code_changes: list[str] = []
+        new: list[str] = []
         if terms.new_code:
             renewal = code_renewal.renewed(after, run, terms.snapshot_limit_mb)
-            code_changes = stack.enter_context(renewal)
-        submission = _submit(claim, before, after, script, terms, code_changes)
+            new += (f"code: {line}" for line in stack.enter_context(renewal))
+        if terms.new_clusterddp or after != before:
+            new += stack.enter_context(bundle.renewed(run))
+        else:
+            bundle.keep(run)
+        submission = _submit(claim, before, after, script, terms, new)
         return Resubmission(after, script, source, submission)
 
 
@@ -350,11 +356,11 @@ def _has_more(run: RunDir, before: JobSpec, after: JobSpec) -> bool:
 
 
 def _submit(
-    claim: Claim, before: JobSpec, after: JobSpec, script: str, terms: Terms, code: Sequence[str]
+    claim: Claim, before: JobSpec, after: JobSpec, script: str, terms: Terms, new: Sequence[str]
 ) -> launchers.SentJob:
     """Lay the records down, submit, and put the former records back where that is refused.
 
-    code: the changes of the code, which the records name.
+    new: the changes beside the request, which the records name.
     """
     claim.use()
     run = claim.run
@@ -366,7 +372,7 @@ def _submit(
         with naming_the_job(after):
             kept = _renew_records(run, records)
             # Before the submission: the job's first line may come before the record of its id.
-            changes = (*_differences(before, after), *(f"code: {line}" for line in code))
+            changes = (*_differences(before, after), *new)
             latest = attempts.latest(run) if terms.from_scratch else None
             if latest:
                 events.add(

@@ -15,6 +15,7 @@ from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run.run_dir import RunDir, run_folders
+from clusterddp.submission import bundle
 from clusterddp.submission.preflight import check_command, find_own_functions, make_sure
 
 
@@ -43,6 +44,7 @@ def submit(
     if check and spec.launcher != "local":
         _log_outlook(script)
     with RunDir.create(spec, script) as run, naming_the_job(spec):
+        bundle.carry(run)
         _keep_code(spec, run, snapshot_limit_mb)
         submission = load(spec.launcher).submit(spec, script, run)
     return run, submission

@@ -1,6 +1,7 @@
-"""A run's own clusterddp is one file, the same for the same sources, and all that its tasks need."""
+"""A run's own clusterddp is one file, the same for the same sources; its tasks need no other."""
 
 import ast
+import hashlib
 import json
 import resource
 import shutil
@@ -22,7 +23,7 @@ from clusterddp.worker.workstation import free_port
 
 # Of the environment of the tests, what a task has to do without.
 _ABSENT = ("clusterddp", "_editable_impl_clusterddp", "click", "jinja2", "tqdm", "submitit", "__py")
-_OWN = '''
+_OWN = """
 import json, multiprocessing, os, sys
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def network():
     child.start()
     child.join()
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +93,15 @@ def said(*words: object, code: int = 0, folder: Path | None = None) -> str:
     return end.stdout + end.stderr
 
 
-def test_the_same_sources_give_the_same_bytes(tmp_path: Path) -> None:
+def test_the_same_sources_give_the_same_bytes(run: RunDir, tmp_path: Path) -> None:
     spec = find_spec("click")
     assert spec and spec.origin
     for package in (Path(bundle.__file__).parents[1], Path(spec.origin).parent):
         copy = tmp_path / package.name
         shutil.copytree(package, copy, copy_function=shutil.copyfile)  # younger, of other modes
         (copy / ".#editor's.py").symlink_to("nowhere")
-    code = "from clusterddp.submission import bundle; print(bundle.__file__, bundle.present())"
+    code = "from clusterddp.submission import bundle as b; import hashlib as h; "
+    code += "print(b.__file__, h.sha256(b.build()).hexdigest())"
     seed = str(hash(str(tmp_path)) % 1000)
     end = subprocess.run(
         [sys.executable, "-c", code],
@@ -109,10 +111,12 @@ def test_the_same_sources_give_the_same_bytes(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    file, name = end.stdout.rsplit(maxsplit=1)
+    file, digest = end.stdout.rsplit(maxsplit=1)
     assert Path(file).is_relative_to(tmp_path)
-    assert name == bundle.present()
-    assert name.startswith(f"clusterddp-{__version__}-")
+    assert digest == hashlib.sha256(bundle.build()).hexdigest()
+    made = bundle.carry(run)
+    assert made.path.name == f"clusterddp-{__version__}-{digest[:12]}.pyz"
+    assert (made.version, str(made)) == (__version__, f"{__version__} ({digest[:12]})")
 
 
 def test_it_holds_the_sources_of_clusterddp_and_click_alone(carried: RunDir) -> None:
@@ -143,6 +147,30 @@ def test_a_damaged_file_is_put_right_by_carrying_it_once_more(run: RunDir) -> No
     made = bundle.carry(run)
     made.path.write_bytes(b"")
     assert bundle.carry(run) == bundle.find(run) == made
+
+
+def test_another_one_is_taken_while_the_run_is_submitted(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    former = bundle.carry(run)
+    bundle.keep(run)
+    assert not logged
+    with bundle.renewed(run) as same:
+        assert same == []
+    monkeypatch.setattr(bundle, "__version__", "9.9")
+    monkeypatch.setattr(bundle, "_MAIN", f"{bundle._MAIN}# newer\n")
+    bundle.keep(run)
+    [line] = logged
+    assert f"its own clusterddp {former}; installed is 9.9 (" in line
+    with pytest.raises(RequestError, match="sbatch"), bundle.renewed(run):
+        raise RequestError("sbatch refused the job")
+    assert bundle.find(run) == former
+    with bundle.renewed(run) as changes:
+        pass
+    made = bundle.find(run)
+    assert made and made.version == "9.9"
+    assert changes == [f"clusterddp {former}, now {made}"]
+    assert sorted(run.path.glob("*.pyz")) == sorted([former.path, made.path, run.bundle])
 
 
 def test_a_run_without_one_uses_what_is_installed(run: RunDir) -> None:
@@ -221,7 +249,10 @@ def test_two_ranks_train_from_it_and_what_they_spawn_imports_it(
     argv += ["--model=own:network", "--world-size=2", f"--master-port={free_port()}"]
     ranks = [
         subprocess.Popen(
-            [*argv, f"--rank={rank}"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [*argv, f"--rank={rank}"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for rank in range(2)
     ]

@@ -57,6 +57,14 @@ class ResubmitCommand(SettingsCommand):
     help="The code that RUN uses: its copy, kept from the submission, or this folder as it is now.",
 )
 @click.option(
+    "--clusterddp",
+    type=click.Choice(["kept", "new"]),
+    default="kept",
+    show_default=True,
+    help="The clusterddp that RUN uses: its own, kept from the submission, or the one that is "
+    "installed here, as where options change.",
+)
+@click.option(
     "--snapshot-limit",
     metavar="MB",
     type=float,
@@ -79,6 +87,7 @@ def command(
     run: str,
     template_dir: Path | None,
     code: str,
+    clusterddp: str,
     snapshot_limit: float | None,
     from_scratch: bool,
     dry_run: bool,
@@ -107,6 +116,7 @@ def command(
     terms = Terms(
         allow_changed=bool(ctx.params["allow_changed"]),
         new_code=code == "new",
+        new_clusterddp=clusterddp == "new",
         from_scratch=from_scratch,
         template_folder=template_dir,
         snapshot_limit_mb=snapshot_limit,
