@@ -18,6 +18,11 @@ def own_file() -> str:
     return file if is_own and os.path.isfile(file) else ""  # noqa: PTH113
 
 
+def described() -> str:
+    """Say which clusterddp this is: `0.1.1, clusterddp-0.1.1-3f2a9c41d07b.pyz`, or installed."""
+    return f"{__version__}, {own_file().rpartition('/')[2] or 'installed'}"
+
+
 def command() -> list[str]:
     """Give the words that start this clusterddp once more, before those of a subcommand."""
     return [sys.executable, *([own_file()] if own_file() else ["-m", "clusterddp"])]

@@ -55,7 +55,6 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
     tasks = 1 if train and train.strategy != "ddp" else 0  # a single one drives all GPUs
     resources = changed_resources(Resources(), given, tasks)
     environment, passed = _environment(ctx.obj.environment, values["env"])
-    python = values["python"]
     names = {field.name for field in dataclasses.fields(JobSpec)}
     fields = {name: value for name, value in given.items() if name in names}
     fields |= {
@@ -66,8 +65,11 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
         "command": task_command,
         "environment": environment,
         "pass_environment": passed,
-        # A relative path is meant from here, a bare name from the PATH of the tasks.
-        "python": os.path.abspath(python) if "/" in python else python,
+        # A relative path is meant from here, a bare name from the PATH of the job.
+        **{
+            name: os.path.abspath(values[name]) if "/" in values[name] else values[name]
+            for name in ("python", "batch_python")
+        },
         "template": _template(ctx),
         "sbatch": _directives(values["sbatch"], resources),
         "omit_directives": _omitted(values["omit_directive"]),

@@ -150,7 +150,14 @@ class JobSpec:
     """Absolute path of the run's directory."""
     resources: Resources
     python: str = option(
-        sys.executable, "Interpreter of the tasks, with clusterddp.", PATH, "FILE", shown="this one"
+        sys.executable, "Interpreter of the tasks.", PATH, "FILE", shown="this one"
+    )
+    batch_python: str = option(
+        sys.executable,
+        "Interpreter of the batch script: Python 3.10 or later, and nothing more.",
+        PATH,
+        "FILE",
+        shown="this one",
     )
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
@@ -400,6 +407,8 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
+        if self.batch_python == self.python:
+            del fields["batch_python"]
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -422,6 +431,7 @@ class JobSpec:
             fields = json.loads(content)
             if fields.pop("format") != SPEC_FORMAT:
                 raise RequestError("spec.json was written by a newer clusterddp; update this one.")
+            fields.setdefault("batch_python", fields["python"])  # of 0.1.0, too
             resources = Resources(**fields.pop("resources"))
             train = fields.pop("train")
             config = None if train is None else TrainConfig(**train)

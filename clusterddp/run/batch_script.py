@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from clusterddp import log
+from clusterddp import log, version
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmError
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import EXPEDITE
@@ -59,6 +59,7 @@ def begin(
     """
     name = own_name(os.environ, job_id)
     job: dict[str, Any] = {"job_id": job_id, "restart": restart, "nodelist": nodelist}
+    job["clusterddp"] = version.described()
     if name != job_id:
         job["array_element"] = name
     if restart and _is_done(run, job_id):

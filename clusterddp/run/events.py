@@ -79,6 +79,8 @@ class Started(Event):
     restart: int = 0
     """SLURM_RESTART_COUNT."""
     nodelist: str = ""
+    clusterddp: str = ""
+    """Version that runs the attempt, and the run's own file or `installed`."""
 
 
 @dataclass(frozen=True, kw_only=True)

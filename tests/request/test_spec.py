@@ -20,6 +20,7 @@ def spec(**fields: Any) -> JobSpec:
         "run_dir": "/scratch/jobs/demo",
         "resources": Resources(),
         "python": "/usr/bin/python3",
+        "batch_python": "/usr/bin/python3",
     }
     if "command" not in fields:
         defaults["train"] = TrainConfig()
@@ -180,7 +181,7 @@ def test_the_record_of_a_request_has_no_field_that_older_versions_do_not_know() 
     for fields in ({}, {"requeue": "expedite"}, {"command": ("true",)}):
         record = json.loads(spec(**fields).to_json())
         assert record.keys() == FIELDS_OF_0_1_0 | {"format"}
-    meant = spec(command=("torchrun", "train.py"), allow_launcher=True)
+    meant = spec(command=("torchrun", "train.py"), allow_launcher=True, batch_python="python3")
     assert JobSpec.from_json(meant.to_json()) == meant
 
 

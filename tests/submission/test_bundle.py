@@ -192,6 +192,14 @@ def test_no_room_is_a_refusal_that_leaves_nothing(run: RunDir, no_room: None) ->
     assert not list(run.path.iterdir())
 
 
+def test_no_room_ends_a_submission_before_it_is_sent(tmp_path: Path, no_room: None) -> None:
+    words = said(
+        sys.executable, "-m", "clusterddp", "submit", "--", "true", code=2, folder=tmp_path
+    )
+    assert "cannot put clusterddp into the run" in words
+    assert not list(tmp_path.iterdir())
+
+
 def test_where_python_writes_no_bytecode_the_file_is_enough(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

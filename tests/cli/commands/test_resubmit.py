@@ -20,8 +20,8 @@ from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.restart_policy import causes_of
 from clusterddp.run.run_dir import RunDir, run_folders
+from clusterddp.submission import bundle, snapshot
 from clusterddp.submission import resubmit as resubmission
-from clusterddp.submission import snapshot
 from tests.checkpoints import made_checkpoints
 from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, kinds, read_events
@@ -261,6 +261,41 @@ def test_a_bare_requeue_leaves_the_next_word_alone(
     stopped(workplace, requeue=line == "--no-requeue")
     got = accepted(workplace, "--dry-run", *typed.split())
     assert f"#SBATCH {line}\n" in got.out
+
+
+def test_the_runs_own_clusterddp_is_kept_until_another_is_asked_for(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stopped(workplace)
+    former = bundle.carry(run)
+    monkeypatch.setattr(bundle, "__version__", "9.9")
+    monkeypatch.setattr(bundle, "_MAIN", f"{bundle._MAIN}# newer\n")
+    assert f"own clusterddp {former}; installed is 9.9 (" in accepted(workplace, "one").err
+    assert bundle.find(run) == former
+    workplace.command("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    assert workplace.invoke("resubmit", "one", "--time", "20").code == 2
+    assert bundle.find(run) == former
+    workplace.command("sbatch", "echo 14")
+    accepted(workplace, "one", "--time", "20")
+    made = bundle.find(run)
+    assert made and made.version == "9.9"
+    assert f"clusterddp {former}, now {made}" in resubmissions(run)[-1]
+
+
+def test_one_that_was_altered_is_replaced_on_purpose(workplace: Workplace) -> None:
+    run = stopped(workplace)
+    made = bundle.carry(run)
+    made.path.write_bytes(b"")
+    assert "was altered" in refused(workplace, run)
+    accepted(workplace, "one", "--clusterddp", "new")
+    assert bundle.find(run) == made
+    assert resubmissions(run) == [[]]
+    assert sent(workplace) == run.script.read_text()
+
+
+def resubmissions(run: RunDir) -> list[list[str]]:
+    """What changed with each."""
+    return [event["changes"] for event in read_events(run) if event["event"] == "resubmit"]
 
 
 def test_an_empty_value_drops_an_option(workplace: Workplace) -> None:

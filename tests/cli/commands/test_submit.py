@@ -19,7 +19,8 @@ from clusterddp.launchers import sbatch
 from tests.hostile import CARRIED, REFUSED
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-FIXED = ["--run-name", "demo", "--python", "/usr/bin/python3", "--output-root", "/scratch/jobs"]
+FIXED = ["--run-name", "demo", "--output-root", "/scratch/jobs"]
+FIXED += ["--python", "/usr/bin/python3", "--batch-python", "/usr/bin/python3"]
 EIGHT = ["--nodes", "2", "--gpus-per-node", "4"]
 
 # One whole script for each shipped template and each group of options.
@@ -178,7 +179,8 @@ def test_a_hostile_value_is_carried_or_refused_by_every_option(value: str, elsew
 @pytest.mark.parametrize(
     "option",
     ["--job-name", "--env=K", "--setup", "--teardown", "--srun-args", "--python", "--module",
-     "--partition", "--launch-prefix", "--data-dir", "--output-root", "--sbatch=comment"],
+     "--batch-python", "--partition", "--launch-prefix", "--data-dir", "--output-root",
+     "--sbatch=comment"],
 )  # fmt: skip
 def test_what_no_line_can_carry_is_refused_by_every_option(option: str, value: str) -> None:
     message = refusal("--dry-run", f"{option}={value}")
