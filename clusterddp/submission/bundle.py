@@ -58,9 +58,11 @@ def check():
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read()).hexdigest()[:12]
     if not name.endswith("-%s.pyz" % digest):
+        import shlex
+
         sys.exit(
             "clusterddp: %s was altered or damaged: its digest is %s. Give the run another one: "
-            "clusterddp resubmit %s --clusterddp new" % (path, digest, os.path.basename(folder))
+            "clusterddp resubmit %s --clusterddp new" % (path, digest, shlex.quote(folder))
         )
     magic = importlib.util.MAGIC_NUMBER.hex()
     bytecode = os.path.join(folder, "__pycache__", "%s.%s.zip" % (name[:-4], magic))

@@ -4,6 +4,7 @@ import ast
 import hashlib
 import json
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -128,16 +129,19 @@ def test_it_holds_the_sources_of_clusterddp_and_click_alone(carried: RunDir) -> 
     assert {f"{name}c" for name in names} == {*compiled, "__main__.pyc"}
 
 
-def test_a_file_that_was_altered_says_so_and_what_to_do(run: RunDir) -> None:
+def test_a_file_that_was_altered_says_so_and_what_to_do(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a $(run)'s; own")
+    run.path.mkdir()
     made = bundle.carry(run)
     assert bundle.find(run) == made
     content = bytearray(made.path.read_bytes())
     content[len(content) // 2] ^= 1
     made.path.write_bytes(content)
-    with pytest.raises(RequestError, match=r"altered.*resubmit .*run --clusterddp new"):
+    with pytest.raises(RequestError, match=r"altered.*resubmit '.*own' --clusterddp new"):
         bundle.find(run)
     words = said(sys.executable, run.bundle, "--version", code=1)
-    assert str(made.path) in words and "clusterddp resubmit run --clusterddp new" in words
+    assert str(made.path) in words
+    assert f"clusterddp resubmit {shlex.quote(str(run.path))} --clusterddp new" in words
     made.path.unlink()
     with pytest.raises(RequestError, match=r"No such file.*--clusterddp new"):
         bundle.find(run)
