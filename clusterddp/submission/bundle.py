@@ -5,7 +5,7 @@
     __pycache__/                        its bytecode, for the Python that made it
 
 The same sources give the same bytes. Python compiles what it imports from a zip file at each start,
-a third of a second for a rank: so the bytecode lies beside it, and a Python that it suits reads it
+a fifth of a second for a rank: so the bytecode lies beside it, and a Python that it suits reads it
 from there. Without it everything works, and starts later.
 """
 
@@ -245,7 +245,7 @@ def _compile(kept: Path, file: str) -> None:
     """Write the bytecode of all modules of the file. Raises OSError, before it compiles any."""
     if sys.dont_write_bytecode or own_file():
         raise FileNotFoundError
-    kept.parent.mkdir(exist_ok=True)
+    kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=kept.parent):  # may something be written there?
         for former in kept.parent.glob(f"clusterddp-*{kept.suffixes[-2]}.zip"):
             former.unlink()

@@ -73,6 +73,7 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run.path.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "dont_write_bytecode", False)
+        patch.setattr(sys, "pycache_prefix", str(tmp_path_factory.mktemp("bytecode")))
         bundle.carry(run)
     return run
 
