@@ -272,10 +272,17 @@ def _log(rank: int) -> str:
 
 
 class TaskRecord:
-    """rank-R.json: written when the task starts and again when it has ended."""
+    """rank-R.json: written when the task starts and again when it has ended.
 
-    def __init__(self, run: RunDir, env: DistEnv, attempt: int | None) -> None:
+    outside: the task is a container whose own parent records the same: written only where that one
+    left no end, as it never began or was killed too.
+    """
+
+    def __init__(
+        self, run: RunDir, env: DistEnv, attempt: int | None, *, outside: bool = False
+    ) -> None:
         self._run = run
+        self._outside = outside
         self._attempt = Attempt(run, attempt) if attempt else None
         self._folder = self._attempt.outcomes if self._attempt else run.outcomes
         self._fields: dict[str, object] = {
@@ -291,10 +298,16 @@ class TaskRecord:
 
     def started(self, pid: int) -> None:
         self._fields |= {"pid": pid, "started": round(time.time(), 3)}
-        self._write()
+        if not self._outside:
+            self._write()
 
     def ended(self, status: int, error: TaskError | None) -> None:
+        """Record the end; `status` is wait(2)'s."""
+        if self._outside and self.is_ended:
+            return
         code = os.waitstatus_to_exitcode(status)
+        if self._outside and 128 < code <= 128 + signal.SIGRTMAX:  # as the shell in it says it
+            code = 128 - code
         self._fields |= {
             "ended": round(time.time(), 3),
             "exit_code": code if code >= 0 else 128 - code,
@@ -302,6 +315,13 @@ class TaskRecord:
             "error": _shown(error) if error else None,
         }
         self._write()
+
+    @property
+    def is_ended(self) -> bool:
+        """Return whether an end is on record that came after this start."""
+        found = read_outcome(self._folder, int(str(self._fields["rank"])))
+        began = float(str(self._fields["started"]))
+        return found is not None and found.ended is not None and found.ended >= began
 
     def _write(self) -> None:
         """A run directory that is gone or full costs the record, never the task."""

@@ -14,6 +14,7 @@ from typing import NoReturn
 import click
 
 from clusterddp.errors import ClusterDDPError
+from clusterddp.processes.container import RUNTIMES
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import JOB_ID, shown_value
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE
@@ -34,11 +35,28 @@ class CommandNotExecutable(ClusterDDPError):
 @click.command(name="exec", context_settings={"allow_interspersed_args": False})
 @click.option("--run-dir", type=click.Path(path_type=Path), hidden=True)
 @click.option("--own-log", is_flag=True, hidden=True)
-@click.option("--attempt", type=int, hidden=True, envvar=ATTEMPT_VARIABLE)
+@click.option("--attempt", type=int, hidden=True)
+@click.option("--container-image", hidden=True)
+@click.option("--container-runtime", type=click.Choice(RUNTIMES), hidden=True)
+@click.option("--container-mount", multiple=True, hidden=True)
+@click.option("--container-workdir", default="", hidden=True)
+@click.option("--container-gpus", is_flag=True, hidden=True)
+@click.option("--container-env", multiple=True, hidden=True)
 @click.argument(
     "argv", metavar="-- COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED
 )
-def command(run_dir: Path | None, own_log: bool, attempt: int | None, argv: tuple[str, ...]) -> int:
+def command(
+    run_dir: Path | None,
+    own_log: bool,
+    attempt: int | None,
+    container_image: str | None,
+    container_runtime: str | None,
+    container_mount: tuple[str, ...],
+    container_workdir: str,
+    container_gpus: bool,
+    container_env: tuple[str, ...],
+    argv: tuple[str, ...],
+) -> int:
     """Derive the distributed environment, export it and become COMMAND.
 
     \b
@@ -65,6 +83,23 @@ def command(run_dir: Path | None, own_log: bool, attempt: int | None, argv: tupl
         )
     if run_dir is None:
         become(argv, environ)
+
+    if container_image and container_runtime:
+        from clusterddp.processes.container import Container, Mount
+        from clusterddp.worker.contain import contain
+
+        mounts = tuple(map(Mount.parse, container_mount))
+        return contain(
+            run_dir.absolute(),
+            env,
+            Container(container_image, mounts, container_workdir, container_gpus),
+            container_runtime,
+            argv,
+            become,
+            attempt=attempt,
+            own_log=own_log,
+            wanted=container_env,
+        )
 
     # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
     from clusterddp.run.attempt import Attempt
