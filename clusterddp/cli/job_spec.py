@@ -55,6 +55,10 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
     tasks = 1 if train and train.strategy != "ddp" else 0  # a single one drives all GPUs
     resources = changed_resources(Resources(), given, tasks)
     environment, passed = _environment(ctx.obj.environment, values["env"])
+    python = values["python"]
+    image = values["container_image"] or ""
+    if image and source(ctx, "python") == "default":
+        python = "python3"  # the image's
     names = {field.name for field in dataclasses.fields(JobSpec)}
     fields = {name: value for name, value in given.items() if name in names}
     fields |= {
@@ -77,10 +81,32 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
             word for line in values["srun_args"] for word in forms.words("--srun-args", line)
         ),
         "modules": values["module"],
+        "container_image": _image(image),
+        "container_mounts": _mounts(values["container_mount"]),
         "launch_prefix": forms.words("--launch-prefix", values["launch_prefix"] or ""),
         "signal": "" if values["signal"] == "none" else values["signal"],
     }
     return JobSpec(**fields)
+
+
+def _image(image: str) -> str:
+    """Return the image; a path of one is meant from here."""
+    if not image:
+        return ""
+    from clusterddp.processes.container import is_file
+
+    if is_file(image):
+        return os.path.abspath(Path(image).expanduser())
+    return image
+
+
+def _mounts(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the mounts with sources that are meant from here."""
+    if not texts:
+        return ()
+    from clusterddp.processes.container import Mount
+
+    return tuple(str(Mount.parse(forms.text("--container-mount", text))) for text in texts)
 
 
 def changed_resources(

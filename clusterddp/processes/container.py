@@ -99,7 +99,7 @@ class Container:
     image: str
     mounts: tuple[Mount, ...] = ()
     """Of two with one target the later counts."""
-    workdir: str = "/"
+    workdir: str = ""
     gpus: bool = False
 
     @property

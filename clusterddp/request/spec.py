@@ -16,7 +16,7 @@ from clusterddp.request import options as table
 from clusterddp.request.options import COUNT, EXPEDITE, WHOLE, Choice, option
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
-from clusterddp.slurm.forms import LINE, PATH
+from clusterddp.slurm.forms import LINE, PATH, Form
 
 SPEC_FORMAT = 1
 MOST_LEAD_SECONDS = 120
@@ -29,7 +29,7 @@ _BASH_OWNS = (
     "EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD IFS LINENO PIPESTATUS POSIXLY_CORRECT PPID RANDOM "
     "SECONDS SHELLOPTS SHLVL SRANDOM UID"
 )
-_REQUEST_COLUMNS = 90
+_CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -219,6 +219,32 @@ class JobSpec:
     launch_prefix: tuple[str, ...] = option(
         (), "Words put before each task: 'apptainer exec --nv IMG'.", LINE, "WORDS", type=str
     )
+    container_image: str = option(
+        "",
+        "Image in which each task runs: a file, a folder or a registry's name.",
+        Form(r"[^-\s].*", "image", "torch.sif, docker://pytorch/pytorch or localhost/torch:2.9"),
+        names="IMAGE",
+    )
+    container_runtime: str = option(
+        "auto",
+        "What runs the containers; auto takes what srun and PATH offer on the first node.",
+        Choice(("auto", "pyxis", "apptainer", "podman")),
+    )
+    container_mounts: tuple[str, ...] = option(
+        (),
+        "Folder or file of the nodes that the containers see, beside the run's directory, the "
+        "dataset and your code; repeatable.",
+        LINE,
+        "SRC[:DST[:ro]]",
+        name="container-mount",
+    )
+    container_workdir: str = option(
+        "",
+        "Folder in the container in which the tasks start.",
+        Form(r"/.*", "absolute path", "/workspace"),
+        "DIR",
+        shown="that of the code",
+    )
     requeue: bool | str | None = option(
         None,
         "Resume after the time limit, preemption or a lost node. expedite (Slurm 25.11 and "
@@ -299,6 +325,7 @@ class JobSpec:
         if self.command and not self.command[0]:
             raise RequestError("COMMAND is empty; give a program to run after '--'.")
         self._check_environment()
+        self._check_container()
         if self.train:
             self._check_ranks(self.train)
 
@@ -324,6 +351,57 @@ class JobSpec:
             raise OptionError(
                 "--profile", f" {train.profile}: there is no such rank; {self.layout}, from 0."
             )
+
+    def _check_container(self) -> None:
+        if not self.container_image:
+            alone = [name for name in _CONTAINER[1:] if getattr(self, name) not in ("", (), "auto")]
+            if alone:
+                flag = f"--{alone[0].replace('_', '-').removesuffix('s')}"
+                raise OptionError(flag, " without --container-image: name the image, too.")
+            return
+        asked = f"--container-image {self.container_image}"
+        if self.launch_prefix:
+            raise OptionError(
+                asked,
+                " against --launch-prefix: the prefix would start the container's parent. Use one "
+                "of them; with an image no prefix is needed.",
+            )
+        if "container" in dict(self.sbatch):
+            raise OptionError(
+                asked,
+                " against the directive container, Slurm's own for an OCI bundle (--sbatch "
+                "container=… or SBATCH_CONTAINER). Use one of them.",
+            )
+        self.container_arguments()
+
+    def container_arguments(self) -> list[str]:
+        """Return the options of `exec` on the host that put a task into a container.
+
+        The runtime is not among them: it is chosen on the first node.
+
+        Raises OptionError for a path that no mount can carry.
+        """
+        from clusterddp.processes.container import Mount  # most runs have none
+
+        mounts = []
+        if self.train:
+            for path in filter(None, (self.train.data_dir, self.train.resume)):
+                mounts.append(Mount(path, path, read_only=True))
+                mounts[-1].check("--data-dir" if path == self.train.data_dir else "--resume")
+        Mount(self.run_dir, self.run_dir).check("--output-root")
+        for text in self.container_mounts:
+            mounts.append(Mount.parse(text))
+            mounts[-1].check()
+        outside = (name for name, _ in self.environment)
+        names = sorted({*outside, *self.pass_environment})
+        return [
+            f"--container-image={self.container_image}",
+            *(f"--container-mount={mount}" for mount in mounts),
+            *([f"--container-workdir={self.container_workdir}"] * bool(self.container_workdir)),
+            *(["--container-folder"] * self.uses_own_code),
+            *(["--container-gpus"] * bool(self.resources.gpus_per_node)),
+            *(f"--container-env={name}" for name in names),
+        ]
 
     def _check_environment(self) -> None:
         for name in (*dict(self.environment), *self.pass_environment):
@@ -407,8 +485,9 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
-        if self.batch_python == self.python:
-            del fields["batch_python"]
+        if not self.container_image:  # nor do those before containers
+            for name in _CONTAINER:
+                del fields[name]
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -66,6 +66,9 @@ def check_command(spec: JobSpec, script: str) -> None:
     through a link. Checks nothing where set-up lines, a container, an earlier job, a site's own
     template or another folder may bring the file. script: rendered from `spec`.
     """
+    if spec.container_image:
+        check_container(spec)
+        return
     is_open = spec.setup or spec.launch_prefix or spec.srun_args or spec.resources.dependency
     if not spec.command or is_open or spec.template not in SHIPPED:
         return
@@ -92,6 +95,20 @@ def check_command(spec: JobSpec, script: str) -> None:
         missing.append(program)
     for name in missing:
         log.warning(f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it")
+
+
+def check_container(spec: JobSpec) -> None:
+    """Warn of an image or a mount that is not here: nodes can have what this machine has not.
+
+    An image that is a name in a registry is left to the nodes.
+    """
+    from clusterddp.processes.container import Mount, is_file
+
+    sources = [("the image", spec.container_image)] if is_file(spec.container_image) else []
+    sources += [("the mount", Mount.parse(text).source) for text in spec.container_mounts]
+    for what, path in sources:
+        if not os.path.exists(path):  # noqa: PTH110 -- which raises for a name that is too long
+            log.warning(f"{what} {shlex.quote(path)} is not on this machine: the nodes need it")
 
 
 def _fetch(data_dir: str) -> None:
@@ -132,7 +149,9 @@ def find_own_functions(
 
 def _in_another_python(spec: JobSpec | None) -> bool:
     """Return whether the tasks can have modules installed that are not installed here."""
-    return spec is not None and (spec.python != sys.executable or bool(spec.launch_prefix))
+    if spec is None:
+        return False
+    return spec.python != sys.executable or bool(spec.launch_prefix or spec.container_image)
 
 
 def _check_checkpoint(checkpoint: Path, config: TrainConfig, spec: JobSpec | None) -> None:

@@ -11,6 +11,7 @@ import os
 import subprocess
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -41,22 +42,25 @@ def contain(
     attempt: int | None = None,
     own_log: bool = False,
     wanted: Collection[str] = (),
+    own_code: bool = False,
 ) -> int:
     """Run a task in a container, and record its outcome where the task itself could not.
 
     task: the command in the container; its first word is the Python there.
     become: replaces the process by a command.
     wanted: names of variables that are passed on whatever they are.
+    own_code: this folder holds the user's code; the task starts in it.
 
     Returns and raises what `supervise` does. Linux only.
     """
     environ = dict(os.environ)
     node = environ.get("SLURMD_NODENAME") or os.uname().nodename
     name = _name(run_dir, env.rank)
-    mounts = [Mount(str(run_dir), str(run_dir))]
-    if (run_dir / "code").is_dir():
-        mounts.append(Mount(str(run_dir / "code"), str(run_dir / "code"), read_only=True))
-    box = Container(box.image, (*mounts, *box.mounts), box.workdir or mounts[-1].target, box.gpus)
+    folder = Path.cwd() if own_code else run_dir
+    mounts = [Mount(str(folder), str(folder)), Mount(str(run_dir), str(run_dir))]
+    if (code := run_dir / "code").is_dir():
+        mounts.append(Mount(str(code), str(code), read_only=True))
+    box = replace(box, mounts=(*mounts, *box.mounts), workdir=box.workdir or str(folder))
     if env.local_rank == 0:
         _tell(environ, wanted, node)
     reader, writer = os.pipe()

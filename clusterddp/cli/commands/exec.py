@@ -40,6 +40,7 @@ class CommandNotExecutable(ClusterDDPError):
 @click.option("--container-runtime", type=click.Choice(RUNTIMES), hidden=True)
 @click.option("--container-mount", multiple=True, hidden=True)
 @click.option("--container-workdir", default="", hidden=True)
+@click.option("--container-folder", is_flag=True, hidden=True)
 @click.option("--container-gpus", is_flag=True, hidden=True)
 @click.option("--container-env", multiple=True, hidden=True)
 @click.argument(
@@ -53,6 +54,7 @@ def command(
     container_runtime: str | None,
     container_mount: tuple[str, ...],
     container_workdir: str,
+    container_folder: bool,
     container_gpus: bool,
     container_env: tuple[str, ...],
     argv: tuple[str, ...],
@@ -99,6 +101,7 @@ def command(
             attempt=attempt,
             own_log=own_log,
             wanted=container_env,
+            own_code=container_folder,
         )
 
     # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
