@@ -204,7 +204,8 @@ def words(
     start = _podman(program, box, inner, name, uid)
     if lifeline:
         start.append("--preserve-fds=1")
-    image = [f"--rootfs={box.image}:O"] if is_file(box.image) else [box.image]
+    # A folder is a root file system, below a layer of the container's own.
+    image = ["--rootfs", f"{box.image}:O"] if is_file(box.image) else [box.image]
     return [*start, *image, *main], dict(environ)
 
 

@@ -171,6 +171,7 @@ def _reason(
     )
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit code {done.returncode}"
+    last = next((line for line in lines if line.startswith(("Error: ", "FATAL: "))), last)
     version = done.stdout.split()[-2:]  # a site's hook may print more
     if done.returncode == 0:
         if tuple(map(int, version)) >= LEAST_PYTHON:

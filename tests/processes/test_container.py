@@ -71,7 +71,7 @@ def test_podman_runs_a_folder_without_writing_into_it_and_root_as_root() -> None
     argv = words(PODMAN, Container("/img/root", workdir="/"), {}, uid=0, lifeline=False)
     assert "--user=0:0" in argv
     assert "--userns=keep-id" not in argv
-    assert argv[-7:] == ["--rootfs=/img/root:O", "sh", "-c", 'exec "$@"', "sh", *TASK][-7:]
+    assert argv[-9:] == ["--rootfs", "/img/root:O", "sh", "-c", 'exec "$@"', "sh", *TASK]
 
 
 def test_pyxis_is_given_these_arguments_of_srun() -> None:
