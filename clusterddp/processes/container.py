@@ -49,6 +49,8 @@ exit "$code\""""
 Its other end is open in the task's parent on the host alone, so a task never outlives that one.
 Signals reach the task by itself. A wait that a signal ended is taken up again.
 """
+_PASSING_ON = 'for name in HUP INT TERM USR1 USR2; do trap "kill -$name -1" "$name"; done'
+"""First line of `MAIN` where signals reach podman alone, which hands them to that process."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ def words(
     uid: int,
     wanted: Collection[str] = (),
     lifeline: bool = True,
+    pass_on: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs a task in a container, and the variables that it needs itself.
 
@@ -196,9 +199,11 @@ def words(
     uid: the user's.
     wanted: as of `passed_on`.
     lifeline: whether descriptor 3 is one (`MAIN`).
+    pass_on: whether signals reach podman alone, as without Slurm.
     """
     inner = passed_on(environ, wanted)
-    main = ["sh", "-c", MAIN if lifeline else 'exec "$@"', "sh", *task]
+    first = f"{_PASSING_ON}\n{MAIN.partition(chr(10))[2]}" if pass_on else MAIN
+    main = ["sh", "-c", first if lifeline else 'exec "$@"', "sh", *task]
     if runtime == APPTAINER:
         return _apptainer(program, box, main), _for_apptainer(program, environ, inner)
     start = _podman(program, box, inner, name, uid)
@@ -257,7 +262,6 @@ def _podman(
         "--cgroups=disabled",  # it stays in the job's: its limits hold, and Slurm can end it
         "--ulimit=host",
         "--log-driver=none",
-        "--sig-proxy=false",  # Slurm signals every process of the step
         "--security-opt=label=disable",
         "--entrypoint=",
         # Files belong to the user, whatever user the image names.
@@ -289,6 +293,11 @@ def pyxis_arguments(box: Container) -> list[str]:
         "--no-container-mount-home",
         "--no-container-entrypoint",
     ]
+
+
+def removal(program: str, name: str) -> list[str]:
+    """Return the command that removes what is left of podman's container of this name."""
+    return [program, "rm", "--force", "--ignore", "--time=0", name]
 
 
 def without_variables(names: Sequence[str]) -> list[str]:

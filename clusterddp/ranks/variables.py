@@ -49,6 +49,11 @@ _HETEROGENEOUS = re.compile(r"SLURM_(?:(?:HET|PACK)_SIZE$|.*_HET_GROUP_|.*_PACK_
 REHEARSAL_VARIABLE = "CLUSTERDDP_LOCAL_STEPS"
 """Variable of the local launcher's tasks: the folder in which its steps note their tasks."""
 
+IMAGE_VARIABLE = "CLUSTERDDP_CONTAINER_IMAGE"
+"""Variable of a task in a container: its image."""
+OWN_PIDS_VARIABLE = "CLUSTERDDP_OWN_PIDS"
+"""Variable of a task whose process has another number outside of its container."""
+
 
 class Number(NamedTuple):
     """Number with its source."""

@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from clusterddp import log
-from clusterddp.errors import TrainingError
+from clusterddp.errors import EXIT_FAILED, TrainingError
 from clusterddp.processes import container
-from clusterddp.processes.container import LABEL, Container, Mount
+from clusterddp.processes.container import LABEL, PODMAN, Container, Mount
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.ranks.variables import IMAGE_VARIABLE, OWN_PIDS_VARIABLE, is_rehearsal
 from clusterddp.run.records import TaskError
 from clusterddp.worker.supervise import supervise
 
@@ -28,6 +29,7 @@ _LIFELINE = 3
 _PR_SET_CHILD_SUBREAPER = 36
 _SMALL_SHARED_MEMORY = 256 << 20
 _PROBE_SECONDS = 60.0
+_REMOVAL_SECONDS = 10.0
 _PROBE = "import sys; print(*sys.version_info[:2])"
 
 
@@ -53,20 +55,24 @@ def contain(
 
     Returns and raises what `supervise` does. Linux only.
     """
-    environ = dict(os.environ)
+    environ = {**os.environ, IMAGE_VARIABLE: box.image}
+    if runtime == PODMAN:
+        environ[OWN_PIDS_VARIABLE] = "1"
     node = environ.get("SLURMD_NODENAME") or os.uname().nodename
     name = _name(run_dir, env.rank)
     folder = Path.cwd() if own_code else run_dir
     mounts = [Mount(str(folder), str(folder)), Mount(str(run_dir), str(run_dir))]
-    if (code := run_dir / "code").is_dir():
-        mounts.append(Mount(str(code), str(code), read_only=True))
+    if (snapshot := run_dir / "code").is_dir():
+        mounts.append(Mount(str(snapshot), str(snapshot), read_only=True))
     box = replace(box, mounts=(*mounts, *box.mounts), workdir=box.workdir or str(folder))
     if env.local_rank == 0:
         _tell(environ, wanted, node)
     reader, writer = os.pipe()
 
+    in_step = "SLURM_STEP_ID" in environ and not is_rehearsal(environ)
+    program = container.program(runtime, environ.get("PATH"))
+
     def start(command: Sequence[str], *, lifeline: bool) -> tuple[list[str], dict[str, str]]:
-        program = container.program(runtime, environ.get("PATH"))
         if program is None:
             raise container.none_there([runtime], box.image, node)
         return container.words(
@@ -79,6 +85,7 @@ def contain(
             uid=os.getuid(),
             wanted=wanted,
             lifeline=lifeline,
+            pass_on=runtime == PODMAN and not in_step,
         )
 
     def child() -> int:
@@ -100,13 +107,29 @@ def contain(
     # What podman leaves behind becomes a child of this process, so Slurm finds it in the step.
     with suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    code = EXIT_FAILED
     try:
-        return supervise(
+        code = supervise(
             run_dir, env, child, attempt=attempt, own_log=own_log, explain=explain, outside=True
         )
     finally:
         os.close(writer)
         os.close(reader)
+        if code and runtime == PODMAN and program:  # which may have been killed itself
+            _remove(program, name)
+    return code
+
+
+def _remove(program: str, name: str) -> None:
+    """Remove what is left of podman's container, as where podman was killed itself."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            container.removal(program, name),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_REMOVAL_SECONDS,
+            check=False,
+        )
 
 
 def _name(run_dir: Path, rank: int) -> str:

@@ -26,6 +26,7 @@ from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import CheckpointError, ClusterDDPError, DataError, PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.ranks.variables import OWN_PIDS_VARIABLE
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
@@ -213,7 +214,7 @@ def _publish(
         job_id=environ.get("SLURM_JOB_ID", ""),
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
         host=socket.gethostname(),
-        pid=os.getpid(),
+        pid=None if OWN_PIDS_VARIABLE in environ else os.getpid(),
         starts_in_job=record.starts_in_job + 1,
         world_size=agreed.world_size,
         hosts=agreed.hosts,

@@ -27,7 +27,7 @@ from clusterddp.errors import (
 )
 from clusterddp.processes import change_environment
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import is_rehearsal, own_name
+from clusterddp.ranks.variables import IMAGE_VARIABLE, is_rehearsal, own_name
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
@@ -144,15 +144,20 @@ def _run(task: _Task) -> int:
     return {"": EXIT_DONE, "interrupt": EXIT_INTERRUPTED}.get(reason, EXIT_PAUSED)
 
 
-def _require_packages() -> None:
-    """Raise TrainingError where the interpreter lacks what every training imports."""
-    absent = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
-    if absent:
+def _require_torch() -> None:
+    if importlib.util.find_spec("torch") is not None:
+        return
+    if image := os.environ.get(IMAGE_VARIABLE):
         raise TrainingError(
-            f"{' and '.join(absent)} cannot be imported by {sys.executable} on "
-            f"{socket.gethostname()}. Install it there: {sys.executable} -m pip install "
-            f"{' '.join(absent)}; or choose another interpreter with --python."
+            f"torch is not installed for {sys.executable} in the image {image} on "
+            f"{socket.gethostname()}. Use an image with torch, or name another interpreter in it "
+            "with --python."
         )
+    raise TrainingError(
+        f"torch is not installed for {sys.executable} on {socket.gethostname()}. "
+        f"Install it there: {sys.executable} -m pip install torch; or choose another "
+        "interpreter with --python."
+    )
 
 
 def _begin_reading(config: TrainConfig, env: DistEnv) -> shared_memory.Reading | None:

@@ -57,7 +57,7 @@ def test_podman_is_given_these_words_and_keeps_its_own_variables() -> None:
         [
             "/bin/podman", "run", "--rm", "--replace", "--name=box-0", "--label=clusterddp",
             "--network=host", "--ipc=host", "--cgroups=disabled", "--ulimit=host",
-            "--log-driver=none", "--sig-proxy=false", "--security-opt=label=disable",
+            "--log-driver=none", "--security-opt=label=disable",
             "--entrypoint=", "--userns=keep-id", "--workdir=/r/code",
             "--device=nvidia.com/gpu=all", "--volume=/data:/d:ro", "--volume=/r:/r",
             "--env=RANK", "--env=NCCL_DEBUG", "--preserve-fds=1", "localhost/torch:2.9",
