@@ -57,6 +57,11 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
     environment, passed = _environment(ctx.obj.environment, values["env"])
     python = values["python"]
     image = values["container_image"] or ""
+    container = ("container_runtime", "container_mount", "container_workdir")
+    if not image:  # a site's own stand for the runs that name one
+        given = {name: value for name, value in given.items() if name not in container}
+        if alone := typed_flags(ctx, container):
+            raise OptionError(alone, " without --container-image: name the image, too.")
     if image and source(ctx, "python") == "default":
         python = "python3"  # the image's
     names = {field.name for field in dataclasses.fields(JobSpec)}
@@ -82,7 +87,7 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
         ),
         "modules": values["module"],
         "container_image": _image(image),
-        "container_mounts": _mounts(values["container_mount"]),
+        "container_mounts": _mounts(values["container_mount"] if image else ()),
         "launch_prefix": forms.words("--launch-prefix", values["launch_prefix"] or ""),
         "signal": "" if values["signal"] == "none" else values["signal"],
     }

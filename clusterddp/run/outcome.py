@@ -271,6 +271,11 @@ def _log(rank: int) -> str:
     return f"logs/rank-{rank}.log"
 
 
+def is_signalled(code: int) -> bool:
+    """Return whether an exit code is a shell's for a command that a signal ended."""
+    return 128 < code < 128 + signal.NSIG
+
+
 class TaskRecord:
     """rank-R.json: written when the task starts and again when it has ended.
 
@@ -306,7 +311,7 @@ class TaskRecord:
         if self._outside and self.is_ended:
             return
         code = os.waitstatus_to_exitcode(status)
-        if self._outside and 128 < code <= 128 + signal.SIGRTMAX:  # as the shell in it says it
+        if self._outside and is_signalled(code):
             code = 128 - code
         self._fields |= {
             "ended": round(time.time(), 3),

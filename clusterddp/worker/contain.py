@@ -21,6 +21,7 @@ from clusterddp.processes import container
 from clusterddp.processes.container import LABEL, PODMAN, Container, Mount
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import IMAGE_VARIABLE, OWN_PIDS_VARIABLE, is_rehearsal
+from clusterddp.run.outcome import is_signalled
 from clusterddp.run.records import TaskError
 from clusterddp.worker.supervise import supervise
 
@@ -97,7 +98,8 @@ def contain(
 
     def explain(status: int) -> TaskError | None:
         sentence = ""
-        if 0 < os.waitstatus_to_exitcode(status) <= 128:  # and nobody has ended it
+        code = os.waitstatus_to_exitcode(status)
+        if code > 0 and not is_signalled(code):
             with suppress(OSError, subprocess.TimeoutExpired, TrainingError):
                 sentence = _reason(box, runtime, task[0], node, partial(start, lifeline=False))
         if sentence:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import Interval, TrainConfig, changes
 from tests.hostile import CARRIED, REFUSED
@@ -131,10 +131,20 @@ def test_what_decides_the_weights_and_has_changed_is_told() -> None:
 
 @pytest.mark.parametrize("value", REFUSED)
 @pytest.mark.parametrize(
-    "field", ["job_name", "setup", "teardown", "command", "srun_args", "launch_prefix", "python"]
+    "field",
+    [
+        "job_name",
+        "setup",
+        "teardown",
+        "command",
+        "srun_args",
+        "launch_prefix",
+        "python",
+        "container_image",
+    ],
 )
 def test_a_value_that_no_script_can_carry_is_refused(field: str, value: str) -> None:
-    text = field in ("job_name", "python")
+    text = field in ("job_name", "python", "container_image")
     with pytest.raises(RequestError):
         spec(**{field: value if text else (value,)})
 
@@ -183,6 +193,56 @@ def test_the_record_of_a_request_has_no_field_that_older_versions_do_not_know() 
         assert record.keys() == FIELDS_OF_0_1_0 | {"format"}
     meant = spec(command=("torchrun", "train.py"), allow_launcher=True, batch_python="python3")
     assert JobSpec.from_json(meant.to_json()) == meant
+
+
+IMAGE = {"container_image": "/img/torch.sif"}
+
+
+def test_a_container_is_recorded_and_gives_a_task_these_options() -> None:
+    asked = spec(
+        **IMAGE,
+        container_mounts=("/a:/b:ro", "/data:/data"),
+        container_workdir="/b",
+        train=TrainConfig(data_dir="/data", resume="/old/run"),
+        resources=Resources(gpus_per_node=2),
+        environment=(("NCCL_DEBUG", "INFO"),),
+        pass_environment=("LD_LIBRARY_PATH",),
+    )
+    assert JobSpec.from_json(asked.to_json()) == asked
+    assert asked.container_arguments() == [
+        "--container-image=/img/torch.sif",
+        "--container-mount=/data:/data:ro",
+        "--container-mount=/old/run:/old/run:ro",
+        "--container-mount=/a:/b:ro",
+        "--container-mount=/data:/data",
+        "--container-workdir=/b",
+        "--container-gpus",
+        "--container-env=LD_LIBRARY_PATH",
+        "--container-env=NCCL_DEBUG",
+    ]
+    own = spec(**IMAGE, command=("true",)).container_arguments()
+    assert own == ["--container-image=/img/torch.sif", "--container-folder"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({**IMAGE, "launch_prefix": ("env",)}, "--container-image.* against --launch-prefix"),
+        ({**IMAGE, "sbatch": (("container", "/b"),)}, "against the directive container"),
+        ({**IMAGE, "container_runtime": "docker"}, "--container-runtime"),
+        ({**IMAGE, "container_mounts": ("/a:b",)}, "--container-mount"),
+        ({**IMAGE, "container_workdir": "relative"}, "--container-workdir"),
+        ({**IMAGE, "run_dir": "/a:b/demo"}, "--output-root"),
+        ({**IMAGE, "train": TrainConfig(data_dir="/a:b")}, "--data-dir"),
+        ({"container_image": "--nv"}, "--container-image"),
+        ({"container_mounts": ("/a",)}, "--container-mount without --container-image"),
+        ({"container_workdir": "/a"}, "--container-workdir without --container-image"),
+        ({"container_runtime": "podman"}, "--container-runtime without --container-image"),
+    ],
+)
+def test_a_container_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        spec(**fields)
 
 
 FIELDS_OF_0_1_0 = {

@@ -1,0 +1,156 @@
+"""The parent on the host of a task in a container, with a stand-in that starts it without one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.processes.container import kept_out
+from tests.waiting import dying_with_us, has_gone, wait_for
+
+# As `apptainer exec`: drops its options and the image, sets what APPTAINERENV_* says, and starts.
+_APPTAINER = """#!/bin/sh
+while [ "$1" != "$IMAGE" ]; do shift; done
+shift
+export RUNTIME=$$
+exec "$@"
+"""
+
+
+class Site:
+    """A folder with a runtime, an image and a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run, self.image = folder, folder / "run", folder / "image.sif"
+        (folder / "bin").mkdir()
+        self.run.mkdir()
+        self.image.touch()
+        self.provide("apptainer", _APPTAINER)
+
+    def provide(self, name: str, text: str) -> None:
+        program = self.folder / "bin" / name
+        program.write_text(text)
+        program.chmod(0o755)
+
+    def start(self, *task: str, options: tuple[str, ...] = (), **more: str) -> Any:
+        environ = {name: os.environ[name] for name in os.environ if not name.startswith("SLURM")}
+        for name in kept_out(environ, ()):
+            del environ[name]
+        environ |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "IMAGE": str(self.image)}
+        argv = [
+            *(sys.executable, "-m", "clusterddp", "exec", f"--run-dir={self.run}"),
+            *(f"--container-image={self.image}", "--container-runtime=apptainer", *options),
+        ]
+        return subprocess.Popen(
+            [*argv, "--", *task],
+            env=environ | more,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=dying_with_us(),  # noqa: PLW1509 -- calls of the system alone
+        )
+
+    def go(self, *task: str, **more: Any) -> tuple[int, str]:
+        """Run a task to its end; returns the exit code and all output."""
+        with self.start(*task, **more) as process:
+            said = process.communicate(timeout=90)[0]
+        return process.returncode, said
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        outcome: dict[str, Any] = json.loads((self.run / "outcomes/rank-0.json").read_text())
+        return outcome
+
+    def check(self, *named: str) -> None:
+        """The error on record names the node, the image and what else it has to."""
+        for part in (os.uname().nodename, str(self.image), *named):
+            assert part in self.outcome["error"]["message"]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_a_task_runs_and_its_end_is_recorded_from_outside(site: Site) -> None:
+    assert site.go("true") == (0, "")
+    assert site.outcome["exit_code"] == 0
+    assert site.go("sh", "-c", "kill -KILL $$")[0] == 128 + signal.SIGKILL
+    assert site.outcome["signal"] == "SIGKILL"
+
+
+def test_what_the_task_itself_has_recorded_stands(site: Site) -> None:
+    inner = [sys.executable, "-m", "clusterddp", "exec", f"--run-dir={site.run}", "--"]
+    assert site.go(*inner, "program-of-nobody")[0] == 127
+    assert "program-of-nobody' is not on PATH" in site.outcome["error"]["message"]
+
+
+def test_the_hosts_own_variables_are_named_once_and_stay_in_the_runtime(site: Site) -> None:
+    site.provide("apptainer", _APPTAINER.replace("exec", "env | grep ^APPTAINERENV_; exec"))
+    code, said = site.go("true", LD_LIBRARY_PATH="/host", NCCL_DEBUG="INFO", CONDA_PREFIX="/c")
+    assert code == 0, said
+    line = said.splitlines()[0]
+    assert line.startswith("clusterddp: kept out of the container, as they are the host's:")
+    assert "CONDA_PREFIX" in line
+    assert "LD_LIBRARY_PATH" in line
+    assert "APPTAINERENV_NCCL_DEBUG=INFO" in said
+    assert "APPTAINERENV_CLUSTERDDP_CONTAINER_IMAGE=" in said
+    assert "APPTAINERENV_LD_LIBRARY_PATH" not in said
+    options = ("--container-env=LD_LIBRARY_PATH",)
+    _, said = site.go("true", options=options, LD_LIBRARY_PATH="/mine")
+    assert "APPTAINERENV_LD_LIBRARY_PATH=/mine" in said
+
+
+def test_a_node_without_the_image_is_named(site: Site) -> None:
+    site.image.unlink()
+    assert site.go("true")[0] == 1
+    site.check("--exclude")
+
+
+def test_a_node_without_a_mounts_source_is_named(site: Site) -> None:
+    assert site.go("true", options=("--container-mount=/not/there:/data:ro",))[0] == 1
+    site.check("/not/there", "--exclude")
+
+
+def test_a_node_without_the_runtime_is_named(site: Site) -> None:
+    (site.folder / "bin/apptainer").unlink()
+    assert site.go("true", PATH=f"{site.folder}/bin")[0] == 1
+    site.check("apptainer", "--container-runtime")
+
+
+def test_an_image_without_the_python_is_named(site: Site) -> None:
+    assert site.go("python-of-nobody")[0] == 127
+    site.check("python-of-nobody", "--python")
+
+
+def test_an_image_whose_python_is_too_old_is_named(site: Site) -> None:
+    site.provide("oldpython", "#!/bin/sh\n[ $# = 2 ] || exit 1\necho 3 8\n")
+    assert site.go("oldpython", "run.pyz", "train", "-v")[0] == 1
+    site.check("oldpython", "Python 3.8", "3.10", "--python")
+
+
+def test_what_a_runtime_says_that_cannot_start_is_passed_on(site: Site) -> None:
+    site.provide("apptainer", "#!/bin/sh\necho 'FATAL: no user namespaces' >&2\nexit 255\n")
+    assert site.go("true")[0] == 255
+    site.check("FATAL: no user namespaces", "--container-runtime")
+
+
+@pytest.mark.parametrize("victim", ["parent", "runtime"])
+def test_no_task_outlives_its_parent_or_its_runtime(site: Site, victim: str) -> None:
+    """A runtime that stays above its container, as apptainer's and podman's do."""
+    site.provide("apptainer", _APPTAINER.replace('exec "$@"', '"$@" & wait'))
+    pids = site.folder / "pids"
+    task = (
+        f'trap "" TERM; echo "$$ $RUNTIME" >{pids}.new; mv {pids}.new {pids}; while :; do :; done'
+    )
+    with site.start("sh", "-c", task) as process:
+        wait_for(pids.exists, "the task")
+        task_pid, runtime = map(int, pids.read_text().split())
+        os.kill(process.pid if victim == "parent" else runtime, signal.SIGKILL)
+        assert has_gone(task_pid)
