@@ -1,0 +1,232 @@
+"""Runs in real containers, by the runtime that is installed here: podman, or apptainer in a root.
+
+The image is a folder that holds little but links: /usr and this Python are mounted into it.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.processes.container import APPTAINER, PODMAN
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.files import read_json
+from clusterddp.run.outcome import read_outcomes
+from clusterddp.run.run_dir import RunDir
+from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
+from tests.on_slurm.test_life import PACED, STEPS, TRAINING, train_to
+from tests.on_slurm.test_submit import submit
+from tests.waiting import wait_for
+
+# What a batch script would have between srun and the task's command.
+TEMPLATE = """\
+{% extends "shipped/ddp.sbatch.j2" %}
+{% block launch %}
+launch srun --nodes={{ resources.nodes }} --ntasks={{ resources.num_tasks }} \\
+  --ntasks-per-node={{ resources.tasks_per_node }} \\
+  --export=ALL --kill-on-bad-exit=1 --unbuffered \\
+  --open-mode=append --output="$run_dir/logs/rank-%t.log" \\
+  -- "$python" -m clusterddp exec --run-dir="$run_dir" --attempt="$attempt" \\
+  --container-runtime={{ spec.container_runtime }} \\
+  {{ spec.container_arguments() | map("sh") | join(" ") }} -- "${task[@]}"
+{% endblock %}
+"""
+SHARED = [*TRAINING, "--nodes", "2", "--tasks-per-node", "1"]
+
+
+class Site:
+    """A cluster whose hosts have a runtime, and an image for it."""
+
+    def __init__(self, cluster: SlurmCluster, runtime: str, folder: Path) -> None:
+        self.cluster, self.runtime, self.folder = cluster, runtime, folder
+        self.image = folder / "image"
+        for name in ("usr", "etc", "proc", "sys", "dev", "tmp", "root", "run", "var"):
+            (self.image / name).mkdir(parents=True)
+        for name in ("bin", "sbin", "lib", "lib64"):
+            (self.image / name).symlink_to(f"usr/{name}")
+        (self.image / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+        (self.image / "etc/group").write_text("root:x:0:\n")
+        (folder / "box.sbatch.j2").write_text(TEMPLATE)
+        (folder / "containers.conf").write_text("[containers]\ndefault_ulimits = []\n")
+        self.env = {
+            "CONTAINERS_CONF": str(folder / "containers.conf"),
+            "APPTAINER_NO_PRIVS": "1",  # this machine's root may lack some
+        }
+        if runtime == PODMAN:
+            for host in cluster.hosts:
+                cluster.run_on(host, ["sh", "-ec", _HOSTS_OWN], check=True)
+
+    def submit(self, folder: Path, name: str, *more: str, image: Path | None = None) -> str:
+        done = submit(
+            self.cluster, folder, *SHARED, "--run-name", name, "--json",
+            "--template", str(self.folder / "box.sbatch.j2"), "--python", sys.executable,
+            "--container-image", str(image or self.image), "--container-runtime", self.runtime,
+            *(f"--container-mount={path}:{path}:ro" for path in _pythons()), *more, env=self.env,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return str(next(word for word in done.stdout.split() if word.strip(":").isdigit())).strip(
+            ":"
+        )
+
+    def left(self) -> list[str]:
+        """What runs on the hosts that is no daemon, and what podman still knows."""
+        processes = [
+            line
+            for host in self.cluster.hosts
+            for line in self.cluster.processes(host).values()
+            if line and not line.startswith("slurmd")
+        ]
+        if self.runtime == PODMAN:
+            listed = ["podman", "ps", "--all", "--format", "{{.Names}}"]
+            for host in self.cluster.hosts:
+                processes += self.cluster.run_on(host, listed, env=self.env).stdout.split()
+        return processes
+
+
+# Hosts of a test share this machine's files: here each has its own storage and its own locks.
+_HOSTS_OWN = """
+umount /sys/fs/cgroup/unified 2>/dev/null || : # crun takes no two versions at once
+for folder in /var/lib/containers /run/containers /run/libpod /run/crun /dev/shm; do
+    mkdir -p "$folder"
+    mount -t tmpfs tmpfs "$folder"
+done
+"""
+
+
+def _pythons() -> list[str]:
+    """The folders of this Python, of the tree and of the system's libraries."""
+    tree = Path(__file__).resolve().parents[2]
+    paths = {Path("/usr"), tree, Path(sys.prefix), Path(sys.base_prefix)}
+    paths |= {Path(entry).resolve() for entry in sys.path if Path(entry).is_dir()}
+    return sorted(str(path) for path in paths if paths.isdisjoint(path.parents))
+
+
+@pytest.fixture(scope="module")
+def site(slurm_available: None, tmp_path_factory: Any) -> Iterator[Site]:
+    """Skips where no runtime is installed; fails instead if CLUSTERDDP_REQUIRE_SLURM is 1."""
+    with SlurmCluster(hosts=2, root=DEFAULT_ROOT) as cluster:
+        found = [
+            name
+            for name in (APPTAINER, PODMAN)
+            if cluster.run_on("h01", [name, "--version"]).returncode == 0
+        ]
+        if not found:
+            message = "no runtime of containers. To run these tests: apt-get install podman crun"
+            if os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
+                pytest.fail(message)
+            pytest.skip(message)
+        yield Site(cluster, found[0], tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(site: Site) -> Iterator[None]:
+    """After each test no process and no container is left on the hosts."""
+    yield
+    wait_for(lambda: not site.left(), "the end of all containers")
+    site.cluster.cancel_all()
+
+
+def test_a_run_in_containers_of_two_hosts_trains_to_the_end(
+    site: Site, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    before = {path: path.stat().st_mtime for path in synthetic_dir.rglob("*")}
+    job = site.submit(tmp_path, "box", "--data-dir", str(synthetic_dir))
+    assert site.cluster.wait_job(job) == "COMPLETED", site.cluster.log_tail()
+    run = RunDir(tmp_path / "jobs/box")
+    report = read_json(run.report)
+    assert report is not None
+    assert (report["steps"], report["hosts"]) == (STEPS, ["h01", "h02"])
+    outcomes = read_outcomes(Attempt(run, 1).outcomes)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0]
+    assert {path: path.stat().st_mtime for path in synthetic_dir.rglob("*")} == before
+    assert {path.stat().st_uid for path in run.path.rglob("*")} == {os.getuid()}
+
+
+@pytest.mark.slow
+def test_a_requeued_run_goes_on_in_new_containers_to_the_same_weights(
+    site: Site, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    data = ["--data-dir", str(synthetic_dir)]
+    paced = [f"--env={name}={value}" for name, value in PACED.items()]
+    job = site.submit(tmp_path, "whole", *data)
+    assert site.cluster.wait_job(job) == "COMPLETED"
+    job = site.submit(tmp_path, "again", *data, *paced)
+    train_to(tmp_path / "jobs/again", 50)
+    site.cluster.run(["scontrol", "requeue", job], check=True)
+    assert site.cluster.wait_job(job) == "COMPLETED", site.cluster.log_tail()
+    reports = [read_json(tmp_path / "jobs" / name / "report.json") for name in ("whole", "again")]
+    assert (tmp_path / "jobs/again/attempts/0002").is_dir()
+    assert reports[0] is not None
+    assert reports[1] is not None
+    assert reports[0]["weights_sha256"] == reports[1]["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stop", "scancel", "parent", "runtime", "host"])
+def test_no_container_is_left(site: Site, tmp_path: Path, synthetic_dir: Path, how: str) -> None:
+    paced = [f"--env={name}={value}" for name, value in PACED.items()]
+    data = ["--data-dir", str(synthetic_dir)]
+    job = site.submit(tmp_path, how, *data, *paced, "--no-requeue")
+    run = RunDir(tmp_path / "jobs" / how)
+    train_to(run.path, 50)
+    if how == "stop":
+        argv = [sys.executable, "-m", "clusterddp", "stop", how]
+        site.cluster.run(argv, cwd=tmp_path, check=True)
+    elif how == "scancel":
+        site.cluster.run(["scancel", job], check=True)
+    else:
+        _kill(site, how)
+    state = site.cluster.wait_job(job)
+    outcomes = {outcome.rank: outcome for outcome in read_outcomes(Attempt(run, 1).outcomes)}
+    if how in ("stop", "scancel"):
+        assert [outcome.exit_code for outcome in outcomes.values()] == [75, 75]
+    else:
+        assert state == "FAILED"
+        assert "rank 1 on h02 failed first: killed by SIGKILL" in run.job_log.read_text()
+    wait_for(lambda: not _running(site), "the end of all tasks")
+    if how == "host" and site.runtime == PODMAN:  # killed too was what would have forgotten them
+        site.cluster.run_on("h02", ["podman", "rm", "--all", "--force"], env=site.env, check=True)
+
+
+def _running(site: Site) -> list[str]:
+    return [line for line in site.left() if "clusterddp" in line and " " in line]
+
+
+def _kill(site: Site, what: str) -> None:
+    """Kill, on the second host, what holds its container: by SIGKILL."""
+    processes = site.cluster.processes("h02")
+    tasks = {pid: line for pid, line in processes.items() if not line.startswith("slurm")}
+    if what == "parent":
+        tasks = {
+            pid: line for pid, line in tasks.items()
+            if line.startswith(sys.executable) and "--container-runtime" in line
+        }  # fmt: skip
+    elif what == "runtime":
+        names = ("/usr/bin/podman run", "Apptainer runtime parent")
+        tasks = {pid: line for pid, line in tasks.items() if line.startswith(names)}
+    assert tasks, processes
+    for pid in sorted(tasks) if what == "host" else sorted(tasks)[:1]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # with another one
+            continue
+
+
+@pytest.mark.slow
+def test_an_image_that_one_host_lacks_is_named_and_nothing_starts_again(
+    site: Site, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    only_here = tmp_path / "mounted"
+    only_here.mkdir()
+    site.cluster.run_on("h01", ["mount", "--rbind", str(site.folder), str(only_here)], check=True)
+    data = ["--data-dir", str(synthetic_dir)]
+    job = site.submit(tmp_path, "lacks", *data, image=only_here / "image")
+    assert site.cluster.wait_job(job) == "FAILED"
+    said = (tmp_path / "jobs/lacks/logs/job.log").read_text()
+    assert f"rank 1 on h02 failed first: h02 has no image {only_here}/image." in said
+    assert not (tmp_path / "jobs/lacks/attempts/0002").exists()
