@@ -96,11 +96,11 @@ class Mount:
 
 @dataclass(frozen=True)
 class Container:
-    """What a task's container is made of."""
+    """The image of a task's container, and what is seen and used in it."""
 
     image: str
     mounts: tuple[Mount, ...] = ()
-    """Of two with one target the later counts."""
+    """Later ones replace those before them that have the same target."""
     workdir: str = ""
     gpus: bool = False
 

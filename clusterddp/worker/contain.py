@@ -9,11 +9,11 @@ import ctypes
 import hashlib
 import os
 import subprocess
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from clusterddp import log
 from clusterddp.errors import EXIT_FAILED, TrainingError
@@ -37,71 +37,37 @@ _PROBE = "import sys; print(*sys.version_info[:2])"
 def contain(
     run_dir: Path,
     env: DistEnv,
-    box: Container,
-    runtime: str,
+    start: "Start",
     task: Sequence[str],
-    become: Callable[[Sequence[str], dict[str, str]], int],
+    become: Callable[[Sequence[str], Mapping[str, str]], NoReturn],
     *,
     attempt: int | None = None,
     own_log: bool = False,
-    wanted: Collection[str] = (),
-    own_code: bool = False,
 ) -> int:
     """Run a task in a container, and record its outcome where the task itself could not.
 
     task: the command in the container; its first word is the Python there.
     become: replaces the process by a command.
-    wanted: names of variables that are passed on whatever they are.
-    own_code: this folder holds the user's code; the task starts in it.
 
     Returns and raises what `supervise` does. Linux only.
     """
-    environ = {**os.environ, IMAGE_VARIABLE: box.image}
-    if runtime == PODMAN:
-        environ[OWN_PIDS_VARIABLE] = "1"
-    node = environ.get("SLURMD_NODENAME") or os.uname().nodename
-    name = _name(run_dir, env.rank)
-    folder = Path.cwd() if own_code else run_dir
-    mounts = [Mount(str(folder), str(folder)), Mount(str(run_dir), str(run_dir))]
-    if (snapshot := run_dir / "code").is_dir():
-        mounts.append(Mount(str(snapshot), str(snapshot), read_only=True))
-    box = replace(box, mounts=(*mounts, *box.mounts), workdir=box.workdir or str(folder))
     if env.local_rank == 0:
-        _tell(environ, wanted, node)
+        _tell(start)
     reader, writer = os.pipe()
 
-    in_step = "SLURM_STEP_ID" in environ and not is_rehearsal(environ)
-    program = container.program(runtime, environ.get("PATH"))
-
-    def start(command: Sequence[str], *, lifeline: bool) -> tuple[list[str], dict[str, str]]:
-        if program is None:
-            raise container.none_there([runtime], box.image, node)
-        return container.words(
-            runtime,
-            box,
-            command,
-            environ,
-            program=program,
-            name=name if lifeline else f"{name}-probe",
-            uid=os.getuid(),
-            wanted=wanted,
-            lifeline=lifeline,
-            pass_on=runtime == PODMAN and not in_step,
-        )
-
     def child() -> int:
-        _check(box, node)
-        command, variables = start(task, lifeline=True)
+        start.check()
+        command, variables = start.words(task)
         os.dup2(reader, _LIFELINE)  # the number that podman passes on
         os.set_inheritable(_LIFELINE, True)
-        return become(command, variables)
+        become(command, variables)
 
     def explain(status: int) -> TaskError | None:
-        sentence = ""
         code = os.waitstatus_to_exitcode(status)
+        sentence = ""
         if code > 0 and not is_signalled(code):
             with suppress(OSError, subprocess.TimeoutExpired, TrainingError):
-                sentence = _reason(box, runtime, task[0], node, partial(start, lifeline=False))
+                sentence = _reason(start, task[0])
         if sentence:
             log.info(sentence)
         return TaskError("", sentence) if sentence else None
@@ -117,9 +83,95 @@ def contain(
     finally:
         os.close(writer)
         os.close(reader)
-        if code and runtime == PODMAN and program:  # which may have been killed itself
-            _remove(program, name)
+        if code and start.runtime == PODMAN and start.program:  # which may have been killed itself
+            _remove(start.program, start.name)
     return code
+
+
+@dataclass(frozen=True)
+class Start:
+    """All that it takes to start a task's container on this node."""
+
+    box: Container
+    runtime: str
+    program: str | None
+    """The runtime's; None where this node has none."""
+    name: str
+    node: str
+    environ: Mapping[str, str]
+    wanted: Collection[str]
+    """Names of variables that are passed on whatever they are."""
+
+    @classmethod
+    def of(
+        cls,
+        run_dir: Path,
+        rank: int,
+        box: Container,
+        runtime: str,
+        *,
+        wanted: Collection[str] = (),
+        own_code: bool = False,
+    ) -> "Start":
+        """Add what a run needs: its directory, and its code.
+
+        own_code: this folder holds the user's code; the task starts in it.
+        """
+        folder = Path.cwd() if own_code else run_dir
+        mounts = [Mount(str(folder), str(folder)), Mount(str(run_dir), str(run_dir))]
+        if (snapshot := run_dir / "code").is_dir():
+            mounts.append(Mount(str(snapshot), str(snapshot), read_only=True))
+        environ = {**os.environ, IMAGE_VARIABLE: box.image}
+        if runtime == PODMAN:
+            environ[OWN_PIDS_VARIABLE] = "1"
+        return cls(
+            replace(box, mounts=(*mounts, *box.mounts), workdir=box.workdir or str(folder)),
+            runtime,
+            container.program(runtime, environ.get("PATH")),
+            # Each start of a rank has the same, and so replaces what a killed one has left.
+            f"{LABEL}-{hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:12]}-{rank}",
+            environ.get("SLURMD_NODENAME") or os.uname().nodename,
+            environ,
+            wanted,
+        )
+
+    def check(self) -> None:
+        """Raise TrainingError for a runtime, an image or a mount that this node does not have."""
+        if self.program is None:
+            raise container.none_there([self.runtime], self.box.image, self.node)
+        if container.is_file(self.box.image) and not Path(self.box.image).exists():
+            raise TrainingError(
+                f"{self.node} has no image {self.box.image}. Put it there, or on a file system "
+                "that all nodes share, or leave the node out with --exclude."
+            )
+        for mount in self.box.mounts:
+            if not Path(mount.source).exists():
+                raise TrainingError(
+                    f"{self.node} has no {mount.source}, which is to be mounted in the container "
+                    f"of {self.box.image}. Make it there, correct the mount, or leave the node "
+                    "out with --exclude."
+                )
+
+    def words(
+        self, task: Sequence[str], *, probe: bool = False
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command that starts the container, and its variables.
+
+        probe: beside the rank's own container, and with no lifeline.
+        """
+        in_step = "SLURM_STEP_ID" in self.environ and not is_rehearsal(self.environ)
+        return container.words(
+            self.runtime,
+            self.box,
+            task,
+            self.environ,
+            program=self.program or self.runtime,
+            name=f"{self.name}-probe" if probe else self.name,
+            uid=os.getuid(),
+            wanted=self.wanted,
+            lifeline=not probe,
+            pass_on=self.runtime == PODMAN and not in_step,
+        )
 
 
 def _remove(program: str, name: str) -> None:
@@ -134,15 +186,9 @@ def _remove(program: str, name: str) -> None:
         )
 
 
-def _name(run_dir: Path, rank: int) -> str:
-    """Name podman's container of a rank: each start has the same, and so replaces the last one."""
-    digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:12]
-    return f"{LABEL}-{digest}-{rank}"
-
-
-def _tell(environ: dict[str, str], wanted: Collection[str], node: str) -> None:
+def _tell(start: Start) -> None:
     """Say what of the host is kept out, and where ranks have little memory to share."""
-    if names := container.kept_out(environ, wanted):
+    if names := container.kept_out(start.environ, start.wanted):
         log.info(
             f"kept out of the container, as they are the host's: {', '.join(names)} "
             "(--env NAME=VALUE passes one on)"
@@ -151,39 +197,17 @@ def _tell(environ: dict[str, str], wanted: Collection[str], node: str) -> None:
         shared = os.statvfs("/dev/shm")
         if (size := shared.f_blocks * shared.f_frsize) < _SMALL_SHARED_MEMORY:
             log.info(
-                f"/dev/shm on {node} has {size >> 20} MB; where a DataLoader's workers "
+                f"/dev/shm on {start.node} has {size >> 20} MB; where a DataLoader's workers "
                 "end with a bus error, it is too small for their batches"
             )
 
 
-def _check(box: Container, node: str) -> None:
-    """Raise TrainingError for an image or a mount that this node does not have."""
-    if container.is_file(box.image) and not Path(box.image).exists():
-        raise TrainingError(
-            f"{node} has no image {box.image}. Put it there, or on a file system that all nodes "
-            "share, or leave the node out with --exclude."
-        )
-    for mount in box.mounts:
-        if not Path(mount.source).exists():
-            raise TrainingError(
-                f"{node} has no {mount.source}, which is to be mounted in the container of "
-                f"{box.image}. Make it there, correct the mount, or leave the node out "
-                "with --exclude."
-            )
-
-
-def _reason(
-    box: Container,
-    runtime: str,
-    python: str,
-    node: str,
-    start: Callable[[Sequence[str]], tuple[list[str], dict[str, str]]],
-) -> str:
+def _reason(start: Start, python: str) -> str:
     """Find out, by another container, why one ended without a record; empty where it works now.
 
     Raises OSError and subprocess.TimeoutExpired.
     """
-    command, variables = start([python, "-c", _PROBE])
+    command, variables = start.words([python, "-c", _PROBE], probe=True)
     done = subprocess.run(
         command,
         env=variables,
@@ -202,18 +226,18 @@ def _reason(
         if tuple(map(int, version)) >= LEAST_PYTHON:
             return ""
         return (
-            f"{python} in the image {box.image} on {node} is Python {'.'.join(version)}, and "
-            f"{'.'.join(map(str, LEAST_PYTHON))} or later is needed. Use another image, or name "
-            "another interpreter in it with --python."
+            f"{python} in the image {start.box.image} on {start.node} is Python "
+            f"{'.'.join(version)}, and {'.'.join(map(str, LEAST_PYTHON))} or later is needed. Use "
+            "another image, or name another interpreter in it with --python."
         )
     if done.returncode < 0:  # somebody ends the step
         return ""
     if done.returncode in (126, 127):
         return (
-            f"the image {box.image} on {node} has no {python} that runs: {last}. Use an image "
-            "with Python, or name its interpreter with --python."
+            f"the image {start.box.image} on {start.node} has no {python} that runs: {last}. Use "
+            "an image with Python, or name its interpreter with --python."
         )
     return (
-        f"{runtime} on {node} cannot start the image {box.image}: {last}. Correct the image or "
-        "the mounts, or choose another --container-runtime."
+        f"{start.runtime} on {start.node} cannot start the image {start.box.image}: {last}. "
+        "Correct the image or the mounts, or choose another --container-runtime."
     )

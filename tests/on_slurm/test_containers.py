@@ -69,9 +69,7 @@ class Site:
             *(f"--container-mount={path}:{path}:ro" for path in _pythons()), *more, env=self.env,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        return str(next(word for word in done.stdout.split() if word.strip(":").isdigit())).strip(
-            ":"
-        )
+        return str(json.loads(done.stdout)["job_id"])
 
     def left(self) -> list[str]:
         """What runs on the hosts that is no daemon, and what podman still knows."""

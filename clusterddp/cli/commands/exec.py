@@ -14,7 +14,6 @@ from typing import NoReturn
 import click
 
 from clusterddp.errors import ClusterDDPError
-from clusterddp.processes.container import RUNTIMES
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import JOB_ID, shown_value
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE
@@ -37,7 +36,7 @@ class CommandNotExecutable(ClusterDDPError):
 @click.option("--own-log", is_flag=True, hidden=True)
 @click.option("--attempt", type=int, hidden=True)
 @click.option("--container-image", hidden=True)
-@click.option("--container-runtime", type=click.Choice(RUNTIMES), hidden=True)
+@click.option("--container-runtime", type=click.Choice(("apptainer", "podman")), hidden=True)
 @click.option("--container-mount", multiple=True, hidden=True)
 @click.option("--container-workdir", default="", hidden=True)
 @click.option("--container-folder", is_flag=True, hidden=True)
@@ -51,13 +50,8 @@ def command(
     own_log: bool,
     attempt: int | None,
     container_image: str | None,
-    container_runtime: str | None,
-    container_mount: tuple[str, ...],
-    container_workdir: str,
-    container_folder: bool,
-    container_gpus: bool,
-    container_env: tuple[str, ...],
     argv: tuple[str, ...],
+    **_container: object,
 ) -> int:
     """Derive the distributed environment, export it and become COMMAND.
 
@@ -86,23 +80,8 @@ def command(
     if run_dir is None:
         become(argv, environ)
 
-    if container_image and container_runtime:
-        from clusterddp.processes.container import Container, Mount
-        from clusterddp.worker.contain import contain
-
-        mounts = tuple(map(Mount.parse, container_mount))
-        return contain(
-            run_dir.absolute(),
-            env,
-            Container(container_image, mounts, container_workdir, container_gpus),
-            container_runtime,
-            argv,
-            become,
-            attempt=attempt,
-            own_log=own_log,
-            wanted=container_env,
-            own_code=container_folder,
-        )
+    if container_image:
+        return _contained(run_dir.absolute(), env, argv, attempt=attempt, own_log=own_log)
 
     # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
     from clusterddp.run.attempt import Attempt
@@ -125,6 +104,31 @@ def command(
             raise
 
     return supervise(run_dir, env, child, attempt=attempt, own_log=own_log, explain=traces.error)
+
+
+def _contained(
+    run_dir: Path, env: DistEnv, argv: Sequence[str], *, attempt: int | None, own_log: bool
+) -> int:
+    """Run the task in the container that the hidden options name."""
+    from clusterddp.processes.container import Container, Mount
+    from clusterddp.worker.contain import Start, contain
+
+    values = click.get_current_context().params
+    box = Container(
+        values["container_image"],
+        tuple(map(Mount.parse, values["container_mount"])),
+        values["container_workdir"],
+        values["container_gpus"],
+    )
+    start = Start.of(
+        run_dir,
+        env.rank,
+        box,
+        values["container_runtime"],
+        wanted=values["container_env"],
+        own_code=values["container_folder"],
+    )
+    return contain(run_dir, env, start, argv, become, attempt=attempt, own_log=own_log)
 
 
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
