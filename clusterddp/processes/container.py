@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterddp.errors import OptionError, TrainingError
@@ -103,6 +103,18 @@ class Container:
     """Later ones replace those before them that have the same target."""
     workdir: str = ""
     gpus: bool = False
+
+    def for_run(self, run_dir: str, folder: str = "") -> "Container":
+        """Add what every task of a run sees: the run's directory and its code.
+
+        folder: the one that holds the user's code, and in which the task starts.
+        """
+        mounts = [Mount(folder or run_dir, folder or run_dir), Mount(run_dir, run_dir)]
+        code = f"{run_dir}/code"
+        if Path(code).is_dir():
+            mounts.append(Mount(code, code, read_only=True))
+        workdir = self.workdir or folder or run_dir
+        return replace(self, mounts=(*mounts, *self.mounts), workdir=workdir)
 
     @property
     def bound(self) -> list[Mount]:

@@ -10,6 +10,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
@@ -17,6 +18,9 @@ from clusterddp.request.options import COUNT, EXPEDITE, WHOLE, Choice, option
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 from clusterddp.slurm.forms import LINE, PATH, Form
+
+if TYPE_CHECKING:
+    from clusterddp.processes.container import Container
 
 SPEC_FORMAT = 1
 MOST_LEAD_SECONDS = 120
@@ -372,34 +376,44 @@ class JobSpec:
                 " against the directive container, Slurm's own for an OCI bundle (--sbatch "
                 "container=… or SBATCH_CONTAINER). Use one of them.",
             )
-        self.container_arguments()
+        _ = self.container
 
-    def container_arguments(self) -> list[str]:
-        """Return the options of `exec` on the host that put a task into a container.
-
-        The runtime is not among them: it is chosen on the first node.
+    @property
+    def container(self) -> "Container":
+        """Return the container of the tasks, but for what `Container.for_run` adds on a node.
 
         Raises OptionError for a path that no mount can carry.
         """
-        from clusterddp.processes.container import Mount  # most runs have none
+        from clusterddp.processes.container import Container, Mount  # most runs have none
 
+        Mount(self.run_dir, self.run_dir).check("--output-root")
         mounts = []
         if self.train:
-            for path in filter(None, (self.train.data_dir, self.train.resume)):
-                mounts.append(Mount(path, path, read_only=True))
-                mounts[-1].check("--data-dir" if path == self.train.data_dir else "--resume")
-        Mount(self.run_dir, self.run_dir).check("--output-root")
+            read = {"--data-dir": self.train.data_dir, "--resume": self.train.resume}
+            for option, path in read.items():
+                if path:
+                    mounts.append(Mount(path, path, read_only=True))
+                    mounts[-1].check(option)
         for text in self.container_mounts:
             mounts.append(Mount.parse(text))
             mounts[-1].check()
-        outside = (name for name, _ in self.environment)
-        names = sorted({*outside, *self.pass_environment})
+        gpus = bool(self.resources.gpus_per_node)
+        return Container(self.container_image, tuple(mounts), self.container_workdir, gpus)
+
+    def container_arguments(self) -> list[str]:
+        """Return the options of `exec` on the host that put a task into its container.
+
+        Raises as `container` does.
+        """
+        box = self.container
+        names = sorted({*dict(self.environment), *self.pass_environment})
         return [
-            f"--container-image={self.container_image}",
-            *(f"--container-mount={mount}" for mount in mounts),
-            *([f"--container-workdir={self.container_workdir}"] * bool(self.container_workdir)),
-            *(["--container-folder"] * self.uses_own_code),
-            *(["--container-gpus"] * bool(self.resources.gpus_per_node)),
+            f"--container-image={box.image}",
+            f"--container-runtime={self.container_runtime}",
+            *(f"--container-mount={mount}" for mount in box.mounts),
+            *([f"--container-workdir={box.workdir}"] if box.workdir else []),
+            *(["--container-folder"] if self.uses_own_code else []),
+            *(["--container-gpus"] if box.gpus else []),
             *(f"--container-env={name}" for name in names),
         ]
 

@@ -11,14 +11,14 @@ import os
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from clusterddp import log
 from clusterddp.errors import EXIT_FAILED, TrainingError
 from clusterddp.processes import container
-from clusterddp.processes.container import LABEL, PODMAN, Container, Mount
+from clusterddp.processes.container import APPTAINER, AUTO, LABEL, PODMAN, Container
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import IMAGE_VARIABLE, OWN_PIDS_VARIABLE, is_rehearsal
 from clusterddp.run.outcome import is_signalled
@@ -115,22 +115,24 @@ class Start:
     ) -> "Start":
         """Add what a run needs: its directory, and its code.
 
+        runtime: `auto` is what this node has, but for pyxis, which srun would have.
         own_code: this folder holds the user's code; the task starts in it.
         """
-        folder = Path.cwd() if own_code else run_dir
-        mounts = [Mount(str(folder), str(folder)), Mount(str(run_dir), str(run_dir))]
-        if (snapshot := run_dir / "code").is_dir():
-            mounts.append(Mount(str(snapshot), str(snapshot), read_only=True))
         environ = {**os.environ, IMAGE_VARIABLE: box.image}
+        node = environ.get("SLURMD_NODENAME") or os.uname().nodename
+        path = environ.get("PATH")
+        if runtime == AUTO:
+            with suppress(TrainingError):  # which `check` raises once it can be recorded
+                runtime = container.choose(runtime, box.image, path, "", node)
         if runtime == PODMAN:
             environ[OWN_PIDS_VARIABLE] = "1"
         return cls(
-            replace(box, mounts=(*mounts, *box.mounts), workdir=box.workdir or str(folder)),
+            box.for_run(str(run_dir), str(Path.cwd()) if own_code else ""),
             runtime,
-            container.program(runtime, environ.get("PATH")),
+            None if runtime == AUTO else container.program(runtime, path),
             # Each start of a rank has the same, and so replaces what a killed one has left.
             f"{LABEL}-{hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:12]}-{rank}",
-            environ.get("SLURMD_NODENAME") or os.uname().nodename,
+            node,
             environ,
             wanted,
         )
@@ -138,7 +140,8 @@ class Start:
     def check(self) -> None:
         """Raise TrainingError for a runtime, an image or a mount that this node does not have."""
         if self.program is None:
-            raise container.none_there([self.runtime], self.box.image, self.node)
+            wanted = [APPTAINER, PODMAN] if self.runtime == AUTO else [self.runtime]
+            raise container.none_there(wanted, self.box.image, self.node)
         if container.is_file(self.box.image) and not Path(self.box.image).exists():
             raise TrainingError(
                 f"{self.node} has no image {self.box.image}. Put it there, or on a file system "

@@ -32,7 +32,6 @@ launch srun --nodes={{ resources.nodes }} --ntasks={{ resources.num_tasks }} \\
   --export=ALL --kill-on-bad-exit=1 --unbuffered \\
   --open-mode=append --output="$run_dir/logs/rank-%t.log" \\
   -- "$python" -m clusterddp exec --run-dir="$run_dir" --attempt="$attempt" \\
-  --container-runtime={{ spec.container_runtime }} \\
   {{ spec.container_arguments() | map("sh") | join(" ") }} -- "${task[@]}"
 {% endblock %}
 """

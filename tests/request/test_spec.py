@@ -211,6 +211,7 @@ def test_a_container_is_recorded_and_gives_a_task_these_options() -> None:
     assert JobSpec.from_json(asked.to_json()) == asked
     assert asked.container_arguments() == [
         "--container-image=/img/torch.sif",
+        "--container-runtime=auto",
         "--container-mount=/data:/data:ro",
         "--container-mount=/old/run:/old/run:ro",
         "--container-mount=/a:/b:ro",
@@ -221,7 +222,11 @@ def test_a_container_is_recorded_and_gives_a_task_these_options() -> None:
         "--container-env=NCCL_DEBUG",
     ]
     own = spec(**IMAGE, command=("true",)).container_arguments()
-    assert own == ["--container-image=/img/torch.sif", "--container-folder"]
+    assert own == [
+        "--container-image=/img/torch.sif",
+        "--container-runtime=auto",
+        "--container-folder",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,11 @@ def test_a_node_without_a_mounts_source_is_named(site: Site) -> None:
     site.check("/not/there", "--exclude")
 
 
-def test_a_node_without_the_runtime_is_named(site: Site) -> None:
+@pytest.mark.parametrize("runtime", ["apptainer", "auto"])
+def test_a_node_without_the_runtime_is_named(site: Site, runtime: str) -> None:
     (site.folder / "bin/apptainer").unlink()
-    assert site.go("true", PATH=f"{site.folder}/bin")[0] == 1
+    options = (f"--container-runtime={runtime}",)
+    assert site.go("true", options=options, PATH=f"{site.folder}/bin")[0] == 1
     site.check("apptainer", "--container-runtime")
 
 

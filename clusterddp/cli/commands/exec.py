@@ -18,6 +18,9 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import JOB_ID, shown_value
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE
 
+_RUNTIMES = ("auto", "apptainer", "podman")
+"""Of those of `submit` the ones that a parent on the host starts; pyxis is srun's."""
+
 
 class CommandNotFound(ClusterDDPError):
     """COMMAND, or the interpreter in its first line, does not exist; a shell exits 127 too."""
@@ -36,7 +39,7 @@ class CommandNotExecutable(ClusterDDPError):
 @click.option("--own-log", is_flag=True, hidden=True)
 @click.option("--attempt", type=int, hidden=True)
 @click.option("--container-image", hidden=True)
-@click.option("--container-runtime", type=click.Choice(("apptainer", "podman")), hidden=True)
+@click.option("--container-runtime", type=click.Choice(_RUNTIMES), default="auto", hidden=True)
 @click.option("--container-mount", multiple=True, hidden=True)
 @click.option("--container-workdir", default="", hidden=True)
 @click.option("--container-folder", is_flag=True, hidden=True)
