@@ -39,15 +39,17 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 MAIN = """\
 trap : HUP INT TERM USR1 USR2
-"$@" 3<&- &
+"$@" 3<&- 4>&- &
 task=$!
-(trap '' HUP INT TERM USR1 USR2; read -r _ <&3; kill -KILL "$task") >/dev/null 2>&1 &
+(trap '' HUP INT TERM USR1 USR2; read -r _ <&3; kill -KILL "$task") >/dev/null 2>&1 4>&- &
 while wait "$task"; code=$?; kill -0 "$task" 2>/dev/null; do :; done
+echo "$code" >&4
 exit "$code\""""
 """First process in a container, for sh: starts the task, and kills it when descriptor 3 is closed.
 
 Its other end is open in the task's parent on the host alone, so a task never outlives that one.
-Signals reach the task by itself. A wait that a signal ended is taken up again.
+Signals reach the task by itself. A wait that a signal ended is taken up again. The exit code is
+written to descriptor 4: podman's own is 0 where it is told to end before the container has begun.
 """
 _PASSING_ON = 'for name in HUP INT TERM USR1 USR2; do trap "kill -$name -1" "$name"; done'
 """First line of `MAIN` where signals reach podman alone, which hands them to that process."""
@@ -210,7 +212,7 @@ def words(
     name: of podman's container; one that a killed start has left under it is replaced.
     uid: the user's.
     wanted: as of `passed_on`.
-    lifeline: whether descriptor 3 is one (`MAIN`).
+    lifeline: whether descriptors 3 and 4 are those of `MAIN`.
     pass_on: whether signals reach podman alone, as without Slurm.
     """
     inner = passed_on(environ, wanted)
@@ -220,7 +222,7 @@ def words(
         return _apptainer(program, box, main), _for_apptainer(program, environ, inner)
     start = _podman(program, box, inner, name, uid)
     if lifeline:
-        start.append("--preserve-fds=1")
+        start.append("--preserve-fds=2")
     # A folder is a root file system, below a layer of the container's own.
     image = ["--rootfs", f"{box.image}:O"] if is_file(box.image) else [box.image]
     return [*start, *image, *main], dict(environ)

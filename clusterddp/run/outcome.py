@@ -308,8 +308,6 @@ class TaskRecord:
 
     def ended(self, status: int, error: TaskError | None) -> None:
         """Record the end; `status` is wait(2)'s."""
-        if self._outside and self.is_ended:
-            return
         code = os.waitstatus_to_exitcode(status)
         if self._outside and is_signalled(code):
             code = 128 - code
@@ -322,8 +320,10 @@ class TaskRecord:
         self._write()
 
     @property
-    def is_ended(self) -> bool:
-        """Return whether an end is on record that came after this start."""
+    def is_known(self) -> bool:
+        """Return whether the parent in the container has recorded the end already."""
+        if not self._outside:
+            return False
         found = read_outcome(self._folder, int(str(self._fields["rank"])))
         began = float(str(self._fields["started"]))
         return found is not None and found.ended is not None and found.ended >= began

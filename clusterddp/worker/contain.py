@@ -8,6 +8,7 @@ task ended; this one does where that one could not.
 import ctypes
 import hashlib
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +27,6 @@ from clusterddp.run.records import TaskError
 from clusterddp.worker.supervise import supervise
 
 LEAST_PYTHON = (3, 10)
-_LIFELINE = 3
 _PR_SET_CHILD_SUBREAPER = 36
 _SMALL_SHARED_MEMORY = 256 << 20
 _PROBE_SECONDS = 60.0
@@ -53,14 +53,27 @@ def contain(
     """
     if env.local_rank == 0:
         _tell(start)
-    reader, writer = os.pipe()
+    reader, writer = os.pipe()  # the lifeline
+    code_reader, code_writer = os.pipe()
+    os.set_blocking(code_reader, False)
+    said = b""
 
     def child() -> int:
         start.check()
         command, variables = start.words(task)
-        os.dup2(reader, _LIFELINE)  # the number that podman passes on
-        os.set_inheritable(_LIFELINE, True)
+        # The numbers that podman passes on. The later pipe's own cannot be the first of them.
+        for number, descriptor in ((3, reader), (4, code_writer)):
+            os.dup2(descriptor, number)
+            os.set_inheritable(number, True)
         become(command, variables)
+
+    def settle(status: int) -> int:
+        nonlocal said
+        with suppress(BlockingIOError):
+            said = os.read(code_reader, 16).strip()
+        if said.isdigit():
+            return int(said) << 8
+        return status or signal.SIGTERM  # it was told to end before there was a container
 
     def explain(status: int) -> TaskError | None:
         code = os.waitstatus_to_exitcode(status)
@@ -78,12 +91,12 @@ def contain(
     code = EXIT_FAILED
     try:
         code = supervise(
-            run_dir, env, child, attempt=attempt, own_log=own_log, explain=explain, outside=True
+            run_dir, env, child, attempt=attempt, own_log=own_log, explain=explain, settle=settle
         )
     finally:
-        os.close(writer)
-        os.close(reader)
-        if code and start.runtime == PODMAN and start.program:  # which may have been killed itself
+        for descriptor in (writer, reader, code_reader, code_writer):
+            os.close(descriptor)
+        if start.runtime == PODMAN and start.program and not said:  # podman was ended itself
             _remove(start.program, start.name)
     return code
 

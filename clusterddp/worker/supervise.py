@@ -46,7 +46,7 @@ def supervise(
     own_log: bool = False,
     listen: Callable[[], object] | None = None,
     explain: Callable[[int], TaskError | None] | None = None,
-    outside: bool = False,
+    settle: Callable[[int], int] | None = None,
 ) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
@@ -54,7 +54,8 @@ def supervise(
     own_log: send what is printed to the rank's own log.
     listen: installs the child's signal handlers, before any signal can reach it.
     explain: the error behind a wait status, where the child has execed and reports none itself.
-    outside: the child is a container, in which another parent records the outcome if it can.
+    settle: the wait status in truth, of a child that is a container's runtime; another parent in
+        the container records the outcome if it can.
 
     Returns the child's exit code, or 128 + N when signal N ended it; 0 for EXIT_PAUSED where Slurm
     or an agent started the task, as either would end the other ranks for it. `child` may exec.
@@ -64,7 +65,7 @@ def supervise(
     if own_log:
         _redirect_output(run_dir, env)
     global pulse
-    record, pulse = TaskRecord(RunDir(run_dir), env, attempt, outside=outside), Pulse()
+    record, pulse = TaskRecord(RunDir(run_dir), env, attempt, outside=settle is not None), Pulse()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if attempt is not None and restarts.isdigit() and int(restarts):
         logs.divide_own(attempt, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
@@ -96,10 +97,11 @@ def supervise(
         os.close(go_writer)  # the child continues
         record.started(pid)
         status = _await_end(pid, env)
-        reported = _read_report(report_reader)
-        if not reported and explain and not (outside and record.is_ended):
-            reported = explain(status)
-        record.ended(status, reported)
+        if settle:
+            status = settle(status)
+        if not record.is_known:
+            error = _read_report(report_reader) or (explain(status) if explain else None)
+            record.ended(status, error)
     code = os.waitstatus_to_exitcode(status)
     if code == EXIT_PAUSED and not forwards:
         return 0

@@ -60,7 +60,7 @@ def test_podman_is_given_these_words_and_keeps_its_own_variables() -> None:
             "--log-driver=none", "--security-opt=label=disable",
             "--entrypoint=", "--userns=keep-id", "--workdir=/r/code",
             "--device=nvidia.com/gpu=all", "--volume=/data:/d:ro", "--volume=/r:/r",
-            "--env=RANK", "--env=NCCL_DEBUG", "--preserve-fds=1", "localhost/torch:2.9",
+            "--env=RANK", "--env=NCCL_DEBUG", "--preserve-fds=2", "localhost/torch:2.9",
             *INNER,
         ],
         ENVIRON,
@@ -170,7 +170,17 @@ def start(*task: str) -> tuple[subprocess.Popen[str], int]:
     """Start a container's first process, without one; returns the other end of its lifeline too."""
     reader, writer = os.pipe()
     # dash has no number above 9 in a redirection.
-    inner = ["bash", "-c", f'exec 3<&{reader}; exec "$@"', "bash", "sh", "-c", MAIN, "sh", *task]
+    inner = [
+        "bash",
+        "-c",
+        f'exec 3<&{reader} 4>/dev/null; exec "$@"',
+        "bash",
+        "sh",
+        "-c",
+        MAIN,
+        "sh",
+        *task,
+    ]
     process = subprocess.Popen(inner, pass_fds=[reader], stdout=subprocess.PIPE, text=True)
     os.close(reader)
     return process, writer

@@ -143,6 +143,15 @@ def test_what_a_runtime_says_that_cannot_start_is_passed_on(site: Site) -> None:
     site.check("FATAL: no user namespaces", "--container-runtime")
 
 
+def test_a_runtime_that_ends_well_before_its_container_has_begun_is_no_end_of_the_task(
+    site: Site,
+) -> None:
+    """As podman does, exit code 0, that gets SIGTERM meanwhile."""
+    site.provide("apptainer", "#!/bin/sh\nexit 0\n")
+    assert site.go("true")[0] == 128 + signal.SIGTERM
+    assert site.outcome["signal"] == "SIGTERM"
+
+
 @pytest.mark.parametrize("victim", ["parent", "runtime"])
 def test_no_task_outlives_its_parent_or_its_runtime(site: Site, victim: str) -> None:
     """A runtime that stays above its container, as apptainer's and podman's do."""
