@@ -46,7 +46,7 @@ def contain(
 ) -> int:
     """Run a task in a container, and record its outcome where the task itself could not.
 
-    task: the command in the container; its first word is the Python there.
+    task: the command in the container.
     become: replaces the process by a command.
 
     Returns and raises what `supervise` does. Linux only.
@@ -80,7 +80,7 @@ def contain(
         sentence = ""
         if code > 0 and not is_signalled(code):
             with suppress(OSError, subprocess.TimeoutExpired, TrainingError):
-                sentence = _reason(start, task[0])
+                sentence = _reason(start)
         if sentence:
             log.info(sentence)
         return TaskError("", sentence) if sentence else None
@@ -111,6 +111,8 @@ class Start:
     """The runtime's; None where this node has none."""
     name: str
     node: str
+    python: str
+    """Interpreter that the task needs in the container."""
     environ: Mapping[str, str]
     wanted: Collection[str]
     """Names of variables that are passed on whatever they are."""
@@ -123,6 +125,7 @@ class Start:
         box: Container,
         runtime: str,
         *,
+        python: str,
         wanted: Collection[str] = (),
         own_code: bool = False,
     ) -> "Start":
@@ -146,6 +149,7 @@ class Start:
             # Each start of a rank has the same, and so replaces what a killed one has left.
             f"{LABEL}-{hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:12]}-{rank}",
             node,
+            python,
             environ,
             wanted,
         )
@@ -218,11 +222,12 @@ def _tell(start: Start) -> None:
             )
 
 
-def _reason(start: Start, python: str) -> str:
+def _reason(start: Start) -> str:
     """Find out, by another container, why one ended without a record; empty where it works now.
 
     Raises OSError and subprocess.TimeoutExpired.
     """
+    python = start.python
     command, variables = start.words([python, "-c", _PROBE], probe=True)
     done = subprocess.run(
         command,

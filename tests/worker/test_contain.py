@@ -143,6 +143,17 @@ def test_what_a_runtime_says_that_cannot_start_is_passed_on(site: Site) -> None:
     site.check("FATAL: no user namespaces", "--container-runtime")
 
 
+def test_an_agent_in_a_container_stands_for_the_first_of_its_ranks(site: Site) -> None:
+    agent = {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "h01", "MASTER_PORT": "12345",
+    }  # fmt: skip
+    options = ("--container-ranks=4", "--container-python=python-of-nobody")
+    assert site.go("false", options=options, **agent)[0] == 1
+    outcome = json.loads((site.run / "outcomes/rank-4.json").read_text())
+    assert "no python-of-nobody that runs" in outcome["error"]["message"]
+
+
 def test_a_runtime_that_ends_well_before_its_container_has_begun_is_no_end_of_the_task(
     site: Site,
 ) -> None:

@@ -4,6 +4,7 @@ For a person's own srun line. Under `submit -- COMMAND` a small parent stays (`-
 records the outcome.
 """
 
+import dataclasses
 import os
 import shlex
 import signal
@@ -44,6 +45,8 @@ class CommandNotExecutable(ClusterDDPError):
 @click.option("--container-workdir", default="", hidden=True)
 @click.option("--container-folder", is_flag=True, hidden=True)
 @click.option("--container-gpus", is_flag=True, hidden=True)
+@click.option("--container-python", default="", hidden=True)
+@click.option("--container-ranks", type=int, default=1, hidden=True)
 @click.option("--container-env", multiple=True, hidden=True)
 @click.argument(
     "argv", metavar="-- COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED
@@ -112,7 +115,10 @@ def command(
 def _contained(
     run_dir: Path, env: DistEnv, argv: Sequence[str], *, attempt: int | None, own_log: bool
 ) -> int:
-    """Run the task in the container that the hidden options name."""
+    """Run the task in the container that the hidden options name.
+
+    A task that is torchrun's agent stands for the first of its ranks.
+    """
     from clusterddp.processes.container import Container, Mount
     from clusterddp.worker.contain import Start, contain
 
@@ -123,11 +129,19 @@ def _contained(
         values["container_workdir"],
         values["container_gpus"],
     )
+    ranks = values["container_ranks"]
+    env = dataclasses.replace(
+        env,
+        rank=env.rank * ranks,
+        world_size=env.world_size * ranks,
+        local_world_size=env.local_world_size * ranks,
+    )
     start = Start.of(
         run_dir,
         env.rank,
         box,
         values["container_runtime"],
+        python=values["container_python"] or argv[0],
         wanted=values["container_env"],
         own_code=values["container_folder"],
     )
