@@ -75,23 +75,17 @@ def contain(
             return int(said) << 8
         return status or signal.SIGTERM  # it was told to end before there was a container
 
-    def explain(status: int) -> TaskError | None:
-        code = os.waitstatus_to_exitcode(status)
-        sentence = ""
-        if code > 0 and not is_signalled(code):
-            with suppress(OSError, subprocess.TimeoutExpired, TrainingError):
-                sentence = _reason(start)
-        if sentence:
-            log.info(sentence)
-        return TaskError("", sentence) if sentence else None
-
-    # What podman leaves behind becomes a child of this process, so Slurm finds it in the step.
-    with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _adopt()
     code = EXIT_FAILED
     try:
         code = supervise(
-            run_dir, env, child, attempt=attempt, own_log=own_log, explain=explain, settle=settle
+            run_dir,
+            env,
+            child,
+            attempt=attempt,
+            own_log=own_log,
+            explain=start.explain,
+            settle=settle,
         )
     finally:
         for descriptor in (writer, reader, code_reader, code_writer):
@@ -172,6 +166,17 @@ class Start:
                     "out with --exclude."
                 )
 
+    def explain(self, status: int) -> TaskError | None:
+        """Return the error behind a wait status, where the container itself is to blame."""
+        code = os.waitstatus_to_exitcode(status)
+        sentence = ""
+        if code > 0 and not is_signalled(code):
+            with suppress(OSError, subprocess.TimeoutExpired, TrainingError):
+                sentence = _reason(self)
+        if sentence:
+            log.info(sentence)
+        return TaskError("", sentence) if sentence else None
+
     def words(
         self, task: Sequence[str], *, probe: bool = False
     ) -> tuple[list[str], dict[str, str]]:
@@ -192,6 +197,12 @@ class Start:
             lifeline=not probe,
             pass_on=self.runtime == PODMAN and not in_step,
         )
+
+
+def _adopt() -> None:
+    """Let what podman leaves behind become a child of this process: Slurm finds it in the step."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _remove(program: str, name: str) -> None:

@@ -20,7 +20,7 @@ from clusterddp.ranks.variables import JOB_ID, shown_value
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE
 
 _RUNTIMES = ("auto", "apptainer", "podman")
-"""Of those of `submit` the ones that a parent on the host starts; pyxis is srun's."""
+"""Runtimes that a parent on the host starts; pyxis is srun's."""
 
 
 class CommandNotFound(ClusterDDPError):
