@@ -42,9 +42,9 @@ REQUEST_VARIABLE = "CLUSTERDDP_REQUEST"
 """Variable in which the script tells what was asked, as JSON."""
 _TORN_DOWN = "torn-down"
 _READY_SECONDS = 10.0
-"""For srun to listen to signals; one that came earlier would end it."""
+"""Time for srun to listen to signals; one that came earlier would end it."""
 _AGENT_GRACE_SECONDS = 180.0
-"""For an agent to start its ranks again."""
+"""Time for an agent to start its ranks again."""
 
 
 class Script:

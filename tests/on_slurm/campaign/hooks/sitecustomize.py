@@ -97,7 +97,8 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: object) -> None:
             plain(module)  # type: ignore[arg-type]
-            AFTER[fullname](module)
+            if module.__name__ == fullname:  # type: ignore[attr-defined]
+                AFTER[fullname](module)  # modules of one folder of a zip file share their loader
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign, assignment]
         return spec
