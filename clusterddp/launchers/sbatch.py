@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # a dry run reads no run
 
 SUBMITIT_SETUP = "_submitit.sbatch.j2"
 """Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
-_HANDED_OVER = re.compile(r"^[^#\n]*\blaunch [^\s#]", re.MULTILINE)
-_EARLIER_VARIABLE = re.compile(r"\$\{?attempt(_dir)?\b")
+_HANDED_OVER = re.compile(r"^[^#\n]*\blaunch\s", re.MULTILINE)
+_EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
 
 
@@ -260,6 +260,9 @@ def _check_blocks(environment: jinja2.Environment, name: str) -> None:
     while (parent := _extended(chain[0][0])) is not None:
         chain.insert(0, _parsed(environment, parent))
     known: list[str] = []
+    if Path(chain[0][1]).parent == shipped_folder():
+        for tree, path in chain[1:]:
+            _check_own(tree, path)
     for tree, path in chain:  # the shipped one first
         for block in tree.body:
             if isinstance(block, nodes.Block) and known and block.name not in known:
@@ -272,6 +275,32 @@ def _check_blocks(environment: jinja2.Environment, name: str) -> None:
                     f"replace; there are {', '.join(known)}.{hint}"
                 )
         known += [block.name for block in tree.find_all(nodes.Block) if block.name not in known]
+
+
+def _check_own(tree: nodes.Template, path: str) -> None:
+    """Refuse a launch block that starts tasks outside the attempt, and names that are gone.
+
+    What stands in the template counts, and no value that a person has typed.
+    """
+    if Path(path).parent == shipped_folder():
+        return
+    for text in tree.find_all(nodes.TemplateData):
+        if earlier := _EARLIER.search(text.data):
+            raise RequestError(
+                f"template {path}, line {text.lineno} or below: {earlier[0]} is none of the "
+                "script's variables any more; tasks find the attempt's number in "
+                "CLUSTERDDP_ATTEMPT, and what they run in ${task[@]}."
+            )
+    for block in tree.find_all(nodes.Block):
+        words = "".join(text.data for text in block.find_all(nodes.TemplateData))
+        calls = [call.node for call in block.find_all(nodes.Call)]
+        keeps = any(isinstance(node, nodes.Name) and node.name == "super" for node in calls)
+        if block.name == "launch" and not keeps and not _HANDED_OVER.search(words):
+            raise RequestError(
+                f"template {path}, line {block.lineno}: no line is handed over to the run's "
+                "controller, so the tasks would run outside the attempt. Begin the line that "
+                "starts them with 'launch': launch srun … ."
+            )
 
 
 def _parsed(environment: jinja2.Environment, name: str) -> tuple[nodes.Template, str]:
@@ -301,8 +330,6 @@ def _check(spec: JobSpec, script: str) -> None:
             f"--restart-in-job {spec.restart_in_job}: template {spec.template} starts the ranks "
             "without an agent that could start them again. Use --template torchrun.sbatch.j2."
         )
-    if "\nlaunch() {" in script:
-        _check_launch(spec, script)
     body = False
     for number, line in enumerate(script.split("\n"), 1):
         if line.startswith("#SBATCH") and body:
@@ -311,18 +338,3 @@ def _check(spec: JobSpec, script: str) -> None:
                 "first command, where Slurm ignores directives. Move it up."
             )
         body = body or bool(line.strip() and not line.startswith("#"))
-
-
-def _check_launch(spec: JobSpec, script: str) -> None:
-    """Refuse a launch block that starts tasks outside the attempt, or that asks bash for it."""
-    if not _HANDED_OVER.search(script):
-        raise RequestError(
-            f"template {spec.template}: no line is handed over to the run's controller, so the "
-            "tasks would run outside the attempt. Begin the line that starts them with 'launch': "
-            "launch srun … ."
-        )
-    if earlier := _EARLIER_VARIABLE.search(script):
-        raise RequestError(
-            f"template {spec.template}: {earlier[0]} is none of the script's variables any more; "
-            "tasks find the attempt's number in CLUSTERDDP_ATTEMPT."
-        )

@@ -44,6 +44,11 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
             "--launcher submitit writes its script itself and takes no --template or "
             "--template-dir; use --launcher sbatch for those."
         )
+    if spec.container_image:
+        raise RequestError(
+            "--launcher submitit starts submitit's own program in each task, which an image rarely "
+            "has; use --launcher sbatch with --container-image."
+        )
     # The one call of a private function, for the dry run; seen to give the text that
     # SlurmExecutor.submit sends with submitit 1.5.4.
     try:

@@ -38,8 +38,6 @@ EXIT_NO_RUN = 73
 """EX_CANTCREAT of sysexits.h: the run's directory cannot be made, or was removed."""
 SIGNALS = ("TERM", "USR1", "USR2")
 """Signals that the script passes on. Of a TERM Slurm tells the step itself."""
-REQUEST_VARIABLE = "CLUSTERDDP_REQUEST"
-"""Variable in which the script tells what was asked, as JSON."""
 _TORN_DOWN = "torn-down"
 _READY_SECONDS = 10.0
 """Time for srun to listen to signals; one that came earlier would end it."""

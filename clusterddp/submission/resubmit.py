@@ -24,6 +24,7 @@ from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
 from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
 from clusterddp.run.status import RunStatus, run_status
 from clusterddp.slurm.client import query
+from clusterddp.slurm.forms import REQUEST_VARIABLE
 from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import bundle, code_renewal, snapshot
 from clusterddp.submission.preflight import find_own_functions, is_finished, make_sure, uneven_batch
@@ -130,7 +131,8 @@ def resubmit(
         if terms.new_code:
             renewal = code_renewal.renewed(after, run, terms.snapshot_limit_mb)
             new += (f"code: {line}" for line in stack.enter_context(renewal))
-        if terms.new_clusterddp or after != before:
+        is_earlier = run.script.is_file() and _is_earlier(_recorded_script(run))
+        if terms.new_clusterddp or after != before or is_earlier:
             new += stack.enter_context(bundle.renewed(run))
         else:
             bundle.keep(run)
@@ -174,9 +176,16 @@ def _script(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
     """Return the script to send, the recorded one where nothing was changed."""
     if after.train and not terms.from_scratch:
         _check_progress(run, after, after.train)
-    if after == before and run.script.is_file():
-        return _recorded_script(run)
     launcher = launchers.load(after.launcher)
+    if after == before and run.script.is_file():
+        recorded = _recorded_script(run)
+        if not _is_earlier(recorded):
+            return recorded
+        log.info(
+            f"{run.script} was rendered by an earlier clusterddp, and is rendered anew; the former "
+            "stays beside it"
+        )
+        return launcher.prepare(after, terms.template_folder)
     if not terms.allow_changed and run.script.is_file():
         # In a script that is rendered anew nothing else may change unseen.
         old, again = _recorded_script(run), launcher.prepare(before, terms.template_folder)
@@ -366,8 +375,9 @@ def _submit(
     run = claim.run
     kept: dict[Path, Path | None] = {}
     records = {run.spec: after.to_json(), run.script: script}
-    if after == before:
-        records = {} if run.script.is_file() else {run.script: script}  # none of `debug`
+    if after == before:  # and there is no script of `debug`
+        is_kept = run.script.is_file() and _recorded_script(run) == script
+        records = {} if is_kept else {run.script: script}
     try:
         with naming_the_job(after):
             kept = _renew_records(run, records)
@@ -423,6 +433,11 @@ def _differences(before: JobSpec, after: JobSpec) -> list[str]:
         for name, value in vars(old).items()
         if value != vars(new)[name] and not isinstance(value, Resources | TrainConfig)
     ]
+
+
+def _is_earlier(script: str) -> bool:
+    """Return whether a script is of 0.1.0, whose bash did what `clusterddp batch` does now."""
+    return bool(_version(script)) and REQUEST_VARIABLE not in script
 
 
 def _version(script: str) -> str:

@@ -12,3 +12,8 @@ def test_a_submitit_without_the_private_function_is_named(monkeypatch: pytest.Mo
     monkeypatch.delattr("submitit.slurm.slurm._make_sbatch_string")
     with pytest.raises(RequestError, match=r"no _make_sbatch_string.*Install submitit 1\.5\.4"):
         submitit.prepare(spec, None)
+
+
+def test_a_container_is_refused() -> None:
+    with pytest.raises(RequestError, match="use --launcher sbatch with --container-image"):
+        submitit.prepare(job(launcher="submitit", container_image="/a.sif"), None)

@@ -220,12 +220,14 @@ def test_a_container_is_recorded_and_gives_a_task_these_options() -> None:
         "--container-gpus",
         "--container-env=LD_LIBRARY_PATH",
         "--container-env=NCCL_DEBUG",
+        "--container-python=/usr/bin/python3",
     ]
     own = spec(**IMAGE, command=("true",)).container_arguments()
     assert own == [
         "--container-image=/img/torch.sif",
         "--container-runtime=auto",
         "--container-folder",
+        "--container-python=/usr/bin/python3",
     ]
 
 

@@ -303,7 +303,6 @@ def test_a_signal_ahead_of_any_line_of_the_script_is_neither_lost_nor_ends_it(
     heard = []
     for number in range(1, 1000):
         once = f"((++n == {number})) && touch sent && kill -{name} $$"
-        # After the traps: from here on nothing is lost.
         at, line = "trap 'tell TERM' TERM; ", "set -o functrace; trap '{}' DEBUG\n"
         started = job(
             change=partial(insert, ahead=at, line=line.format(once)),

@@ -14,6 +14,7 @@ from clusterddp.run import controller
 from clusterddp.run.controller import Controller, Script
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.forms import REQUEST_VARIABLE
 
 
 @click.command(hidden=True, context_settings={"allow_interspersed_args": False})
@@ -27,8 +28,8 @@ def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...
     for name in (*controller.SIGNALS, "INT"):
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
     # Not an argument, which other users could read: it holds the values of --env.
-    spec = JobSpec.from_json(os.environ[controller.REQUEST_VARIABLE])
-    change_environment({}, without=[controller.REQUEST_VARIABLE])
+    spec = JobSpec.from_json(os.environ[REQUEST_VARIABLE])
+    change_environment({}, without=[REQUEST_VARIABLE])
     run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
         sys.stderr.write(f"clusterddp: {run_dir} is gone, so the run cannot resume\n")
