@@ -17,11 +17,12 @@ import signal
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from clusterddp import log
-from clusterddp.errors import EXIT_DONE, EXIT_PAUSED, ClusterDDPError
+from clusterddp import log, version
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, ClusterDDPError
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import is_rehearsal, own_name
@@ -45,18 +46,38 @@ _AGENT_GRACE_SECONDS = 180.0
 """Time for an agent to start its ranks again."""
 
 
+def read_request(descriptor: int) -> tuple[str, bytes]:
+    """Read the script's first line: what was asked, as JSON; with it what came behind the line.
+
+    Not an argument or a variable: other users could read the first, as it holds the values of
+    --env, and the kernel takes neither above 128 KiB.
+    """
+    heard = b""
+    while b"\n" not in heard:
+        more = os.read(descriptor, 1 << 16)
+        if not more:
+            break
+        heard += more
+    request, _, signals = heard.partition(b"\n")
+    return request.decode(), signals
+
+
 class Script:
     """The batch script at the other end of two pipes, and the file of what its lines print."""
 
-    def __init__(self, signals: int, requests: int, output: int, job_log: int) -> None:
+    def __init__(
+        self, signals: int, requests: int, output: int, job_log: int, heard: bytes
+    ) -> None:
         """Take the descriptors of two pipes, of the script's standard error and of the job's log.
+
+        heard: signals that were read already.
 
         Slurm's own file slurm-JOBID.out takes what is printed until the run has a log, and is
         removed at the end, when all of it stands there; any other file is left alone.
         """
         self.signals = signals
         self._requests, self._output, self._job_log = requests, output, job_log
-        self._taken = 0
+        self._taken, self._heard = 0, heard
         self.is_torn_down = self.has_gone = False
         self._file: Path | None = None
         with contextlib.suppress(OSError):
@@ -66,11 +87,16 @@ class Script:
 
     def hear(self) -> list[str]:
         """Return the signals that it has had; waits for some, or for its end."""
-        heard = os.read(self.signals, 4096)
+        heard, self._heard = self._heard or os.read(self.signals, 4096), b""
         words = heard.decode().split()
         self.has_gone = not heard
         self.is_torn_down = self.has_gone or _TORN_DOWN in words
         return [word for word in words if word in SIGNALS]
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether `hear` would not wait."""
+        return bool(self._heard) or bool(select.select([self.signals], [], [], 0)[0])
 
     def tear_down(self, heed: Callable[[list[str]], None]) -> None:
         """Have its tear-down lines run; `heed` takes the signals that come meanwhile."""
@@ -160,7 +186,11 @@ class Controller:
         log.info(f"{self._run.name}, job {self._job_id} on {nodelist}, {when}")
         self._script.take_output()
         if self._attempt:
-            code = self._step(self._attempt, argv) if ended is None else ended
+            try:
+                code = self._step(self._attempt, argv) if ended is None else ended
+            except Exception:  # a fault of ours costs the step, and not the verdict
+                log.info(traceback.format_exc())
+                code = EXIT_FAILED
         self._script.tear_down(self._heed)
         self._script.take_output()
         if self._attempt is None or self._script.has_gone:
@@ -181,14 +211,16 @@ class Controller:
 
     def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Start the tasks, and wait for them; returns srun's exit code."""
-        while select.select([self._script.signals], [], [], 0)[0] and not self._script.has_gone:
+        while self._script.has_more and not self._script.has_gone:
             self._heed(self._script.hear())
+        if self._script.has_gone:
+            return 128 + signal.SIGTERM
         if self._unsent and self._spec.command:
             return EXIT_PAUSED  # asked before there was anything to stop
         parent = os.getpid()
 
         def become() -> None:
-            for name in SIGNALS:
+            for name in (*SIGNALS, "HUP", "INT"):
                 signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
             die_with_parent(parent, signal.SIGTERM)
 
@@ -216,8 +248,7 @@ class Controller:
         return self._await(srun)
 
     def _await(self, srun: "subprocess.Popen[bytes]") -> int:
-        ended = os.pidfd_open(srun.pid)
-        began = time.monotonic()
+        ended, began = _end_of(srun.pid), time.monotonic()
         while True:
             listened = [] if self._script.has_gone else [self._script.signals]
             ready = select.select([ended, *listened], [], [], 0.05 if self._unsent else None)[0]
@@ -256,6 +287,21 @@ class Controller:
             args=(attempt, job, spec.world_size, os.getpid(), grace),
             daemon=True,
         ).start()
+
+
+def _end_of(pid: int) -> int:
+    """Return a descriptor that can be read once a child has ended, which is still to be waited for.
+
+    Not by pidfd_open, which Linux before 5.3 and many builds of Python do not have.
+    """
+    reader, writer = os.pipe()
+
+    def wait() -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.close(writer)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return reader
 
 
 def _mark(path: Path) -> bool:

@@ -40,9 +40,6 @@ NONCE_VARIABLE = "CLUSTERDDP_NONCE"
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Variable with the number of the attempt, which a batch script gives to its tasks."""
 
-REQUEST_VARIABLE = "CLUSTERDDP_REQUEST"
-"""Variable in which a batch script tells its controller what was asked, as JSON."""
-
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

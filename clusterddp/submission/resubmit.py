@@ -24,7 +24,6 @@ from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
 from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
 from clusterddp.run.status import RunStatus, run_status
 from clusterddp.slurm.client import query
-from clusterddp.slurm.forms import REQUEST_VARIABLE
 from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import bundle, code_renewal, snapshot
 from clusterddp.submission.preflight import find_own_functions, is_finished, make_sure, uneven_batch
@@ -437,7 +436,7 @@ def _differences(before: JobSpec, after: JobSpec) -> list[str]:
 
 def _is_earlier(script: str) -> bool:
     """Return whether a script is of 0.1.0, whose bash did what `clusterddp batch` does now."""
-    return bool(_version(script)) and REQUEST_VARIABLE not in script
+    return bool(_version(script)) and "\nrequest=" not in script
 
 
 def _version(script: str) -> str:

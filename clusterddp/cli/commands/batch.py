@@ -8,13 +8,11 @@ from pathlib import Path
 import click
 
 from clusterddp import log
-from clusterddp.processes import change_environment
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import controller
 from clusterddp.run.controller import Controller, Script
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.run_dir import RunDir
-from clusterddp.slurm.forms import REQUEST_VARIABLE
 
 
 @click.command(hidden=True, context_settings={"allow_interspersed_args": False})
@@ -25,11 +23,10 @@ from clusterddp.slurm.forms import REQUEST_VARIABLE
 def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...]) -> int:
     """Run one attempt of a run to its verdict; ends with the job's exit code."""
     # The script has its signals from bash; Slurm and scancel may send them here as well.
-    for name in (*controller.SIGNALS, "INT"):
+    for name in (*controller.SIGNALS, "HUP", "INT"):
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
-    # Not an argument, which other users could read: it holds the values of --env.
-    spec = JobSpec.from_json(os.environ[REQUEST_VARIABLE])
-    change_environment({}, without=[REQUEST_VARIABLE])
+    request, signals = controller.read_request(0)
+    spec = JobSpec.from_json(request)
     run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
         sys.stderr.write(f"clusterddp: {run_dir} is gone, so the run cannot resume\n")
@@ -40,7 +37,7 @@ def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...
     except OSError as error:
         sys.stderr.write(f"clusterddp: cannot make the run directory {run_dir}: {error.strerror}\n")
         return controller.EXIT_NO_RUN
-    the_script = Script(os.dup(0), os.dup(1), os.dup(2), job_log.fileno())
+    the_script = Script(0, os.dup(1), os.dup(2), job_log.fileno(), signals)
     for descriptor in (1, 2):
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
