@@ -1,12 +1,12 @@
-"""Version of the package, and the file that it is run from, apart from the names that it offers."""
+"""Version of the package, and the file that it is run from."""
 
 import sys
 
 __version__ = "0.1.1"
 
 
-def own_file() -> str:
-    """Return the bundle, a run's own file, that this process was started from; empty without one.
+def bundle_file() -> str:
+    """Return the bundle that this process was started from; empty where it is an installed one.
 
     `submission.bundle` makes it. For the process of `python FILE …` and for those that it forks.
     """
@@ -19,10 +19,17 @@ def own_file() -> str:
 
 
 def described() -> str:
-    """Say which clusterddp this is: `0.1.1, clusterddp-0.1.1-3f2a9c41d07b.pyz`, or installed."""
-    return f"{__version__}, {own_file().rpartition('/')[2] or 'installed'}"
+    """Say which clusterddp this is: `0.1.1 (3f2a9c41d07b)` of a bundle, or `0.1.1 (installed)`."""
+    digest = bundle_file().removesuffix(".pyz").rpartition("-")[2]
+    return f"{__version__} ({digest or 'installed'})"
 
 
 def command() -> list[str]:
     """Give the words that start this clusterddp once more, before those of a subcommand."""
-    return [sys.executable, *([own_file()] if own_file() else ["-m", "clusterddp"])]
+    return [sys.executable, *([bundle_file()] if bundle_file() else ["-m", "clusterddp"])]
+
+
+def of_script(script: str) -> str:
+    """Return the version that rendered a script, as its header says; empty without one."""
+    words = script.partition("rendered by clusterddp ")[2]
+    return words.partition(" ")[0].rstrip(".:")

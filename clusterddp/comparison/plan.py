@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from clusterddp import launchers, log
+from clusterddp import launchers, log, version
 from clusterddp.comparison import results
 from clusterddp.comparison.results import Row, Trial
 from clusterddp.errors import ClusterDDPError, RequestError
@@ -276,7 +276,7 @@ def _train(row: Row, spec: JobSpec, under_way: "_UnderWay") -> Trial:
 
 
 def _argv(row: Row, spec: JobSpec) -> list[str]:
-    debug = [sys.executable, "-m", "clusterddp", "debug", f"--procs={row.ranks}"]
+    debug = [*version.command(), "debug", f"--procs={row.ranks}"]
     return [*debug, *row.train.to_argv(), f"--run-dir={spec.run_dir}"]
 
 

@@ -495,11 +495,19 @@ class JobSpec:
         nodes, tasks, ranks = (f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts)
         return f"{nodes} x {tasks} = {ranks}"
 
+    @property
+    def _has_usual_batch_python(self) -> bool:
+        """Return whether `python` starts the batch script as well; in an image it may be none."""
+        in_image = self.launch_prefix or self.container_image
+        return self.batch_python == self.python and not in_image
+
     def to_json(self) -> str:
         """Return the record that a run keeps of its request; no value passed by name is in it."""
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
+        if self._has_usual_batch_python:
+            del fields["batch_python"]
         if not self.container_image:  # nor do those before containers
             for name in _CONTAINER:
                 del fields[name]
@@ -508,7 +516,10 @@ class JobSpec:
 
     def to_short_json(self) -> str:
         """Return the record without what is a default, as a script says what was asked."""
-        asked = {"format": SPEC_FORMAT, "train": None, "python": self.python, **_asked(self)}
+        asked = {"format": SPEC_FORMAT, "train": None, **_asked(self), "python": self.python}
+        asked["batch_python"] = self.batch_python
+        if self._has_usual_batch_python:
+            del asked["batch_python"]
         lines = [""]
         for part in json.JSONEncoder().iterencode(asked):
             if part.startswith(", ") and len(lines[-1]) > _REQUEST_COLUMNS:
@@ -525,7 +536,9 @@ class JobSpec:
             fields = json.loads(content)
             if fields.pop("format") != SPEC_FORMAT:
                 raise RequestError("spec.json was written by a newer clusterddp; update this one.")
-            fields.setdefault("batch_python", fields["python"])  # of 0.1.0, too
+            if "batch_python" not in fields:  # as in records of 0.1.0
+                in_image = fields.get("launch_prefix") or fields.get("container_image")
+                fields["batch_python"] = sys.executable if in_image else fields["python"]
             resources = Resources(**fields.pop("resources"))
             train = fields.pop("train")
             config = None if train is None else TrainConfig(**train)

@@ -161,11 +161,13 @@ class Controller:
         argv: Sequence[str],
         ended: int | None,
         code_changes: Callable[[RunDir], Sequence[str]],
+        carry: Callable[[RunDir], None],
     ) -> int:
         """Run one attempt from its number to its verdict; returns the job's exit code.
 
         argv: srun's. ended: exit code of a script that failed before it. code_changes: as `begin`
-        takes it. Exceptions of the attempt's refusal are logged.
+        takes it. carry: has the run keep this clusterddp, where it keeps none. Exceptions of the
+        attempt's refusal are logged.
         """
         nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
         spec, code = self._spec, 0
@@ -186,7 +188,9 @@ class Controller:
         log.info(f"{self._run.name}, job {self._job_id} on {nodelist}, {when}")
         self._script.take_output()
         if self._attempt:
+            log.info(f"clusterddp {version.described()} runs attempt {self._attempt.number}")
             try:
+                carry(self._run)
                 code = self._step(self._attempt, argv) if ended is None else ended
             except Exception:  # a fault of ours costs the step, and not the verdict
                 log.info(traceback.format_exc())

@@ -4,9 +4,9 @@
     clusterddp.pyz                      leads to it
     __pycache__/                        its bytecode, for the Python that made it
 
-The same sources give the same bytes. Python compiles what it imports from a zip file at each start,
-a fifth of a second for a rank: so the bytecode lies beside it, and a Python that it suits reads it
-from there. Without it everything works, and starts later.
+The same sources give the same bytes. Python compiles what it imports from a zip file at each start:
+so the bytecode lies beside it, and a Python that it suits reads it from there, where its digest is
+that of its name. Without it everything works, and starts later.
 """
 
 import contextlib
@@ -14,22 +14,21 @@ import hashlib
 import importlib.util
 import io
 import marshal
+import os
 import struct
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
 
 from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.run.attempt import link
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir
-from clusterddp.version import __version__, own_file
+from clusterddp.version import __version__, bundle_file
 
 _DIGITS = 12
 _UNCHECKED_HASH = 1
@@ -50,13 +49,9 @@ def check():
             "interpreter: --python for the tasks, --batch-python for the batch script."
             % (sys.executable, os.uname()[1], sys.version.split()[0])
         )
-    import hashlib
-    import importlib.util
-
     path = os.path.realpath(sys.path[0])
     folder, name = os.path.split(path)
-    with open(path, "rb") as file:
-        digest = hashlib.sha256(file.read()).hexdigest()[:12]
+    digest = digest_of(path)
     if not name.endswith("-%s.pyz" % digest):
         import shlex
 
@@ -64,9 +59,26 @@ def check():
             "clusterddp: %s was altered or damaged: its digest is %s. Give the run another one: "
             "clusterddp resubmit %s --clusterddp new" % (path, digest, shlex.quote(folder))
         )
-    magic = importlib.util.MAGIC_NUMBER.hex()
-    bytecode = os.path.join(folder, "__pycache__", "%s.%s.zip" % (name[:-4], magic))
-    sys.path[:1] = [bytecode, path] if os.path.isfile(bytecode) else [path]
+    sys.path[:1] = [path]
+    import importlib.util
+
+    bytecode = "%s.%s-" % (name[:-4], importlib.util.MAGIC_NUMBER.hex())
+    folder = os.path.join(folder, "__pycache__")
+    try:
+        for name in os.listdir(folder):
+            file = os.path.join(folder, name)
+            if name.startswith(bytecode) and name.endswith("-%s.zip" % digest_of(file)):
+                sys.path.insert(0, file)
+                break
+    except OSError:
+        pass  # there is none, or it cannot be read
+
+
+def digest_of(path):
+    import hashlib
+
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()[:DIGITS]
 
 
 check()
@@ -74,7 +86,7 @@ check()
 from clusterddp.__main__ import main
 
 main()
-'''
+'''.replace("DIGITS", str(_DIGITS))
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,7 @@ def carry(run: RunDir) -> Bundle:
             f"cannot put clusterddp into the run, {path} ({len(content) / 1e6:.1f} MB): "
             f"{error.strerror}. Make room there, or choose another --output-root."
         ) from None
-    _keep_bytecode(path)
+    _keep_bytecode(path, content)
     return Bundle(path)
 
 
@@ -124,22 +136,22 @@ def renewed(run: RunDir) -> Iterator[list[str]]:
     line or none. Raises RequestError as `carry` does.
     """
     former = _carried(run)
-    made = carry(run)
+    new = carry(run)
     try:
-        yield [] if made == former else [f"clusterddp {former or 'installed'}, now {made}"]
+        yield [] if new == former else [f"clusterddp {former or 'installed'}, now {new}"]
     except RequestError:
         if former is None:
             run.bundle.unlink()
         else:
             link(run.bundle, former.path.name)
-        if made != former:
-            for file in (made.path, _bytecode(made.path)):
+        if new != former:
+            for file in (new.path, *_bytecode(new.path.parent / "__pycache__", new.path)):
                 file.unlink(missing_ok=True)
         raise
 
 
 def keep(run: RunDir) -> None:
-    """Make sure of the file that a run goes on with; log where another one is installed.
+    """Make sure of the file that a run carries; log where another clusterddp is installed.
 
     Raises RequestError as `find` does.
     """
@@ -147,8 +159,8 @@ def keep(run: RunDir) -> None:
     installed = Bundle(run.path.resolve() / _name(build()))
     if carried and carried != installed:
         log.info(
-            f"{run.name} goes on with its own clusterddp {carried}; installed is {installed}. "
-            "Use --clusterddp new to take that."
+            f"{run.name} keeps its clusterddp {carried}; {installed} is installed. Take that with "
+            "--clusterddp new."
         )
 
 
@@ -168,7 +180,7 @@ def find(run: RunDir) -> Bundle | None:
             f"the clusterddp of {run.name}, {carried.path}, cannot be read: {error.strerror}. "
             f"{remedy}"
         ) from None
-    if carried.path.stem[-_DIGITS:] != _digest(content):
+    if not _is_whole(carried.path, content):
         raise RequestError(f"the clusterddp of {run.name}, {carried.path}, was altered. {remedy}")
     return carried
 
@@ -178,10 +190,19 @@ def build() -> bytes:
 
     Nothing is compressed: that takes longer than to write it, and differs between libraries.
     """
-    if own_file():
-        return Path(own_file()).read_bytes()
-    sources = {name: path.read_bytes() for name, path in _sources().items()}
-    return _zip({"__main__.py": _MAIN.encode(), **sources})
+    if bundle_file():
+        return Path(bundle_file()).read_bytes()
+    click = importlib.util.find_spec("click")
+    assert click and click.origin, "the command cannot do without it"
+    packages = (Path(__file__).parents[1], Path(click.origin).parent)
+    sources = {
+        path.relative_to(package.parent).as_posix(): path
+        for package in packages
+        for path in package.rglob("*.py")
+        if path.stem.isidentifier()  # and no editor's own file
+    }
+    contents = {name: path.read_bytes() for name, path in sorted(sources.items())}
+    return _zip({"__main__.py": _MAIN.encode(), **contents})
 
 
 def _carried(run: RunDir) -> Bundle | None:
@@ -197,69 +218,72 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:_DIGITS]
 
 
-def _bytecode(path: Path) -> Path:
-    """Return where the bytecode of a file lies, for this Python."""
-    magic = importlib.util.MAGIC_NUMBER.hex()
-    return path.parent / "__pycache__" / f"{path.stem}.{magic}.zip"
-
-
-def _sources() -> dict[str, Path]:
-    """Map the name of each module's file in the zip file to where it is installed."""
-    click = importlib.util.find_spec("click")
-    assert click and click.origin, "the command cannot do without it"
-    packages = (Path(__file__).parents[1], Path(click.origin).parent)
-    found = {
-        path.relative_to(package.parent).as_posix(): path
-        for package in packages
-        for path in package.rglob("*.py")
-        if path.stem.isidentifier()  # and no editor's own file
-    }
-    return dict(sorted(found.items()))
+def _is_whole(path: Path, content: bytes) -> bool:
+    """Return whether a file has the digest that its name says."""
+    return path.stem.endswith(f"-{_digest(content)}")
 
 
 def _zip(contents: Mapping[str, bytes]) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
         for name, content in contents.items():
             item = zipfile.ZipInfo(name)  # of 1980, as all of them
             item.create_system, item.external_attr = 3, 0o644 << 16  # Unix, rw-r--r--
             archive.writestr(item, content)
-    return made.getvalue()
+    return file.getvalue()
 
 
-def _keep_bytecode(path: Path) -> None:
+def _bytecode(folder: Path, path: Path) -> list[Path]:
+    """List the bytecode of a file for this Python: one in most cases."""
+    return sorted(folder.glob(f"{path.stem}.{importlib.util.MAGIC_NUMBER.hex()}-*.zip"))
+
+
+def _keep_bytecode(path: Path, content: bytes) -> None:
     """Keep the modules' bytecode beside the file, where the installation has it or takes it.
 
-    It is compiled once for all runs, into the installation's own `__pycache__`.
+    It is compiled once for all runs, into the installation's own `__pycache__`; what another user
+    could have written there is not read.
     """
-    file = _bytecode(path)
-    kept = Path(importlib.util.cache_from_source(__file__)).with_name(file.name)
+    kept = Path(importlib.util.cache_from_source(__file__)).parent
+    folder = path.parent / "__pycache__"
     with contextlib.suppress(OSError):
-        if not kept.is_file():
-            _compile(kept, path.name)
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        write_atomically(file, kept.read_bytes())
+        files = [
+            file
+            for file in _bytecode(kept, path)
+            if _is_trusted(kept) and _is_trusted(file) and _is_whole(file, file.read_bytes())
+        ]
+        file = files[0] if files else _compile(kept, path, content)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(folder / file.name, file.read_bytes())
 
 
-def _compile(kept: Path, file: str) -> None:
-    """Write the bytecode of all modules of the file. Raises OSError, before it compiles any."""
-    if sys.dont_write_bytecode or own_file():
+def _is_trusted(path: Path) -> bool:
+    status, owners = path.stat(), (os.geteuid(), Path(__file__).stat().st_uid, 0)
+    return status.st_uid in owners and not status.st_mode & 0o022
+
+
+def _compile(kept: Path, path: Path, content: bytes) -> Path:
+    """Write the bytecode of the file's modules. Raises OSError, before it compiles any."""
+    if sys.dont_write_bytecode or bundle_file():
         raise FileNotFoundError
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=kept.parent):  # may something be written there?
-        for former in kept.parent.glob(f"clusterddp-*{kept.suffixes[-2]}.zip"):
-            former.unlink()
-    head = importlib.util.MAGIC_NUMBER + struct.pack("<IQ", _UNCHECKED_HASH, 0)
-    contents = {}
-    for name, source in _sources().items():
-        code = SourceFileLoader(name, str(source)).get_code(name)
-        assert code, "a source has code"
-        contents[f"{name}c"] = head + marshal.dumps(_moved(code, f"{file}/{name}"))
-    write_atomically(kept, _zip(contents))
-    kept.chmod(0o644)  # for everybody who uses the installation, as Python's own
-
-
-def _moved(code: CodeType, path: str) -> CodeType:
-    """Return code whose tracebacks name another path."""
-    inner = (_moved(each, path) if isinstance(each, CodeType) else each for each in code.co_consts)
-    return code.replace(co_filename=path, co_consts=tuple(inner))
+    kept.mkdir(parents=True, exist_ok=True)
+    magic = importlib.util.MAGIC_NUMBER
+    with tempfile.TemporaryFile(dir=kept):  # may something be written there?
+        for former in kept.glob(f"clusterddp-*.{magic.hex()}-*.zip"):
+            former.unlink(missing_ok=True)
+    head = magic + struct.pack("<IQ", _UNCHECKED_HASH, 0)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        sources = {name: archive.read(name) for name in archive.namelist() if "/" in name}
+    compiled = _zip(
+        {
+            f"{name}c": head
+            + marshal.dumps(
+                compile(source, f"{path.name}/{name}", "exec", dont_inherit=True, optimize=0)
+            )
+            for name, source in sources.items()
+        }
+    )
+    file = kept / f"{path.stem}.{magic.hex()}-{_digest(compiled)}.zip"
+    write_atomically(file, compiled)
+    file.chmod(0o644)  # for everybody who uses the installation, as Python's own
+    return file

@@ -28,13 +28,19 @@ from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import bundle, code_renewal, snapshot
 from clusterddp.submission.preflight import find_own_functions, is_finished, make_sure, uneven_batch
 from clusterddp.submission.submit import naming_the_job
+from clusterddp.version import of_script
 
 CHANGEABLE = (
-    *("resources", "train", "signal", "job_name"),
+    *("resources", "train", "signal", "job_name", "batch_python"),
     *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
 )
 """Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
 _MOST_CHANGES = 20
+_TOGETHER_SECONDS = 2.0
+_EITHER = (
+    "Name its folder with --template-dir, edit the script and resubmit without options, or add "
+    "--allow-changed to have it rendered anew."
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,8 @@ def resubmit(
 ) -> Resubmission:
     """Submit a run once more, from the folder of its first submission.
 
-    change: makes the new request from the recorded one; an equal one sends the script as it stands.
+    change: makes the new request from the recorded one; an equal one sends the script as it stands,
+    unless an earlier version rendered it.
     dry_run: check the request and render the script; touch nothing.
 
     Raises RequestError where nothing was submitted; SlurmError where the job may be queued.
@@ -130,8 +137,8 @@ def resubmit(
         if terms.new_code:
             renewal = code_renewal.renewed(after, run, terms.snapshot_limit_mb)
             new += (f"code: {line}" for line in stack.enter_context(renewal))
-        is_earlier = run.script.is_file() and _is_earlier(_recorded_script(run))
-        if terms.new_clusterddp or after != before or is_earlier:
+        is_new = not run.script.is_file() or script != _recorded_script(run)
+        if terms.new_clusterddp or is_new:
             new += stack.enter_context(bundle.renewed(run))
         else:
             bundle.keep(run)
@@ -172,31 +179,61 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
 
 
 def _script(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
-    """Return the script to send, the recorded one where nothing was changed."""
+    """Return the script to send: the recorded one where nothing was changed, or a new one.
+
+    One of an earlier version is rendered anew, unless lines of the person's would be lost.
+    """
     if after.train and not terms.from_scratch:
         _check_progress(run, after, after.train)
-    launcher = launchers.load(after.launcher)
-    if after == before and run.script.is_file():
-        recorded = _recorded_script(run)
-        if not _is_earlier(recorded):
+    render = launchers.load(after.launcher).prepare
+    if not run.script.is_file():
+        return render(after, terms.template_folder)
+    recorded, is_unchanged = _recorded_script(run), after == before and not terms.new_clusterddp
+    if not _is_earlier(recorded):
+        if after == before:
             return recorded
-        log.info(
-            f"{run.script} was rendered by an earlier clusterddp, and is rendered anew; the former "
-            "stays beside it"
-        )
-        return launcher.prepare(after, terms.template_folder)
-    if not terms.allow_changed and run.script.is_file():
-        # In a script that is rendered anew nothing else may change unseen.
-        old, again = _recorded_script(run), launcher.prepare(before, terms.template_folder)
-        if old != again and _version(old) == _version(again):
+        again = "" if terms.allow_changed else render(before, terms.template_folder)
+        if again and recorded != again and of_script(recorded) == of_script(again):
             raise RequestError(
                 f"{run.script} is not what template {before.template} gives for this run: it was "
                 "edited, or rendered from a template of your own, or by another state of "
-                "clusterddp. Name its folder with --template-dir, "
-                "edit the script and resubmit without options, or add --allow-changed to have it "
-                "rendered anew."
+                f"clusterddp. {_EITHER}"
             )
-    return launcher.prepare(after, terms.template_folder)
+        return render(after, terms.template_folder)
+    own = "" if terms.allow_changed else _own_lines(run, before, recorded, terms)
+    earlier = f"{run.script} is of clusterddp {of_script(recorded)}"
+    if own and not is_unchanged:
+        raise RequestError(f"{earlier}, and {own}. {_EITHER}")
+    if own:
+        log.info(f"{earlier}, and is sent as it stands: {own}. --allow-changed renders it anew")
+        return recorded
+    log.info(f"{earlier}, and is rendered anew; the former stays beside it")
+    return render(after, terms.template_folder)
+
+
+def _own_lines(run: RunDir, spec: JobSpec, script: str, terms: Terms) -> str:
+    """Say why a script of an earlier version may hold lines of the person's; empty where it cannot.
+
+    Its template is not at hand to be compared with. But a run's script and request are written
+    together, and a script that was sent by hand has no submission.
+    """
+    if spec.launcher == "submitit":  # which renders at each submission
+        return ""
+    try:
+        again = launchers.load(spec.launcher).prepare(spec, terms.template_folder)
+    except RequestError as error:
+        return str(error).rstrip(".")
+    if not any(isinstance(event, events.Submitted) for event in events.read(run.events)):
+        return "it was sent by hand, perhaps edited"
+    if run.script.stat().st_mtime > run.spec.stat().st_mtime + _TOGETHER_SECONDS:
+        return "it was edited since, or options have changed"
+    if _directives(script) != _directives(again):
+        return f"its directives are not those that template {spec.template} gives"
+    return ""
+
+
+def _directives(script: str) -> list[str]:
+    return [line for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
 def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
@@ -436,9 +473,4 @@ def _differences(before: JobSpec, after: JobSpec) -> list[str]:
 
 def _is_earlier(script: str) -> bool:
     """Return whether a script is of 0.1.0, whose bash did what `clusterddp batch` does now."""
-    return bool(_version(script)) and "\nrequest=" not in script
-
-
-def _version(script: str) -> str:
-    """Return the line that names the version that has rendered a script."""
-    return next((line for line in script.splitlines() if "rendered by clusterddp" in line), "")
+    return bool(of_script(script)) and "\nrequest=" not in script

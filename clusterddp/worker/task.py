@@ -1,13 +1,15 @@
 """Runs a task: find out who it is, meet the others, agree, train, tidy up."""
 
 import gc
+import importlib
 import importlib.util
 import os
+import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
 
 # For a checkpoint under way when a rank has failed: Slurm kills KillWait (30 s) after its TERM.
 _SAVE_SECONDS = 20.0
+_PACKAGES = {"torch": (2, 4), "numpy": (1, 24)}
+"""What every training imports, with the least version (pyproject.toml has the same)."""
 _TIME_LIMIT_SECONDS = 600.0  # between two polls: an administrator can move the limit
 
 
@@ -144,19 +148,39 @@ def _run(task: _Task) -> int:
     return {"": EXIT_DONE, "interrupt": EXIT_INTERRUPTED}.get(reason, EXIT_PAUSED)
 
 
-def _require_torch() -> None:
-    if importlib.util.find_spec("torch") is not None:
-        return
-    if image := os.environ.get(IMAGE_VARIABLE):
-        raise TrainingError(
-            f"torch is not installed for {sys.executable} in the image {image} on "
-            f"{socket.gethostname()}. Use an image with torch, or name another interpreter in it "
-            "with --python."
+def _require_packages() -> None:
+    """Raise TrainingError where the interpreter lacks what every training imports."""
+    absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if absent:
+        raise _unfit(absent, f"{' and '.join(absent)} cannot be imported by {sys.executable}")
+
+
+def _import_package(name: str) -> None:
+    """Import torch or numpy; raises TrainingError where it is broken or too old."""
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # a library that it was built with is not there, for one
+        what = f"{name} cannot be imported by {sys.executable} ({type(error).__name__}: {error})"
+        raise _unfit([name], what) from error
+    least, version = _PACKAGES[name], str(getattr(module, "__version__", ""))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and tuple(map(int, numbers.groups())) < least:
+        wanted = f"{name} {least[0]}.{least[1]} or later is needed"
+        raise _unfit([name], f"{wanted}, and {sys.executable} has {version}")
+
+
+def _unfit(packages: Sequence[str], what: str) -> TrainingError:
+    """Say where a package is missing, and what to do."""
+    image = os.environ.get(IMAGE_VARIABLE)
+    if image:
+        return TrainingError(
+            f"{what} in the image {image} on {socket.gethostname()}. Use an image that has it, or "
+            "name another interpreter in it with --python."
         )
-    raise TrainingError(
-        f"torch is not installed for {sys.executable} on {socket.gethostname()}. "
-        f"Install it there: {sys.executable} -m pip install torch; or choose another "
-        "interpreter with --python."
+    wanted = " ".join(f"'{name}>={'.'.join(map(str, _PACKAGES[name]))}'" for name in packages)
+    return TrainingError(
+        f"{what} on {socket.gethostname()}. Install it there: {sys.executable} -m pip install "
+        f"{wanted}; or choose another interpreter with --python."
     )
 
 
@@ -176,6 +200,8 @@ def _import_torch() -> None:
     was_on = gc.isenabled()
     gc.disable()
     try:
+        for name in _PACKAGES:
+            _import_package(name)
         import torch
 
         import clusterddp.distributed.watchdog

@@ -166,7 +166,7 @@ def test_another_one_is_taken_while_the_run_is_submitted(
     monkeypatch.setattr(bundle, "_MAIN", f"{bundle._MAIN}# newer\n")
     bundle.keep(run)
     [line] = logged
-    assert f"its own clusterddp {former}; installed is 9.9 (" in line
+    assert f"keeps its clusterddp {former}; 9.9 (" in line
     with pytest.raises(RequestError, match="sbatch"), bundle.renewed(run):
         raise RequestError("sbatch refused the job")
     assert bundle.find(run) == former

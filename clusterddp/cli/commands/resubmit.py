@@ -23,7 +23,10 @@ from clusterddp.submission.resubmit import CHANGEABLE, Terms, resubmit
 _FIXED = {"sbatch", "omit-directive", "output-root", "resume"}
 _TRAINED = [row for row in TRAINING if row.name not in _FIXED]
 _ASKED = [
-    row for row in REQUEST if row.group in (ASKED, INTERRUPTED, KEPT) and row.name not in _FIXED
+    row
+    for row in REQUEST
+    if (row.group in (ASKED, INTERRUPTED, KEPT) or row.name == "batch-python")
+    and row.name not in _FIXED
 ]
 
 
@@ -62,7 +65,7 @@ class ResubmitCommand(SettingsCommand):
     default="kept",
     show_default=True,
     help="The clusterddp that RUN uses: its own, kept from the submission, or the one that is "
-    "installed here, as where options change.",
+    "installed here, which any other option takes as well.",
 )
 @click.option(
     "--snapshot-limit",
@@ -99,8 +102,9 @@ def command(
     """Submit RUN once more: it resumes from its last checkpoint, in its own directory.
 
     RUN is a run's name, job id or directory. Its script is sent as it stands, unless options are
-    given: they replace the recorded ones, and an empty value drops one (--dependency ''). Nothing
-    is taken from variables or site.cfg. The attempts that --max-requeues caps are counted anew.
+    given: they replace the recorded ones, and an empty value drops one (--dependency ''). One of
+    clusterddp 0.1.0 is rendered anew, unless you have edited it. Nothing is taken from variables or
+    site.cfg. The attempts that --max-requeues caps are counted anew.
 
     It runs its copy of your code, and logs in what the folder differs by now; --code new takes the
     folder instead, with what a COMMAND has written in its copy. A changed option that decides the
@@ -147,6 +151,8 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     # Where it was one a GPU before, it stays so.
     tasks = 0 if asked.tasks_per_node == (asked.gpus_per_node or 1) else asked.tasks_per_node
     fields = {name: value for name, value in given.items() if name in CHANGEABLE}
+    if "/" in fields.get("batch_python", ""):
+        fields["batch_python"] = os.path.abspath(fields["batch_python"])
     fields["resources"] = changed_resources(asked, given, tasks)
     if fields.get("signal") == "none":
         fields["signal"] = ""

@@ -270,7 +270,7 @@ def test_the_runs_own_clusterddp_is_kept_until_another_is_asked_for(
     former = bundle.carry(run)
     monkeypatch.setattr(bundle, "__version__", "9.9")
     monkeypatch.setattr(bundle, "_MAIN", f"{bundle._MAIN}# newer\n")
-    assert f"own clusterddp {former}; installed is 9.9 (" in accepted(workplace, "one").err
+    assert f"keeps its clusterddp {former}; 9.9 (" in accepted(workplace, "one").err
     assert bundle.find(run) == former
     workplace.command("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     assert workplace.invoke("resubmit", "one", "--time", "20").code == 2
