@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -365,3 +366,19 @@ def test_a_training_that_cannot_use_what_is_asked_for_is_refused(
 def test_one_task_may_drive_all_gpus_of_its_node() -> None:
     resources = Resources(gpus_per_node=4, tasks_per_node=1)
     assert spec(resources=resources, train=TrainConfig(strategy="dp")).world_size == 1
+
+
+@pytest.mark.parametrize(
+    "image", [{"launch_prefix": ("apptainer", "exec", "i.sif")}, {"container_image": "i.sif"}]
+)
+def test_a_record_without_the_batch_scripts_interpreter_names_none_of_an_image(
+    image: dict[str, Any],
+) -> None:
+    """Records of 0.1.0 name one interpreter, that of the tasks, which may be in an image alone."""
+    asked = spec(python="/opt/conda/bin/python", batch_python=sys.executable, **image)
+    record = json.loads(asked.to_json())
+    del record["batch_python"]
+    assert JobSpec.from_json(json.dumps(record)) == asked
+    same = spec(python="/same/python", batch_python="/same/python", **image)
+    for text in (same.to_json(), same.to_short_json()):
+        assert JobSpec.from_json(text) == same

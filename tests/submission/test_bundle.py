@@ -2,7 +2,9 @@
 
 import ast
 import hashlib
+import io
 import json
+import marshal
 import resource
 import shlex
 import shutil
@@ -11,7 +13,7 @@ import sys
 import venv
 import zipfile
 from collections.abc import Iterator
-from importlib.util import find_spec
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 import pytest
@@ -205,6 +207,78 @@ def test_no_room_ends_a_submission_before_it_is_sent(tmp_path: Path, no_room: No
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def pycache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the installation keeps the bytecode of bundles."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "bytecode"))
+    return Path(cache_from_source(bundle.__file__)).parent
+
+
+def test_the_bytecode_is_that_of_the_files_own_sources(
+    run: RunDir, pycache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of what lies on the disk by then, as where somebody edits an installation meanwhile."""
+    sources = zipfile.ZipFile(io.BytesIO(bundle.build()))
+    contents = {name: sources.read(name) for name in sources.namelist()}
+    contents["clusterddp/errors.py"] += b"AS_SUBMITTED = 1\n"
+    content = bundle._zip(contents)
+    monkeypatch.setattr(bundle, "build", lambda: content)
+    carried = bundle.carry(run)
+    [file] = run.path.glob("__pycache__/*.zip")
+    code = marshal.loads(zipfile.ZipFile(file).read("clusterddp/errors.pyc")[16:])
+    assert "AS_SUBMITTED" in code.co_names
+    assert code.co_filename == f"{carried.path.name}/clusterddp/errors.py"
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing of a zip file", None], ids=str)
+def test_bytecode_that_was_altered_is_left_alone(
+    run: RunDir, pycache: Path, content: bytes | None
+) -> None:
+    bundle.carry(run)
+    [file] = run.path.glob("__pycache__/*.zip")
+    other = bundle._zip({"clusterddp/__init__.py": b"raise SystemExit('altered')"})
+    file.write_bytes(other if content is None else content)
+    assert said(sys.executable, run.bundle, "--version").endswith(f" {__version__}\n")
+
+
+def test_bytecode_of_the_installation_is_taken_as_long_as_it_is_whole(
+    tmp_path: Path, pycache: Path
+) -> None:
+    runs = [RunDir(tmp_path / name) for name in "abc"]
+    for run in runs:
+        run.path.mkdir()
+    bundle.carry(runs[0])
+    [file] = pycache.glob("*.zip")
+    taken = file.stat().st_mtime_ns
+    bundle.carry(runs[1])
+    assert [each.stat().st_mtime_ns for each in pycache.glob("*.zip")] == [taken]
+    file.write_bytes(b"torn")
+    bundle.carry(runs[2])
+    assert {len(list(run.path.glob("__pycache__/*.zip"))) for run in runs} == {1}
+    for each in [*pycache.glob("*.zip"), *tmp_path.glob("?/__pycache__/*.zip")]:
+        assert each.stem.endswith(f"-{hashlib.sha256(each.read_bytes()).hexdigest()[:12]}")
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_bytecode_that_another_user_could_have_written_is_not_taken(
+    tmp_path: Path, run: RunDir, pycache: Path, what: str
+) -> None:
+    bundle.carry(RunDir(tmp_path))
+    [file] = pycache.glob("*.zip")
+    (pycache if what == "folder" else file).chmod(0o777)
+    text = file.read_bytes()
+    assert text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle, "_compile", unlikely)
+        bundle.carry(run)
+    assert not list(run.path.glob("__pycache__/*.zip"))
+
+
+def unlikely(*_: object) -> Path:
+    raise FileNotFoundError
+
+
 def test_where_python_writes_no_bytecode_the_file_is_enough(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -230,7 +304,17 @@ def test_an_older_python_is_refused_in_one_sentence(carried: RunDir) -> None:
 
 def test_the_batch_side_needs_python_alone(carried: RunDir) -> None:
     alone = (sys.executable, "-I", "-S", carried.bundle)
-    for name in ("begin", "finish", "watch-step", "exec", "stop", "status", "logs", "resubmit"):
+    for name in (
+        "batch",
+        "begin",
+        "finish",
+        "watch-step",
+        "exec",
+        "stop",
+        "status",
+        "logs",
+        "resubmit",
+    ):
         assert f"clusterddp {name}" in said(*alone, name, "--help")
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from clusterddp.run.restart_policy import causes_of
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.submission import bundle, snapshot
 from clusterddp.submission import resubmit as resubmission
+from clusterddp.version import __version__
 from tests.checkpoints import made_checkpoints
 from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, kinds, read_events
 from tests.hostile import CARRIED
+from tests.kept.test_kept import COMMITS, unpacked
 from tests.waiting import PATIENCE, dying_with_us, wait_for
 
 __all__ = ["workplace"]
@@ -296,6 +299,127 @@ def test_one_that_was_altered_is_replaced_on_purpose(workplace: Workplace) -> No
 def resubmissions(run: RunDir) -> list[list[str]]:
     """What changed with each."""
     return [event["changes"] for event in read_events(run) if event["event"] == "resubmit"]
+
+
+def test_a_script_of_another_version_is_rendered_anew_with_other_options(
+    workplace: Workplace,
+) -> None:
+    run = stopped(workplace)
+    header = f"rendered by clusterddp {__version__}: "
+    script = run.script.read_text()
+    assert header in script
+    run.script.write_text(script.replace(header, "rendered by clusterddp 9.9: "))
+    accepted(workplace, "one", "--time", "20")
+    assert header in sent(workplace)
+
+
+def test_the_interpreter_of_the_batch_script_can_be_changed(workplace: Workplace) -> None:
+    run = stopped(workplace, batch_python="python3")
+    accepted(workplace, "one", "--batch-python", "bin/python3.13")
+    python = str(workplace.folder / "bin/python3.13")
+    assert f"\nbatch=({python} " in sent(workplace)
+    assert run.load_spec().python == "python"
+    assert f"batch_python python3, now {python}" in resubmissions(run)[-1]
+
+
+# -- of an earlier version ---------------------------------------------------------------------
+
+
+def earlier(workplace: Workplace, commit: str = COMMITS[0]) -> RunDir:
+    """A run that clusterddp 0.1.0 has rendered, of launcher sbatch."""
+    unpacked(workplace.folder, commit, "stopped.tar.xz")
+    workplace.command("squeue", FORGOTTEN)
+    workplace.command("sacct", "exit 1")
+    workplace.command("sbatch", "/bin/cat >sent; echo 13")
+    run = RunDir(workplace.root / "stopped")
+    changed(run, run.spec, '"launcher": "local"', '"launcher": "sbatch"')
+    return run
+
+
+def changed(run: RunDir, path: Path, old: str, new: str) -> None:
+    """Replace words, and have script and request be as old as each other."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    os.utime(run.script, (run.spec.stat().st_mtime,) * 2)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_an_earlier_run_gets_the_script_of_today_and_carries_this_clusterddp(
+    workplace: Workplace, commit: str
+) -> None:
+    run = earlier(workplace, commit)
+    former = run.script.read_text()
+    got = accepted(workplace, "stopped")
+    assert sent(workplace) == run.script.read_text() == sbatch.prepare(run.load_spec(), None)
+    assert "and is rendered anew; the former stays beside it" in got.err
+    assert (run.path / "script-1.sbatch").read_text() == former
+    assert resubmissions(run) == [[f"clusterddp installed, now {bundle.find(run)}"]]
+
+
+def edited(run: RunDir) -> None:
+    script = run.script.read_text()
+    run.script.write_text(script.replace("export PYTHONUNBUFFERED=1", "module load mine"))
+    later = run.spec.stat().st_mtime + 60
+    os.utime(run.script, (later, later))
+
+
+def other_directives(run: RunDir) -> None:
+    changed(run, run.script, "#SBATCH --requeue\n", "#SBATCH --requeue\n#SBATCH --mem=7G\n")
+
+
+def of_own_template(run: RunDir) -> None:
+    changed(run, run.spec, "ddp.sbatch.j2", "mine.sbatch.j2")
+
+
+def by_hand(run: RunDir) -> None:
+    changed(run, run.events, '"submitted"', '"an event of no meaning"')
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (edited, "it was edited since"),
+        (other_directives, "its directives are not those that template ddp.sbatch.j2 gives"),
+        (of_own_template, "template 'mine.sbatch.j2' is not found"),
+        (by_hand, "it was sent by hand, perhaps edited"),
+    ],
+)
+def test_an_earlier_script_that_may_hold_lines_of_ones_own_is_sent_as_it_stands(
+    workplace: Workplace, change: Callable[[RunDir], None], why: str
+) -> None:
+    run = earlier(workplace)
+    change(run)
+    recorded = run.script.read_text()
+    for more in (("--time", "20"), ("--clusterddp", "new")):
+        assert why in refused(workplace, run, *more)
+    got = accepted(workplace, "stopped")
+    assert f"of clusterddp 0.1.0, and is sent as it stands: {why}" in got.err
+    assert sent(workplace) == run.script.read_text() == recorded
+    assert not run.bundle.is_symlink()
+
+
+def test_an_edited_earlier_script_is_rendered_anew_where_that_is_asked_for(
+    workplace: Workplace,
+) -> None:
+    edited(earlier(workplace))
+    assert "\nrequest=" in accepted(workplace, "stopped", "--allow-changed", "--dry-run").out
+
+
+def test_an_earlier_run_finds_its_own_template_in_the_folder_that_is_named(
+    workplace: Workplace,
+) -> None:
+    of_own_template(earlier(workplace))
+    own = workplace.folder / "own"
+    own.mkdir()
+    (own / "mine.sbatch.j2").write_text(
+        "{% extends 'shipped/ddp.sbatch.j2' %}{% block setup %}echo mine{% endblock %}\n"
+    )
+    got = accepted(workplace, "stopped", "--template-dir", str(own), "--dry-run")
+    assert "\necho mine" in got.out
+
+
+# -- what else is typed ------------------------------------------------------------------------
 
 
 def test_an_empty_value_drops_an_option(workplace: Workplace) -> None:
