@@ -35,12 +35,17 @@ _EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
 
 
-def render(spec: JobSpec, template_folder: Path | None = None) -> str:
-    """Render the whole script; raises RequestError with the line when the template is at fault."""
+def render(
+    spec: JobSpec, template_folder: Path | None = None, *, template: str | None = None
+) -> str:
+    """Render the whole script; raises RequestError with the line when the template is at fault.
+
+    template: in place of the one that was asked for.
+    """
     folders = [*([template_folder] if template_folder else []), shipped_folder()]
     environment = _jinja(folders)
     try:
-        script = environment.get_template(spec.template).render(_context(spec))
+        script = environment.get_template(template or spec.template).render(_context(spec))
     except jinja2.TemplateNotFound as error:
         names = {path.name for folder in folders for path in folder.glob("*.j2")}
         known = ", ".join(sorted(name for name in names if not name.startswith("_")))
@@ -187,7 +192,7 @@ def _context(spec: JobSpec) -> dict[str, object]:
         "agent_directives": directives(spec, agents=True),
         "rank_variables": forms.RANK_VARIABLES,
         "task_arguments": task_arguments(spec),
-        "request": spec.to_short_json(),
+        "request": spec.to_script(),
     }
 
 

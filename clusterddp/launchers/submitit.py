@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:
     task = Task(
         run_dir=str(run.path),
         argv=(spec.python, "-m", "clusterddp", *sbatch.task_arguments(spec)),
-        policy=Policy(spec.requeues, spec.max_requeues, spec.restart_on_failure),
+        policy=Policy.of(spec),
         world_size=spec.world_size,
         patience_seconds=max(spec.signal_lead, _LEAST_PATIENCE_SECONDS),
         by_protocol=_by_protocol(spec),
@@ -168,7 +168,7 @@ class Task:
         return Attempt(RunDir(Path(self.run_dir)), int(os.environ[forms.ATTEMPT_VARIABLE]))
 
     def _is_requeued(self, attempt: Attempt) -> bool:
-        """Decide, as `clusterddp finish` does after a signal; that logs the reason."""
+        """Decide, as the batch controller does after a signal; that logs the reason."""
         run, job_id = attempt.run, os.environ["SLURM_JOB_ID"]
         if any(outcome.failed for outcome in read_outcomes(attempt.outcomes)):
             return False
@@ -230,7 +230,7 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
         "time": None if limit is None else math.ceil(limit / 60),
         "wckey": None,
         "job_name": _escaped(wanted.pop("job-name", None)),
-        "setup": sbatch.render(replace(spec, template=sbatch.SUBMITIT_SETUP)).split("\n"),
+        "setup": sbatch.render(spec, template=sbatch.SUBMITIT_SETUP).split("\n"),
         "additional_parameters": {
             # submitit always asks Slurm for a signal ahead of the time limit, which would end the
             # tasks: unless one was asked for, let it be one that does nothing.

@@ -33,7 +33,7 @@ _BASH_OWNS = (
     "EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD IFS LINENO PIPESTATUS POSIXLY_CORRECT PPID RANDOM "
     "SECONDS SHELLOPTS SHLVL SRANDOM UID"
 )
-_REQUEST_COLUMNS = 110
+_REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 110
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
@@ -514,40 +514,57 @@ class JobSpec:
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
-    def to_short_json(self) -> str:
-        """Return the record without what is a default, as a script says what was asked."""
+    def to_script(self) -> list[str]:
+        """Return the lines with which a script says what was asked: the record without defaults.
+
+        The run's directory is the one that the script names to `clusterddp batch`.
+        """
         asked = {"format": SPEC_FORMAT, "train": None, **_asked(self), "python": self.python}
-        asked["batch_python"] = self.batch_python
-        if self._has_usual_batch_python:
-            del asked["batch_python"]
-        lines = [""]
+        del asked["run_dir"]
+        if self.batch_python == self.python:
+            asked.pop("batch_python", None)
+        else:
+            asked["batch_python"] = self.batch_python
+        lines = [_REQUEST]
         for part in json.JSONEncoder().iterencode(asked):
             if part.startswith(", ") and len(lines[-1]) > _REQUEST_COLUMNS:
                 lines[-1] += ","
-                lines.append(part[2:])
+                lines.append(f"{_REQUEST}{part[2:]}")
             else:
                 lines[-1] += part
-        return "\n".join(lines)
+        return lines
 
     @classmethod
-    def from_json(cls, content: str) -> "JobSpec":
-        """Read a record; raises RequestError when it is no record of this format."""
+    def from_script(cls, script: str, run_dir: str) -> "JobSpec":
+        """Read the lines of `to_script`; raises RequestError as `from_json` does."""
+        lines = script.splitlines()
+        text = " ".join(line.removeprefix(_REQUEST) for line in lines if line.startswith(_REQUEST))
+        return cls.from_json(text, f"the script's {_REQUEST.strip()} lines", run_dir)
+
+    @classmethod
+    def from_json(
+        cls, content: str, name: str = "spec.json", run_dir: str | None = None
+    ) -> "JobSpec":
+        """Read a record; raises RequestError when it is no record of this format.
+
+        name: of the record, for messages. run_dir: the run's directory, where it names none.
+        """
         try:
             fields = json.loads(content)
             if fields.pop("format") != SPEC_FORMAT:
-                raise RequestError("spec.json was written by a newer clusterddp; update this one.")
-            if "batch_python" not in fields:  # as in records of 0.1.0
-                in_image = fields.get("launch_prefix") or fields.get("container_image")
-                fields["batch_python"] = sys.executable if in_image else fields["python"]
+                raise RequestError(f"{name} was written by a newer clusterddp; update this one.")
+            fields.setdefault("batch_python", fields["python"])  # of 0.1.0, too
+            if run_dir is not None:
+                fields.setdefault("run_dir", run_dir)
             resources = Resources(**fields.pop("resources"))
             train = fields.pop("train")
             config = None if train is None else TrainConfig(**train)
-            for name, value in fields.items():
+            for field, value in fields.items():
                 if isinstance(value, list):
-                    fields[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
+                    fields[field] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
             return cls(resources=resources, train=config, **fields)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RequestError(f"spec.json is no record of a run: {error}.") from None
+            raise RequestError(f"{name}: this is no record of a run: {error}.") from None
 
 
 def submission_comment(run_name: str) -> str:

@@ -27,7 +27,7 @@ from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import batch_script, step_watch
+from clusterddp.run import batch_script, events, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.batch_script import RunIsDone
 from clusterddp.run.files import write_atomically
@@ -37,8 +37,8 @@ from clusterddp.slurm.forms import ATTEMPT_VARIABLE, NONCE_VARIABLE
 
 EXIT_NO_RUN = 73
 """EX_CANTCREAT of sysexits.h: the run's directory cannot be made, or was removed."""
-SIGNALS = ("TERM", "USR1", "USR2")
-"""Signals that the script passes on. Of a TERM Slurm tells the step itself."""
+SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
+"""Signals that the script passes on. Slurm sends TERM to the step itself."""
 _TORN_DOWN = "torn-down"
 _READY_SECONDS = 10.0
 """Time for srun to listen to signals; one that came earlier would end it."""
@@ -46,38 +46,18 @@ _AGENT_GRACE_SECONDS = 180.0
 """Time for an agent to start its ranks again."""
 
 
-def read_request(descriptor: int) -> tuple[str, bytes]:
-    """Read the script's first line: what was asked, as JSON; with it what came behind the line.
-
-    Not an argument or a variable: other users could read the first, as it holds the values of
-    --env, and the kernel takes neither above 128 KiB.
-    """
-    heard = b""
-    while b"\n" not in heard:
-        more = os.read(descriptor, 1 << 16)
-        if not more:
-            break
-        heard += more
-    request, _, signals = heard.partition(b"\n")
-    return request.decode(), signals
-
-
 class Script:
     """The batch script at the other end of two pipes, and the file of what its lines print."""
 
-    def __init__(
-        self, signals: int, requests: int, output: int, job_log: int, heard: bytes
-    ) -> None:
+    def __init__(self, signals: int, requests: int, output: int, job_log: int) -> None:
         """Take the descriptors of two pipes, of the script's standard error and of the job's log.
-
-        heard: signals that were read already.
 
         Slurm's own file slurm-JOBID.out takes what is printed until the run has a log, and is
         removed at the end, when all of it stands there; any other file is left alone.
         """
         self.signals = signals
         self._requests, self._output, self._job_log = requests, output, job_log
-        self._taken, self._heard = 0, heard
+        self._taken = 0
         self.is_torn_down = self.has_gone = False
         self._file: Path | None = None
         with contextlib.suppress(OSError):
@@ -87,7 +67,7 @@ class Script:
 
     def hear(self) -> list[str]:
         """Return the signals that it has had; waits for some, or for its end."""
-        heard, self._heard = self._heard or os.read(self.signals, 4096), b""
+        heard = os.read(self.signals, 4096)
         words = heard.decode().split()
         self.has_gone = not heard
         self.is_torn_down = self.has_gone or _TORN_DOWN in words
@@ -96,7 +76,7 @@ class Script:
     @property
     def has_more(self) -> bool:
         """Return whether `hear` would not wait."""
-        return bool(self._heard) or bool(select.select([self.signals], [], [], 0)[0])
+        return bool(select.select([self.signals], [], [], 0)[0])
 
     def tear_down(self, heed: Callable[[list[str]], None]) -> None:
         """Have its tear-down lines run; `heed` takes the signals that come meanwhile."""
@@ -169,6 +149,8 @@ class Controller:
         takes it. carry: has the run keep this clusterddp, where it keeps none. Exceptions of the
         attempt's refusal are logged.
         """
+        if ended is not None and (said := self._said()):  # `launch` was in a subshell
+            return ended if isinstance(said[-1], events.Ended) else EXIT_FAILED
         nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
         spec, code = self._spec, 0
         try:
@@ -184,8 +166,7 @@ class Controller:
         except ClusterDDPError as error:
             log.info(str(error))
             code = EXIT_DONE if isinstance(error, RunIsDone) else error.exit_code
-        when = time.strftime("%a %b %e %H:%M:%S %Z %Y")
-        log.info(f"{self._run.name}, job {self._job_id} on {nodelist}, {when}")
+        log.info(f"this is clusterddp {version.described()}")
         self._script.take_output()
         if self._attempt:
             log.info(f"clusterddp {version.described()} runs attempt {self._attempt.number}")
@@ -201,6 +182,16 @@ class Controller:
             return code  # the job is over: its next start judges the attempt
         return self._finish(self._attempt, code)
 
+    def _said(self) -> list[events.Event]:
+        """Return what this start of the job has recorded of an attempt already."""
+        this = (self._job_id, self._restart)
+        return [
+            event
+            for event in events.read(self._run.events)
+            if isinstance(event, events.Started | events.Ended)
+            and (event.job_id, event.restart) == this
+        ]
+
     def _finish(self, attempt: Attempt, code: int) -> int:
         batch_script.go_to_submission_folder()
         if not self._run.path.is_dir():
@@ -209,8 +200,7 @@ class Controller:
                 "resume from"
             )
             return EXIT_NO_RUN
-        spec = self._spec
-        policy = Policy(spec.requeues, spec.max_requeues, spec.restart_on_failure)
+        policy = Policy.of(self._spec)
         return batch_script.finish(attempt, code, self._job_id, self._restart, policy)
 
     def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
@@ -219,12 +209,14 @@ class Controller:
             self._heed(self._script.hear())
         if self._script.has_gone:
             return 128 + signal.SIGTERM
+        if "TERM" in self._unsent:
+            return 128 + signal.SIGTERM
         if self._unsent and self._spec.command:
             return EXIT_PAUSED  # asked before there was anything to stop
         parent = os.getpid()
 
         def become() -> None:
-            for name in (*SIGNALS, "HUP", "INT"):
+            for name in SIGNALS:
                 signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
             die_with_parent(parent, signal.SIGTERM)
 
@@ -245,7 +237,10 @@ class Controller:
                 preexec_fn=become,  # noqa: PLW1509 -- no threads yet
             )
         except OSError as error:
-            log.info(f"{argv[0]}: {error.strerror}")
+            log.info(
+                f"cannot start {argv[0]}: {error.strerror}. PATH is {os.environ.get('PATH', '')}: "
+                "correct the line behind `launch`, or the set-up lines that change PATH."
+            )
             return 127
         if not is_rehearsal(os.environ):
             self._watch_step(attempt)
@@ -273,6 +268,10 @@ class Controller:
     def _heed(self, names: list[str]) -> None:
         """Take signals: the ranks learn of them by a mark, a COMMAND by the signal itself."""
         for name in names:
+            if name in ("HUP", "INT"):
+                log.info(f"job {self._job_id} got SIG{name}, ending the step")
+                self._unsent.append("TERM")
+                continue
             if name == "TERM":
                 log.info(f"job {self._job_id} got SIGTERM (cancelled, time limit or preempted)")
                 continue

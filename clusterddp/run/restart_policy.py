@@ -6,6 +6,7 @@ Pure: from the run's records and Slurm's word to a decision; `batch_script` carr
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
@@ -43,6 +44,11 @@ class Policy:
     """Most starts after the first, whatever the cause."""
     restart_on_failure: int
     """Most of these that may follow a crash."""
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> "Policy":
+        """Return what a request allows."""
+        return cls(spec.requeues, spec.max_requeues, spec.restart_on_failure)
 
 
 @dataclass(frozen=True)

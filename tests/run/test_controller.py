@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         change: Callable[[str], str] = lambda script: script,
         **fields: Any,
     ) -> Job:
-        request = spec(run_name="a", run_dir=str(tmp_path / "jobs/a"), python=python, **fields)
+        pythons = {"python": python, "batch_python": python}
+        request = spec(run_name="a", run_dir=str(tmp_path / "jobs/a"), **fields, **pythons)
         script = change(sbatch.render(request).partition("\nlaunch srun")[0])
         line = shlex.join(["launch", *(words or (sys.executable, "step.py"))])
         jobs.append(Job(tmp_path, f"{script}\n{line}\n", environ or {}))
@@ -95,25 +97,25 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     yield start
     for each in jobs:
-        if each.process.poll() is None:
+        with suppress(ProcessLookupError):  # none of its processes is left
             os.killpg(each.process.pid, signal.SIGKILL)
-            each.process.wait()
+        each.process.wait()
 
 
 COMMAND = {"command": ("true",), "train": None}
 
 
 def test_the_step_gets_its_port_its_attempt_and_a_nonce(job: Callable[..., Job]) -> None:
-    names = ("MASTER_PORT", "CLUSTERDDP_ATTEMPT", "CLUSTERDDP_NONCE", "RANK", "CLUSTERDDP_REQUEST")
+    names = ("MASTER_PORT", "CLUSTERDDP_ATTEMPT", "CLUSTERDDP_NONCE", "RANK")
     started = job(sys.executable, "step.py", *names, environ={"RANK": "7"}, **COMMAND)
     (started.folder / "go").touch()
     started.end()
     (line,) = [line for line in started.log.splitlines() if line.startswith("step with")]
-    port, attempt, nonce, rank, request = line.split()[2:]
+    port, attempt, nonce, rank = line.split()[2:]
     assert port == f"MASTER_PORT={master_port(17, 0, 0)}"
     assert attempt == "CLUSTERDDP_ATTEMPT=1"
     assert len(nonce) == len("CLUSTERDDP_NONCE=") + 32
-    assert (rank, request) == ("RANK=None", "CLUSTERDDP_REQUEST=None")
+    assert rank == "RANK=None"
     assert not started.out.exists()
 
 
@@ -167,7 +169,7 @@ def test_a_broken_interpreter_says_why_in_slurms_file(
     broken.chmod(0o755)
     started = job(python=str(broken))
     assert started.end() == 1
-    assert started.out.read_text() == "no module named clusterddp\n"
+    assert started.out.read_text().endswith("\nno module named clusterddp\n")
     assert not started.run.path.exists()
 
 
@@ -303,7 +305,7 @@ def test_a_signal_ahead_of_any_line_of_the_script_is_neither_lost_nor_ends_it(
     heard = []
     for number in range(1, 1000):
         once = f"((++n == {number})) && touch sent && kill -{name} $$"
-        at, line = "trap 'tell TERM' TERM; ", "set -o functrace; trap '{}' DEBUG\n"
+        at, line = "listen() {", "set -o functrace; trap '{}' DEBUG\n"
         started = job(
             change=partial(insert, ahead=at, line=line.format(once)),
             setup=("true",),
@@ -319,8 +321,10 @@ def test_a_signal_ahead_of_any_line_of_the_script_is_neither_lost_nor_ends_it(
             break
         (tmp_path / "sent").unlink()
         shutil.rmtree(started.run.path)
-    # Behind the tear-down the verdict is on its way, and nothing depends on it any more.
-    assert len(heard) > 25 and all(heard[:22])
+    # Behind the tear-down the verdict is on its way, and nothing depends on it any more. While the
+    # controller is born, TERM is ignored, as it reaches all processes of the job: Slurm's own
+    # records tell of it.
+    assert len(heard) > 25 and heard[:22].count(False) <= (3 if name == "TERM" else 0)
 
 
 def insert(script: str, ahead: str, line: str) -> str:

@@ -18,27 +18,36 @@ from clusterddp.run.run_dir import RunDir
 
 @click.command(hidden=True, context_settings={"allow_interspersed_args": False})
 @click.option("--run-dir", type=click.Path(path_type=Path), required=True)
-@click.option("--script", type=click.Path(path_type=Path), required=True, help="To be kept.")
+@click.option(
+    "--script",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The batch script, which says what was asked, and of which the run keeps a copy.",
+)
 @click.option("--ended", type=int, help="Exit code of a script that failed before its step.")
 @click.argument("srun", nargs=-1, type=click.UNPROCESSED)
 def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...]) -> int:
     """Run one attempt of a run to its verdict; ends with the job's exit code."""
     # The script has its signals from bash; Slurm and scancel may send them here as well.
-    for name in (*controller.SIGNALS, "HUP", "INT"):
+    for name in controller.SIGNALS:
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
-    request, signals = controller.read_request(0)
-    spec = JobSpec.from_json(request)
+    spec = JobSpec.from_script(script.read_text(), str(run_dir))
     run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
-        sys.stderr.write(f"clusterddp: {run_dir} is gone, so the run cannot resume\n")
+        sys.stderr.write(
+            f"clusterddp: {run_dir} is gone, so the run cannot resume; submit it anew\n"
+        )
         return controller.EXIT_NO_RUN
     try:
         controller.lay_out(run, spec, script)
         job_log = run.job_log.open("ab")
     except OSError as error:
-        sys.stderr.write(f"clusterddp: cannot make the run directory {run_dir}: {error.strerror}\n")
+        sys.stderr.write(
+            f"clusterddp: cannot make the run directory {run_dir}: {error.strerror}. Make room "
+            "there, or choose another --output-root.\n"
+        )
         return controller.EXIT_NO_RUN
-    the_script = Script(0, os.dup(1), os.dup(2), job_log.fileno(), signals)
+    the_script = Script(0, os.dup(1), os.dup(2), job_log.fileno())
     for descriptor in (1, 2):
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
