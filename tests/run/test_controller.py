@@ -86,13 +86,14 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         environ: dict[str, str] | None = None,
         python: str = sys.executable,
         change: Callable[[str], str] = lambda script: script,
+        line: str = "launch {}",
         **fields: Any,
     ) -> Job:
         pythons = {"python": python, "batch_python": python}
         request = spec(run_name="a", run_dir=str(tmp_path / "jobs/a"), **fields, **pythons)
         script = change(sbatch.render(request).partition("\nlaunch srun")[0])
-        line = shlex.join(["launch", *(words or (sys.executable, "step.py"))])
-        jobs.append(Job(tmp_path, f"{script}\n{line}\n", environ or {}))
+        step = shlex.join(words or (sys.executable, "step.py"))
+        jobs.append(Job(tmp_path, f"{script}\n{line.format(step)}\n", environ or {}))
         return jobs[-1]
 
     yield start
@@ -295,16 +296,107 @@ def children(pid: int) -> list[int]:
     return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["USR1", "TERM"])
-def test_a_signal_ahead_of_any_line_of_the_script_is_neither_lost_nor_ends_it(
-    name: str, job: Callable[..., Job], tmp_path: Path
+@pytest.mark.parametrize("name", ["HUP", "INT"])
+def test_a_hang_up_ends_the_step_and_has_a_verdict(name: str, job: Callable[..., Job]) -> None:
+    started = job(teardown=("echo torn",), **COMMAND)
+    wait_for((started.folder / "up").exists, "the step")
+    started.signal(getattr(signal, f"SIG{name}"))
+    assert started.end() == 143
+    assert started.ended()["exit_code"] == 143
+    assert f"job 17 got SIG{name}, ending the step" in started.log
+    assert "\ntorn\n" in started.log
+
+
+@pytest.mark.parametrize(("line", "code"), [("launch {} | cat", 3), ("(launch {})", 3)])
+def test_an_own_template_that_launches_in_a_subshell_has_one_attempt(
+    line: str, code: int, job: Callable[..., Job]
 ) -> None:
-    """Bash sends it to itself ahead of its first command, its second, and so on to its last."""
+    started = job(sys.executable, "-c", "raise SystemExit(3)", line=line)
+    assert started.end() == code
+    assert [event["event"] for event in read_events(started.run)] == ["started", "ended"]
+
+
+def test_an_own_template_that_launches_in_the_background_does_not_end_well(
+    job: Callable[..., Job],
+) -> None:
+    started = job(line="launch {} & until [ -e up ]; do sleep 0.01; done")
+    assert started.end() == 1
+
+
+def test_where_the_folder_of_submission_takes_nothing_the_log_has_the_lines_of_the_set_up(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    (tmp_path / "jobs/a/logs").mkdir(parents=True)
+    started = job(setup=("echo early", "exit 4"), environ={"SLURM_SUBMIT_DIR": "/nowhere"})
+    assert started.end() == 4
+    assert "early\n" in started.log
+
+
+def test_a_set_up_line_keeps_its_descriptors_and_its_names(job: Callable[..., Job]) -> None:
+    lines = ("exec 3>three 4>four", "batch=64 request=all controller=1 code=5", "set -x")
+    started = job(
+        sys.executable,
+        "-c",
+        "",
+        setup=lines,
+        teardown=("echo torn >&3; echo again >&4",),
+        **COMMAND,
+    )
+    assert started.end() == 0
+    assert (started.folder / "three").read_text() == "torn\n"
+    assert (started.folder / "four").read_text() == "again\n"
+
+
+def test_a_request_longer_than_an_argument_can_be_is_carried(job: Callable[..., Job]) -> None:
+    command = ("true", *(f"/scratch/data/shard-{number:05}.tar" for number in range(5000)))
+    started = job(sys.executable, "-c", "", command=command, train=None)
+    assert started.end() == 0
+    assert started.run.load_spec().command == command
+
+
+def test_a_script_whose_request_was_damaged_says_so(job: Callable[..., Job]) -> None:
+    started = job(change=lambda script: script.replace('#REQUEST {"format"', "#REQUEST {format"))
+    assert started.end() == 2
+    assert "the script's #REQUEST lines: this is no record of a run" in started.out.read_text()
+
+
+def test_a_fault_of_the_controller_costs_the_step_and_not_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise LookupError("a fault")
+
+    monkeypatch.setattr(controller, "free_master_port", fail)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("CLUSTERDDP_LOCAL_STEPS", str(tmp_path))
+    run, request = RunDir(tmp_path / "a"), spec(run_dir=str(tmp_path / "a"))
+    (tmp_path / "script").touch()
+    controller.lay_out(run, request, tmp_path / "script")
+    (signals, to), (answers, requests) = os.pipe(), os.pipe()
+    try:
+        os.write(to, b"torn-down\n")
+        script = controller.Script(signals, requests, requests, requests)
+        assert controller.Controller(request, run, script).run(["true"], None, lambda _: []) == 1
+    finally:
+        for descriptor in (signals, to, answers, requests):
+            os.close(descriptor)
+    (ended,) = [event for event in read_events(run) if event["event"] == "ended"]
+    assert (ended["cause"], ended["exit_code"]) == ("failed", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "to"), [("USR1", "$$"), ("TERM", "$$"), ("TERM", "0")])
+def test_a_signal_ahead_of_any_line_of_the_script_is_neither_lost_nor_ends_it(
+    name: str, to: str, job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Bash sends it to itself ahead of its first command, its second, and so on to its last.
+
+    0: to every process of the batch step, as scancel and the time limit do.
+    """
     (tmp_path / "go").touch()  # a step that starts is done
     heard = []
     for number in range(1, 1000):
-        once = f"((++n == {number})) && touch sent && kill -{name} $$"
+        once = f"((++n == {number})) && touch sent && kill -{name} {to}"
         at, line = "listen() {", "set -o functrace; trap '{}' DEBUG\n"
         started = job(
             change=partial(insert, ahead=at, line=line.format(once)),
