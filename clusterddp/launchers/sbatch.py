@@ -30,7 +30,10 @@ if TYPE_CHECKING:  # a dry run reads no run
 
 SUBMITIT_SETUP = "_submitit.sbatch.j2"
 """Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
-_HANDED_OVER = re.compile(r"^[^#\n]*\blaunch\s", re.MULTILINE)
+_HANDED_OVER = re.compile(r"\blaunch\s")
+_QUOTED = re.compile(r"'[^']*'|^\s*#.*", re.MULTILINE)
+"""What bash leaves as it is: words in single quotes, and comments."""
+_OF_TASKS = re.compile(r"\$\{?(MASTER_PORT|CLUSTERDDP_(NONCE|ATTEMPT))\b")
 _EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
 
@@ -300,11 +303,24 @@ def _check_own(tree: nodes.Template, path: str) -> None:
         words = "".join(text.data for text in block.find_all(nodes.TemplateData))
         calls = [call.node for call in block.find_all(nodes.Call)]
         keeps = any(isinstance(node, nodes.Name) and node.name == "super" for node in calls)
-        if block.name == "launch" and not keeps and not _HANDED_OVER.search(words):
+        if block.name != "launch":
+            continue
+        where, code = f"template {path}, line {block.lineno}", _QUOTED.sub("", words)
+        if not keeps and not _HANDED_OVER.search(code):
             raise RequestError(
-                f"template {path}, line {block.lineno}: no line is handed over to the run's "
-                "controller, so the tasks would run outside the attempt. Begin the line that "
-                "starts them with 'launch': launch srun … ."
+                f"{where}: no line is handed over to the run's controller, so the tasks would "
+                "run outside the attempt. Begin the line that starts them with 'launch': "
+                "launch srun … ."
+            )
+        if len(re.findall(r"^launch\s", code, re.MULTILINE)) + keeps > 1:
+            raise RequestError(
+                f"{where}: only the first line that begins with 'launch' would run, as the job "
+                "ends with it. Start other steps ahead of it, with srun alone."
+            )
+        if early := _OF_TASKS.search(code):
+            raise RequestError(
+                f"{where}: {early[0]} is set for what stands behind 'launch', and not in the "
+                "script. Use it in single quotes, as in launch srun bash -c '…'."
             )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -173,6 +174,31 @@ def test_an_own_template_replaces_one_block(tmp_path: Path) -> None:
     assert "\necho mine\n" in script
     assert "\necho theirs\n" not in script
     assert "srun --nodes=1" in script
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ("launch srun a\nlaunch srun b", "only the first line that begins with 'launch' would run"),
+        ("launch srun a\n{{ super() }}", "only the first line"),
+        ('launch srun a --port "$MASTER_PORT"', "MASTER_PORT is set for what stands behind"),
+        ('launch srun sh -c "a ${CLUSTERDDP_NONCE}"', "CLUSTERDDP_NONCE"),
+    ],
+)
+def test_a_launch_block_that_would_run_in_part_is_refused(
+    block: str, words: str, tmp_path: Path
+) -> None:
+    extends = '{% extends "shipped/ddp.sbatch.j2" %}'
+    name = own(tmp_path, f"{extends}{{% block launch %}}\n{block}\n{{% endblock %}}")
+    with pytest.raises(RequestError, match=re.escape(words)):
+        sbatch.render(spec(template=name), tmp_path)
+
+
+def test_a_launch_block_may_use_in_single_quotes_what_the_tasks_have(tmp_path: Path) -> None:
+    block = "srun prepare\n# launch $MASTER_PORT\nlaunch srun bash -c 'a $MASTER_PORT'"
+    extends = '{% extends "shipped/ddp.sbatch.j2" %}'
+    name = own(tmp_path, f"{extends}{{% block launch %}}\n{block}\n{{% endblock %}}")
+    assert block in sbatch.render(spec(template=name), tmp_path)
 
 
 def test_a_launch_block_that_hands_nothing_over_is_refused(tmp_path: Path) -> None:
