@@ -106,6 +106,16 @@ def test_the_whole_script_is_as_recorded(name: str, monkeypatch: pytest.MonkeyPa
     assert script == golden.read_text()
 
 
+def test_the_script_stands_on_one_screen() -> None:
+    project = "/lustre/scratch/project_465000123/users/somebody"
+    long = run(
+        *("--dry-run", "--nodes", "2", "--gpus-per-node", "4", "--run-name", "a-longer-name"),
+        *("--output-root", f"{project}/experiments", "--data-dir", f"{project}/datasets/mnist"),
+        *("--python", f"{project}/miniconda3/envs/training/bin/python"),
+    )
+    assert len(long.stdout.splitlines()) <= 45
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_dry_run_touches_nothing(name: str, elsewhere: Path) -> None:
     dry_run(*SCRIPTS[name])
