@@ -65,7 +65,7 @@ class Script:
             if path.name == f"slurm-{os.environ['SLURM_JOB_ID']}.out":
                 self._file = path
 
-    def hear(self) -> list[str]:
+    def read_signals(self) -> list[str]:
         """Return the signals that it has had; waits for some, or for its end."""
         heard = os.read(self.signals, 4096)
         words = heard.decode().split()
@@ -75,15 +75,15 @@ class Script:
 
     @property
     def has_more(self) -> bool:
-        """Return whether `hear` would not wait."""
+        """Return whether `read_signals` would not wait."""
         return bool(select.select([self.signals], [], [], 0)[0])
 
-    def tear_down(self, heed: Callable[[list[str]], None]) -> None:
-        """Have its tear-down lines run; `heed` takes the signals that come meanwhile."""
+    def tear_down(self, handle: Callable[[list[str]], None]) -> None:
+        """Have its tear-down lines run; `handle` takes the signals that come meanwhile."""
         with contextlib.suppress(OSError):  # it has gone
             os.write(self._requests, b"teardown\n")
             while not self.is_torn_down:
-                heed(self.hear())
+                handle(self.read_signals())
 
     def take_output(self) -> None:
         """Copy to the job's log what its lines have printed since, as far as that takes it."""
@@ -94,13 +94,13 @@ class Script:
                     self._taken += os.write(self._job_log, text)
                     file.seek(self._taken)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line where Slurm's users look first, as the run has no log any more."""
         with contextlib.suppress(OSError):
             os.write(self._output, f"clusterddp: {line}\n".encode())
         self._file = None  # and it stays
 
-    def leave(self, code: int) -> None:
+    def report_exit_code(self, code: int) -> None:
         """Tell it the job's exit code, as bash's own `wait` fails where a signal comes meanwhile.
 
         Removes the file of its output where the job's log has all of it.
@@ -114,7 +114,7 @@ class Script:
             os.write(self._requests, f"{code}\n".encode())
 
 
-def lay_out(run: RunDir, spec: JobSpec, script: Path) -> None:
+def make_records(run: RunDir, spec: JobSpec, script: Path) -> None:
     """Make the run's directory with its records, as far as they are not there. Raises OSError."""
     run.make(run.logs)
     with run.job_log.open("ab"):
@@ -176,7 +176,7 @@ class Controller:
             except Exception:  # a fault of ours costs the step, and not the verdict
                 log.info(traceback.format_exc())
                 code = EXIT_FAILED
-        self._script.tear_down(self._heed)
+        self._script.tear_down(self._handle)
         self._script.take_output()
         if self._attempt is None or self._script.has_gone:
             return code  # the job is over: its next start judges the attempt
@@ -195,7 +195,7 @@ class Controller:
     def _finish(self, attempt: Attempt, code: int) -> int:
         batch_script.go_to_submission_folder()
         if not self._run.path.is_dir():
-            self._script.say(
+            self._script.print_line(
                 f"{self._run.path} was removed while the run was at work: nothing is left to "
                 "resume from"
             )
@@ -206,7 +206,7 @@ class Controller:
     def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Start the tasks, and wait for them; returns srun's exit code."""
         while self._script.has_more and not self._script.has_gone:
-            self._heed(self._script.hear())
+            self._handle(self._script.read_signals())
         if self._script.has_gone:
             return 128 + signal.SIGTERM
         if "TERM" in self._unsent:
@@ -215,7 +215,7 @@ class Controller:
             return EXIT_PAUSED  # asked before there was anything to stop
         parent = os.getpid()
 
-        def become() -> None:
+        def reset_signals() -> None:
             for name in SIGNALS:
                 signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
             die_with_parent(parent, signal.SIGTERM)
@@ -225,7 +225,7 @@ class Controller:
             **os.environ,
             "MASTER_PORT": os.environ.get("MASTER_PORT")
             or str(free_master_port(int(self._job_id), self._restart)),
-            # By this the ranks of this attempt know each other: torch's store is open to all.
+            # Lets the ranks of this attempt recognise each other: torch's store is open to all.
             NONCE_VARIABLE: secrets.token_hex(16),
             ATTEMPT_VARIABLE: str(attempt.number),
         }
@@ -234,7 +234,7 @@ class Controller:
                 argv,
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                preexec_fn=become,  # noqa: PLW1509 -- no threads yet
+                preexec_fn=reset_signals,  # noqa: PLW1509 -- no threads yet
             )
         except OSError as error:
             log.info(
@@ -252,7 +252,7 @@ class Controller:
             listened = [] if self._script.has_gone else [self._script.signals]
             ready = select.select([ended, *listened], [], [], 0.05 if self._unsent else None)[0]
             if self._script.signals in ready:
-                self._heed(self._script.hear())
+                self._handle(self._script.read_signals())
                 if self._script.has_gone:
                     srun.terminate()
             for name in self._unsent.copy():
@@ -265,7 +265,7 @@ class Controller:
                 code = srun.wait()
                 return code if code >= 0 else 128 - code
 
-    def _heed(self, names: list[str]) -> None:
+    def _handle(self, names: list[str]) -> None:
         """Take signals: the ranks learn of them by a mark, a COMMAND by the signal itself."""
         for name in names:
             if name in ("HUP", "INT"):

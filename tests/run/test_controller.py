@@ -371,7 +371,7 @@ def test_a_fault_of_the_controller_costs_the_step_and_not_the_verdict(
     monkeypatch.setenv("CLUSTERDDP_LOCAL_STEPS", str(tmp_path))
     run, request = RunDir(tmp_path / "a"), spec(run_dir=str(tmp_path / "a"))
     (tmp_path / "script").touch()
-    controller.lay_out(run, request, tmp_path / "script")
+    controller.make_records(run, request, tmp_path / "script")
     (signals, to), (answers, requests) = os.pipe(), os.pipe()
     try:
         os.write(to, b"torn-down\n")

@@ -39,7 +39,7 @@ def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...
         )
         return controller.EXIT_NO_RUN
     try:
-        controller.lay_out(run, spec, script)
+        controller.make_records(run, spec, script)
         job_log = run.job_log.open("ab")
     except OSError as error:
         sys.stderr.write(
@@ -51,8 +51,8 @@ def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...
     for descriptor in (1, 2):
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
-        code = Controller(spec, run, the_script).run(srun, ended, _code_changes, _carry)
-        the_script.leave(code)
+        code = Controller(spec, run, the_script).run(srun, ended, _code_changes)
+        the_script.report_exit_code(code)
         return code
 
 
