@@ -149,11 +149,11 @@ class Controller:
         takes it. carry: has the run keep this clusterddp, where it keeps none. Exceptions of the
         attempt's refusal are logged.
         """
-        if ended is not None and (said := self._said()):  # `launch` was in a subshell
-            return ended if isinstance(said[-1], events.Ended) else EXIT_FAILED
         nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
         spec, code = self._spec, 0
         try:
+            if ended is not None and (said := self._said()):  # `launch` was in a subshell
+                return ended if isinstance(said[-1], events.Ended) else EXIT_FAILED
             self._attempt = batch_script.begin(
                 self._run,
                 self._job_id,
