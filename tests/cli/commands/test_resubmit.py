@@ -403,7 +403,7 @@ def test_an_edited_earlier_script_is_rendered_anew_where_that_is_asked_for(
     workplace: Workplace,
 ) -> None:
     edited(earlier(workplace))
-    assert "\nrequest=" in accepted(workplace, "stopped", "--allow-changed", "--dry-run").out
+    assert "\n#REQUEST " in accepted(workplace, "stopped", "--allow-changed", "--dry-run").out
 
 
 def test_an_earlier_run_finds_its_own_template_in_the_folder_that_is_named(
