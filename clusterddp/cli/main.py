@@ -45,11 +45,13 @@ COMMANDS = {
     "templates": "List, show or copy the sbatch templates.",
     "site": "Show each setting in force and where it came from.",
     "completion": "Print the completion script of a shell.",
+    "batch": "",
     "begin": "",
     "finish": "",
     "watch-step": "",
-    "batch": "",
 }
+OF_EARLIER_SCRIPTS = ("begin", "finish", "watch-step")
+"""Commands that are functions of one module, `earlier_scripts`."""
 _exit_code = EXIT_FAILED
 """Python's own code after a traceback, until `end` sets another."""
 QUICK = {"submit", "jobs", "status", "report", "templates", "site", "completion"}
@@ -65,11 +67,13 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        name = cmd_name.replace("-", "_")
+        name, attribute = cmd_name.replace("-", "_"), "command"
+        if cmd_name in OF_EARLIER_SCRIPTS:
+            name, attribute = "earlier_scripts", name
         module = importlib.import_module(f"clusterddp.cli.commands.{name}")
         if cmd_name not in QUICK:
             go_on()
-        command: click.Command = module.command
+        command: click.Command = getattr(module, attribute)
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -33,6 +33,8 @@ P = ParamSpec("P")
 
 PATIENCE_SECONDS = 600.0
 """Time for which a controller may be away before the run gives up on it."""
+ANOTHER_ATTEMPT_SECONDS = 300.0
+"""Patience with an attempt that still trains, where no rendezvous timeout is given."""
 _PAUSE_SECONDS = 5.0
 _MOST_CHANGES = 20
 _LAST_LINES = 10

@@ -160,7 +160,9 @@ class Controller:
                 self._restart,
                 nodelist,
                 spec.max_requeues,
-                spec.train.rendezvous_timeout if spec.train else 300.0,
+                spec.train.rendezvous_timeout
+                if spec.train
+                else batch_script.ANOTHER_ATTEMPT_SECONDS,
                 code_changes,
             )
         except ClusterDDPError as error:
@@ -243,7 +245,7 @@ class Controller:
             )
             return 127
         if not is_rehearsal(os.environ):
-            self._watch_step(attempt)
+            self._watch_step(attempt, srun.pid)
         return self._await(srun)
 
     def _await(self, srun: "subprocess.Popen[bytes]") -> int:
@@ -280,14 +282,18 @@ class Controller:
             if self._spec.command or not marked:
                 self._unsent.append(name)
 
-    def _watch_step(self, attempt: Attempt) -> None:
+    def _watch_step(self, attempt: Attempt, srun: int) -> None:
         """End the step where srun waits for a message that was lost, from a thread of its own."""
-        spec = self._spec
+        spec, parent = self._spec, os.getpid()
         job = own_name(os.environ, self._job_id)
         grace = _AGENT_GRACE_SECONDS if spec.restart_in_job else step_watch.GRACE_SECONDS
+
+        def at_work() -> int | None:
+            return srun if step_watch.is_srun(srun, parent) else None
+
         threading.Thread(
             target=step_watch.watch,
-            args=(attempt, job, spec.world_size, os.getpid(), grace),
+            args=(attempt, job, spec.world_size, at_work, grace),
             daemon=True,
         ).start()
 

@@ -47,7 +47,7 @@ class Policy:
 
     @classmethod
     def of(cls, spec: JobSpec) -> "Policy":
-        """Return what a request allows."""
+        """Take what a run's request allows."""
         return cls(spec.requeues, spec.max_requeues, spec.restart_on_failure)
 
 

@@ -2,12 +2,13 @@
 
 srun waits for one message from each task. A host that is off the network while its tasks end gives
 its message up after some seconds (seen on 22.05: 12 s), and srun then waits until the time limit.
-The tasks' own records say that they have ended. The batch script starts this beside srun.
+The tasks' own records say that they have ended. The controller runs this in a thread.
 """
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,15 +28,16 @@ _CANCEL_SECONDS = 35.0
 _POLL_SECONDS = 2.0
 
 
-def watch(attempt: Attempt, job: str, ranks: int, script: int, grace_seconds: float) -> None:
+def watch(
+    attempt: Attempt, job: str, ranks: int, srun: Callable[[], int | None], grace_seconds: float
+) -> None:
     """Return when srun has no message left to wait for and has ended, by itself or not.
 
     job: the id that Slurm's commands take. ranks: how many ends are recorded once all have ended.
-    script: the process of which srun is a child.
+    srun: returns its process, or None once that has ended.
     """
     why = _await_the_end(attempt, ranks, grace_seconds)
-    srun = _srun_of(script, attempt.run.path)
-    if srun is None:
+    if srun() is None:
         return
     step_id = next((o.step_id for o in read_outcomes(attempt.outcomes) if o.step_id), "")
     # A job's id alone would cancel all of the job.
@@ -56,15 +58,15 @@ def watch(attempt: Attempt, job: str, ranks: int, script: int, grace_seconds: fl
         if step:
             slurm.cancel(step)
             deadline = time.monotonic() + _CANCEL_SECONDS
-            while _is_child(srun, script) and time.monotonic() < deadline:
+            while srun() and time.monotonic() < deadline:
                 time.sleep(min(_POLL_SECONDS, 0.5))  # srun is no child of this process
     except SlurmError as error:
         # The hosts have told the controller that the step is over: srun alone does not know.
         log.info(str(error))
-    if _is_child(srun, script):
+    if pid := srun():
         log.info("killing srun, which does not end with its step")
         with suppress(ProcessLookupError):
-            os.kill(srun, signal.SIGKILL)  # not TERM, for which srun would end tasks first
+            os.kill(pid, signal.SIGKILL)  # not TERM, for which srun would end tasks first
 
 
 def was_ended(attempt: Attempt) -> bool:
@@ -113,25 +115,11 @@ def _last_sign(attempt: Attempt) -> float | None:
         return None
 
 
-def _srun_of(script: int, run_dir: Path) -> int | None:
-    """Find the process of the script's srun that starts the run's tasks, None where it has ended.
-
-    Its command line names the run's directory, in which the logs are; set-up lines may have left
-    another srun at work.
-    """
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and _is_child(int(entry.name), script):
-            with suppress(OSError):
-                if os.fsencode(run_dir) in (entry / "cmdline").read_bytes():
-                    return int(entry.name)
-    return None
-
-
-def _is_child(pid: int, script: int) -> bool:
-    """Return whether it is an srun that this script started and that still runs (proc(5))."""
+def is_srun(pid: int, parent: int) -> bool:
+    """Return whether it is an srun that a process started and that still runs (proc(5))."""
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
     except OSError:
         return False
-    state, parent = rest.split()[:2]
-    return name.endswith("(srun") and int(parent) == script and state != "Z"
+    state, its_parent = rest.split()[:2]
+    return name.endswith("(srun") and int(its_parent) == parent and state != "Z"

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from clusterddp import log
 from clusterddp.run import step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
-from tests.waiting import PATIENCE, has_gone, wait_for
+from tests.waiting import PATIENCE
 
 ENDED = {"ended": 2.0, "exit_code": 0}
 
@@ -35,14 +34,9 @@ class Step:
         monkeypatch.setattr(step_watch, "_CANCEL_SECONDS", 0.2)
         monkeypatch.setattr(step_watch, "_POLL_SECONDS", 0.02)
         self.scancel("exit 0")
-        # A step of the set-up that goes on: not the one that is watched.
         (self.bin / "srun").symlink_to("/bin/sh")
-        self.other = self.start("elsewhere")
-        self.srun = self.start(str(self.attempt.run.path / "logs/rank-%t.log"))
-
-    def start(self, word: str) -> "subprocess.Popen[bytes]":
-        argv = [self.bin / "srun", "-c", "read line; exit 0", word]
-        return subprocess.Popen(argv, stdin=subprocess.PIPE)
+        argv = [self.bin / "srun", "-c", "read line; exit 0"]
+        self.srun = subprocess.Popen(argv, stdin=subprocess.PIPE)
 
     def scancel(self, then: str) -> None:
         path = self.bin / "scancel"
@@ -63,7 +57,10 @@ class Step:
 
     def watch(self) -> None:
         with log.to(self.said.append):
-            step_watch.watch(self.attempt, "17", 2, os.getpid(), 0.2)
+            step_watch.watch(self.attempt, "17", 2, self.at_work, 0.2)
+
+    def at_work(self) -> int | None:
+        return self.srun.pid if step_watch.is_srun(self.srun.pid, os.getpid()) else None
 
     @property
     def cancelled(self) -> list[str]:
@@ -74,9 +71,8 @@ class Step:
 def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
     made = Step(tmp_path, monkeypatch)
     yield made
-    for process in (made.srun, made.other):
-        process.kill()
-        process.communicate()
+    made.srun.kill()
+    made.srun.communicate()
 
 
 def test_once_every_end_is_recorded_the_step_is_cancelled_and_no_other(
@@ -90,7 +86,6 @@ def test_once_every_end_is_recorded_the_step_is_cancelled_and_no_other(
     assert step_watch.was_ended(step.attempt)
     assert "every task's end is recorded" in step.said[0]
     assert len(step.said) == 1
-    assert step.other.poll() is None
 
 
 @pytest.mark.parametrize("scancel", ["exit 0", "echo Invalid job id specified >&2; exit 1"])
@@ -101,7 +96,6 @@ def test_an_srun_that_a_cancelled_step_does_not_end_is_killed_never_terminated(
     step.end()
     step.watch()
     assert step.srun.wait(PATIENCE) == -signal.SIGKILL
-    assert step.other.poll() is None
 
 
 def test_without_a_step_to_name_the_job_is_not_cancelled_in_its_place(step: Step) -> None:
@@ -179,31 +173,3 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
     step.watch()
     assert looks > 50 + 20  # the longer grace
     assert step.cancelled == ["17.3"]
-
-
-def test_it_outlives_the_scripts_signals_and_not_the_script(tmp_path: Path) -> None:
-    Attempt(RunDir(tmp_path / "run"), 1).outcomes.mkdir(parents=True)
-    line = (  # of the scripts of 0.1.0
-        '(trap \'\' TERM INT USR1 USR2; exec "$0" -m clusterddp watch-step "$1" --script "$$" '
-        '--job-id "$SLURM_JOB_ID" --attempt 1 --ranks 1) & disown || :'
-    )
-    script = f"{line}\necho $!; wait; read line"
-    argv = ["bash", "-c", script, sys.executable, str(tmp_path / "run")]
-    environ = {**os.environ, "SLURM_JOB_ID": "17"}
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as bash:
-        assert bash.stdin and bash.stdout
-        pid = int(bash.stdout.readline())
-        # The shell's own words hold `watch-step` as well, until it has become Python.
-        python, words = os.fsencode(sys.executable), Path(f"/proc/{pid}/cmdline")
-        wait_for(lambda: words.read_bytes().startswith(python + b"\0"), "Python")
-        # Python leaves a signal alone that is ignored as it starts, SIGINT too.
-        assert {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2} <= _ignored(pid)
-        bash.kill()  # after `wait`, which does not wait for it
-    assert has_gone(pid)
-
-
-def _ignored(pid: int) -> set[int]:
-    """The signals that a process ignores (SigIgn in proc(5))."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    mask = int(status.partition("SigIgn:")[2].split()[0], 16)
-    return {number for number in range(1, 65) if mask >> (number - 1) & 1}

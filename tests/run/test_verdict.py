@@ -320,8 +320,8 @@ def test_a_log_that_takes_no_line_costs_no_verdict(run: RunDir, tmp_path: Path) 
 
 def test_no_torch_is_needed(run: RunDir) -> None:
     program = (
-        "import sys; from clusterddp.cli.commands.finish import command; "
-        "command.main(sys.argv[1:], standalone_mode=False); sys.exit('torch' in sys.modules)"
+        "import sys; from clusterddp.cli.commands.earlier_scripts import finish; "
+        "finish.main(sys.argv[1:], standalone_mode=False); sys.exit('torch' in sys.modules)"
     )
     words = [str(run.path), "--exit-code=1", "--attempt=1"]
     argv = [sys.executable, "-c", program, *words]

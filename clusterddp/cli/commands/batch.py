@@ -51,29 +51,13 @@ def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...
     for descriptor in (1, 2):
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
-        code = Controller(spec, run, the_script).run(srun, ended, _code_changes)
-        the_script.report_exit_code(code)
+        code = Controller(spec, run, the_script).run(srun, ended, code_changes)
+        the_script.leave(code)
         return code
 
 
-def _carry(run: RunDir) -> None:
-    """Have a run that carries no clusterddp, such as an array's element, carry this one."""
-    try:
-        rendered_by = version.of_script(run.script.read_text(errors="replace"))
-        if rendered_by not in ("", version.__version__):
-            log.info(
-                f"its script is of clusterddp {rendered_by}; what that leaves out is as in this one"
-            )
-        if run.bundle.is_symlink():
-            return
-        from clusterddp.submission import bundle  # most runs carry one
-
-        log.info(f"further attempts use clusterddp {bundle.carry(run)}")
-    except (RequestError, OSError) as error:  # a service, which must not end the attempt
-        log.info(f"further attempts use what is installed by then: {error}")
-
-
-def _code_changes(run: RunDir) -> list[str]:
+def code_changes(run: RunDir) -> list[str]:
+    """List what differs from the code that was submitted, where the run uses no copy of it."""
     from clusterddp.submission import snapshot  # most runs use a copy of their code
 
     folder = Path(os.environ.get("SLURM_SUBMIT_DIR") or ".")

@@ -1,6 +1,8 @@
-"""`clusterddp begin`: one more attempt of the run, or none and why."""
+"""What scripts of 0.1.0 call: `begin` makes an attempt or says why not; `watch-step`."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from clusterddp.cli.commands.earlier_scripts import _srun_of
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
 from tests.event_lines import add_event, read_events
 from tests.request.test_spec import spec
+from tests.waiting import has_gone, wait_for
 
 __all__ = ["workplace"]
 
@@ -250,3 +254,50 @@ def test_a_hostile_path_is_carried(workplace: Workplace, tmp_path: Path) -> None
     moved = RunDir(run.path.rename(tmp_path / "it's $(touch pwned); x"))
     assert starts(workplace, moved).out == "1\n"
     assert not list(tmp_path.rglob("pwned"))
+
+
+def test_of_the_scripts_sruns_the_one_that_names_the_run_is_watched(tmp_path: Path) -> None:
+    """Not that of a set-up line, nor another script's, nor what is no srun."""
+    (tmp_path / "srun").symlink_to("/bin/sh")
+
+    def start(name: str, word: str) -> "subprocess.Popen[bytes]":
+        argv = [name, "-c", "read line; exit 0", word]
+        return subprocess.Popen(argv, stdin=subprocess.PIPE)
+
+    run_dir, srun = tmp_path / "a run's", str(tmp_path / "srun")
+    log = f"{run_dir}/logs/rank-%t.log"
+    with start(srun, "else") as other, start("/bin/sh", log) as shell, start(srun, log) as step:
+        assert _srun_of(os.getpid(), run_dir) == step.pid
+        assert _srun_of(os.getppid(), run_dir) is None
+        step.communicate(b"\n")
+        assert _srun_of(os.getpid(), run_dir) is None
+        for left in (other, shell):
+            left.communicate(b"\n")
+
+
+def test_it_outlives_the_scripts_signals_and_not_the_script(tmp_path: Path) -> None:
+    Attempt(RunDir(tmp_path / "run"), 1).outcomes.mkdir(parents=True)
+    line = (  # of the scripts of 0.1.0
+        '(trap \'\' TERM INT USR1 USR2; exec "$0" -m clusterddp watch-step "$1" --script "$$" '
+        '--job-id "$SLURM_JOB_ID" --attempt 1 --ranks 1) & disown || :'
+    )
+    script = f"{line}\necho $!; wait; read line"
+    argv = ["bash", "-c", script, sys.executable, str(tmp_path / "run")]
+    environ = {**os.environ, "SLURM_JOB_ID": "17"}
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as bash:
+        assert bash.stdin and bash.stdout
+        pid = int(bash.stdout.readline())
+        # The shell's own words hold `watch-step` as well, until it has become Python.
+        python, words = os.fsencode(sys.executable), Path(f"/proc/{pid}/cmdline")
+        wait_for(lambda: words.read_bytes().startswith(python + b"\0"), "Python")
+        # Python leaves a signal alone that is ignored as it starts, SIGINT too.
+        assert {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2} <= _ignored(pid)
+        bash.kill()  # after `wait`, which does not wait for it
+    assert has_gone(pid)
+
+
+def _ignored(pid: int) -> set[int]:
+    """The signals that a process ignores (SigIgn in proc(5))."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(status.partition("SigIgn:")[2].split()[0], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}

@@ -1,0 +1,133 @@
+"""`clusterddp begin`, `finish` and `watch-step`: what the batch scripts of 0.1.0 call.
+
+Such a script can wait in the queue while clusterddp is upgraded. Later ones call `batch`.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from clusterddp import log
+from clusterddp.cli.commands.batch import code_changes
+from clusterddp.errors import EXIT_DONE, ClusterDDPError
+from clusterddp.processes.signals import die_with_parent
+from clusterddp.ranks.variables import own_name
+from clusterddp.run import batch_script, restart_policy, step_watch
+from clusterddp.run.attempt import Attempt, NotStarted
+from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.restart_policy import Policy
+from clusterddp.run.run_dir import RunDir
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def _of_a_job(function: F) -> F:
+    """Add what all three take."""
+    job_id = click.option("--job-id", default="", help="Slurm's job id.")
+    return click.argument("run_dir", type=click.Path(path_type=Path))(job_id(function))
+
+
+def _of_a_start(function: F) -> F:
+    """Add what `begin` and `finish` take."""
+    most = click.option("--max-requeues", default=0, help="Attempts after the first.")
+    return click.option("--restart", default=0, help="SLURM_RESTART_COUNT.")(most(function))
+
+
+@click.command(hidden=True)
+@_of_a_job
+@_of_a_start
+@click.option("--nodelist", default="", help="SLURM_JOB_NODELIST.")
+@click.option(
+    "--patience",
+    default=batch_script.ANOTHER_ATTEMPT_SECONDS,
+    help="Seconds to wait for another attempt.",
+)
+@click.option("--or-done", is_flag=True, help="Print 'done' instead, and exit with 0, if it is.")
+def begin(
+    run_dir: Path,
+    job_id: str,
+    restart: int,
+    nodelist: str,
+    max_requeues: int,
+    patience: float,
+    or_done: bool,
+) -> int:
+    """Make the run's next attempt and print its number alone: a script's first call."""
+    with log.to(lambda line: print_to_job_log(f"clusterddp: {line}", err=True)):
+        try:
+            attempt = batch_script.begin(
+                RunDir(run_dir), job_id, restart, nodelist, max_requeues, patience, code_changes
+            )
+        except batch_script.RunIsDone as error:
+            if not or_done:
+                raise NotStarted(f"{error}.") from None  # a script would go on after exit code 0
+            log.info(str(error))
+            click.echo(restart_policy.DONE)
+            return EXIT_DONE
+        except ClusterDDPError as error:
+            log.info(str(error))
+            return error.exit_code
+    click.echo(attempt.number)
+    return EXIT_DONE
+
+
+@click.command(hidden=True)
+@_of_a_job
+@_of_a_start
+@click.option("--exit-code", type=int, required=True, help="srun's exit code.")
+@click.option("--attempt", "number", type=int, required=True, help="Number that 'begin' printed.")
+@click.option("--requeue/--no-requeue", "requeues", default=False, help="Whether one may follow.")
+@click.option("--restart-on-failure", default=0, help="Of these, after a crash.")
+def finish(
+    run_dir: Path,
+    exit_code: int,
+    job_id: str,
+    restart: int,
+    number: int,
+    requeues: bool,
+    max_requeues: int,
+    restart_on_failure: int,
+) -> int:
+    """Print and record how an attempt ended, start the next where one is due: the last call."""
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)  # the signal that ends the job must not end this
+    batch_script.go_to_submission_folder()
+    policy = Policy(requeues, max_requeues, restart_on_failure)
+    attempt = Attempt(RunDir(run_dir), number)
+    with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
+        return batch_script.finish(attempt, exit_code, job_id, restart, policy)
+
+
+@click.command(hidden=True)
+@_of_a_job
+@click.option("--attempt", "number", type=int, required=True, help="Number that 'begin' printed.")
+@click.option("--script", type=int, required=True, help="The script's process, which starts srun.")
+@click.option("--ranks", type=int, required=True, help="How many tasks record their end.")
+@click.option("--grace", default=step_watch.GRACE_SECONDS, help="Seconds after them.")
+def watch_step(
+    run_dir: Path, job_id: str, number: int, script: int, ranks: int, grace: float
+) -> None:
+    """End a step whose end srun cannot see, from beside srun; ends together with the script."""
+    die_with_parent(script)
+    attempt, job = Attempt(RunDir(run_dir), number), own_name(os.environ, job_id)
+    with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
+        step_watch.watch(attempt, job, ranks, lambda: _srun_of(script, run_dir), grace)
+
+
+def _srun_of(script: int, run_dir: Path) -> int | None:
+    """Find the process of the script's srun that starts the run's tasks, None where it has ended.
+
+    Its command line names the run's directory, in which the logs are; set-up lines may have left
+    another srun at work.
+    """
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and step_watch.is_srun(int(entry.name), script):
+            with suppress(OSError):
+                if os.fsencode(run_dir) in (entry / "cmdline").read_bytes():
+                    return int(entry.name)
+    return None
