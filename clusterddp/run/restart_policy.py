@@ -47,7 +47,7 @@ class Policy:
 
     @classmethod
     def of(cls, spec: JobSpec) -> "Policy":
-        """Take what a run's request allows."""
+        """Return what a request allows."""
         return cls(spec.requeues, spec.max_requeues, spec.restart_on_failure)
 
 

@@ -89,8 +89,13 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         line: str = "launch {}",
         **fields: Any,
     ) -> Job:
-        pythons = {"python": python, "batch_python": python}
-        request = spec(run_name="a", run_dir=str(tmp_path / "jobs/a"), **fields, **pythons)
+        request = spec(
+            run_name="a",
+            run_dir=str(tmp_path / "jobs/a"),
+            python=python,
+            batch_python=python,
+            **fields,
+        )
         script = change(sbatch.render(request).partition("\nlaunch srun")[0])
         step = shlex.join(words or (sys.executable, "step.py"))
         jobs.append(Job(tmp_path, f"{script}\n{line.format(step)}\n", environ or {}))
@@ -228,6 +233,17 @@ def test_a_command_gets_the_signal_itself(job: Callable[..., Job]) -> None:
     started.signal(signal.SIGUSR1)
     assert started.end() == 75
     assert started.ended()["cause"] == "signal"
+
+
+def test_a_training_gets_the_signal_itself_where_no_mark_can_be_made(
+    job: Callable[..., Job],
+) -> None:
+    """As on a disk that has turned read-only."""
+    started = job()
+    wait_for((started.folder / "up").exists, "the step")
+    shutil.rmtree(started.run.path / "attempts/0001")
+    started.signal(signal.SIGUSR1)
+    assert started.end() == 75
 
 
 WAIT = "touch reached; while [ ! -e on ]; do sleep 0.01; done"
