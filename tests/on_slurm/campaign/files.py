@@ -218,6 +218,23 @@ def disk_full_at_the_signal(trial: Trial) -> str:
     return seen
 
 
+@fault("disk-of-the-node-full", conf={}, disk="node")
+def disk_of_the_node_full(trial: Trial) -> str:
+    """Not a byte for the script's lines and temporary files; the runs lie elsewhere."""
+    filler = Filler(trial.folder, leave=0)
+    options = ["--setup", "echo staged", "--env", f"TMPDIR={trial.folder}"]
+    run = trial.start(*options)
+    run.wait_step(60)
+    struck = run.struck()
+    slurm(trial, "scancel", "--batch", "--signal=USR1", run.job_id)
+    seen = run.check_same(struck, causes=["signal", "done"])
+    try:
+        filler.path.with_name("probe").write_text("x")
+    except OSError:
+        return seen
+    raise run.differs("there was room")
+
+
 @fault("disk-read-only", ENDS, conf={}, disk="ext4")
 def disk_read_only(trial: Trial) -> str:
     """The disk of the runs turns read-only while they train; that of the submission does not."""

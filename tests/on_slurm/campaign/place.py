@@ -182,4 +182,11 @@ def disk_of_jobs(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(runs)], check=True)
 
 
-DISKS = {"tmpfs": small_disk, "ext4": disk_of_jobs}
+@contextlib.contextmanager
+def disk_beside_jobs(folder: Path) -> Iterator[None]:
+    """A small disk of its own as the folder; that of the runs below it is another."""
+    with small_disk(folder), small_disk(folder / "jobs"):
+        yield
+
+
+DISKS = {"tmpfs": small_disk, "ext4": disk_of_jobs, "node": disk_beside_jobs}

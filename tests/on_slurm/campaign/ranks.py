@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,16 +137,15 @@ def srun_terminated(trial: Trial) -> str:
     return _srun(trial, signal.SIGTERM)
 
 
-@fault("batch-controller-killed", quick=True)
-def batch_controller_killed(trial: Trial) -> str:
-    """KILL, which is what the kernel sends when memory ends: no verdict, and no task goes on."""
+def _batch_controller(trial: Trial, kill: Callable[[int], object]) -> str:
+    """No verdict, and no task that trains on; the next start resumes."""
     run = trial.start("--nodelist", "h[01-02]", "--teardown", f"touch {trial.folder}/torn-down")
     run.wait_step(60)
     struck, job_id = run.struck(), run.job_id
     tasks = [run.task(rank) for rank in (0, 1)]
-    [batch] = run.processes("h01", "-m clusterddp batch ")
-    run.signal(batch, signal.SIGKILL)
-    for task in tasks:
+    [batch] = run.processes("h01", " batch --run-dir=")
+    kill(batch)
+    for task in (batch, *tasks):
         run.gone(task)
     run.wait_over()
     shown = slurm(trial, "scontrol", "show", "job", job_id).stdout
@@ -158,6 +161,43 @@ def batch_controller_killed(trial: Trial) -> str:
     if again.returncode != 0:
         raise run.differs(f"resubmit: {again.stderr}")
     return run.check_same(struck, causes=["done"])
+
+
+@fault("batch-controller-killed", quick=True)
+def batch_controller_killed(trial: Trial) -> str:
+    return _batch_controller(trial, lambda pid: os.kill(pid, signal.SIGKILL))
+
+
+@fault("batch-controller-out-of-memory")
+def batch_controller_out_of_memory(trial: Trial) -> str:
+    """The kernel's own choice, as the largest of a control group that has used its memory up."""
+    return _batch_controller(trial, _use_memory_up_beside)
+
+
+MEMORY = Path("/sys/fs/cgroup/memory")  # of cgroups v1; v2 has one tree for all
+LITTLE = {"memory.swappiness": "0", "memory.limit_in_bytes": "8M",
+          "memory.swap.max": "0", "memory.max": "8M"}  # fmt: skip
+"""Memory of a group, less than a Python has, in the words of either version; no swap."""
+
+
+def _use_memory_up_beside(pid: int) -> None:
+    group = Path(
+        tempfile.mkdtemp(prefix="campaign-", dir=MEMORY if MEMORY.is_dir() else MEMORY.parent)
+    )
+    members = group / "cgroup.procs"
+    try:
+        written = [
+            (group / name).write_text(LITTLE[name]) for name in LITTLE if (group / name).exists()
+        ]
+        if not written:
+            raise Differs(f"{group} limits no memory")
+        members.write_text(str(pid))
+        eater = 'echo $$ >"$1" && exec tail /dev/zero'  # it is killed next
+        subprocess.run(["sh", "-c", eater, "sh", members], check=False)
+        while members.read_text():
+            time.sleep(0.05)
+    finally:
+        group.rmdir()
 
 
 def _kill_above(trial: Trial, words: str, *options: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 
 from clusterddp.run.files import read_json
 from tests.on_slurm.campaign.fault import ENDS, fault
@@ -208,6 +209,21 @@ def usr1_during_imports(trial: Trial) -> str:
 @fault("usr1-to-script-during-imports")
 def usr1_to_script_during_imports(trial: Trial) -> str:
     return _usr1_during_imports(trial, "--batch")
+
+
+@fault("usr1-before-the-controller")
+def usr1_before_the_controller(trial: Trial) -> str:
+    """The interpreter of the batch script is slow to start: the script keeps the signal for it."""
+    slow, reached, on = (trial.folder / name for name in ("python", "reached", "on"))
+    wait = f'[ -z "$SLURM_JOB_ID" ] || {{ : >{reached}; until [ -e {on} ]; do sleep 0.1; done; }}'
+    slow.write_text(f'#!/bin/bash\n{wait}\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    run = trial.start("--batch-python", str(slow))
+    run.wait(reached.exists, "the interpreter")
+    slurm(trial, "scancel", "--batch", "--signal=USR1", run.job_id)
+    on.touch()
+    run.wait_attempt(2)
+    return run.check_same(causes=["signal", "done"])
 
 
 @fault("usr1-before-python")
