@@ -349,5 +349,5 @@ def own_name(environ: Mapping[str, str], job_id: str) -> str:
 
 
 def is_rehearsal(environ: Mapping[str, str]) -> bool:
-    """Return whether the local launcher plays Slurm's part: there is no controller to ask."""
+    """Return whether the local launcher plays Slurm's part: there is no slurmctld to ask."""
     return REHEARSAL_VARIABLE in environ

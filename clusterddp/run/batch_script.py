@@ -32,7 +32,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 PATIENCE_SECONDS = 600.0
-"""Time for which a controller may be away before the run gives up on it."""
+"""Time for which slurmctld may be away before the run gives up on it."""
 ANOTHER_ATTEMPT_SECONDS = 300.0
 """Patience with an attempt that still trains, where no rendezvous timeout is given."""
 _PAUSE_SECONDS = 5.0
@@ -75,7 +75,7 @@ def begin(
     except Exception as error:
         _record(run, events.Started, **job)
         expected = isinstance(error, ClusterDDPError)
-        bug = f"'clusterddp begin' failed: {type(error).__name__}: "
+        bug = f"the attempt could not be made: {type(error).__name__}: "
         _record(
             run,
             events.Ended,
@@ -301,7 +301,7 @@ def _requeue(name: str, restart: int) -> None:
 
 
 def _patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
-    """Ask Slurm again and again while its controller is away.
+    """Ask Slurm again and again while slurmctld is away.
 
     Raises SlurmError at the end, and Superseded once the run goes on elsewhere: this job was given
     up meanwhile, and its number is that of its successor.
@@ -320,7 +320,7 @@ def _patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
             if time.monotonic() > deadline:
                 raise
             log.info(f"{error}; trying again")
-        time.sleep(_PAUSE_SECONDS)  # a controller that comes back tells nobody
+        time.sleep(_PAUSE_SECONDS)  # a slurmctld that comes back tells nobody
 
 
 def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:

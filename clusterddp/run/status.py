@@ -268,7 +268,7 @@ def _failure_by_hand(attempt: Attempt) -> Failure | None:
 def is_another_runs(run: RunDir, job: JobState) -> bool:
     """Return whether another run submitted the job.
 
-    A restarted controller that has lost its latest jobs gives their numbers out a second time.
+    A restarted slurmctld that has lost its latest jobs gives their numbers out a second time.
     """
     comments = {submission_comment(run.name)}
     name, _, index = run.name.rpartition("-")

@@ -2,7 +2,7 @@
 
 srun waits for one message from each task. A host that is off the network while its tasks end gives
 its message up after some seconds (seen on 22.05: 12 s), and srun then waits until the time limit.
-The tasks' own records say that they have ended. The controller runs this in a thread.
+The tasks' own records say that they have ended. The batch controller runs this in a thread.
 """
 
 import os
@@ -61,7 +61,7 @@ def watch(
             while srun() and time.monotonic() < deadline:
                 time.sleep(min(_POLL_SECONDS, 0.5))  # srun is no child of this process
     except SlurmError as error:
-        # The hosts have told the controller that the step is over: srun alone does not know.
+        # The hosts have told slurmctld that the step is over: srun alone does not know.
         log.info(str(error))
     if pid := srun():
         log.info("killing srun, which does not end with its step")

@@ -143,13 +143,13 @@ class _Evidence:
 
     @cached_property
     def slurms_word(self) -> Ending:
-        """Reason for which the job ends, as recorded by its people or asked of the controller."""
+        """Reason for which the job ends, as recorded by its people or asked of slurmctld."""
         of_job = [event for event in events.read(self.run.events) if event.job_id == self.job_id]
         asked = [e for e in of_job if isinstance(e, events.CancelAsked | events.CancelFailed)]
         if asked and isinstance(asked[-1], events.CancelAsked):
             return Ending.CANCELLED  # `clusterddp cancel` asked for it
         if any(isinstance(event, events.TimeLimitReached) for event in of_job):
-            return Ending.TIME_LIMIT  # recorded by the controller of a rehearsal
+            return Ending.TIME_LIMIT  # recorded by a rehearsal
         if is_rehearsal(os.environ):
             return Ending.NONE
         return ending(own_name(os.environ, self.job_id), self.restart)

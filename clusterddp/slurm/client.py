@@ -24,7 +24,7 @@ QUERY_SECONDS = 15.0
 _QUERY_PREFIXES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_")
 UNREACHABLE = re.compile(
     r"Socket timed out|Unable to contact|connect failure|connection (?:refused|timed out)"
-    # What scontrol says of a job when its controller refuses the connection (22.05).
+    # What scontrol says of a job when slurmctld refuses the connection (22.05).
     r"|Unexpected message received"
     r"|Communication connection failure|Zero Bytes were transmitted|Slurm backup controller",
     re.IGNORECASE,
@@ -144,10 +144,10 @@ def explained(words: str, script: str, environ: Mapping[str, str]) -> str:
 
 def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float) -> str:
     """Return the id of a job that was queued without an answer; SlurmError when unknown."""
-    # %V is local time; two minutes of grace for a controller whose clock is behind ours.
+    # %V is local time; two minutes of grace for a slurmctld whose clock is behind ours.
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(started - 120))
     for pause in LOOKUP_PAUSES_SECONDS:
-        time.sleep(pause)  # the controller may still be working on the submission
+        time.sleep(pause)  # slurmctld may still be working on the submission
         argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
         rows = [line.split("|", 2) for line in _answer(argv, environ).splitlines()]
         ids = [row[0] for row in rows if len(row) == 3 and row[1] >= since and row[2] == comment]
@@ -217,7 +217,7 @@ def lists_exit_code(setting: str, exit_code: int) -> bool:
 
 
 def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
-    """Return the jobs that the controller remembers, ended ones too; may raise SlurmError."""
+    """Return the jobs that slurmctld remembers, ended ones too; may raise SlurmError."""
     argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i %A|%T|%r|%k"]
     answer = ask(argv, environ)
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
@@ -311,7 +311,7 @@ def ask(
         raise SlurmError(f"{argv[0]} does not start: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(
-            f"{argv[0]} gave no answer within {seconds:g} s: is the Slurm controller down? "
+            f"{argv[0]} gave no answer within {seconds:g} s: is slurmctld down? "
             "Try 'scontrol ping'"
         ) from None
     if answer.returncode and UNREACHABLE.search(answer.stderr):
@@ -320,7 +320,7 @@ def ask(
 
 
 def _config() -> str:
-    """Return slurm.conf as the controller has it; nothing where it does not answer.
+    """Return slurm.conf as slurmctld has it; nothing where it does not answer.
 
     The exit code is that of a ping at the end, and takes nothing from what was printed before.
     """
@@ -418,7 +418,7 @@ def _change(
 
 
 class Ending(str, Enum):
-    """Reason for which a job whose script is still there ends, as the controller sees it."""
+    """Reason for which a job whose script is still there ends, as slurmctld sees it."""
 
     NONE = "none"
     """The job runs."""

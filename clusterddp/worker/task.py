@@ -444,7 +444,7 @@ class Presence:
 
 
 def poll_time_limit(deadline: Deadline, environ: Mapping[str, str]) -> None:
-    """Poll Slurm for the job's time limit from a background thread, as a controller can be slow."""
+    """Poll Slurm for the job's time limit from a background thread, as slurmctld can be slow."""
     job_id = environ.get("SLURM_JOB_ID", "")
 
     def poll() -> None:
@@ -457,7 +457,7 @@ def poll_time_limit(deadline: Deadline, environ: Mapping[str, str]) -> None:
 
 
 def seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
-    """Return the job's seconds left by the controller's clock, or by this host's without squeue."""
+    """Return the job's seconds left by slurmctld's clock, or by this host's without squeue."""
     left = None if is_rehearsal(environ) else slurm.seconds_left(own_name(environ, job_id))
     end = environ.get("SLURM_JOB_END_TIME", "")  # set by newer versions
     return int(end) - time.time() if left is None and end.isdigit() else left
