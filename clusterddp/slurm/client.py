@@ -311,8 +311,7 @@ def ask(
         raise SlurmError(f"{argv[0]} does not start: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(
-            f"{argv[0]} gave no answer within {seconds:g} s: is slurmctld down? "
-            "Try 'scontrol ping'"
+            f"{argv[0]} gave no answer within {seconds:g} s: is slurmctld down? Try 'scontrol ping'"
         ) from None
     if answer.returncode and UNREACHABLE.search(answer.stderr):
         raise SlurmError(f"{argv[0]}: {answer.stderr.strip()}")
