@@ -173,8 +173,11 @@ class Controller:
         if self._attempt:
             log.info(f"clusterddp {version.described()} runs attempt {self._attempt.number}")
             try:
-                carry(self._run)
-                code = self._step(self._attempt, argv) if ended is None else ended
+                if ended is None:
+                    carry(self._run)
+                    code = self._step(self._attempt, argv)
+                else:
+                    code = ended
             except Exception:  # a fault of ours costs the step, and not the verdict
                 log.info(traceback.format_exc())
                 code = EXIT_FAILED

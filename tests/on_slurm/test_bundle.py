@@ -1,4 +1,4 @@
-"""A run's own clusterddp on a real Slurm: what was submitted runs, whatever is installed by then."""
+"""A run's own clusterddp on a real Slurm: what was submitted runs, whatever is installed later."""
 
 import json
 import shutil
@@ -113,7 +113,7 @@ def test_a_job_whose_clusterddp_was_damaged_fails_and_says_why_in_slurms_file(
     assert start(site.cluster, answer) == "FAILED"
     job_id = json.loads(answer)["job_id"]
     shown = site.cluster.run(["scontrol", "show", "job", job_id], check=True).stdout
-    assert f" ExitCode={1 if harm is altered else 2}:0 " in shown
+    assert f" ExitCode={1 if harm is altered else 2}:0\n" in shown
     said = (site.folder / f"slurm-{job_id}.out").read_text()
     assert words in said
     if harm is altered:

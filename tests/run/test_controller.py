@@ -18,6 +18,8 @@ from clusterddp.launchers import sbatch
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.run import controller
 from clusterddp.run.run_dir import RunDir
+from clusterddp.submission import bundle
+from clusterddp.version import __version__
 from tests.event_lines import read_events
 from tests.request.test_spec import spec
 from tests.waiting import PATIENCE, has_gone, wait_for
@@ -392,7 +394,8 @@ def test_a_fault_of_the_controller_costs_the_step_and_not_the_verdict(
     try:
         os.write(to, b"torn-down\n")
         script = controller.Script(signals, requests, requests, requests)
-        assert controller.Controller(request, run, script).run(["true"], None, lambda _: []) == 1
+        at_work = controller.Controller(request, run, script)
+        assert at_work.run(["true"], None, lambda _: [], print) == 1
     finally:
         for descriptor in (signals, to, answers, requests):
             os.close(descriptor)
@@ -433,6 +436,34 @@ def test_a_signal_ahead_of_any_line_of_the_script_is_neither_lost_nor_ends_it(
     # controller is born, TERM is ignored, as it reaches all processes of the job: Slurm's own
     # records tell of it.
     assert len(heard) > 25 and heard[:22].count(False) <= (3 if name == "TERM" else 0)
+
+
+def test_a_run_that_was_sent_by_hand_carries_the_clusterddp_of_its_first_attempt(
+    job: Callable[..., Job],
+) -> None:
+    header = f"rendered by clusterddp {__version__}: "
+    started = job(
+        sys.executable,
+        "-c",
+        "raise SystemExit(0)",
+        change=lambda script: script.replace(header, "rendered by clusterddp 0.1.0: "),
+        **COMMAND,
+    )
+    assert started.end() == 0
+    carried = bundle.find(started.run)
+    assert carried and carried.version == __version__
+    assert f"\nclusterddp: further attempts use clusterddp {carried}\n" in started.log
+    assert "its script is of clusterddp 0.1.0; what that leaves out is as in this" in started.log
+
+
+def test_where_there_is_no_room_for_its_clusterddp_the_attempt_runs_all_the_same(
+    job: Callable[..., Job],
+) -> None:
+    started = job(sys.executable, "-c", "print('at work')", setup=("ulimit -f 1000",), **COMMAND)
+    assert started.end() == 0
+    assert "further attempts use what is installed by then: cannot put" in started.log
+    assert "\nat work\n" in started.log
+    assert not list(started.run.path.glob("*.pyz"))
 
 
 def insert(script: str, ahead: str, line: str) -> str:
