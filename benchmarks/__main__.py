@@ -18,6 +18,7 @@ from benchmarks.pairs import NOTES, Row
 # name -> module with a `measure() -> list[Row]`; loaded when it runs, for one of them needs torch.
 BENCHMARKS = {
     "cli": "benchmarks.cli",
+    "bundle": "benchmarks.bundle",
     "launch": "benchmarks.launch",
     "scale": "benchmarks.scale",
     "step": "benchmarks.step",

@@ -207,15 +207,16 @@ def _script(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
     if own:
         log.info(f"{earlier}, and is sent as it stands: {own}. --allow-changed renders it anew")
         return recorded
-    log.info(f"{earlier}, and is rendered anew; the former stays beside it")
+    log.info(f"{earlier}, and is rendered anew from {after.template}; the former stays beside it")
     return render(after, terms.template_folder)
 
 
 def _own_lines(run: RunDir, spec: JobSpec, script: str, terms: Terms) -> str:
-    """Say why a script of an earlier version may hold lines of the person's; empty where it cannot.
+    """Say why a script of an earlier version may hold lines of the person's; empty where not.
 
     Its template is not at hand to be compared with. But a run's script and request are written
-    together, and a script that was sent by hand has no submission.
+    together, and a script that was sent by hand has no submission; and directives, environment and
+    set-up lines are what they were.
     """
     if spec.launcher == "submitit":  # which renders at each submission
         return ""
@@ -227,13 +228,17 @@ def _own_lines(run: RunDir, spec: JobSpec, script: str, terms: Terms) -> str:
         return "it was sent by hand, perhaps edited"
     if run.script.stat().st_mtime > run.spec.stat().st_mtime + _TOGETHER_SECONDS:
         return "it was edited since, or options have changed"
-    if _directives(script) != _directives(again):
-        return f"its directives are not those that template {spec.template} gives"
+    directives = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+    _, begin, rest = script.partition("\nunset ")
+    set_up, end, _ = rest.partition("\nlistening() ")
+    if not end:
+        return "it is of a template of your own"
+    lines = [line for line in (begin + set_up).splitlines() if not line.startswith("#")]
+    for line in (*directives, *lines):
+        words = line.strip(" \\").removeprefix("export ")
+        if words not in again and words != "PYTHONUNBUFFERED=1":
+            return f"template {spec.template} does not give its line {line!r}"
     return ""
-
-
-def _directives(script: str) -> list[str]:
-    return [line for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
 def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:

@@ -28,6 +28,7 @@ from clusterddp.errors import (
 )
 from clusterddp.processes import processors
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.ranks.variables import IMAGE_VARIABLE
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.files import read_json
@@ -206,6 +207,48 @@ def test_a_signal_has_it_save_leave_and_go_on_another_time(
     assert json.loads(Attempt(RunDir(tmp_path), 2).end.read_text()) == {
         "cause": "done", "reason": "", "step": end["step"] + 1, "saved": end["step"] + 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "least"),
+    [("torch", "2.3.1+cu121", "2.4"), ("torch", "1.13.0", "2.4"), ("numpy", "1.23.5", "1.24")],
+)
+def test_a_package_that_is_too_old_is_named_in_a_sentence(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, name: str, version: str, least: str
+) -> None:
+    monkeypatch.setattr(sys.modules[name], "__version__", version)
+    wanted = f"{name} {least} or later is needed, and {sys.executable} has {version} on "
+    with pytest.raises(TrainingError, match=re.escape(wanted)) as caught:
+        run_task(config, None)
+    assert f"-m pip install '{name}>={least}'" in str(caught.value)
+    monkeypatch.setenv(IMAGE_VARIABLE, "torch.sif")
+    with pytest.raises(TrainingError, match=r"in the image torch\.sif on .*--python"):
+        run_task(config, None)
+
+
+@pytest.mark.parametrize("version", ["2.10.0a0+git1", "3.0", "built by hand"])
+def test_a_version_that_is_no_older_is_taken(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert run_task(config, tmp_path / "run") == EXIT_DONE
+
+
+def test_a_package_that_is_broken_says_why(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise OSError('libblas.so.3: cannot open it')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "numpy")
+    wanted = "numpy cannot be imported by .* \\(OSError: libblas.so.3: cannot open it\\) on "
+    with pytest.raises(TrainingError, match=wanted):
+        run_task(config, None)
+
+
+def test_the_packages_that_are_checked_are_those_that_are_installed() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for name, least in task._PACKAGES.items():
+        assert f'"{name}>={".".join(map(str, least))}",' in project
 
 
 def test_a_signal_before_the_training_begins_is_noted_and_loses_nothing(

@@ -344,6 +344,23 @@ def changed(run: RunDir, path: Path, old: str, new: str) -> None:
     os.utime(run.script, (run.spec.stat().st_mtime,) * 2)
 
 
+def test_an_earlier_script_holds_no_lines_of_ones_own_where_the_request_gives_them(
+    workplace: Workplace,
+) -> None:
+    """As 0.1.0 rendered an environment, modules and set-up lines."""
+    run = earlier(workplace)
+    fields = {"network_interface": "ib0", "modules": ["cuda"], "setup": ["source 'a b'; x"]}
+    fields |= {"environment": [["A", "it's mine"]], "launcher": "sbatch"}
+    run.spec.write_text(json.dumps(json.loads(run.spec.read_text()) | fields))
+    changed(
+        run, run.script, "export PYTHONUNBUFFERED=1\n",
+        """export A='it'"'"'s mine'\n# Both backends, or one of them would pick its own.\n"""
+        "export NCCL_SOCKET_IFNAME=ib0\nexport GLOO_SOCKET_IFNAME=ib0\n"
+        "# A rank's output.\nexport PYTHONUNBUFFERED=1\n\nmodule load cuda\nsource 'a b'; x\n",
+    )  # fmt: skip
+    assert "\n#REQUEST " in accepted(workplace, "stopped", "--dry-run").out
+
+
 @pytest.mark.parametrize("commit", COMMITS)
 def test_an_earlier_run_gets_the_script_of_today_and_carries_this_clusterddp(
     workplace: Workplace, commit: str
@@ -352,7 +369,7 @@ def test_an_earlier_run_gets_the_script_of_today_and_carries_this_clusterddp(
     former = run.script.read_text()
     got = accepted(workplace, "stopped")
     assert sent(workplace) == run.script.read_text() == sbatch.prepare(run.load_spec(), None)
-    assert "and is rendered anew; the former stays beside it" in got.err
+    assert "and is rendered anew from ddp.sbatch.j2; the former stays beside it" in got.err
     assert (run.path / "script-1.sbatch").read_text() == former
     assert resubmissions(run) == [[f"clusterddp installed, now {bundle.find(run)}"]]
 
@@ -368,6 +385,14 @@ def other_directives(run: RunDir) -> None:
     changed(run, run.script, "#SBATCH --requeue\n", "#SBATCH --requeue\n#SBATCH --mem=7G\n")
 
 
+def own_set_up(run: RunDir) -> None:
+    changed(run, run.script, "export PYTHONUNBUFFERED=1\n", "source /site/setup.sh\n")
+
+
+def another_script(run: RunDir) -> None:
+    changed(run, run.script, "\nlistening() {", "\nlistens() {")
+
+
 def of_own_template(run: RunDir) -> None:
     changed(run, run.spec, "ddp.sbatch.j2", "mine.sbatch.j2")
 
@@ -380,7 +405,9 @@ def by_hand(run: RunDir) -> None:
     ("change", "why"),
     [
         (edited, "it was edited since"),
-        (other_directives, "its directives are not those that template ddp.sbatch.j2 gives"),
+        (other_directives, "template ddp.sbatch.j2 does not give its line '#SBATCH --mem=7G'"),
+        (own_set_up, "template ddp.sbatch.j2 does not give its line 'source /site/setup.sh'"),
+        (another_script, "it is of a template of your own"),
         (of_own_template, "template 'mine.sbatch.j2' is not found"),
         (by_hand, "it was sent by hand, perhaps edited"),
     ],
