@@ -245,7 +245,8 @@ def _train(
 ) -> dict[str, object]:
     path = os.path.abspath(run_dir or time.strftime("jobs/debug-%Y%m%d-%H%M%S"))
     make_sure(config)
-    with workstation.recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):
+    spec = workstation.request(path, config, procs)
+    with workstation.recorded(spec, may_exist=bool(run_dir)) as (run, record):
         code, failure = workstation.train(config, run, procs, start_method)
         record(code, failure)
     if code == EXIT_INTERRUPTED:

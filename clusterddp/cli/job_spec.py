@@ -23,6 +23,10 @@ from clusterddp.request.spec import DIRECTIVES, JobSpec, Resources
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
+CONTAINER = ("container_image", "container_runtime", "container_mount", "container_workdir")
+"""Options of a container, by their parameters."""
+IMAGES_PYTHON = "python3"
+"""Interpreter of the tasks in an image where none is named."""
 _FURTHER = ("chdir", "comment", "gres", "nice")
 _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
 """Directives of sbatch(1) that --sbatch and --omit-directive can name, and no shortened form."""
@@ -55,17 +59,9 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
     tasks = 1 if train and train.strategy != "ddp" else 0  # a single one drives all GPUs
     resources = changed_resources(Resources(), given, tasks)
     environment, passed = _environment(ctx.obj.environment, values["env"])
-    python = values["python"]
-    image = values["container_image"] or ""
-    container = ("container_runtime", "container_mount", "container_workdir")
-    if not image:  # a site's own stand for the runs that name one
-        given = {name: value for name, value in given.items() if name not in container}
-        if alone := typed_flags(ctx, container):
-            raise OptionError(alone, " without --container-image: name the image, too.")
-    if image and source(ctx, "python") == "default":
-        python = "python3"  # the image's
+    container = container_fields(given_container(ctx))
     names = {field.name for field in dataclasses.fields(JobSpec)}
-    fields = {name: value for name, value in given.items() if name in names}
+    fields = {name: value for name, value in given.items() if name in names - {*CONTAINER}}
     fields |= {
         "run_name": run_name,
         "run_dir": f"{os.path.abspath(values['output_root'])}/{run_name}",
@@ -79,6 +75,7 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
             name: os.path.abspath(values[name]) if "/" in values[name] else values[name]
             for name in ("python", "batch_python")
         },
+        **container,
         "template": _template(ctx),
         "sbatch": _directives(values["sbatch"], resources),
         "omit_directives": _omitted(values["omit_directive"]),
@@ -86,32 +83,41 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
             word for line in values["srun_args"] for word in forms.words("--srun-args", line)
         ),
         "modules": values["module"],
-        "container_image": _image(image),
-        "container_mounts": _mounts(values["container_mount"] if image else ()),
         "launch_prefix": forms.words("--launch-prefix", values["launch_prefix"] or ""),
         "signal": "" if values["signal"] == "none" else values["signal"],
     }
     return JobSpec(**fields)
 
 
-def _image(image: str) -> str:
-    """Return the image; a path of one is meant from here."""
-    if not image:
-        return ""
-    from clusterddp.processes.container import is_file
+def given_container(ctx: click.Context) -> dict[str, Any]:
+    """Return the given options of a container; without an image only those that were typed.
 
-    if is_file(image):
-        return os.path.abspath(Path(image).expanduser())
-    return image
+    A site's own stand for the runs that name an image. The tasks' Python is the image's.
+    """
+    given = {name: ctx.params[name] for name in CONTAINER if ctx.params[name]}
+    if "container_image" not in given:
+        return {name: value for name, value in given.items() if source(ctx, name) == "flag"}
+    is_named = source(ctx, "python") != "default"
+    return {**given, "python": ctx.params["python"] if is_named else IMAGES_PYTHON}
 
 
-def _mounts(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the mounts with sources that are meant from here."""
-    if not texts:
-        return ()
-    from clusterddp.processes.container import Mount
+def container_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a JobSpec for options of a container; paths are meant from here."""
+    fields = {**given}
+    mounts = fields.pop("container_mount", None)
+    if "/" in fields.get("python", ""):
+        fields["python"] = os.path.abspath(fields["python"])
+    if image := fields.get("container_image"):
+        from clusterddp.processes.container import is_file
 
-    return tuple(str(Mount.parse(forms.text("--container-mount", text))) for text in texts)
+        if is_file(image):
+            fields["container_image"] = os.path.abspath(Path(image).expanduser())
+    if mounts is not None:
+        from clusterddp.processes.container import Mount
+
+        texts = (forms.text("--container-mount", text) for text in mounts if text)
+        fields["container_mounts"] = tuple(str(Mount.parse(text)) for text in texts)
+    return fields
 
 
 def changed_resources(

@@ -1,58 +1,70 @@
 """Containers around tasks: the words with which each runtime starts one, and what it is given.
 
-Pure: words and variables in, words and variables out; `worker.contain` runs them. Sources: the
-help texts of apptainer 1.4 and podman 4.3, and pyxis' README (NVIDIA/pyxis, "Usage").
+Pure: words and variables in, words and variables out; `worker.container_parent` runs them.
+Sources: the help texts of apptainer 1.4 and podman 4.3. NVIDIA's pyxis starts containers by itself,
+as srun's plug-in: the script's template has its words.
 """
 
+import dataclasses
+import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.errors import OptionError, TrainingError
+from clusterddp.errors import OptionError
+from clusterddp.processes.processors import AMD_DEVICE, NVIDIA_DRIVER
 
-AUTO = "auto"
-PYXIS, APPTAINER, PODMAN = RUNTIMES = ("pyxis", "apptainer", "podman")
-"""Runtimes, in the order in which `auto` takes them."""
+AUTO, PYXIS = "auto", "pyxis"
+APPTAINER, PODMAN = RUNTIMES = ("apptainer", "podman")
+"""Runtimes that a parent on the host starts, in the order in which `auto` takes them."""
+PROGRAMS = {APPTAINER: ("apptainer", "singularity"), PODMAN: ("podman",)}
 LABEL = "clusterddp"
 """Label of podman's containers that are ours."""
 
-_PROGRAMS = {APPTAINER: ("apptainer", "singularity"), PODMAN: ("podman",)}
-_FILES = (".sif", ".simg", ".sqsh", ".img")
+_SINGULARITYS = (".sif", ".simg")
+_FILES = (*_SINGULARITYS, ".sqsh", ".img")
 
-# Of the host's own Python, libraries and tools: kept out, and said.
-_SAID = re.compile(
+# Variables of the host's Python, libraries and tools: kept out, and named in the log.
+_NAMED = re.compile(
     r"PYTHON(PATH|HOME|STARTUP|USERBASE|PYCACHEPREFIX|EXECUTABLE|PLATLIBDIR)|LD_(LIBRARY_PATH|PRELOAD|AUDIT)"
     r"|VIRTUAL_ENV|(CONDA|MAMBA|PYENV|UV)_\w+|CUDA_(HOME|PATH|ROOT)"
     r"|(SSL_CERT|REQUESTS_CA|CURL_CA)_(FILE|DIR|BUNDLE)"
 )
-# Of the host's shell and session: a container has, or lacks, its own.
+# Variables of the host's shell and session: a container has, or lacks, its own.
 _SILENT = re.compile(
     r"PATH|HOME|PWD|OLDPWD|SHELL|SHLVL|_|HOSTNAME|TMPDIR|TMP|TEMP|BASH_ENV|ENV|MAIL|PS1"
     r"|PROMPT_COMMAND|LS_COLORS|MANPATH|INFOPATH|C?_?INCLUDE_PATH|LIBRARY_PATH|PKG_CONFIG_PATH"
     r"|(XDG|DBUS|SSH|SUDO|LMOD|_LMOD|__LMOD|MODULES?|APPTAINER|SINGULARITY|ENROOT|CONTAINERS?)_\w+"
     r"|(APPTAINER|SINGULARITY)ENV_\w+|DISPLAY|MODULEPATH|MODULESHOME|LOADEDMODULES|_LMFILES_"
 )
+_BREAKING = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 MAIN = """\
-trap : HUP INT TERM USR1 USR2
+trap : HUP INT TERM USR1 USR2 # the task is born with their usual actions
 "$@" 3<&- 4>&- &
 task=$!
-(trap '' HUP INT TERM USR1 USR2; read -r _ <&3; kill -KILL "$task") >/dev/null 2>&1 4>&- &
-while wait "$task"; code=$?; kill -0 "$task" 2>/dev/null; do :; done
+trap '' HUP INT TERM USR1 USR2
+(read -r _ <&3; kill -KILL "$task") >/dev/null 2>&1 4>&- &
+wait "$task"; code=$?
+exec 2>/dev/null; kill -KILL "$!" # bash has a word for it
 echo "$code" >&4
 exit "$code\""""
-"""First process in a container, for sh: starts the task, and kills it when descriptor 3 is closed.
+"""First program in a container, for sh: starts the task, and kills it when descriptor 3 is closed.
 
 Its other end is open in the task's parent on the host alone, so a task never outlives that one.
-Signals reach the task by itself. A wait that a signal ended is taken up again. The exit code is
-written to descriptor 4: podman's own is 0 where it is told to end before the container has begun.
+Signals reach the task by themselves, and not this shell: in bash a wait that one has ended may lose
+the exit code. That is written to descriptor 4: podman's own is 0 where it is told to end before
+the container has begun.
 """
-_PASSING_ON = 'for name in HUP INT TERM USR1 USR2; do trap "kill -$name -1" "$name"; done'
-"""First line of `MAIN` where signals reach podman alone, which hands them to that process."""
+PASSING_ON = """\
+for name in HUP INT TERM USR1 USR2; do trap "kill -$name -1" "$name"; done
+sh -c "$0" sh "$@" &
+while kill -0 "$!" 2>/dev/null; do wait "$!"; done"""
+"""Program around `MAIN` where signals reach podman alone, which hands them to the first process."""
 
 
 @dataclass(frozen=True)
@@ -98,25 +110,50 @@ class Mount:
 
 @dataclass(frozen=True)
 class Container:
-    """The image of a task's container, and what is seen and used in it."""
+    """The container of each task: its image, and what is seen and used in it."""
 
     image: str
+    runtime: str = AUTO
+    python: str = "python3"
+    """Interpreter that the task needs in it."""
     mounts: tuple[Mount, ...] = ()
     """Later ones replace those before them that have the same target."""
     workdir: str = ""
+    own_code: bool = False
+    """True where the folder in which the task's parent starts holds the user's code."""
     gpus: bool = False
+    variables: tuple[str, ...] = ()
+    """Names of variables that are passed on whatever they are."""
+    ranks: int = 1
+    """Ranks in it: more than one where the task is torchrun's agent."""
 
-    def for_run(self, run_dir: str, folder: str = "") -> "Container":
-        """Add what every task of a run sees: the run's directory and its code.
+    def to_json(self, ranks: int = 1) -> str:
+        """Return the fields that are not defaults, for `from_json`; with this number of ranks."""
+        values = {**vars(self), "ranks": ranks}
+        fields = {
+            field.name: values[field.name]
+            for field in dataclasses.fields(self)
+            if values[field.name] != field.default
+        }
+        return json.dumps(fields, default=str)  # of a mount its own form
 
-        folder: the one that holds the user's code, and in which the task starts.
-        """
-        mounts = [Mount(folder or run_dir, folder or run_dir), Mount(run_dir, run_dir)]
-        code = f"{run_dir}/code"
-        if Path(code).is_dir():
-            mounts.append(Mount(code, code, read_only=True))
-        workdir = self.workdir or folder or run_dir
-        return replace(self, mounts=(*mounts, *self.mounts), workdir=workdir)
+    @classmethod
+    def from_json(cls, text: str) -> "Container":
+        """Read what `to_json` has made."""
+        fields = json.loads(text)
+        mounts = tuple(map(Mount.parse, fields.pop("mounts", ())))
+        return cls(mounts=mounts, **fields)
+
+    def for_run(self, run_dir: str, folder: str) -> "Container":
+        """Add what every task of a run sees: its directory, and where the code is, the folder."""
+        here = folder if self.own_code else run_dir
+        own = (Mount(here, here), Mount(run_dir, run_dir))
+        return dataclasses.replace(self, mounts=(*own, *self.mounts), workdir=self.workdir or here)
+
+    @property
+    def kept_from_pyxis(self) -> list[str]:
+        """Return the host's variables that would break an image's Python: pyxis passes on all."""
+        return [name for name in _BREAKING if name not in self.variables]
 
     @property
     def bound(self) -> list[Mount]:
@@ -130,49 +167,21 @@ def is_file(image: str) -> bool:
     return image.startswith(("/", "./", "../", "~")) or image.endswith(_FILES)
 
 
-def program(runtime: str, path: str | None) -> str | None:
-    """Find the program of a runtime on a PATH."""
-    found = (shutil.which(name, path=path) for name in _PROGRAMS[runtime])
-    return next(filter(None, found), None)
+def runtimes(runtime: str, image: str) -> tuple[str, ...]:
+    """Return the runtimes to look for on a node: the one asked for, or `auto`'s for this image."""
+    if runtime != AUTO:
+        return (runtime,)
+    return (APPTAINER,) if image.endswith(_FILES) else RUNTIMES
 
 
-def choose(runtime: str, image: str, path: str | None, srun_help: str, node: str) -> str:
-    """Choose the runtime: the one asked for, or for `auto` the first that is there for the image.
-
-    srun_help: what `srun --help` prints, in which pyxis lists its options. Raises TrainingError
-    where none is there.
-    """
-    has = {
-        PYXIS: "--container-image" in srun_help,
-        APPTAINER: program(APPTAINER, path) is not None,
-        # Files are apptainer's and pyxis'; a folder is a root file system to podman, too.
-        PODMAN: program(PODMAN, path) is not None and not image.endswith(_FILES),
-    }
-    wanted = RUNTIMES if runtime == AUTO else (runtime,)
-    if image.endswith((".sif", ".simg")) and runtime == AUTO:
-        wanted = (APPTAINER,)
-    for name in wanted:
-        if has[name]:
-            return name
-    raise none_there(wanted, image, node)
+def reads(runtime: str, image: str) -> bool:
+    """Return whether a runtime, pyxis among them, can read an image of this name."""
+    return not image.endswith({PODMAN: _FILES, PYXIS: _SINGULARITYS}.get(runtime, ("\0",)))
 
 
-def none_there(wanted: Sequence[str], image: str, node: str) -> TrainingError:
-    """Return the error of a node that has none of the runtimes that are wanted."""
-    return TrainingError(
-        f"{node} has no {' and no '.join(wanted)} to run the image {image}: "
-        f"{_missing(wanted)}. Load its module with --module, ask for other nodes, or choose "
-        "another --container-runtime."
-    )
-
-
-def _missing(runtimes: Sequence[str]) -> str:
-    places = {
-        PYXIS: "srun knows no --container-image",
-        APPTAINER: "neither apptainer nor singularity is on PATH",
-        PODMAN: "no podman that takes this image is on PATH",
-    }
-    return ", ".join(places[name] for name in runtimes)
+def pyxis_carries(path: str) -> bool:
+    """Return whether pyxis can mount a path: it knows no quotes."""
+    return not re.search(r"[,\s]", path)
 
 
 def passed_on(environ: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
@@ -184,129 +193,108 @@ def passed_on(environ: Mapping[str, str], wanted: Collection[str]) -> dict[str, 
         name: value
         for name, value in environ.items()
         if name in wanted
-        or (_NAME.fullmatch(name) and not _SAID.fullmatch(name) and not _SILENT.fullmatch(name))
+        or (_NAME.fullmatch(name) and not _NAMED.fullmatch(name) and not _SILENT.fullmatch(name))
     }
 
 
 def kept_out(environ: Mapping[str, str], wanted: Collection[str]) -> list[str]:
     """Return the variables that a person may miss in the container."""
-    return sorted(name for name in environ if _SAID.fullmatch(name) and name not in wanted)
+    return sorted(name for name in environ if _NAMED.fullmatch(name) and name not in wanted)
 
 
-def words(
-    runtime: str,
-    box: Container,
-    task: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    program: str,
-    name: str,
-    uid: int,
-    wanted: Collection[str] = (),
-    lifeline: bool = True,
-    pass_on: bool = False,
-) -> tuple[list[str], dict[str, str]]:
-    """Return the command that runs a task in a container, and the variables that it needs itself.
+@dataclass(frozen=True)
+class ContainerStart:
+    """All that it takes to start a task's container on this node."""
 
-    program: the runtime's, on this host.
-    name: of podman's container; one that a killed start has left under it is replaced.
-    uid: the user's.
-    wanted: as of `passed_on`.
-    lifeline: whether descriptors 3 and 4 are those of `MAIN`.
-    pass_on: whether signals reach podman alone, as without Slurm.
-    """
-    inner = passed_on(environ, wanted)
-    first = f"{_PASSING_ON}\n{MAIN.partition(chr(10))[2]}" if pass_on else MAIN
-    main = ["sh", "-c", first if lifeline else 'exec "$@"', "sh", *task]
-    if runtime == APPTAINER:
-        return _apptainer(program, box, main), _for_apptainer(program, environ, inner)
-    start = _podman(program, box, inner, name, uid)
-    if lifeline:
-        start.append("--preserve-fds=2")
-    # A folder is a root file system, below a layer of the container's own.
-    image = ["--rootfs", f"{box.image}:O"] if is_file(box.image) else [box.image]
-    return [*start, *image, *main], dict(environ)
+    container: Container
+    runtime: str
+    program: str | None
+    """The runtime's; None where this node has none."""
+    name: str
+    """Name of podman's container; one that a killed start has left under it is replaced."""
+    node: str
+    environ: Mapping[str, str]
+    pass_on: bool = False
+    """True where signals reach podman alone, as in a rehearsal."""
+    as_root: bool = False
 
+    def words(self, task: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Return the command that runs a task, and the variables that it needs itself.
 
-def _apptainer(program: str, box: Container, main: Sequence[str]) -> list[str]:
-    gpus = []
-    if box.gpus:
-        is_amd = Path("/dev/kfd").exists() and not Path("/dev/nvidiactl").exists()
-        gpus = ["--rocm" if is_amd else "--nv"]
-    return [
-        program,
-        "exec",
-        "--cleanenv",  # what is passed on comes by APPTAINERENV_*
-        "--no-eval",  # and is no shell's code
-        "--no-mount=home,cwd",  # ~/.local holds packages of another Python
-        f"--pwd={box.workdir}",
-        *gpus,
-        *(word for mount in box.bound for word in _apptainer_mount(mount)),
-        box.image,
-        *main,
-    ]
+        Descriptors 3 and 4 are those of `MAIN`.
+        """
+        main = ["sh", "-c", MAIN, "sh", *task]
+        if self.pass_on:
+            main[2:4] = [PASSING_ON, MAIN]
+        return self._words(main, self.name, ("--preserve-fds=2",))
 
+    def probe(self, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Return what runs a command in a second container, beside the task's own."""
+        return self._words(["sh", "-c", 'exec "$@"', "sh", *command], f"{self.name}-probe")
 
-def _apptainer_mount(mount: Mount) -> list[str]:
-    if "," not in f"{mount.source}{mount.target}":
-        return ["--bind", f"{mount.source}:{mount.target}:{'ro' if mount.read_only else 'rw'}"]
-    form = f'type=bind,"source={mount.source}","destination={mount.target}"'
-    return ["--mount", f"{form},ro" if mount.read_only else form]
-
-
-def _for_apptainer(
-    program: str, environ: Mapping[str, str], inner: Mapping[str, str]
-) -> dict[str, str]:
-    prefix = "SINGULARITYENV_" if Path(program).name == "singularity" else "APPTAINERENV_"
-    return {**environ, **{f"{prefix}{name}": value for name, value in inner.items()}}
-
-
-def _podman(
-    program: str, box: Container, inner: Mapping[str, str], name: str, uid: int
-) -> list[str]:
-    return [
-        program,
-        "run",
-        "--rm",
-        "--replace",
-        f"--name={name}",
-        f"--label={LABEL}",
-        "--network=host",
-        "--ipc=host",  # the host's /dev/shm; the usual one has 64 MB
-        "--cgroups=disabled",  # it stays in the job's: its limits hold, and Slurm can end it
-        "--ulimit=host",
-        "--log-driver=none",
-        "--security-opt=label=disable",
-        "--entrypoint=",
-        # Files belong to the user, whatever user the image names.
-        "--userns=keep-id" if uid else "--user=0:0",
-        f"--workdir={box.workdir}",
-        *(["--device=nvidia.com/gpu=all"] if box.gpus else []),
-        *(f"--volume={mount}" for mount in box.bound),
-        *(f"--env={variable}" for variable in inner),
-    ]
-
-
-def pyxis_arguments(box: Container) -> list[str]:
-    """Return the arguments of srun by which pyxis starts the tasks in containers.
-
-    Raises OptionError for a path that --container-mounts cannot carry.
-    """
-    for mount in box.bound:
-        if re.search(r"[,\s]", f"{mount.source}{mount.target}"):
-            raise OptionError(
-                "--container-mount",
-                f" {mount}: pyxis cannot carry a path with a comma or a blank. Use another path, "
-                "or another --container-runtime.",
+    def _words(
+        self, main: Sequence[str], name: str, of_podman: Sequence[str] = ()
+    ) -> tuple[list[str], dict[str, str]]:
+        inner = passed_on(self.environ, self.container.variables)
+        if self.runtime == APPTAINER:
+            ours = (
+                "SINGULARITYENV_" if str(self.program).endswith("singularity") else "APPTAINERENV_"
             )
-    mounts = ",".join(map(str, box.bound))
-    return [
-        f"--container-image={box.image}",
-        f"--container-mounts={mounts}",
-        f"--container-workdir={box.workdir}",
-        "--no-container-mount-home",
-        "--no-container-entrypoint",
-    ]
+            variables = {f"{ours}{variable}": value for variable, value in inner.items()}
+            return [*self._apptainer(), *main], {**self.environ, **variables}
+        own = (*self._podman(name), *(f"--env={variable}" for variable in inner), *of_podman)
+        image = [self.container.image]
+        if is_file(image[0]):  # a folder, below a layer of the container's own
+            image = ["--rootfs", f"{image[0]}:O"]
+        return [*own, *image, *main], dict(self.environ)
+
+    def _apptainer(self) -> Iterator[str]:
+        container = self.container
+        yield from (
+            *(self.program or self.runtime, "exec"),
+            "--cleanenv",  # what is passed on comes by APPTAINERENV_*
+            "--no-eval",  # and is no shell's code
+            "--no-mount=home,cwd",  # ~/.local holds packages of another Python
+            f"--pwd={container.workdir}",
+        )
+        if container.gpus:
+            yield "--rocm" if AMD_DEVICE.exists() and not NVIDIA_DRIVER.exists() else "--nv"
+        for mount in container.bound:
+            if "," not in f"{mount.source}{mount.target}":
+                mode = "ro" if mount.read_only else "rw"
+                yield from ("--bind", f"{mount.source}:{mount.target}:{mode}")
+            else:
+                form = f'type=bind,"source={mount.source}","destination={mount.target}"'
+                yield from ("--mount", f"{form},ro" if mount.read_only else form)
+        yield container.image
+
+    def _podman(self, name: str) -> Iterator[str]:
+        yield from (
+            *(self.program or self.runtime, "run", "--rm", "--replace"),
+            f"--name={name}",
+            f"--label={LABEL}",
+            "--network=host",
+            "--ipc=host",  # the host's /dev/shm; the usual one has 64 MB
+            "--cgroups=disabled",  # it stays in the job's: its limits hold, and Slurm can end it
+            "--ulimit=host",
+            "--log-driver=none",
+            "--security-opt=label=disable",
+            "--entrypoint=",
+            # Files belong to the user, whatever user the image names.
+            "--user=0:0" if self.as_root else "--userns=keep-id",
+            f"--workdir={self.container.workdir}",
+            *(["--device=nvidia.com/gpu=all"] if self.container.gpus else []),
+            *(f"--volume={mount}" for mount in self.container.bound),
+        )
+
+
+def find_program(runtimes: Sequence[str], path: str | None) -> tuple[str, str | None]:
+    """Return the first of the runtimes that is on a PATH, with its program; None without one."""
+    for runtime in runtimes:
+        for name in PROGRAMS[runtime]:
+            if program := shutil.which(name, path=path):
+                return runtime, program
+    return runtimes[0], None
 
 
 def removal(program: str, name: str) -> list[str]:
@@ -314,6 +302,10 @@ def removal(program: str, name: str) -> list[str]:
     return [program, "rm", "--force", "--ignore", "--time=0", name]
 
 
-def without_variables(names: Sequence[str]) -> list[str]:
-    """Return the words before a task, in its container, that take variables of the host away."""
-    return ["env", *(f"-u{name}" for name in names)] if names else []
+def listing_of_ended(program: str) -> list[str]:
+    """Return the command that lists our containers that have ended and stand in podman's records.
+
+    --sync: it looks whether their processes are there, as those of a killed podman are not.
+    """
+    listing = [program, "ps", "--all", "--sync", "--quiet", "--no-trunc"]
+    return [*listing, f"--filter=label={LABEL}", "--filter=status=exited"]

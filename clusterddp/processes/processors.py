@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+AMD_DEVICE = Path("/dev/kfd")
 _CPUS = Path("/proc/cpuinfo")
 
 

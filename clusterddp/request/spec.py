@@ -155,7 +155,11 @@ class JobSpec:
     """Absolute path of the run's directory."""
     resources: Resources
     python: str = option(
-        sys.executable, "Interpreter of the tasks.", PATH, "FILE", shown="this one"
+        sys.executable,
+        "Interpreter of the tasks.",
+        PATH,
+        "FILE",
+        shown="this one; with an image, its python3",
     )
     batch_python: str = option(
         sys.executable,
@@ -226,13 +230,13 @@ class JobSpec:
     )
     container_image: str = option(
         "",
-        "Image in which each task runs: a file, a folder or a registry's name.",
+        "Image in which each task runs: a file, a folder or a name in a registry.",
         Form(r"[^-\s].*", "image", "torch.sif, docker://pytorch/pytorch or localhost/torch:2.9"),
         names="IMAGE",
     )
     container_runtime: str = option(
         "auto",
-        "What runs the containers; auto takes what srun and PATH offer on the first node.",
+        "What runs the containers; auto: pyxis where srun has it, else what each node has.",
         Choice(("auto", "pyxis", "apptainer", "podman")),
     )
     container_mounts: tuple[str, ...] = option(
@@ -359,17 +363,17 @@ class JobSpec:
 
     def _check_container(self) -> None:
         if not self.container_image:
-            alone = [name for name in _CONTAINER[1:] if getattr(self, name) not in ("", (), "auto")]
-            if alone:
-                flag = f"--{alone[0].replace('_', '-').removesuffix('s')}"
-                raise OptionError(flag, " without --container-image: name the image, too.")
+            for field in dataclasses.fields(self):
+                if field.name in _CONTAINER and getattr(self, field.name) != field.default:
+                    name = field.metadata["option"].get("name", field.name.replace("_", "-"))
+                    raise OptionError(f"--{name}", " without --container-image: name it, too.")
             return
         asked = f"--container-image {self.container_image}"
         if self.launch_prefix:
             raise OptionError(
                 asked,
-                " against --launch-prefix: the prefix would start the container's parent. Use one "
-                "of them; with an image no prefix is needed.",
+                " against --launch-prefix: that puts words before the task, which an image "
+                "replaces. Use one of them.",
             )
         if "container" in dict(self.sbatch):
             raise OptionError(
@@ -377,7 +381,21 @@ class JobSpec:
                 " against the directive container, Slurm's own for an OCI bundle (--sbatch "
                 "container=… or SBATCH_CONTAINER). Use one of them.",
             )
-        _ = self.container
+        from clusterddp.processes.container import PYXIS, pyxis_carries, reads
+
+        runtime, mounts = self.container_runtime, self.container.mounts
+        if not reads(runtime, self.container_image):
+            raise OptionError(
+                "--container-runtime",
+                f" {runtime} does not read {self.container_image}: such files are apptainer's.",
+            )
+        for path in (self.run_dir, *map(str, mounts)):
+            if runtime == PYXIS and not pyxis_carries(path):
+                raise OptionError(
+                    "--container-runtime",
+                    f" pyxis cannot mount {path!r}, for it holds a comma or a blank. Use another "
+                    "path, or another runtime.",
+                )
 
     @property
     def container(self) -> "Container":
@@ -398,25 +416,26 @@ class JobSpec:
         for text in self.container_mounts:
             mounts.append(Mount.parse(text))
             mounts[-1].check()
-        gpus = bool(self.resources.gpus_per_node)
-        return Container(self.container_image, tuple(mounts), self.container_workdir, gpus)
+        return Container(
+            self.container_image,
+            self.container_runtime,
+            self.python,
+            tuple(mounts),
+            self.container_workdir,
+            self.uses_own_code,
+            bool(self.resources.gpus_per_node),
+            tuple(sorted({*dict(self.environment), *self.pass_environment})),
+        )
 
-    def container_arguments(self) -> list[str]:
-        """Return the options of `exec` on the host that put a task into its container.
+    @property
+    def pyxis(self) -> bool:
+        """Return whether srun may start the tasks' containers itself, by NVIDIA's plug-in pyxis."""
+        if not self.container_image or self.container_runtime not in ("auto", "pyxis"):
+            return False
+        from clusterddp.processes.container import PYXIS, pyxis_carries, reads
 
-        Raises as `container` does.
-        """
-        box = self.container
-        names = sorted({*dict(self.environment), *self.pass_environment})
-        return [
-            f"--container-image={box.image}",
-            f"--container-runtime={self.container_runtime}",
-            *(f"--container-mount={mount}" for mount in box.mounts),
-            *([f"--container-workdir={box.workdir}"] if box.workdir else []),
-            *(["--container-folder"] if self.uses_own_code else []),
-            *(["--container-gpus"] if box.gpus else []),
-            *(f"--container-env={name}" for name in names),
-        ]
+        paths = (self.run_dir, *map(str, self.container.mounts))
+        return reads(PYXIS, self.container_image) and all(map(pyxis_carries, paths))
 
     def _check_environment(self) -> None:
         for name in (*dict(self.environment), *self.pass_environment):

@@ -12,7 +12,7 @@ import re
 import signal
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -277,17 +277,10 @@ def is_signalled(code: int) -> bool:
 
 
 class TaskRecord:
-    """rank-R.json: written when the task starts and again when it has ended.
+    """rank-R.json: written when the task starts and again when it has ended."""
 
-    outside: the task is a container whose own parent records the same: written only where that one
-    left no end, as it never began or was killed too.
-    """
-
-    def __init__(
-        self, run: RunDir, env: DistEnv, attempt: int | None, *, outside: bool = False
-    ) -> None:
+    def __init__(self, run: RunDir, env: DistEnv, attempt: int | None) -> None:
         self._run = run
-        self._outside = outside
         self._attempt = Attempt(run, attempt) if attempt else None
         self._folder = self._attempt.outcomes if self._attempt else run.outcomes
         self._fields: dict[str, object] = {
@@ -303,14 +296,11 @@ class TaskRecord:
 
     def started(self, pid: int) -> None:
         self._fields |= {"pid": pid, "started": round(time.time(), 3)}
-        if not self._outside:
-            self._write()
+        self._write()
 
-    def ended(self, status: int, error: TaskError | None) -> None:
-        """Record the end; `status` is wait(2)'s."""
-        code = os.waitstatus_to_exitcode(status)
-        if self._outside and is_signalled(code):
-            code = 128 - code
+    def ended(self, status: int, explain: Callable[[int], TaskError | None]) -> int:
+        """Record the end and the error behind it; `status` is wait(2)'s, and is returned."""
+        code, error = os.waitstatus_to_exitcode(status), explain(status)
         self._fields |= {
             "ended": round(time.time(), 3),
             "exit_code": code if code >= 0 else 128 - code,
@@ -318,15 +308,7 @@ class TaskRecord:
             "error": _shown(error) if error else None,
         }
         self._write()
-
-    @property
-    def is_known(self) -> bool:
-        """Return whether the parent in the container has recorded the end already."""
-        if not self._outside:
-            return False
-        found = read_outcome(self._folder, int(str(self._fields["rank"])))
-        began = float(str(self._fields["started"]))
-        return found is not None and found.ended is not None and found.ended >= began
+        return status
 
     def _write(self) -> None:
         """A run directory that is gone or full costs the record, never the task."""

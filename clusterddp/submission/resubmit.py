@@ -31,8 +31,9 @@ from clusterddp.submission.submit import naming_the_job
 from clusterddp.version import of_script
 
 CHANGEABLE = (
-    *("resources", "train", "signal", "job_name", "batch_python"),
-    *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
+    *("resources", "train", "signal", "job_name"),
+    *("requeue", "max_requeues", "restart_on_failure", "restart_in_job", "python"),
+    *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
 """Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
 _MOST_CHANGES = 20

@@ -46,7 +46,7 @@ def supervise(
     own_log: bool = False,
     listen: Callable[[], object] | None = None,
     explain: Callable[[int], TaskError | None] | None = None,
-    settle: Callable[[int], int] | None = None,
+    record: TaskRecord | None = None,
 ) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
@@ -54,8 +54,7 @@ def supervise(
     own_log: send what is printed to the rank's own log.
     listen: installs the child's signal handlers, before any signal can reach it.
     explain: the error behind a wait status, where the child has execed and reports none itself.
-    settle: the wait status in truth, of a child that is a container's runtime; another parent in
-        the container records the outcome if it can.
+    record: takes the outcome in place of a TaskRecord of this task.
 
     Returns the child's exit code, or 128 + N when signal N ended it; 0 for EXIT_PAUSED where Slurm
     or an agent started the task, as either would end the other ranks for it. `child` may exec.
@@ -65,7 +64,7 @@ def supervise(
     if own_log:
         _redirect_output(run_dir, env)
     global pulse
-    record, pulse = TaskRecord(RunDir(run_dir), env, attempt, outside=settle is not None), Pulse()
+    record, pulse = record or TaskRecord(RunDir(run_dir), env, attempt), Pulse()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if attempt is not None and restarts.isdigit() and int(restarts):
         logs.divide_own(attempt, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
@@ -96,12 +95,10 @@ def supervise(
         relay.listen()
         os.close(go_writer)  # the child continues
         record.started(pid)
-        status = _await_end(pid, env)
-        if settle:
-            status = settle(status)
-        if not record.is_known:
-            error = _read_report(report_reader) or (explain(status) if explain else None)
-            record.ended(status, error)
+        status = record.ended(
+            _await_end(pid, env),
+            lambda status: _read_report(report_reader) or (explain(status) if explain else None),
+        )
     code = os.waitstatus_to_exitcode(status)
     if code == EXIT_PAUSED and not forwards:
         return 0

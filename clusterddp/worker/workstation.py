@@ -24,6 +24,7 @@ from clusterddp.errors import (
     is_debuggers_quit,
 )
 from clusterddp.processes import start_methods
+from clusterddp.processes.container import Container
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import Relay, held_back, send
 from clusterddp.ranks import dist_env
@@ -47,24 +48,27 @@ _ON_REQUEST = (
 )
 
 
+def request(path: str, config: TrainConfig, procs: int, **more: Any) -> JobSpec:
+    """Return the request that a run of this workstation keeps, with more fields of it."""
+    resources = Resources(tasks_per_node=procs)
+    return JobSpec(Path(path).name, path, resources, train=config, launcher="local", **more)
+
+
 @contextmanager
-def recorded(
-    path: str, config: TrainConfig, procs: int, *, may_exist: bool
-) -> Iterator[tuple[RunDir, Callable[..., None]]]:
+def recorded(spec: JobSpec, *, may_exist: bool) -> Iterator[tuple[RunDir, Callable[..., None]]]:
     """Make the run's directory, with the records by which `jobs` and `status` know it.
 
     Gives the directory and a function that records the exit code and the first Failure, if any.
     Raises RequestError where the run exists, unless it may.
     """
-    resources = Resources(tasks_per_node=procs)
-    spec = JobSpec(Path(path).name, path, resources, train=config, launcher="local")
+    path = Path(spec.run_dir)
     job_id = str(os.getpid())
 
     def record(code: int, failure: Failure | None = None) -> None:
         events.add(run.events, events.Ended, job_id=job_id, exit_code=code, first_failure=failure)
 
-    goes_on = may_exist and Path(path).is_dir()
-    known = nullcontext(RunDir(Path(path))) if goes_on else RunDir.create(spec, None)
+    goes_on = may_exist and path.is_dir()
+    known = nullcontext(RunDir(path)) if goes_on else RunDir.create(spec, None)
     with known as run:
         host, pid = os.uname().nodename, os.getpid()
         events.add(
@@ -80,9 +84,15 @@ def recorded(
 
 
 def train(
-    config: TrainConfig, run: RunDir, procs: int, start_method: str
+    config: TrainConfig,
+    run: RunDir,
+    procs: int,
+    start_method: str,
+    container: Container | None = None,
 ) -> tuple[int, Failure | None]:
     """Train in so many processes, one of START_METHODS; rank 0 prints here, each has its log.
+
+    container: each rank runs in one of its own, with the clusterddp that the run carries.
 
     Returns the exit code, and the rank that failed first where one did. Raises RequestError where
     the start method does not go here.
@@ -92,9 +102,9 @@ def train(
     attempts.await_silence(run, "", config.rendezvous_timeout)
     attempt = attempts.begin(run)
     logs.divide(attempt, "")
-    with TaskGroup() as group, _stopping(group, attempt) as relay:
+    with TaskGroup() as group, _stopping(group, attempt, by_mark=bool(container)) as relay:
         for env in dist_env.local_ranks(procs, free_port()):
-            _start_rank(group, start_method, config, attempt, env)
+            _start_rank(group, start_method, config, attempt, env, container)
         relay.listen()
         statuses = group.wait()
     if not any(statuses):
@@ -116,14 +126,22 @@ def train(
 
 
 def _start_rank(
-    group: TaskGroup, start_method: str, config: TrainConfig, attempt: Attempt, env: DistEnv
+    group: TaskGroup,
+    start_method: str,
+    config: TrainConfig,
+    attempt: Attempt,
+    env: DistEnv,
+    container: Container | None,
 ) -> None:
     run = attempt.run
     rank_log, tee = run.rank_log(env.rank), env.rank == 0
     environ = rank_environment(env)
     if start_method == "exec":
-        argv = [*version.command(), "train", *config.to_argv()]
-        argv += [f"--run-dir={run.path}", f"--attempt={attempt.number}"]
+        argv, where = version.command(), [f"--run-dir={run.path}", f"--attempt={attempt.number}"]
+        if container:
+            argv += ["exec", *where, f"--container={container.to_json()}", "--"]
+            argv += [container.python, str(run.bundle)]
+        argv += ["train", *config.to_argv(), *where]
         group.start(argv, environ, rank_log, tee=tee)
     else:
         group.call(start_method, _rank, (config, attempt, env), environ, rank_log, tee=tee)
@@ -161,8 +179,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def _stopping(group: TaskGroup, attempt: Attempt) -> Iterator[Relay]:
-    """Pass a request to stop on to the ranks, and kill those that have not left after a while."""
+def _stopping(group: TaskGroup, attempt: Attempt, *, by_mark: bool) -> Iterator[Relay]:
+    """Pass a request to stop on to the ranks, and kill those that have not left after a while.
+
+    by_mark: they look for a mark; a container's runtime does not pass every signal on.
+    """
 
     def end(*_: object) -> None:
         group.signal_all(signal.SIGKILL)
@@ -179,7 +200,10 @@ def _stopping(group: TaskGroup, attempt: Attempt) -> Iterator[Relay]:
             alarm.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, end))
             alarm.callback(signal.setitimer, signal.ITIMER_REAL, 0.0)
             signal.setitimer(signal.ITIMER_REAL, _SAVING_SECONDS)
-        send(number, group.pids)  # to the small parents, which pass it on to their ranks
+        if by_mark:
+            attempt.ask_to_stop("stop")
+        else:
+            send(number, group.pids)  # to the small parents, which pass it on to their ranks
 
     with ExitStack() as alarm, Relay(_ASKING, pass_on) as relay:
         yield relay

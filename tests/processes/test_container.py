@@ -3,43 +3,43 @@
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clusterddp.errors import OptionError, TrainingError
+from clusterddp.errors import OptionError
 from clusterddp.processes import container
 from clusterddp.processes.container import (
     APPTAINER,
     AUTO,
     MAIN,
     PODMAN,
-    PYXIS,
     Container,
+    ContainerStart,
     Mount,
-    choose,
 )
 from tests.hostile import CARRIED, REFUSED
 
 TASK = ["python3", "run.pyz", "train"]
-BOX = Container("/img/torch.sif", (Mount("/r", "/r"), Mount("/data", "/d", True)), "/r/code")
+MOUNTS = (Mount("/r", "/r"), Mount("/data", "/d", True))
+BOX = Container("/img/torch.sif", mounts=MOUNTS, workdir="/r/code")
 ENVIRON = {"RANK": "1", "PYTHONPATH": "/mine", "HOME": "/home/me", "NCCL_DEBUG": "INFO"}
 INNER = ["sh", "-c", MAIN, "sh", *TASK]
 
 
-def words(runtime: str, box: Container, environ: dict[str, str], **more: object) -> list[str]:
-    return _words(runtime, box, environ, **more)[0]
+def words(runtime: str, box: Container, environ: dict[str, str]) -> list[str]:
+    return start(runtime, box, environ).words(TASK)[0]
 
 
-def _words(
-    runtime: str, box: Container, environ: dict[str, str], **more: object
-) -> tuple[list[str], dict[str, str]]:
-    fields = {"program": f"/bin/{runtime}", "name": "box-0", "uid": 1000, **more}
-    return container.words(runtime, box, TASK, environ, **fields)  # type: ignore[arg-type]
+def start(runtime: str, box: Container, environ: dict[str, str], **more: Any) -> ContainerStart:
+    fields = {"program": f"/bin/{runtime}", "name": "box-0", "node": "h01", **more}
+    return ContainerStart(box, runtime, environ=environ, **fields)
 
 
 def test_apptainer_is_given_these_words_and_the_variables_under_names_of_its_own() -> None:
-    assert _words(APPTAINER, BOX, ENVIRON) == (
+    assert start(APPTAINER, BOX, ENVIRON).words(TASK) == (
         [
             "/bin/apptainer", "exec", "--cleanenv", "--no-eval", "--no-mount=home,cwd",
             "--pwd=/r/code", "--bind", "/data:/d:ro", "--bind", "/r:/r:rw", "/img/torch.sif",
@@ -47,13 +47,13 @@ def test_apptainer_is_given_these_words_and_the_variables_under_names_of_its_own
         ],
         {**ENVIRON, "APPTAINERENV_RANK": "1", "APPTAINERENV_NCCL_DEBUG": "INFO"},
     )  # fmt: skip
-    _, environ = _words(APPTAINER, BOX, ENVIRON, program="/bin/singularity")
+    _, environ = start(APPTAINER, BOX, ENVIRON, program="/bin/singularity").words(TASK)
     assert environ["SINGULARITYENV_RANK"] == "1"
 
 
 def test_podman_is_given_these_words_and_keeps_its_own_variables() -> None:
-    box = Container("localhost/torch:2.9", BOX.mounts, BOX.workdir, gpus=True)
-    assert _words(PODMAN, box, ENVIRON) == (
+    box = replace(BOX, image="localhost/torch:2.9", gpus=True)
+    assert start(PODMAN, box, ENVIRON).words(TASK) == (
         [
             "/bin/podman", "run", "--rm", "--replace", "--name=box-0", "--label=clusterddp",
             "--network=host", "--ipc=host", "--cgroups=disabled", "--ulimit=host",
@@ -68,23 +68,10 @@ def test_podman_is_given_these_words_and_keeps_its_own_variables() -> None:
 
 
 def test_podman_runs_a_folder_without_writing_into_it_and_root_as_root() -> None:
-    argv = words(PODMAN, Container("/img/root", workdir="/"), {}, uid=0, lifeline=False)
+    argv, _ = start(PODMAN, Container("/img/root", workdir="/"), {}, as_root=True).probe(TASK)
     assert "--user=0:0" in argv
     assert "--userns=keep-id" not in argv
     assert argv[-9:] == ["--rootfs", "/img/root:O", "sh", "-c", 'exec "$@"', "sh", *TASK]
-
-
-def test_pyxis_is_given_these_arguments_of_srun() -> None:
-    # As in the README of NVIDIA/pyxis, "Usage"; not run.
-    assert container.pyxis_arguments(BOX) == [
-        "--container-image=/img/torch.sif",
-        "--container-mounts=/data:/d:ro,/r:/r",
-        "--container-workdir=/r/code",
-        "--no-container-mount-home",
-        "--no-container-entrypoint",
-    ]
-    assert container.without_variables(["PYTHONPATH"]) == ["env", "-uPYTHONPATH"]
-    assert container.without_variables([]) == []
 
 
 def test_apptainer_has_the_gpus_of_the_node() -> None:
@@ -93,7 +80,7 @@ def test_apptainer_has_the_gpus_of_the_node() -> None:
 
 def test_of_two_mounts_with_one_target_the_later_counts_and_outer_ones_come_first() -> None:
     mounts = (Mount("/r/code", "/r/code", True), Mount("/r", "/r"), Mount("/mine", "/r/code"))
-    assert Container("a", mounts).bound == [Mount("/r", "/r"), Mount("/mine", "/r/code")]
+    assert Container("a", mounts=mounts).bound == [Mount("/r", "/r"), Mount("/mine", "/r/code")]
 
 
 @pytest.mark.parametrize(
@@ -144,50 +131,41 @@ def test_a_hostile_path_is_carried_as_it_is_or_refused(value: str) -> None:
     except OptionError as error:
         assert any(letter in value for letter in ':\\"\n\r\0\a\x1b') or value in REFUSED, error
         return
-    box = Container("a", (mount,))
+    box = Container("a", mounts=(mount,))
+    assert Container.from_json(box.to_json()).mounts[0].target == path
     assert f"--volume={path}:{path}" in words(PODMAN, box, {})
     carried = words(APPTAINER, box, {})
     if "," in path:
         assert f'type=bind,"source={path}","destination={path}"' in carried
-        with pytest.raises(OptionError, match="pyxis"):
-            container.pyxis_arguments(box)
     else:
         assert f"{path}:{path}:rw" in carried
 
 
 @pytest.mark.parametrize("value", CARRIED)
 def test_a_hostile_word_and_value_reach_the_task_as_they_are(value: str) -> None:
-    process, writer = start("sh", "-c", 'printf %s "$1"', "sh", value)
+    process, writer = begin("sh", "-c", 'printf %s "$1"', "sh", value)
     with process:
         assert process.communicate(timeout=60)[0] == value
     os.close(writer)
-    argv, environ = _words(APPTAINER, Container("a"), {"VALUE": value})
+    argv, environ = start(APPTAINER, Container("a"), {"VALUE": value}).words(TASK)
     assert environ["APPTAINERENV_VALUE"] == value
     assert "--no-eval" in argv, "the runtime's shell would run it"
 
 
-def start(*task: str) -> tuple[subprocess.Popen[str], int]:
-    """Start a container's first process, without one; returns the other end of its lifeline too."""
+def begin(*task: str, shell: str = "sh") -> tuple[subprocess.Popen[str], int]:
+    """Start a container's first program, without one; returns the other end of its lifeline too."""
     reader, writer = os.pipe()
     # dash has no number above 9 in a redirection.
-    inner = [
-        "bash",
-        "-c",
-        f'exec 3<&{reader} 4>/dev/null; exec "$@"',
-        "bash",
-        "sh",
-        "-c",
-        MAIN,
-        "sh",
-        *task,
-    ]
+    outer = ["bash", "-c", f'exec 3<&{reader} 4>/dev/null; exec "$@"', "bash"]
+    bash = ["--posix"] if shell == "bash" else []  # as where it is the image's sh
+    inner = [*outer, shell, *bash, "-c", MAIN, "sh", *task]
     process = subprocess.Popen(inner, pass_fds=[reader], stdout=subprocess.PIPE, text=True)
     os.close(reader)
     return process, writer
 
 
 def test_a_task_in_a_container_ends_with_its_parent_on_the_host() -> None:
-    process, writer = start("sh", "-c", "trap '' TERM; echo begun; while :; do :; done")
+    process, writer = begin("sh", "-c", "trap '' TERM; echo begun; while :; do :; done")
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
@@ -196,16 +174,35 @@ def test_a_task_in_a_container_ends_with_its_parent_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 7, 75])
-def test_the_exit_code_is_the_tasks(code: int) -> None:
-    process, writer = start("sh", "-c", f"exit {code}")
+def test_the_exit_code_is_the_tasks_and_nothing_outlives_it(code: int) -> None:
+    """Its output ends with the last process that has it open."""
+    process, writer = begin("sh", "-c", f"exit {code}")
     with process:
-        assert process.wait(60) == code
+        assert process.communicate(timeout=60)[0] == ""
+        assert process.returncode == code
     os.close(writer)
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_a_signal_that_ends_the_task_leaves_its_exit_code(shell: str) -> None:
+    """As Slurm signals both at once, and the task leaves before the shell has seen to its own."""
+    for _ in range(20):
+        process, writer = begin(
+            "sh", "-c", "trap 'exit 75' USR1; echo; while :; do :; done", shell=shell
+        )
+        with process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            for pid in (process.pid, *map(int, children)):
+                os.kill(pid, signal.SIGUSR1)
+            assert process.wait(60) == 75
+        os.close(writer)
 
 
 def test_a_signal_to_the_shell_does_not_end_the_wait_for_the_task(tmp_path: Path) -> None:
     go = tmp_path / "go"
-    process, writer = start("sh", "-c", f"echo begun; until [ -e {go} ]; do :; done; exit 3")
+    process, writer = begin("sh", "-c", f"echo begun; until [ -e {go} ]; do :; done; exit 3")
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
@@ -216,47 +213,21 @@ def test_a_signal_to_the_shell_does_not_end_the_wait_for_the_task(tmp_path: Path
     os.close(writer)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A PATH without anything on it yet."""
-    return tmp_path
-
-
-def provide(path: Path, *programs: str) -> str:
-    for name in programs:
-        (path / name).touch(mode=0o755)
-    return str(path)
-
-
-PYXIS_HELP = "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH"
-
-
 @pytest.mark.parametrize(
-    ("programs", "help_text", "image", "chosen"),
+    ("asked", "image", "programs", "found"),
     [
-        (["apptainer", "podman"], PYXIS_HELP, "pytorch", PYXIS),
-        (["apptainer", "podman"], "", "pytorch", APPTAINER),
-        (["singularity", "podman"], "", "pytorch", APPTAINER),
-        (["podman"], "--container=PATH", "pytorch", PODMAN),
-        (["apptainer"], PYXIS_HELP, "/img/torch.sif", APPTAINER),
-        (["apptainer", "podman"], PYXIS_HELP, "/img/torch.sqsh", PYXIS),
+        (AUTO, "pytorch", ["apptainer", "podman"], (APPTAINER, "apptainer")),
+        (AUTO, "pytorch", ["singularity", "podman"], (APPTAINER, "singularity")),
+        (AUTO, "pytorch", ["podman"], (PODMAN, "podman")),
+        (AUTO, "/a.sqsh", ["podman"], (APPTAINER, "")),
+        (APPTAINER, "pytorch", ["podman"], (APPTAINER, "")),
+        (PODMAN, "pytorch", ["apptainer", "podman"], (PODMAN, "podman")),
     ],
 )
-def test_auto_takes_what_is_there_for_the_image(
-    path: Path, programs: list[str], help_text: str, image: str, chosen: str
+def test_the_runtime_is_the_one_asked_for_or_the_first_on_path_that_reads_the_image(
+    tmp_path: Path, asked: str, image: str, programs: list[str], found: tuple[str, str]
 ) -> None:
-    assert choose(AUTO, image, provide(path, *programs), help_text, "h01") == chosen
-
-
-@pytest.mark.parametrize(
-    ("runtime", "image", "programs"),
-    [(AUTO, "pytorch", []), (AUTO, "/a.sif", ["podman"]), (PODMAN, "/a.sqsh", ["podman"]),
-     (APPTAINER, "a", ["podman"]), (PYXIS, "a", ["apptainer"])],
-)  # fmt: skip
-def test_where_no_runtime_is_the_error_names_node_image_and_remedy(
-    path: Path, runtime: str, image: str, programs: list[str]
-) -> None:
-    with pytest.raises(TrainingError) as refused:
-        choose(runtime, image, provide(path, *programs), "", "h07")
-    for part in ("h07", image, "--container-runtime"):
-        assert part in str(refused.value)
+    for name in programs:
+        (tmp_path / name).touch(mode=0o755)
+    runtime, program = container.find_program(container.runtimes(asked, image), str(tmp_path))
+    assert (runtime, program) == (found[0], f"{tmp_path}/{found[1]}" if found[1] else None)

@@ -197,9 +197,10 @@ def test_the_record_of_a_request_has_no_field_that_older_versions_do_not_know() 
 
 
 IMAGE = {"container_image": "/img/torch.sif"}
+PYXIS = {"container_image": "pytorch", "container_runtime": "pyxis"}
 
 
-def test_a_container_is_recorded_and_gives_a_task_these_options() -> None:
+def test_a_container_is_recorded_and_the_tasks_parent_is_told_what_was_asked() -> None:
     asked = spec(
         **IMAGE,
         container_mounts=("/a:/b:ro", "/data:/data"),
@@ -210,26 +211,35 @@ def test_a_container_is_recorded_and_gives_a_task_these_options() -> None:
         pass_environment=("LD_LIBRARY_PATH",),
     )
     assert JobSpec.from_json(asked.to_json()) == asked
-    assert asked.container_arguments() == [
-        "--container-image=/img/torch.sif",
-        "--container-runtime=auto",
-        "--container-mount=/data:/data:ro",
-        "--container-mount=/old/run:/old/run:ro",
-        "--container-mount=/a:/b:ro",
-        "--container-mount=/data:/data",
-        "--container-workdir=/b",
-        "--container-gpus",
-        "--container-env=LD_LIBRARY_PATH",
-        "--container-env=NCCL_DEBUG",
-        "--container-python=/usr/bin/python3",
-    ]
-    own = spec(**IMAGE, command=("true",)).container_arguments()
-    assert own == [
-        "--container-image=/img/torch.sif",
-        "--container-runtime=auto",
-        "--container-folder",
-        "--container-python=/usr/bin/python3",
-    ]
+    assert json.loads(asked.container.to_json(ranks=2)) == {
+        "image": "/img/torch.sif",
+        "python": "/usr/bin/python3",
+        "mounts": ["/data:/data:ro", "/old/run:/old/run:ro", "/a:/b:ro", "/data:/data"],
+        "workdir": "/b",
+        "gpus": True,
+        "variables": ["LD_LIBRARY_PATH", "NCCL_DEBUG"],
+        "ranks": 2,
+    }
+    own = spec(**IMAGE, command=("true",), python="python3").container
+    assert json.loads(own.to_json()) == {"image": "/img/torch.sif", "own_code": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "may"),
+    [
+        ({"container_image": "pytorch/pytorch:2.9"}, True),
+        ({"container_image": "/img/torch.sqsh", "container_runtime": "pyxis"}, True),
+        ({}, False),
+        ({"container_image": "/img/torch.sif"}, False),
+        ({"container_image": "pytorch", "container_runtime": "podman"}, False),
+        ({"container_image": "pytorch", "run_dir": "/my jobs/demo"}, False),
+        ({"container_image": "pytorch", "container_mounts": ("/a,b:/b",)}, False),
+    ],
+)
+def test_srun_may_start_the_containers_where_pyxis_can_carry_it_all(
+    fields: dict[str, Any], may: bool
+) -> None:
+    assert spec(**fields).pyxis is may
 
 
 @pytest.mark.parametrize(
@@ -238,6 +248,10 @@ def test_a_container_is_recorded_and_gives_a_task_these_options() -> None:
         ({**IMAGE, "launch_prefix": ("env",)}, "--container-image.* against --launch-prefix"),
         ({**IMAGE, "sbatch": (("container", "/b"),)}, "against the directive container"),
         ({**IMAGE, "container_runtime": "docker"}, "--container-runtime"),
+        ({**IMAGE, "container_runtime": "podman"}, "podman does not read /img/torch.sif"),
+        ({**IMAGE, "container_runtime": "pyxis"}, "pyxis does not read /img/torch.sif"),
+        ({**PYXIS, "run_dir": "/my jobs/demo"}, "pyxis cannot mount '/my jobs/demo'"),
+        ({**PYXIS, "container_mounts": ("/a,b",)}, "pyxis cannot mount '/a,b:/a,b'"),
         ({**IMAGE, "container_mounts": ("/a:b",)}, "--container-mount"),
         ({**IMAGE, "container_workdir": "relative"}, "--container-workdir"),
         ({**IMAGE, "run_dir": "/a:b/demo"}, "--output-root"),

@@ -1,5 +1,6 @@
 """`clusterddp debug`: the training entrypoint on this workstation, in one process or several."""
 
+import dataclasses
 import os
 import shlex
 import time
@@ -8,20 +9,25 @@ from pathlib import Path
 import click
 
 from clusterddp import log
-from clusterddp.cli.options import SettingsCommand, config_from, options
+from clusterddp.cli.job_spec import CONTAINER, container_fields, given_container
+from clusterddp.cli.options import SettingsCommand, config_from, options, source
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.processes import START_METHODS
+from clusterddp.processes.processors import AMD_DEVICE, NVIDIA_DRIVER
 from clusterddp.ranks.dist_env import MOST_PROCS, DistEnv
+from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
+from clusterddp.submission import bundle
 from clusterddp.submission.preflight import make_sure
 
 
 @click.command(cls=SettingsCommand)
 @options(TRAINING)
+@options(OPTIONS[name.replace("_", "-")] for name in ("python", *CONTAINER))
 @click.option(
     "--procs",
     type=click.IntRange(1, MOST_PROCS),
@@ -61,10 +67,25 @@ def command(
     \b
     clusterddp debug                 in this process: a breakpoint in the model stops there
     clusterddp debug --procs 2       two ranks; rank 0 prints here, each has its log
+
+    With --container-image each rank runs in a container, as it would in a job.
     """
     from clusterddp.worker import workstation  # after --help, which needs no multiprocessing
 
-    config = config_from(click.get_current_context())
+    ctx = click.get_current_context()
+    container = container_fields(given_container(ctx))
+    paths = ("data_dir", "resume") if container else ()
+    config = config_from(
+        ctx, **{name: os.path.abspath(ctx.params[name]) for name in paths if ctx.params[name]}
+    )
+    if container and start_method:
+        raise RequestError(
+            "--start-method: each rank of a container starts by itself; leave it out."
+        )
+    if not container and source(ctx, "python") == "flag":
+        raise RequestError(
+            "--python names the interpreter in an image: name --container-image, too."
+        )
     if run_dir is not None and run_name is not None:
         raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
     if run_dir == "":
@@ -72,9 +93,15 @@ def command(
     name = time.strftime("debug-%Y%m%d-%H%M%S") if run_name is None else run_name
     forms.run_name("--run-name", name)
     path = os.path.abspath(run_dir or f"{output_root}/{name}")
-    make_sure(config)
-    with workstation.recorded(path, config, procs, may_exist=bool(run_dir)) as (run, record):
-        if procs > 1 or start_method:
+    spec = workstation.request(path, config, procs, **container)
+    make_sure(config, spec if container else None)
+    with workstation.recorded(spec, may_exist=bool(run_dir)) as (run, record):
+        if container:
+            bundle.carry(run)
+            gpus = config.device != "cpu" and (NVIDIA_DRIVER.exists() or AMD_DEVICE.exists())
+            box = dataclasses.replace(spec.container, gpus=gpus)
+            code, failure = workstation.train(config, run, procs, "exec", box)
+        elif procs > 1 or start_method:
             code, failure = workstation.train(config, run, procs, start_method or "exec")
         else:
             from clusterddp.worker.task import run_task
@@ -83,17 +110,22 @@ def command(
         record(code, failure)
         made = attempts.latest(run)
         if code in (EXIT_PAUSED, EXIT_INTERRUPTED) and made and made.end.exists():
-            log.info(f"resume with: {_again(config, run, procs, start_method)}")
+            log.info(f"resume with: {_again(spec, config, run, start_method)}")
         return code
 
 
-def _again(config: TrainConfig, run: RunDir, procs: int, start_method: str | None) -> str:
+def _again(spec: JobSpec, config: TrainConfig, run: RunDir, start_method: str | None) -> str:
     """Return the command that resumes a run from its newest checkpoint."""
     shown = os.path.relpath(run.path)
     path = shown if not shown.startswith("..") else str(run.path)
-    ranks = [f"--procs={procs}"] if procs > 1 else []
+    ranks = [f"--procs={spec.world_size}"] if spec.world_size > 1 else []
     if start_method:
         ranks.append(f"--start-method={start_method}")
+    if spec.container_image:
+        ranks += [f"--container-image={spec.container_image}", f"--python={spec.python}"]
+        ranks += [f"--container-runtime={spec.container_runtime}"]
+        ranks += [f"--container-mount={mount}" for mount in spec.container_mounts]
+        ranks += [f"--container-workdir={spec.container_workdir}"] * bool(spec.container_workdir)
     return shlex.join(
         ["clusterddp", "debug", *ranks, *config.to_argv(defaults=False), f"--run-dir={path}"]
     )

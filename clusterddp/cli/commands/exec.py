@@ -4,7 +4,6 @@ For a person's own srun line. Under `submit -- COMMAND` a small parent stays (`-
 records the outcome.
 """
 
-import dataclasses
 import os
 import shlex
 import signal
@@ -18,9 +17,6 @@ from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import JOB_ID, shown_value
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE
-
-_RUNTIMES = ("auto", "apptainer", "podman")
-"""Runtimes that a parent on the host starts; pyxis is srun's."""
 
 
 class CommandNotFound(ClusterDDPError):
@@ -38,16 +34,8 @@ class CommandNotExecutable(ClusterDDPError):
 @click.command(name="exec", context_settings={"allow_interspersed_args": False})
 @click.option("--run-dir", type=click.Path(path_type=Path), hidden=True)
 @click.option("--own-log", is_flag=True, hidden=True)
-@click.option("--attempt", type=int, hidden=True)
-@click.option("--container-image", hidden=True)
-@click.option("--container-runtime", type=click.Choice(_RUNTIMES), default="auto", hidden=True)
-@click.option("--container-mount", multiple=True, hidden=True)
-@click.option("--container-workdir", default="", hidden=True)
-@click.option("--container-folder", is_flag=True, hidden=True)
-@click.option("--container-gpus", is_flag=True, hidden=True)
-@click.option("--container-python", default="", hidden=True)
-@click.option("--container-ranks", type=int, default=1, hidden=True)
-@click.option("--container-env", multiple=True, hidden=True)
+@click.option("--attempt", type=int, hidden=True, envvar=ATTEMPT_VARIABLE)
+@click.option("--container", hidden=True)
 @click.argument(
     "argv", metavar="-- COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED
 )
@@ -55,9 +43,8 @@ def command(
     run_dir: Path | None,
     own_log: bool,
     attempt: int | None,
-    container_image: str | None,
+    container: str | None,
     argv: tuple[str, ...],
-    **_container: object,
 ) -> int:
     """Derive the distributed environment, export it and become COMMAND.
 
@@ -86,8 +73,19 @@ def command(
     if run_dir is None:
         become(argv, environ)
 
-    if container_image:
-        return _contained(run_dir.absolute(), env, argv, attempt=attempt, own_log=own_log)
+    if container:
+        from clusterddp.processes.container import Container
+        from clusterddp.worker.container_parent import run_contained
+
+        return run_contained(
+            run_dir.absolute(),
+            env,
+            Container.from_json(container),
+            argv,
+            become,
+            attempt=attempt,
+            own_log=own_log,
+        )
 
     # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
     from clusterddp.run.attempt import Attempt
@@ -110,42 +108,6 @@ def command(
             raise
 
     return supervise(run_dir, env, child, attempt=attempt, own_log=own_log, explain=traces.error)
-
-
-def _contained(
-    run_dir: Path, env: DistEnv, argv: Sequence[str], *, attempt: int | None, own_log: bool
-) -> int:
-    """Run the task in the container that the hidden options name.
-
-    A task that is torchrun's agent stands for the first of its ranks.
-    """
-    from clusterddp.processes.container import Container, Mount
-    from clusterddp.worker.contain import Start, contain
-
-    values = click.get_current_context().params
-    box = Container(
-        values["container_image"],
-        tuple(map(Mount.parse, values["container_mount"])),
-        values["container_workdir"],
-        values["container_gpus"],
-    )
-    ranks = values["container_ranks"]
-    env = dataclasses.replace(
-        env,
-        rank=env.rank * ranks,
-        world_size=env.world_size * ranks,
-        local_world_size=env.local_world_size * ranks,
-    )
-    start = Start.of(
-        run_dir,
-        env.rank,
-        box,
-        values["container_runtime"],
-        python=values["container_python"] or argv[0],
-        wanted=values["container_env"],
-        own_code=values["container_folder"],
-    )
-    return contain(run_dir, env, start, argv, become, attempt=attempt, own_log=own_log)
 
 
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

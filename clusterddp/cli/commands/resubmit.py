@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import os
+import sys
 from functools import partial
 from pathlib import Path
 
 import click
 
-from clusterddp.cli.job_spec import changed_resources
+from clusterddp.cli.job_spec import CONTAINER, IMAGES_PYTHON, changed_resources, container_fields
 from clusterddp.cli.options import SettingsCommand, options, recipe_settings, source, typed_flags
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
 from clusterddp.errors import EXIT_DONE
@@ -25,9 +26,12 @@ _TRAINED = [row for row in TRAINING if row.name not in _FIXED]
 _ASKED = [
     row
     for row in REQUEST
-    if (row.group in (ASKED, INTERRUPTED, KEPT) or row.name == "batch-python")
-    and row.name not in _FIXED
+    if (row.group in (ASKED, INTERRUPTED, KEPT) and row.name not in _FIXED)
+    or row.parameter in ("python", *CONTAINER)
 ]
+
+
+_NO_CONTAINER = {"container_runtime": "auto", "container_mounts": (), "container_workdir": ""}
 
 
 class ResubmitCommand(SettingsCommand):
@@ -150,9 +154,14 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     asked = before.resources
     # Where it was one a GPU before, it stays so.
     tasks = 0 if asked.tasks_per_node == (asked.gpus_per_node or 1) else asked.tasks_per_node
-    fields = {name: value for name, value in given.items() if name in CHANGEABLE}
-    if "/" in fields.get("batch_python", ""):
-        fields["batch_python"] = os.path.abspath(fields["batch_python"])
+    of_container = {*CONTAINER, "python"}
+    fields = {name: given[name] for name in given if name in {*CHANGEABLE} - of_container}
+    fields |= container_fields({name: given[name] for name in given if name in of_container})
+    image = fields.get("container_image")
+    if image == "":  # none any more, nor what was asked for beside it
+        fields = {**_NO_CONTAINER, **fields}
+    if image is not None and bool(image) != bool(before.container_image):
+        fields.setdefault("python", IMAGES_PYTHON if image else sys.executable)
     fields["resources"] = changed_resources(asked, given, tasks)
     if fields.get("signal") == "none":
         fields["signal"] = ""

@@ -54,6 +54,18 @@ SCRIPTS: dict[str, list[str]] = {
         "--no-requeue", "--max-requeues", "3", "--signal", "USR1@60", "--time", "10",
         "--keep-last", "5", "--allow-changed", "--watchdog", "0",
     ],
+    "container": [
+        *EIGHT, "--container-image", "pytorch/pytorch:2.9", "--container-mount", "/scratch:/s:ro",
+        "--container-workdir", "/s/it's here", "--env", "LD_LIBRARY_PATH=/opt/lib",
+    ],
+    "container-torchrun": [
+        *EIGHT, "--container-image", "docker.io/pytorch:2", "--container-runtime", "podman",
+        "--template", "torchrun", "--", "python", "train.py",
+    ],
+    "container-pyxis": [
+        *EIGHT, "--container-image", "nvcr.io#nvidia/pytorch:25.01-py3", "--container-runtime",
+        "pyxis", "--container-mount", "/scratch", "--", "python", "train.py",
+    ],
     "code": [
         "--restart-on-failure", "2", "--signal", "B:USR2@90", "--snapshot", "--", "python",
         "train.py",

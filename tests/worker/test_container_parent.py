@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,14 @@ class Site:
         program.write_text(text)
         program.chmod(0o755)
 
-    def start(self, *task: str, options: tuple[str, ...] = (), **more: str) -> Any:
+    def start(self, *task: str, box: Mapping[str, object] = {}, **more: str) -> Any:
         environ = {name: os.environ[name] for name in os.environ if not name.startswith("SLURM")}
         for name in kept_out(environ, ()):
             del environ[name]
         environ |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "IMAGE": str(self.image)}
-        argv = [
-            *(sys.executable, "-m", "clusterddp", "exec", f"--run-dir={self.run}"),
-            *(f"--container-image={self.image}", "--container-runtime=apptainer", *options),
-        ]
+        argv = [sys.executable, "-m", "clusterddp", "exec", f"--run-dir={self.run}"]
+        fields = {"image": str(self.image), "runtime": "apptainer", "python": task[0], **box}
+        argv.append(f"--container={json.dumps(fields)}")
         return subprocess.Popen(
             [*argv, "--", *task],
             env=environ | more,
@@ -102,8 +102,7 @@ def test_the_hosts_own_variables_are_named_once_and_stay_in_the_runtime(site: Si
     assert "APPTAINERENV_NCCL_DEBUG=INFO" in said
     assert "APPTAINERENV_CLUSTERDDP_CONTAINER_IMAGE=" in said
     assert "APPTAINERENV_LD_LIBRARY_PATH" not in said
-    options = ("--container-env=LD_LIBRARY_PATH",)
-    _, said = site.go("true", options=options, LD_LIBRARY_PATH="/mine")
+    _, said = site.go("true", box={"variables": ["LD_LIBRARY_PATH"]}, LD_LIBRARY_PATH="/mine")
     assert "APPTAINERENV_LD_LIBRARY_PATH=/mine" in said
 
 
@@ -114,15 +113,14 @@ def test_a_node_without_the_image_is_named(site: Site) -> None:
 
 
 def test_a_node_without_a_mounts_source_is_named(site: Site) -> None:
-    assert site.go("true", options=("--container-mount=/not/there:/data:ro",))[0] == 1
+    assert site.go("true", box={"mounts": ["/not/there:/data:ro"]})[0] == 1
     site.check("/not/there", "--exclude")
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "auto"])
 def test_a_node_without_the_runtime_is_named(site: Site, runtime: str) -> None:
     (site.folder / "bin/apptainer").unlink()
-    options = (f"--container-runtime={runtime}",)
-    assert site.go("true", options=options, PATH=f"{site.folder}/bin")[0] == 1
+    assert site.go("true", box={"runtime": runtime}, PATH=f"{site.folder}/bin")[0] == 1
     site.check("apptainer", "--container-runtime")
 
 
@@ -132,9 +130,22 @@ def test_an_image_without_the_python_is_named(site: Site) -> None:
 
 
 def test_an_image_whose_python_is_too_old_is_named(site: Site) -> None:
-    site.provide("oldpython", "#!/bin/sh\n[ $# = 2 ] || exit 1\necho 3 8\n")
+    site.provide("oldpython", '#!/bin/sh\n[ "$1" = -c ] || exit 1\necho 3 8\n')
     assert site.go("oldpython", "run.pyz", "train", "-v")[0] == 1
     site.check("oldpython", "Python 3.8", "3.10", "--python")
+
+
+def test_an_image_without_the_program_that_starts_the_task_is_named(site: Site) -> None:
+    """As torchrun's template has bash do."""
+    assert site.go("bash-of-nobody", box={"python": sys.executable})[0] == 127
+    site.check("has no bash-of-nobody")
+
+
+def test_an_image_without_a_shell_is_named_by_the_runtimes_words(site: Site) -> None:
+    said = "Error: crun: executable file `sh` not found in $PATH"
+    site.provide("apptainer", f"#!/bin/sh\necho '{said}' >&2\nexit 127\n")
+    assert site.go("true")[0] == 127
+    site.check("cannot start", said)
 
 
 def test_what_a_runtime_says_that_cannot_start_is_passed_on(site: Site) -> None:
@@ -148,8 +159,8 @@ def test_an_agent_in_a_container_stands_for_the_first_of_its_ranks(site: Site) -
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
         "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "h01", "MASTER_PORT": "12345",
     }  # fmt: skip
-    options = ("--container-ranks=4", "--container-python=python-of-nobody")
-    assert site.go("false", options=options, **agent)[0] == 1
+    box = {"ranks": 4, "python": "python-of-nobody"}
+    assert site.go("false", box=box, **agent)[0] == 1
     outcome = json.loads((site.run / "outcomes/rank-4.json").read_text())
     assert "no python-of-nobody that runs" in outcome["error"]["message"]
 
