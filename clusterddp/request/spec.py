@@ -558,7 +558,7 @@ class JobSpec:
         """Read the lines of `to_script`; raises RequestError as `from_json` does."""
         lines = script.splitlines()
         text = " ".join(line.removeprefix(_REQUEST) for line in lines if line.startswith(_REQUEST))
-        return cls.from_json(text, f"the script's {_REQUEST.strip()} lines", run_dir)
+        return cls.from_json(text, f"the script's {_REQUEST.strip()}", run_dir)
 
     @classmethod
     def from_json(
@@ -583,7 +583,7 @@ class JobSpec:
                     fields[field] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
             return cls(resources=resources, train=config, **fields)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RequestError(f"{name}: this is no record of a run: {error}.") from None
+            raise RequestError(f"{name} is no record of a run: {error}.") from None
 
 
 def submission_comment(run_name: str) -> str:

@@ -168,8 +168,8 @@ class Controller:
         except ClusterDDPError as error:
             log.info(str(error))
             code = EXIT_DONE if isinstance(error, RunIsDone) else error.exit_code
-        log.info(f"this is clusterddp {version.described()}")
         self._script.take_output()
+        log.info(f"this is clusterddp {version.described()}")
         if self._attempt:
             log.info(f"clusterddp {version.described()} runs attempt {self._attempt.number}")
             try:

@@ -1,7 +1,6 @@
 """The recipes' values, and how they come between what was given and the defaults."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from clusterddp.cli.commands import submit
 from clusterddp.cli.options import config_from, options
 from clusterddp.errors import RequestError
 from clusterddp.request.recipes import RECIPES
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TRAINING, TrainConfig, changes
 
 
@@ -105,5 +105,5 @@ def test_a_dry_run_shows_the_recipe_with_what_was_given_beside_it(
     for name, value in RECIPES["fast"].settings.items():
         usual = value == getattr(TrainConfig, name)
         assert usual or name == "lr" or f"--{name.replace('_', '-')}={value}" in words
-    request = script.partition("\nrequest='")[2].partition("'\n")[0]
-    assert json.loads(request)["train"]["recipe"] == "fast"
+    asked = JobSpec.from_script(script, "/scratch/jobs/demo").train
+    assert asked and asked.recipe == "fast"
