@@ -32,7 +32,7 @@ SUBMITIT_SETUP = "_submitit.sbatch.j2"
 """Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
 _HANDED_OVER = re.compile(r"^[^#\n]*\blaunch\s", re.MULTILINE)
 _QUOTED = re.compile(r"'[^']*'|^\s*#.*", re.MULTILINE)
-"""What bash leaves as it is: words in single quotes, and comments."""
+"""Text that bash leaves as it is: words in single quotes, and comments."""
 _OF_TASKS = re.compile(r"\$\{?(MASTER_PORT|CLUSTERDDP_(NONCE|ATTEMPT))\b")
 _EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 # For a checkpoint under way when a rank has failed: Slurm kills KillWait (30 s) after its TERM.
 _SAVE_SECONDS = 20.0
 _PACKAGES = {"torch": (2, 4), "numpy": (1, 24)}
-"""What every training imports, with the least version (pyproject.toml has the same)."""
+"""Packages that every training imports, with their least versions (as in pyproject.toml)."""
 _TIME_LIMIT_SECONDS = 600.0  # between two polls: an administrator can move the limit
 
 
