@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.pairs import Row, alternate, timed
+from clusterddp.data.synthetic import synthesise
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import bundle
 
@@ -48,6 +49,7 @@ def measure() -> list[Row]:
                 f"{what} of its own{how}", "installed", partial(start, *_INSTALLED, *task), ours
             )
 
+        synthesise(str(folder / "data"), train_images=64, test_images=64)
         trained = ["train", "--dataset=synthetic", f"--data-dir={folder / 'data'}", "--device=cpu"]
         trained += ["--max-steps=1", "--eval-every=100epochs", "--threads=1"]
         return [
