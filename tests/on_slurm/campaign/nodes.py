@@ -1,4 +1,4 @@
-"""Faults of the cluster itself: nodes lost, orphans of lost nodes, the controller away."""
+"""Faults of the cluster itself: nodes lost, orphans of lost nodes, slurmctld away."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def orphan_back_on_the_network(trial: Trial) -> str:
     return _orphan(trial, "network for a while", "--restart-on-failure", "3")
 
 
-@fault("controller-restarted", conf={})
-def controller_restarted(trial: Trial) -> str:
+@fault("slurmctld-restarted", conf={})
+def slurmctld_restarted(trial: Trial) -> str:
     run = trial.start()
     run.wait_step(60)
     struck = run.struck()
@@ -115,8 +115,8 @@ def controller_restarted(trial: Trial) -> str:
     return run.check_same(struck, causes=["done"])
 
 
-@fault("controller-away-at-requeue", conf={})
-def controller_away_at_requeue(trial: Trial) -> str:
+@fault("slurmctld-away-at-requeue", conf={})
+def slurmctld_away_at_requeue(trial: Trial) -> str:
     run = trial.start("--restart-on-failure", "1")
     run.wait_step(60)
     struck = run.struck()
@@ -128,10 +128,10 @@ def controller_away_at_requeue(trial: Trial) -> str:
     return run.check_same(struck, causes=["failed", "done"])
 
 
-@fault("controller-killed-at-submission", conf={})
-def controller_killed_at_submission(trial: Trial) -> str:
+@fault("slurmctld-killed-at-submission", conf={})
+def slurmctld_killed_at_submission(trial: Trial) -> str:
     """It may forget the job and issue its number to another: the run goes by its own name."""
-    # The controller writes its jobs down at once, and then not for five seconds.
+    # It writes its jobs down at once, and then not for five seconds.
     slurm(trial, "sbatch", "--wrap", "true", "--output", "/dev/null")
     run = trial.start(pace=0.05)
     trial.cluster.kill_slurmctld()
@@ -156,11 +156,11 @@ def controller_killed_at_submission(trial: Trial) -> str:
 def _is_not(run: Run, forgotten: bool, *states: str) -> None:
     state = run.status()["state"]
     if forgotten and state in states:
-        raise run.differs(f"status says {state} of a job that the controller has forgotten")
+        raise run.differs(f"status says {state} of a job that slurmctld has forgotten")
 
 
 def _release(run: Run) -> None:
-    """A job that a restarted controller has held back is let go, as an operator would."""
+    """A job that a restarted slurmctld has held back is let go, as an operator would."""
     for job in run.queued():
         job_id = job.split()[0]
         try:

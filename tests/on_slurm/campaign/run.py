@@ -270,7 +270,7 @@ class Run:
             try:
                 seen_idle = 0 if self.queued() else seen_idle + 1
             except ClusterError:
-                seen_idle = 0  # the controller is away
+                seen_idle = 0  # slurmctld is away
             return seen_idle >= 2  # between two starts a job can look ended for a moment
 
         self.wait(over, f"the end of {self.name}", seconds)

@@ -211,8 +211,8 @@ def usr1_to_script_during_imports(trial: Trial) -> str:
     return _usr1_during_imports(trial, "--batch")
 
 
-@fault("usr1-before-the-controller")
-def usr1_before_the_controller(trial: Trial) -> str:
+@fault("usr1-before-the-batch-controller")
+def usr1_before_the_batch_controller(trial: Trial) -> str:
     """The interpreter of the batch script is slow to start: the script keeps the signal for it."""
     slow, reached, on = (trial.folder / name for name in ("python", "reached", "on"))
     wait = f'[ -z "$SLURM_JOB_ID" ] || {{ : >{reached}; until [ -e {on} ]; do sleep 0.1; done; }}'
