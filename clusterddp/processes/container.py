@@ -21,8 +21,6 @@ AUTO, PYXIS = "auto", "pyxis"
 APPTAINER, PODMAN = RUNTIMES = ("apptainer", "podman")
 """Runtimes that a parent on the host starts, in the order in which `auto` takes them."""
 PROGRAMS = {APPTAINER: ("apptainer", "singularity"), PODMAN: ("podman",)}
-LABEL = "clusterddp"
-"""Label of podman's containers that are ours."""
 
 _SINGULARITYS = (".sif", ".simg")
 _FILES = (*_SINGULARITYS, ".sqsh", ".img")
@@ -212,6 +210,8 @@ class ContainerStart:
     """The runtime's; None where this node has none."""
     name: str
     """Name of podman's container; one that a killed start has left under it is replaced."""
+    label: str
+    """Label of podman's containers that are ours, on this node."""
     node: str
     environ: Mapping[str, str]
     pass_on: bool = False
@@ -272,7 +272,7 @@ class ContainerStart:
         yield from (
             *(self.program or self.runtime, "run", "--rm", "--replace"),
             f"--name={name}",
-            f"--label={LABEL}",
+            f"--label={self.label}",
             "--network=host",
             "--ipc=host",  # the host's /dev/shm; the usual one has 64 MB
             "--cgroups=disabled",  # it stays in the job's: its limits hold, and Slurm can end it
@@ -297,15 +297,19 @@ def find_program(runtimes: Sequence[str], path: str | None) -> tuple[str, str | 
     return runtimes[0], None
 
 
-def removal(program: str, name: str) -> list[str]:
-    """Return the command that removes what is left of podman's container of this name."""
-    return [program, "rm", "--force", "--ignore", "--time=0", name]
+def removal(program: str, *names: str) -> list[str]:
+    """Return the command that removes what is left of podman's containers of these names."""
+    return [program, "rm", "--force", "--ignore", "--time=0", *names]
 
 
-def listing_of_ended(program: str) -> list[str]:
-    """Return the command that lists our containers that have ended and stand in podman's records.
+def listing(program: str, label: str) -> list[str]:
+    """Return the command that lists podman's containers with a label, an id a line."""
+    return [program, "ps", "--all", "--quiet", "--no-trunc", f"--filter=label={label}"]
 
-    --sync: it looks whether their processes are there, as those of a killed podman are not.
+
+def monitors(program: str, containers: Sequence[str]) -> list[str]:
+    """Return the command that names the process above each of podman's containers: id, number.
+
+    The number is 0 where the container has not begun.
     """
-    listing = [program, "ps", "--all", "--sync", "--quiet", "--no-trunc"]
-    return [*listing, f"--filter=label={LABEL}", "--filter=status=exited"]
+    return [program, "inspect", "--format={{.Id}} {{.State.ConmonPid}}", *containers]

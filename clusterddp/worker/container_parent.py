@@ -19,7 +19,6 @@ from typing import NoReturn
 from clusterddp import log
 from clusterddp.errors import TrainingError
 from clusterddp.processes.container import (
-    LABEL,
     PODMAN,
     PROGRAMS,
     Container,
@@ -27,7 +26,8 @@ from clusterddp.processes.container import (
     find_program,
     is_file,
     kept_out,
-    listing_of_ended,
+    listing,
+    monitors,
     removal,
     runtimes,
 )
@@ -42,7 +42,7 @@ LEAST_PYTHON = (3, 10)
 _PR_SET_CHILD_SUBREAPER = 36
 _SMALL_SHARED_MEMORY = 256 << 20
 _PROBE_SECONDS = 60.0
-_REMOVAL_SECONDS = 10.0
+_RECORDS_SECONDS = 10.0
 _PROBE = """\
 import shutil, sys
 print(*sys.version_info[:2], *[name for name in sys.argv[1:] if not shutil.which(name)])"""
@@ -75,7 +75,7 @@ def run_contained(
     start = _start(run_dir, env.rank, container)
     if env.local_rank == 0:
         _log_limits(start)
-        _remove_ended(start)
+        _remove_abandoned(start)
     reader, writer = os.pipe()  # the lifeline
     code_reader, code_writer = os.pipe()
     os.set_blocking(code_reader, False)
@@ -105,7 +105,7 @@ def run_contained(
         for descriptor in (writer, reader, code_reader, code_writer):
             os.close(descriptor)
         if start.runtime == PODMAN and start.program and not record.has_code:
-            _run(removal(start.program, start.name), timeout=_REMOVAL_SECONDS)
+            _lines(removal(start.program, start.name))
 
 
 class _OutsideRecord(TaskRecord):
@@ -148,12 +148,15 @@ def _start(run_dir: Path, rank: int, container: Container) -> ContainerStart:
         environ[OWN_PIDS_VARIABLE] = "1"
     # Each start of a rank has the same name, and so replaces what a killed one has left.
     digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:12]
+    node = environ.get("SLURMD_NODENAME") or os.uname().nodename
     return ContainerStart(
         container.for_run(str(run_dir), str(Path.cwd())),
         runtime,
         program,
-        name=f"{LABEL}-{digest}-{rank}",
-        node=environ.get("SLURMD_NODENAME") or os.uname().nodename,
+        name=f"clusterddp-{digest}-{rank}",
+        # Nodes can share podman's records, and jobs can have numbers of their own for processes.
+        label=f"clusterddp={node} {Path('/proc/self/ns/pid').readlink()}",
+        node=node,
         environ=environ,
         pass_on=runtime == PODMAN and is_rehearsal(environ),
         as_root=os.getuid() == 0,
@@ -252,13 +255,28 @@ def _become_subreaper() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _remove_ended(start: ContainerStart) -> None:
-    """Remove from podman's records the containers of runs that were killed with their podman."""
-    if start.runtime == PODMAN and start.program:
-        listed = _run(listing_of_ended(start.program), timeout=_REMOVAL_SECONDS)
-        if listed and listed.stdout.split():
-            removing = [start.program, "rm", "--ignore", *listed.stdout.split()]
-            _run(removing, timeout=_REMOVAL_SECONDS)
+def _remove_abandoned(start: ContainerStart) -> None:
+    """Remove from podman's records the containers that were killed together with their podman.
+
+    One whose podman still makes it has no process above it yet.
+    """
+    if start.runtime != PODMAN or start.program is None:
+        return
+    ids = _lines(listing(start.program, start.label))
+    lines = _lines(monitors(start.program, ids)) if ids else []
+    gone = [
+        identity
+        for identity, pid in map(str.split, lines)
+        if int(pid) and not Path(f"/proc/{pid}").exists()
+    ]
+    if gone:
+        _lines(removal(start.program, *gone))
+
+
+def _lines(command: Sequence[str]) -> list[str]:
+    """Return the lines that podman prints on what it keeps; none where it fails."""
+    done = _run(command, timeout=_RECORDS_SECONDS)
+    return done.stdout.splitlines() if done else []
 
 
 def _run(

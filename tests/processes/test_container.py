@@ -34,7 +34,13 @@ def words(runtime: str, box: Container, environ: dict[str, str]) -> list[str]:
 
 
 def start(runtime: str, box: Container, environ: dict[str, str], **more: Any) -> ContainerStart:
-    fields = {"program": f"/bin/{runtime}", "name": "box-0", "node": "h01", **more}
+    fields = {
+        "program": f"/bin/{runtime}",
+        "name": "box-0",
+        "label": "clusterddp=h01",
+        "node": "h01",
+        **more,
+    }
     return ContainerStart(box, runtime, environ=environ, **fields)
 
 
@@ -55,7 +61,7 @@ def test_podman_is_given_these_words_and_keeps_its_own_variables() -> None:
     box = replace(BOX, image="localhost/torch:2.9", gpus=True)
     assert start(PODMAN, box, ENVIRON).words(TASK) == (
         [
-            "/bin/podman", "run", "--rm", "--replace", "--name=box-0", "--label=clusterddp",
+            "/bin/podman", "run", "--rm", "--replace", "--name=box-0", "--label=clusterddp=h01",
             "--network=host", "--ipc=host", "--cgroups=disabled", "--ulimit=host",
             "--log-driver=none", "--security-opt=label=disable",
             "--entrypoint=", "--userns=keep-id", "--workdir=/r/code",

@@ -237,6 +237,36 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
     assert "time 60, now 20" in changed
 
 
+def test_a_container_can_be_changed_added_and_left(workplace: Workplace) -> None:
+    run = stopped(workplace, container_image="/a.sif", container_workdir="/w", python="/opt/python")
+
+    def asked() -> tuple[str, str, str, tuple[str, ...], str]:
+        spec = run.load_spec()
+        workplace.command("squeue", "echo '13|CANCELLED|None'")
+        return (
+            *(spec.container_image, spec.container_runtime, spec.container_workdir),
+            *(spec.container_mounts, spec.python),
+        )
+
+    accepted(workplace, "one", "--container-image", "b.sif", "--container-mount", "data:/d:ro")
+    here = str(Path.cwd())
+    assert asked() == (f"{here}/b.sif", "auto", "/w", (f"{here}/data:/d:ro",), "/opt/python")
+    assert f'"image": "{here}/b.sif"' in sent(workplace)
+    accepted(workplace, "one", "--container-image", "torch", "--container-runtime", "podman",
+             "--container-mount", "", "--container-workdir", "", "--python", "bin/python")  # fmt: skip
+    assert asked() == ("torch", "podman", "", (), f"{here}/bin/python")
+    accepted(workplace, "one", "--container-image", "")
+    assert asked() == ("", "auto", "", (), sys.executable)
+    assert '"image"' not in sent(workplace)
+    accepted(workplace, "one", "--container-image", "torch")
+    assert asked() == ("torch", "auto", "", (), "python3"), "the image's"
+
+
+def test_a_container_without_an_image_is_refused(workplace: Workplace) -> None:
+    said = refused(workplace, stopped(workplace), "--container-runtime", "podman")
+    assert "--container-runtime without --container-image" in said
+
+
 def test_every_set_of_former_records_is_kept(workplace: Workplace) -> None:
     run = stopped(workplace)
     for minutes in ("20", "30"):
