@@ -5,7 +5,9 @@ The image is a folder that holds little but links: /usr and this Python are moun
 
 import json
 import os
+import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,12 +50,19 @@ class Site:
             for host in cluster.hosts:
                 cluster.run_on(host, ["sh", "-ec", _HOSTS_OWN], check=True)
 
+    @property
+    def options(self) -> list[str]:
+        return [
+            f"--python={sys.executable}",
+            f"--container-image={self.image}",
+            f"--container-runtime={self.runtime}",
+            *(f"--container-mount={path}:{path}:ro" for path in _pythons()),
+        ]
+
     def submit(self, folder: Path, name: str, *more: str, image: Path | None = None) -> str:
         done = submit(
-            self.cluster, folder, *SHARED, "--run-name", name, "--json",
-            "--template", str(self.folder / "box.sbatch.j2"), "--python", sys.executable,
-            "--container-image", str(image or self.image), "--container-runtime", self.runtime,
-            *(f"--container-mount={path}:{path}:ro" for path in _pythons()), *more, env=self.env,
+            self.cluster, folder, *SHARED, "--run-name", name, "--json", *self.options, *more,
+            *([f"--container-image={image}"] if image else []), env=self.env,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return str(json.loads(done.stdout)["job_id"])
@@ -201,6 +210,32 @@ def _kill(site: Site, what: str) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:  # with another one
             continue
+
+
+def test_debug_trains_in_containers_and_a_ctrl_c_saves_and_leaves_none(
+    site: Site, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    training = [f"--data-dir={synthetic_dir}", "--dataset=synthetic", "--threads=1"]
+    ranks = ["--procs=2", "--save-every=50steps", "--epochs=1000000"]
+    argv = [sys.executable, "-m", "clusterddp", "debug", *training, *ranks, *site.options]
+    argv.append("--run-dir=run")
+    process = site.cluster.popen_on(
+        "h01", argv, cwd=tmp_path, env=site.env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    with process:
+        train_to(tmp_path / "run", 50)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=120)[1]
+    assert process.returncode == 75, said
+    again = shlex.split(said.partition("resume with: clusterddp ")[2].splitlines()[0])
+    wait_for(lambda: not site.left(), "the end of all containers")
+    checkpoints = sorted((tmp_path / "run/checkpoints").glob("step-*.pt"))
+    more = [*again, "--allow-changed", f"--max-steps={int(checkpoints[-1].stem[5:]) + 1}"]
+    done = site.cluster.run_on(
+        "h01", [sys.executable, "-m", "clusterddp", *more], cwd=tmp_path, env=site.env, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done: test accuracy" in done.stdout
 
 
 @pytest.mark.slow

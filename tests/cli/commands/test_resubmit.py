@@ -252,8 +252,10 @@ def test_a_container_can_be_changed_added_and_left(workplace: Workplace) -> None
     here = str(Path.cwd())
     assert asked() == (f"{here}/b.sif", "auto", "/w", (f"{here}/data:/d:ro",), "/opt/python")
     assert f'"image": "{here}/b.sif"' in sent(workplace)
-    accepted(workplace, "one", "--container-image", "torch", "--container-runtime", "podman",
-             "--container-mount", "", "--container-workdir", "", "--python", "bin/python")  # fmt: skip
+    accepted(
+        workplace, "one", "--container-image", "torch", "--container-runtime", "podman",
+        "--container-mount", "", "--container-workdir", "", "--python", "bin/python",
+    )  # fmt: skip
     assert asked() == ("torch", "podman", "", (), f"{here}/bin/python")
     accepted(workplace, "one", "--container-image", "")
     assert asked() == ("", "auto", "", (), sys.executable)
