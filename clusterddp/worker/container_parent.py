@@ -73,6 +73,7 @@ def run_contained(
         local_world_size=env.local_world_size * ranks,
     )
     start = _start(run_dir, env.rank, container)
+    _become_subreaper()
     if env.local_rank == 0:
         _log_limits(start)
         _remove_abandoned(start)
@@ -89,7 +90,6 @@ def run_contained(
             os.set_inheritable(number, True)
         become(command, variables)
 
-    _become_subreaper()
     record = _OutsideRecord(RunDir(run_dir), env, attempt, code_reader)
     try:
         return supervise(

@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,13 @@ from clusterddp.run.files import read_json
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
+from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
 from tests.on_slurm.test_life import PACED, STEPS, TRAINING, train_to
-from tests.on_slurm.test_submit import submit
+from tests.on_slurm.test_submit import CLUSTERDDP
+from tests.on_slurm.test_user import home
 from tests.waiting import wait_for
+
+__all__ = ["home"]
 
 SHARED = [*TRAINING, "--nodes", "2", "--tasks-per-node", "1"]
 
@@ -31,8 +35,11 @@ SHARED = [*TRAINING, "--nodes", "2", "--tasks-per-node", "1"]
 class Site:
     """A cluster whose hosts have a runtime, and an image for it."""
 
-    def __init__(self, cluster: SlurmCluster, runtime: str, folder: Path) -> None:
+    def __init__(
+        self, cluster: SlurmCluster, runtime: str, folder: Path, as_user: Sequence[str] = ()
+    ) -> None:
         self.cluster, self.runtime, self.folder = cluster, runtime, folder
+        self.as_user = as_user
         self.image = folder / "image"
         for name in ("usr", "etc", "proc", "sys", "dev", "tmp", "root", "run", "var"):
             (self.image / name).mkdir(parents=True)
@@ -42,13 +49,14 @@ class Site:
         (self.image / "etc/group").write_text("root:x:0:\n")
         (folder / "box.sbatch.j2").write_text(TEMPLATE)
         (folder / "containers.conf").write_text("[containers]\ndefault_ulimits = []\n")
-        self.env = {
+        self.env: dict[str, str | None] = {
             "CONTAINERS_CONF": str(folder / "containers.conf"),
             "APPTAINER_NO_PRIVS": "1",  # this machine's root may lack some
         }
         if runtime == PODMAN:
             for host in cluster.hosts:
-                cluster.run_on(host, ["sh", "-ec", _HOSTS_OWN], check=True)
+                script = ["sh", "-ec", _HOSTS_OWN, "sh", str(folder)]
+                cluster.run_on(host, script, check=True)
 
     @property
     def options(self) -> list[str]:
@@ -60,10 +68,11 @@ class Site:
         ]
 
     def submit(self, folder: Path, name: str, *more: str, image: Path | None = None) -> str:
-        done = submit(
-            self.cluster, folder, *SHARED, "--run-name", name, "--json", *self.options, *more,
-            *([f"--container-image={image}"] if image else []), env=self.env,
-        )  # fmt: skip
+        argv = [
+            *self.as_user, *CLUSTERDDP, "submit", *SHARED, "--run-name", name, "--json",
+            *self.options, *more, *([f"--container-image={image}"] if image else []),
+        ]  # fmt: skip
+        done = self.cluster.run(argv, cwd=folder, timeout=240, env=self.env)
         assert done.returncode == 0, done.stdout + done.stderr
         return str(json.loads(done.stdout)["job_id"])
 
@@ -76,7 +85,7 @@ class Site:
             if line and not line.startswith("slurmd")
         ]
         if self.runtime == PODMAN:
-            listed = ["podman", "ps", "--all", "--format", "{{.Names}}"]
+            listed = [*self.as_user, "podman", "ps", "--all", "--format", "{{.Names}}"]
             for host in self.cluster.hosts:
                 processes += self.cluster.run_on(host, listed, env=self.env).stdout.split()
         return processes
@@ -85,10 +94,17 @@ class Site:
 # Hosts of a test share this machine's files: here each has its own storage and its own locks.
 _HOSTS_OWN = """
 umount /sys/fs/cgroup/unified 2>/dev/null || : # crun takes no two versions at once
-for folder in /var/lib/containers /run/containers /run/libpod /run/crun /dev/shm; do
+for folder in /var/lib/containers /run/containers /run/libpod /run/crun /run/user /dev/shm; do
     mkdir -p "$folder"
-    mount -t tmpfs tmpfs "$folder"
+    mount -t tmpfs -o mode=1777 tmpfs "$folder"
 done
+mkdir -p /dev/mqueue
+mount -t mqueue mqueue /dev/mqueue # a user's podman mounts it with --ipc=host
+mount --make-rshared /
+if [ -d "$1/user" ]; then
+    mount -t tmpfs -o mode=1777 tmpfs "$1/user"
+    for file in /etc/subuid /etc/subgid; do mount --bind "$1/ids" "$file"; done
+fi
 """
 
 
@@ -100,21 +116,21 @@ def _pythons() -> list[str]:
     return sorted(str(path) for path in paths if paths.isdisjoint(path.parents))
 
 
+def _runtime(cluster: SlurmCluster) -> str:
+    """Skips where none is installed; fails instead if CLUSTERDDP_REQUIRE_SLURM is 1."""
+    for name in (APPTAINER, PODMAN):
+        if cluster.run_on("h01", [name, "--version"]).returncode == 0:
+            return name
+    message = "no runtime of containers. To run these tests: apt-get install podman crun uidmap"
+    if os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
 @pytest.fixture(scope="module")
 def site(slurm_available: None, tmp_path_factory: Any) -> Iterator[Site]:
-    """Skips where no runtime is installed; fails instead if CLUSTERDDP_REQUIRE_SLURM is 1."""
     with SlurmCluster(hosts=2, root=DEFAULT_ROOT) as cluster:
-        found = [
-            name
-            for name in (APPTAINER, PODMAN)
-            if cluster.run_on("h01", [name, "--version"]).returncode == 0
-        ]
-        if not found:
-            message = "no runtime of containers. To run these tests: apt-get install podman crun"
-            if os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
-                pytest.fail(message)
-            pytest.skip(message)
-        yield Site(cluster, found[0], tmp_path_factory.mktemp("site"))
+        yield Site(cluster, _runtime(cluster), tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +155,32 @@ def test_a_run_in_containers_of_two_hosts_trains_to_the_end(
     assert [outcome.exit_code for outcome in outcomes] == [0, 0]
     assert {path: path.stat().st_mtime for path in synthetic_dir.rglob("*")} == before
     assert {path.stat().st_uid for path in run.path.rglob("*")} == {os.getuid()}
+
+
+@pytest.mark.slow
+def test_an_ordinary_users_containers_write_that_users_files(
+    slurm_available: None, home: Path
+) -> None:
+    # This Python and the tree can lie in a folder that only root may enter: not on such a cluster.
+    with SlurmCluster(hosts=2, root=DEFAULT_ROOT or Path("/")) as cluster:
+        folder = home / "site"
+        (folder / "user").mkdir(parents=True)
+        (folder / "ids").write_text(f"{NOBODY}:200000:65536\n")
+        site = Site(cluster, _runtime(cluster), folder, AS_NOBODY)
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        site.env |= {"HOME": str(home), "USER": None, "LOGNAME": None}
+        site.env |= {"XDG_DATA_HOME": str(folder / "user"), "XDG_RUNTIME_DIR": None}
+        data = ["--data-dir", str(home / "data")]
+        job = site.submit(home, "whole", *data)
+        assert cluster.wait_job(job) == "COMPLETED", cluster.log_tail()
+        run = RunDir(home / "jobs/whole")
+        report = read_json(run.report)
+        assert report is not None
+        assert (report["steps"], report["hosts"]) == (STEPS, ["h01", "h02"])
+        assert {path.stat().st_uid for path in run.path.rglob("*")} == {NOBODY}
+        # A user's podman leaves one idle process a host, which keeps the user's namespaces.
+        wait_for(lambda: {*site.left()} <= {"/usr/bin/podman"}, "the end of all containers")
 
 
 @pytest.mark.slow
