@@ -13,7 +13,6 @@ settings of this shell nor bytecode that could not be written take part.
 import functools
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import peers
-from benchmarks.pairs import Row, Sample, alternate, timed
+from benchmarks.pairs import Row, Sample, alternate, processor_timed, timed
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import events
@@ -86,7 +85,7 @@ def measure() -> list[Row]:
             row("the baseline against itself", _BASELINE),
             row("clusterddp submit --dry-run", [*_COMMAND, *_REQUEST]),
             # Also without the waiting for a processor that other work keeps busy.
-            row("the same, processor time", [*_COMMAND, *_REQUEST], timing=_processor_timed),
+            row("the same, processor time", [*_COMMAND, *_REQUEST], timing=processor_timed),
             row("clusterddp --help", [*_COMMAND, "--help"]),
             row("clusterddp status (of a run that is done)", [*status, str(one), "run-0"]),
             row(f"clusterddp status, the latest of {_RUNS:,} runs", [*status, str(many)], pairs=20),
@@ -215,21 +214,6 @@ def _row(
 def _run(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -> None:
     quiet = subprocess.DEVNULL
     subprocess.run(argv, cwd=folder, env=environ, stdout=quiet, stderr=quiet, check=True)
-
-
-def _processor_timed(work: Callable[[], object]) -> Sample:
-    """The work as a sample of the processor seconds that its child processes take."""
-
-    def spent() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    def sample() -> float:
-        before = spent()
-        work()
-        return spent() - before
-
-    return sample
 
 
 def _peak_mib(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -> float:

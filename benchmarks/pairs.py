@@ -1,6 +1,7 @@
 """Paired measurement: a baseline and the thing measured take turns, so that a machine which slows
 down slows both, and their ratio holds where their times do not."""
 
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -105,5 +106,20 @@ def timed(work: Callable[[], object]) -> Sample:
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
+
+    return sample
+
+
+def processor_timed(work: Callable[[], object]) -> Sample:
+    """The work as a sample of the processor seconds that its child processes take."""
+
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    def sample() -> float:
+        before = spent()
+        work()
+        return spent() - before
 
     return sample
