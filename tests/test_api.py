@@ -116,8 +116,8 @@ def test_a_run_does_what_the_commands_do(folder: Path, monkeypatch: pytest.Monke
     assert "#SBATCH --time=1:00:00" in (folder / "sent").read_text()
     assert run.spec.resources == longer
     assert Path.cwd() == folder  # though it was submitted from its own
-    with pytest.raises(RequestError, match="one keeps its python: a resubmission cannot change"):
-        run.resubmit(dataclasses.replace(run.spec, python="/usr/bin/python"))
+    with pytest.raises(RequestError, match="one keeps its launcher: a resubmission cannot change"):
+        run.resubmit(dataclasses.replace(run.spec, launcher="local"))
 
 
 def test_a_run_that_has_no_folder_is_refused(folder: Path) -> None:

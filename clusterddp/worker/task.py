@@ -1,7 +1,6 @@
 """Runs a task: find out who it is, meet the others, agree, train, tidy up."""
 
 import gc
-import importlib
 import importlib.util
 import os
 import re

@@ -358,7 +358,7 @@ def test_absent_torch_is_named_with_host_and_interpreter(
     )
     with pytest.raises(TrainingError) as caught:
         run_task(config, tmp_path)
-    for word in (sys.executable, socket.gethostname(), "pip install torch"):
+    for word in (sys.executable, socket.gethostname(), "pip install 'torch>=2.4'"):
         assert word in str(caught.value)
 
 
