@@ -28,6 +28,7 @@ CARRIED = [
     "a=b=c",
     "<in >out",
     "line\u2028separator and next\u0085line",
+    "\u2028#REQUEST {}",
     "{{ jinja }} {% raw %}",
     "",
 ]

@@ -5,6 +5,7 @@ Slurm's names and forms; a field that is an option carries its row of the table.
 """
 
 import dataclasses
+import itertools
 import json
 import shlex
 import sys
@@ -556,8 +557,9 @@ class JobSpec:
     @classmethod
     def from_script(cls, script: str, run_dir: str) -> "JobSpec":
         """Read the lines of `to_script`; raises RequestError as `from_json` does."""
-        lines = script.splitlines()
-        text = " ".join(line.removeprefix(_REQUEST) for line in lines if line.startswith(_REQUEST))
+        behind = itertools.dropwhile(lambda line: not line.startswith(_REQUEST), script.split("\n"))
+        asked = itertools.takewhile(lambda line: line.startswith(_REQUEST), behind)
+        text = " ".join(line.removeprefix(_REQUEST) for line in asked)
         return cls.from_json(text, f"the script's {_REQUEST.strip()}", run_dir)
 
     @classmethod

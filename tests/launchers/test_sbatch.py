@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.launchers import sbatch
-from clusterddp.request.spec import Resources
+from clusterddp.request.spec import JobSpec, Resources
 from tests.hostile import CARRIED, REFUSED
 from tests.request.test_spec import spec
 
@@ -344,3 +345,9 @@ def read_as_slurm_does(line: str) -> str:
         position += 1
     assert not quote
     return out
+
+
+@pytest.mark.parametrize("value", CARRIED)
+def test_a_script_gives_back_what_was_asked(value: str) -> None:
+    asked = spec(setup=(f"A={shlex.quote(value)}",), command=("run", value), train=None)
+    assert JobSpec.from_script(sbatch.render(asked), asked.run_dir) == asked
