@@ -157,6 +157,52 @@ def test_a_run_in_containers_of_two_hosts_trains_to_the_end(
     assert {path.stat().st_uid for path in run.path.rglob("*")} == {os.getuid()}
 
 
+# As a site's srun with pyxis, of which the real one takes what is not for that plug-in.
+_PYXIS = """#!/bin/sh
+if [ "$1" = --help ]; then echo '  --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'; exit; fi
+printf '%s\\n' "$@" >{folder}/words
+env >{folder}/environ
+for word; do
+    shift
+    case $word in --container-* | --no-container-*) ;; *) set -- "$@" "$word" ;; esac
+done
+exec {srun} "$@"
+"""
+
+
+@pytest.mark.slow
+def test_where_srun_has_pyxis_it_is_given_the_containers(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    real = cluster.run(["sh", "-c", "command -v srun"], check=True).stdout.strip()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/srun").write_text(_PYXIS.format(folder=tmp_path, srun=real))
+    (tmp_path / "bin/srun").chmod(0o755)
+    argv = [
+        *CLUSTERDDP, "submit", "--run-name", "px", "--json", "--python", sys.executable,
+        "--container-image", "pytorch/pytorch:2.9", "--container-mount", "/scratch:/s:ro",
+        "--env", "LD_LIBRARY_PATH=/mine", "--no-snapshot", "--", "true",
+    ]  # fmt: skip
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    env = {"PATH": path, "PYTHONPATH": "/nowhere", "NCCL_DEBUG": "INFO"}
+    done = cluster.run(argv, cwd=tmp_path, env=env, check=True)
+    job = str(json.loads(done.stdout)["job_id"])
+    assert cluster.wait_job(job) == "COMPLETED", cluster.log_tail()
+    run = RunDir(tmp_path / "jobs/px")
+    words = (tmp_path / "words").read_text().splitlines()
+    for word in (
+        "--container-image=pytorch/pytorch:2.9",
+        f"--container-mounts={run.path}:{run.path},{tmp_path}:{tmp_path},/scratch:/s:ro",
+        f"--container-workdir={tmp_path}",
+        "--container-env=LD_LIBRARY_PATH",
+    ):
+        assert word in words
+    passed = (tmp_path / "environ").read_text().splitlines()
+    assert {"LD_LIBRARY_PATH=/mine", "NCCL_DEBUG=INFO"} <= {*passed}
+    assert "PYTHONPATH=/nowhere" not in passed
+    assert "as they are of the host: PYTHONPATH, " in run.job_log.read_text()
+
+
 @pytest.mark.slow
 def test_an_ordinary_users_containers_write_that_users_files(
     slurm_available: None, home: Path
