@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.processes.container import APPTAINER, PODMAN
+from clusterddp.processes.container import APPTAINER, PODMAN, PROGRAMS
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json
 from clusterddp.run.outcome import read_outcomes
@@ -327,15 +327,38 @@ def test_debug_trains_in_containers_and_a_ctrl_c_saves_and_leaves_none(
 
 
 @pytest.mark.slow
-def test_an_image_that_one_host_lacks_is_named_and_nothing_starts_again(
-    site: Site, tmp_path: Path, synthetic_dir: Path
+@pytest.mark.parametrize("what", ["image", "mount", "runtime", "torch"])
+def test_what_one_host_lacks_is_named_and_nothing_starts_again(
+    site: Site, tmp_path: Path, synthetic_dir: Path, what: str
 ) -> None:
     only_here = tmp_path / "mounted"
     only_here.mkdir()
     site.cluster.run_on("h01", ["mount", "--rbind", str(site.folder), str(only_here)], check=True)
+    options, image, said = [], None, ""
+    if what == "image":
+        image = only_here / "image"
+        said = f"h02 has no image {image}. Put it there"
+    elif what == "mount":
+        options = [f"--container-mount={only_here}/image:/mine"]
+        said = f"h02 has no {only_here}/image, which is to be mounted in the container of"
+    elif what == "runtime":
+        found = site.cluster.run_on("h02", ["sh", "-c", f"command -v {site.runtime}"], check=True)
+        hide = ["mount", "--bind", "/dev/null", found.stdout.strip()]
+        site.cluster.run_on("h02", hide, check=True)
+        said = f"h02 has no {' or '.join(PROGRAMS[site.runtime])} on PATH to run the image"
+    else:  # of both hosts
+        options = ["--python=/usr/bin/python3"]
+        said = f"cannot be imported by /usr/bin/python3 in the image {site.image} on h0"
+        if site.cluster.run_on("h01", ["test", "-e", "/usr/bin/python3"]).returncode:
+            said = " has no /usr/bin/python3 that runs"  # nor any other package
     data = ["--data-dir", str(synthetic_dir)]
-    job = site.submit(tmp_path, "lacks", *data, image=only_here / "image")
-    assert site.cluster.wait_job(job) == "FAILED"
-    said = (tmp_path / "jobs/lacks/logs/job.log").read_text()
-    assert f"rank 1 on h02 failed first: h02 has no image {only_here}/image." in said
+    job = site.submit(tmp_path, "lacks", *data, *options, image=image)
+    state = site.cluster.wait_job(job)
+    if what == "runtime":
+        site.cluster.run_on("h02", ["umount", hide[-1]], check=True)
+    assert state == "FAILED"
+    assert said in (tmp_path / "jobs/lacks/logs/job.log").read_text()
+    for command in ("status", "report"):
+        shown = site.cluster.run([*CLUSTERDDP, command, "lacks", "--json"], cwd=tmp_path).stdout
+        assert said in shown, command
     assert not (tmp_path / "jobs/lacks/attempts/0002").exists()
