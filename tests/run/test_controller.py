@@ -372,6 +372,11 @@ def test_a_request_longer_than_an_argument_can_be_is_carried(job: Callable[..., 
     assert started.run.load_spec().command == command
 
 
+def test_a_script_is_found_by_a_relative_path_from_another_folder(job: Callable[..., Job]) -> None:
+    started = job(sys.executable, "-c", "", setup=("mkdir else; cd else",), **COMMAND)
+    assert started.end() == 0
+
+
 def test_a_script_whose_request_was_damaged_says_so(job: Callable[..., Job]) -> None:
     started = job(change=lambda script: script.replace('#REQUEST {"format"', "#REQUEST {format"))
     assert started.end() == 2

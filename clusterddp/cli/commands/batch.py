@@ -31,7 +31,7 @@ def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...
     # The script has its signals from bash; Slurm and scancel may send them here as well.
     for name in controller.SIGNALS:
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
-    spec = JobSpec.from_script(script.read_text(), str(run_dir))
+    spec = JobSpec.from_script(script.read_text("utf-8", "surrogateescape"), str(run_dir))
     run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
         sys.stderr.write(
