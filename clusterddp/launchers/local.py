@@ -1,6 +1,6 @@
 """Launches locally: rehearses a run on this workstation, with the very script of the cluster.
 
-`submit` starts a controller, this module run as a program, which plays the part of Slurm's: it
+`submit` starts a stand-in for slurmctld, this module run as a program: it
 gives the script the variables of a job, puts the stand-in of `srun.py` first on its PATH, keeps the
 time limit and the signal ahead of it, and signals the tasks as scancel does. It has no queue into
 which it could put a job back. The hosts are 127.0.0.1, 127.0.0.2, …
@@ -49,7 +49,7 @@ prepare = sbatch.prepare  # the very script that sbatch would get
 
 
 def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 -- the run has it
-    """Start the run's controller; the job's id is its process id."""
+    """Start the stand-in; the job's id is its process id."""
     if spec.resources.nodes > MOST_HOSTS:
         raise RequestError(
             f"--nodes {spec.resources.nodes}: a rehearsal has at most {MOST_HOSTS} hosts."
@@ -60,30 +60,30 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
             "set-up brings it, no task can start"
         )
     parent = os.getpid()
-    controller = subprocess.Popen(
+    stand_in = subprocess.Popen(
         [sys.executable, "-m", "clusterddp.launchers.local", str(run.path)],
         env=submission_environment(os.environ),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # the terminal's Ctrl-C is ours: it becomes an orderly cancel
         preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),  # noqa: PLW1509 -- no threads yet
     )
-    job_id = str(controller.pid)
+    job_id = str(stand_in.pid)
     events.add(
         run.events,
         events.Submitted,
         job_id=job_id,
         launcher="local",
-        pid=controller.pid,
+        pid=stand_in.pid,
         host=socket.gethostname(),
         folder=str(Path.cwd()),
     )
     # Reaped as soon as it ends, so that nobody takes the dead process for a living one.
-    reaper = threading.Thread(target=controller.wait, daemon=True)
+    reaper = threading.Thread(target=stand_in.wait, daemon=True)
     reaper.start()
 
     def stop() -> None:
         if reaper.is_alive():
-            controller.send_signal(signal.SIGTERM)
+            stand_in.send_signal(signal.SIGTERM)
         reaper.join()
 
     return SentJob(job_id, stop)
