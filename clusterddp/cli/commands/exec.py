@@ -73,6 +73,7 @@ def command(
     if run_dir is None:
         become(argv, environ)
 
+    # Imported where they are used: only runs of `submit -- COMMAND` need a parent that stays.
     if container:
         from clusterddp.processes.container import Container
         from clusterddp.worker.container_parent import run_contained
@@ -87,14 +88,26 @@ def command(
             own_log=own_log,
         )
 
-    # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
+    return _supervised(run_dir.absolute(), env, argv, environ, attempt=attempt, own_log=own_log)
+
+
+def _supervised(
+    run_dir: Path,
+    env: DistEnv,
+    argv: Sequence[str],
+    environ: dict[str, str],
+    *,
+    attempt: int | None,
+    own_log: bool,
+) -> int:
+    """Run COMMAND with a small parent that records its outcome; returns its exit code."""
     from clusterddp.run.attempt import Attempt
     from clusterddp.run.outcome import ERROR_FILE_VARIABLE, Traces
     from clusterddp.run.run_dir import RunDir
     from clusterddp.worker.supervise import supervise
 
     if attempt is not None:  # an agent's own file is left to the agent, which reads it
-        file = Attempt(RunDir(run_dir.absolute()), attempt).error_file(env.rank)
+        file = Attempt(RunDir(run_dir), attempt).error_file(env.rank)
         environ.setdefault(ERROR_FILE_VARIABLE, str(file))
     error_file = environ.get(ERROR_FILE_VARIABLE)
     traces = Traces(Path(error_file) if error_file else None)
