@@ -88,7 +88,7 @@ def command(
             own_log=own_log,
         )
 
-    return _supervised(run_dir.absolute(), env, argv, environ, attempt=attempt, own_log=own_log)
+    return _supervised(run_dir.absolute(), env, argv, environ, attempt, own_log=own_log)
 
 
 def _supervised(
@@ -96,11 +96,12 @@ def _supervised(
     env: DistEnv,
     argv: Sequence[str],
     environ: dict[str, str],
-    *,
     attempt: int | None,
+    *,
     own_log: bool,
 ) -> int:
-    """Run COMMAND with a small parent that records its outcome; returns its exit code."""
+    """Run COMMAND below the small parent that records its outcome."""
+    # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
     from clusterddp.run.attempt import Attempt
     from clusterddp.run.outcome import ERROR_FILE_VARIABLE, Traces
     from clusterddp.run.run_dir import RunDir
