@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # a dry run reads no run
 SUBMITIT_SETUP = "_submitit.sbatch.j2"
 """Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
 _HANDED_OVER = re.compile(r"^[^#\n]*\blaunch\s", re.MULTILINE)
-_QUOTED = re.compile(r"'[^']*'|^\s*#.*", re.MULTILINE)
+_QUOTED = re.compile(r"^\s*#.*|'[^']*'", re.MULTILINE)
 """Text that bash leaves as it is: words in single quotes, and comments."""
 _OF_TASKS = re.compile(r"\$\{?(MASTER_PORT|CLUSTERDDP_(NONCE|ATTEMPT))\b")
 _EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
@@ -312,7 +312,7 @@ def _check_own(tree: nodes.Template, path: str) -> None:
                 "run outside the attempt. Begin the line that starts them with 'launch': "
                 "launch srun … ."
             )
-        if len(re.findall(r"^launch\s", code, re.MULTILINE)) + keeps > 1:
+        if len(re.findall(r"(?:^|[;&|]\s*)launch\s", code, re.MULTILINE)) + keeps > 1:
             raise RequestError(
                 f"{where}: only the first line that begins with 'launch' would run, as the job "
                 "ends with it. Start other steps ahead of it, with srun alone."

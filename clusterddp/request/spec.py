@@ -34,6 +34,7 @@ _BASH_OWNS = (
     "EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD IFS LINENO PIPESTATUS POSIXLY_CORRECT PPID RANDOM "
     "SECONDS SHELLOPTS SHLVL SRANDOM UID"
 )
+_SCRIPTS_OWN = "run_dir task prefix agent srun"
 _REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 110
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
@@ -446,6 +447,9 @@ class JobSpec:
                     f": {name!r} is no name of a variable; valid is NAME=VALUE, or NAME to pass "
                     "the variable that is set where you submit.",
                 )
+            if name in _SCRIPTS_OWN.split():
+                problem = "is a name of the batch script's own. Choose another one."
+                raise OptionError("--env", f": {name} {problem}")
             if name in _BASH_OWNS.split():
                 problem = "is set by bash itself, so a value would not reach the tasks."
                 raise OptionError("--env", f": {name} {problem}")
@@ -455,6 +459,14 @@ class JobSpec:
                 )
         for name, value in self.environment:
             forms.text(f"--env {name}", value)
+
+    def refuse_pyxis(self) -> None:
+        """Refuse pyxis where no srun of Slurm starts the tasks; raises RequestError."""
+        if self.container_image and self.container_runtime == "pyxis":
+            raise RequestError(
+                "--container-runtime pyxis is Slurm's srun, which is not at work here. Use auto, "
+                "apptainer or podman."
+            )
 
     def refuse_launcher(self) -> None:
         """Refuse a launcher in every task: its ranks would know only those of their own task.

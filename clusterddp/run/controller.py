@@ -212,13 +212,14 @@ class Controller:
         """Start the tasks, and wait for them; returns srun's exit code."""
         while self._script.has_more and not self._script.has_gone:
             self._handle(self._script.read_signals())
-        if self._script.has_gone:
-            return 128 + signal.SIGTERM
-        if "TERM" in self._unsent:
+        if self._script.has_gone or "TERM" in self._unsent:
             return 128 + signal.SIGTERM
         if self._unsent and self._spec.command:
             return EXIT_PAUSED  # asked before there was anything to stop
-        parent = os.getpid()
+        parent, own = os.getpid(), self._run.bundle
+        if not own.exists():  # it could not be carried: the tasks use what is installed
+            words = [["-m", "clusterddp"] if word == str(own) else [word] for word in argv]
+            argv = [word for several in words for word in several]
 
         def reset_signals() -> None:
             for name in SIGNALS:
@@ -247,9 +248,14 @@ class Controller:
                 "correct the line behind `launch`, or the set-up lines that change PATH."
             )
             return 127
-        if not is_rehearsal(os.environ):
-            self._watch_step(attempt, srun.pid)
-        return self._await(srun)
+        try:
+            if not is_rehearsal(os.environ):
+                self._watch_step(attempt, srun.pid)
+            return self._await(srun)
+        finally:
+            if srun.poll() is None:  # a fault of ours: no verdict stands beside living tasks
+                srun.terminate()
+                srun.wait()
 
     def _await(self, srun: "subprocess.Popen[bytes]") -> int:
         ended, began = _end_of(srun.pid), time.monotonic()
@@ -309,7 +315,8 @@ def _end_of(pid: int) -> int:
     reader, writer = os.pipe()
 
     def wait() -> None:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ChildProcessError):  # a poll was first
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         os.close(writer)
 
     threading.Thread(target=wait, daemon=True).start()

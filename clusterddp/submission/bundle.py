@@ -246,14 +246,16 @@ def _keep_bytecode(path: Path, content: bytes) -> None:
     """
     kept = Path(importlib.util.cache_from_source(__file__)).parent
     folder = path.parent / "__pycache__"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # a checkout that is being edited
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if kept.exists() and not _is_trusted(kept):
+            kept = folder
         files = [
             file
             for file in _bytecode(kept, path)
-            if _is_trusted(kept) and _is_trusted(file) and _is_whole(file, file.read_bytes())
+            if _is_trusted(file) and _is_whole(file, file.read_bytes())
         ]
         file = files[0] if files else _compile(kept, path, content)
-        folder.mkdir(mode=0o700, exist_ok=True)
         write_atomically(folder / file.name, file.read_bytes())
 
 

@@ -201,9 +201,10 @@ def _stopping(group: TaskGroup, attempt: Attempt, *, by_mark: bool) -> Iterator[
             alarm.callback(signal.setitimer, signal.ITIMER_REAL, 0.0)
             signal.setitimer(signal.ITIMER_REAL, _SAVING_SECONDS)
         if by_mark:
-            attempt.ask_to_stop("stop")
-        else:
-            send(number, group.pids)  # to the small parents, which pass it on to their ranks
+            with suppress(OSError):  # a full disk: then by the signal, as far as it goes
+                attempt.ask_to_stop("stop")
+                return
+        send(number, group.pids)  # to the small parents, which pass it on to their ranks
 
     with ExitStack() as alarm, Relay(_ASKING, pass_on) as relay:
         yield relay

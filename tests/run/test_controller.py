@@ -341,28 +341,30 @@ def test_an_own_template_that_launches_in_the_background_does_not_end_well(
     assert started.end() == 1
 
 
+@pytest.mark.parametrize("more", [{}, {"POSIXLY_CORRECT": "1"}])
 def test_where_the_folder_of_submission_takes_nothing_the_log_has_the_lines_of_the_set_up(
-    job: Callable[..., Job], tmp_path: Path
+    more: dict[str, str], job: Callable[..., Job], tmp_path: Path
 ) -> None:
     (tmp_path / "jobs/a/logs").mkdir(parents=True)
-    started = job(setup=("echo early", "exit 4"), environ={"SLURM_SUBMIT_DIR": "/nowhere"})
+    environ = {"SLURM_SUBMIT_DIR": "/nowhere", **more}
+    started = job(setup=("echo early", "exit 4"), environ=environ)
     assert started.end() == 4
     assert "early\n" in started.log
 
 
 def test_a_set_up_line_keeps_its_descriptors_and_its_names(job: Callable[..., Job]) -> None:
-    lines = ("exec 3>three 4>four", "batch=64 request=all controller=1 code=5", "set -x")
+    lines = ("exec 3>three 4>four", "batch=64 from=/data to=four script=a answer=5 own=6", "set -x")
     started = job(
         sys.executable,
         "-c",
         "",
         setup=lines,
-        teardown=("echo torn >&3; echo again >&4",),
+        teardown=('echo torn >&3; echo "$from" "$to" >&4',),
         **COMMAND,
     )
     assert started.end() == 0
     assert (started.folder / "three").read_text() == "torn\n"
-    assert (started.folder / "four").read_text() == "again\n"
+    assert (started.folder / "four").read_text() == "/data four\n"
 
 
 def test_a_request_longer_than_an_argument_can_be_is_carried(job: Callable[..., Job]) -> None:
@@ -370,6 +372,37 @@ def test_a_request_longer_than_an_argument_can_be_is_carried(job: Callable[..., 
     started = job(sys.executable, "-c", "", command=command, train=None)
     assert started.end() == 0
     assert started.run.load_spec().command == command
+
+
+def test_what_an_interpreter_prints_as_it_starts_is_no_answer(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\necho Loading\nexec {shlex.quote(sys.executable)} "$@"\n')
+    wrapper.chmod(0o755)
+    started = job(sys.executable, "-c", "raise SystemExit(3)", python=str(wrapper))
+    assert started.end() == 3
+    assert started.ended()["exit_code"] == 3
+
+
+def test_an_element_of_an_array_knows_that_it_is_one(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    array = {"SLURM_ARRAY_JOB_ID": "16", "SLURM_ARRAY_TASK_ID": "3"}
+    started = job(sys.executable, "-c", "", environ=array, **COMMAND)
+    assert started.end() == 0
+    assert RunDir(tmp_path / "jobs/a-3").array_index == "3"
+
+
+def test_a_file_of_its_own_that_is_gone_is_replaced_by_the_installed_one(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "jobs/a")
+    run.path.mkdir(parents=True)
+    run.bundle.symlink_to("clusterddp-0.1.1-000000000000.pyz")
+    started = job(sys.executable, str(run.bundle), "--version", **COMMAND)
+    assert started.end() == 0
+    assert run.bundle.exists()
 
 
 def test_a_script_is_found_by_a_relative_path_from_another_folder(job: Callable[..., Job]) -> None:
@@ -383,6 +416,13 @@ def test_a_script_whose_request_was_damaged_says_so(job: Callable[..., Job]) -> 
     assert "the script's #REQUEST is no record of a run" in started.out.read_text()
 
 
+def test_tasks_use_the_installed_clusterddp_where_none_can_be_carried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = str(tmp_path / "a/clusterddp.pyz")
+    assert controlled(tmp_path, monkeypatch, [sys.executable, own, "--version"]) == 0
+
+
 def test_a_fault_of_the_controller_costs_the_step_and_not_the_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,24 +430,29 @@ def test_a_fault_of_the_controller_costs_the_step_and_not_the_verdict(
         raise LookupError("a fault")
 
     monkeypatch.setattr(controller, "free_master_port", fail)
+    assert controlled(tmp_path, monkeypatch, ["true"]) == 1
+    events = read_events(RunDir(tmp_path / "a"))
+    (ended,) = [event for event in events if event["event"] == "ended"]
+    assert (ended["cause"], ended["exit_code"]) == ("failed", 1)
+
+
+def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> int:
+    """Run a COMMAND's attempt in this process; the script is at its tear-down already."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("CLUSTERDDP_LOCAL_STEPS", str(tmp_path))
-    run, request = RunDir(tmp_path / "a"), spec(run_dir=str(tmp_path / "a"))
+    run = RunDir(tmp_path / "a")
+    request = spec(run_dir=str(run.path), command=("true",))
     (tmp_path / "script").touch()
     controller.make_records(run, request, tmp_path / "script")
     (signals, to), (answers, requests) = os.pipe(), os.pipe()
     try:
-        os.write(to, b"torn-down\n")
         script = controller.Script(signals, requests, requests, requests)
-        assert (
-            controller.Controller(request, run, script).run(["true"], None, lambda _: [], print)
-            == 1
-        )
+        attempt = controller.Controller(request, run, script)
+        os.write(to, b"torn-down\n")
+        return attempt.run(argv, None, lambda _: [], lambda _: None)
     finally:
         for descriptor in (signals, to, answers, requests):
             os.close(descriptor)
-    (ended,) = [event for event in read_events(run) if event["event"] == "ended"]
-    assert (ended["cause"], ended["exit_code"]) == ("failed", 1)
 
 
 @pytest.mark.slow

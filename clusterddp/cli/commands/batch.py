@@ -8,12 +8,14 @@ from pathlib import Path
 import click
 
 from clusterddp import log, version
-from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import controller
 from clusterddp.run.controller import Controller, Script
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.run_dir import RunDir
+
+_ANSWERS = 3
+"""Descriptor of the pipe to the script; what Python itself prints goes elsewhere."""
 
 
 @click.command(hidden=True, context_settings={"allow_interspersed_args": False})
@@ -31,7 +33,9 @@ def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...
     # The script has its signals from bash; Slurm and scancel may send them here as well.
     for name in controller.SIGNALS:
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
-    spec = JobSpec.from_script(script.read_text("utf-8", "surrogateescape"), str(run_dir))
+    index = os.environ.get("SLURM_ARRAY_TASK_ID")  # each element is a run, of one request
+    asked = str(run_dir).removesuffix(f"-{index}") if index else str(run_dir)
+    spec = JobSpec.from_script(script.read_text("utf-8", "surrogateescape"), asked)
     run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
         sys.stderr.write(
@@ -47,13 +51,30 @@ def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...
             "there, or choose another --output-root.\n"
         )
         return controller.EXIT_NO_RUN
-    the_script = Script(0, os.dup(1), os.dup(2), job_log.fileno())
+    the_script = Script(0, _ANSWERS, os.dup(2), job_log.fileno())
     for descriptor in (1, 2):
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
         code = Controller(spec, run, the_script).run(srun, ended, code_changes)
         the_script.leave(code)
         return code
+
+
+def _carry(run: RunDir) -> None:
+    """Have a run that carries no clusterddp, such as an array's element, carry this one."""
+    try:
+        rendered_by = version.of_script(run.script.read_text(errors="replace"))
+        if rendered_by not in ("", version.__version__):
+            log.info(
+                f"its script is of clusterddp {rendered_by}; what that leaves out is as in this one"
+            )
+        if run.bundle.exists():
+            return
+        from clusterddp.submission import bundle  # most runs carry one
+
+        log.info(f"further attempts use clusterddp {bundle.carry(run)}")
+    except Exception as error:  # a service, which must not end the attempt
+        log.info(f"further attempts use what is installed by then: {error}")
 
 
 def code_changes(run: RunDir) -> list[str]:

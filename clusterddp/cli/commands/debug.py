@@ -94,6 +94,7 @@ def command(
     forms.run_name("--run-name", name)
     path = os.path.abspath(run_dir or f"{output_root}/{name}")
     spec = workstation.request(path, config, procs, **container)
+    spec.refuse_pyxis()
     make_sure(config, spec if container else None)
     with workstation.recorded(spec, may_exist=bool(run_dir)) as (run, record):
         if container:
