@@ -83,11 +83,16 @@ class Mount:
         # A relative source, and ~, are meant from where they are typed.
         source = os.path.abspath(Path(source).expanduser()) if source else ""
         target = target if more else source
-        if not source or not target.startswith("/") or mode not in ([], ["ro"], ["rw"]):
+        if (
+            not source
+            or not target.strip("/")
+            or target[0] != "/"
+            or mode not in ([], ["ro"], ["rw"])
+        ):
             raise OptionError(
                 "--container-mount",
                 f": {text!r} is no mount SRC[:DST[:ro]], such as /scratch, /data:/data:ro; DST is "
-                "an absolute path. A path with ':' cannot be mounted: name a link to it.",
+                "an absolute path below /. A path with ':' cannot be mounted: name a link to it.",
             )
         return cls(source, target, mode == ["ro"])
 

@@ -128,6 +128,15 @@ def default_log(run: RunDir, status: RunStatus) -> Path:
     return run.rank_log(0)
 
 
+def _script_output(run: RunDir) -> Path | None:
+    """Find the file of the newest job's script, which stays where the job gave no verdict."""
+    submitted = [e for e in events.read(run.events) if isinstance(e, events.Submitted)]
+    if not submitted or not submitted[-1].folder:
+        return None
+    output = Path(submitted[-1].folder) / f"slurm-{submitted[-1].job_id}.out"
+    return output if output.is_file() else None
+
+
 def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
     """Raise RequestError for a log that is not there, with the reason."""
     missing = next((path for path in paths if not path.is_file()), None)
@@ -138,7 +147,9 @@ def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
     others = [name for name in there if name not in ranks]
     state = f"{status.state}{f' ({status.detail})' if status.detail else ''}"
     if status.has_ended and status.started_time is None and not there:
-        raise RequestError(f"{run.name} has no logs: it never started; it is {state}.")
+        output = _script_output(run)
+        where = f" What its script printed is in {output}." if output else ""
+        raise RequestError(f"{run.name} has no logs: it never started; it is {state}.{where}")
     have = ", ".join([*others, *ranks[:4], *(["…"] if len(ranks) > 4 else [])]) or "no log"
     yet, advice = "", "See"
     if not status.has_ended:

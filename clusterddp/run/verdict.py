@@ -180,7 +180,10 @@ def _done(evidence: _Evidence) -> End | None:
         late = (f"the script then ended with exit code {code}",) if code else ()
         return End(restart_policy.DONE, 0, lines=(_achieved(evidence.run), *late))
     if evidence.code == 0 and not evidence.paused and not evidence.trains:
-        return End(restart_policy.DONE, 0, lines=(_achieved(evidence.run),))
+        line = _achieved(evidence.run)
+        if not evidence.outcomes:  # `exit 0` ahead of the step, or a launch line of one's own
+            line = "done: exit code 0; no task has recorded its end"
+        return End(restart_policy.DONE, 0, lines=(line,))
     return None
 
 
@@ -284,8 +287,8 @@ def _unexplained(evidence: _Evidence) -> End:
             f"it did not finish. See {run.logs}."
         )
         return End(restart_policy.FAILED, EXIT_FAILED, lines=(line,))
-    where = f"{run.job_log}" if evidence.outcomes else f"{run.job_log}, as no task has started"
-    line = f"ended with exit code {code}; no rank says why. See {where}."
+    how = "no rank says why" if evidence.outcomes else "no task has started"
+    line = f"ended with exit code {code}; {how}. See {run.job_log}."
     return End(restart_policy.FAILED, code, lines=(line,))
 
 

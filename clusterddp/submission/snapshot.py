@@ -8,6 +8,7 @@ who runs from it is the caller's.
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -31,6 +32,8 @@ MOST_FILES = 10_000
 
 _NEVER = frozenset({".git", "__pycache__"})
 """Neither copied nor linked: the copy is no work tree, and Python writes its own bytecode."""
+_JOBS_OUTPUT = re.compile(r"slurm-\d+\.out")
+"""File in the folder of the submission with what a script prints while its job runs."""
 _LINKED = frozenset({".venv", "node_modules"})
 _MARKS = ("pyvenv.cfg", "conda-meta", "MNIST/raw")
 """Paths that venv and conda leave in an environment, and `clusterddp data` and torchvision in a
@@ -407,6 +410,8 @@ def _links(plan: Plan) -> dict[str, str]:
 
 def _is_left_out(name: str, left_out: frozenset[str]) -> bool:
     """Return whether the copy has neither a file nor a link of that name."""
+    if _JOBS_OUTPUT.fullmatch(name):
+        return True
     return not (_NEVER.isdisjoint(name.split("/")) and left_out.isdisjoint([*_parents(name), name]))
 
 
@@ -461,6 +466,8 @@ def _files(tree: str, names: Iterable[str], folders: _Folders) -> Iterator[str]:
         name = listed.rstrip("/")
         parent, _, last = name.rpartition("/")
         if last in _NEVER or name in folders.left_out or not folders.is_code(parent):
+            continue
+        if _JOBS_OUTPUT.fullmatch(name):
             continue
         path = f"{tree}/{name}"
         if not _is_real_folder(path):

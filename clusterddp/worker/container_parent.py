@@ -222,11 +222,15 @@ def _reason(start: ContainerStart, task: Sequence[str]) -> str:
     python, image = start.container.python, f"the image {start.container.image} on {start.node}"
     command, variables = start.probe([python, "-c", _PROBE, task[0]])
     done = _run(command, env=variables, timeout=_PROBE_SECONDS)
+    if start.runtime == PODMAN and start.program:  # --rm leaves one that never began
+        _lines(removal(start.program, f"{start.name}-probe"))
     if done is None or done.returncode < 0:  # somebody ends the step
         return ""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit code {done.returncode}"
     of_runtime = [line for line in lines if line.startswith(("Error: ", "FATAL: "))]
+    if done.returncode == 0 and not done.stdout.strip():  # it was ended meanwhile
+        return ""
     if done.returncode == 0:
         major, minor, *missing = done.stdout.splitlines()[-1].split()  # a site's hook may print
         if (int(major), int(minor)) < LEAST_PYTHON:

@@ -125,7 +125,9 @@ def test_a_mount_is_read(text: str, mount: Mount) -> None:
     assert Mount.parse(str(mount)) == mount
 
 
-@pytest.mark.parametrize("text", ["", ":", "/a:", "/a:b", "/a:/b:wr", "/a:/b:ro:x", ":/b"])
+@pytest.mark.parametrize(
+    "text", ["", ":", "/a:", "/a:b", "/a:/b:wr", "/a:/b:ro:x", ":/b", "/a:/", "/"]
+)
 def test_no_mount_is_refused_with_the_form(text: str) -> None:
     with pytest.raises(OptionError, match=r"--container-mount: .*SRC\[:DST\[:ro\]\]"):
         Mount.parse(text)

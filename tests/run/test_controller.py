@@ -151,6 +151,14 @@ def test_a_line_of_the_set_up_that_fails_has_a_verdict_and_a_tear_down(
     assert not started.out.exists()
 
 
+def test_a_set_up_that_ends_the_script_well_does_not_claim_that_tasks_ran(
+    job: Callable[..., Job],
+) -> None:
+    started = job(setup=("exit 0",), **COMMAND)
+    assert started.end() == 0
+    assert "done: exit code 0; no task has recorded its end" in started.log
+
+
 def test_tear_down_lines_cannot_take_the_verdict_away(job: Callable[..., Job]) -> None:
     started = job(sys.executable, "-c", "raise SystemExit(3)", teardown=("echo last", "exit 9"))
     assert started.end() == 3

@@ -116,6 +116,7 @@ def below(folder: Path) -> set[str]:
 
 def test_the_files_that_git_keeps_are_copied(repository: Path, target: Path) -> None:
     write(repository, {"new.py": "three", "kernel.so": "built", "package/__pycache__/m.pyc": "x"})
+    write(repository, {"slurm-7.out": "of a job that is at work"})
     (repository / "train.py").write_text("edited")
     taken = take(repository, target)
     assert taken == Snapshot(

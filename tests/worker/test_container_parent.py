@@ -154,6 +154,13 @@ def test_what_a_runtime_says_that_cannot_start_is_passed_on(site: Site) -> None:
     site.check("FATAL: no user namespaces", "--container-runtime")
 
 
+def test_a_second_container_that_is_ended_too_tells_nothing(site: Site) -> None:
+    site.provide("apptainer", '#!/bin/sh\ncase "$*" in *version_info*) exit 0;; esac\nexit 3\n')
+    code, said = site.go("true")
+    assert (code, said) == (3, "")
+    assert site.outcome["error"] is None
+
+
 def test_an_agent_in_a_container_stands_for_the_first_of_its_ranks(site: Site) -> None:
     agent = {
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",

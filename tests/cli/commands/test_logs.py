@@ -97,6 +97,11 @@ def test_of_a_run_that_has_ended_no_log_is_awaited(workplace: Workplace) -> None
         got = workplace.invoke("logs", *argv)
         assert got.code == 2
         assert "one has no logs: it never started; it is cancelled" in got.err
+    (workplace.folder / "slurm-1.out").write_text("/nowhere/python: No such file or directory")
+    add_event(run, "submitted", job_id="1", folder=str(workplace.folder))
+    add_event(run, "cancelled", job_id="1")
+    got = workplace.invoke("logs", "one", "--job")
+    assert f"What its script printed is in {workplace.folder}/slurm-1.out." in got.err
     over = workplace.run("two", submitted("2"), started("2"), ended("2", 0))
     write_logs(over, job="")
     got = workplace.invoke("logs", "two", "--rank", "1")
