@@ -1,5 +1,6 @@
 """The lines of a task's log and of a command's stderr, through the logger `clusterddp`."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,7 +38,16 @@ def to_stdout(line: str) -> None:
 
 
 def _to_stderr(line: str) -> None:
-    print(f"clusterddp: {line}", file=sys.stderr, flush=True)  # noqa: T201
+    text = f"clusterddp: {line}\n"
+    try:
+        number = sys.stderr.fileno()
+    except (OSError, ValueError):  # a stream in memory
+        sys.stderr.write(text)
+        return
+    # Not through the stream: what it cannot write to a full disk it would try again at the end, and
+    # Python would end with 120.
+    sys.stderr.flush()
+    os.write(number, text.encode(sys.stderr.encoding, "backslashreplace"))
 
 
 _write: Callable[[str], object] = _to_stderr

@@ -1,4 +1,5 @@
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,9 +33,13 @@ def test_a_log_that_takes_no_line_ends_nothing(fault: Exception) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_process_with_a_full_log_ends_well() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_process_with_a_full_log_ends_well(unbuffered: str) -> None:
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
-        ended = subprocess.run([sys.executable, "-c", _ONE_LINE_EACH], stderr=full, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-c", _ONE_LINE_EACH], stderr=full, env=environ, check=False
+        )
     assert ended.returncode == 0
 
 
