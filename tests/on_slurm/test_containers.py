@@ -157,6 +157,18 @@ def test_a_run_in_containers_of_two_hosts_trains_to_the_end(
     assert {path.stat().st_uid for path in run.path.rglob("*")} == {os.getuid()}
 
 
+@pytest.mark.slow
+def test_torchruns_agents_in_containers_start_the_ranks_of_their_hosts(
+    site: Site, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    options = ["--template", "torchrun", "--tasks-per-node", "2"]
+    job = site.submit(tmp_path, "agents", "--data-dir", str(synthetic_dir), *options)
+    run = RunDir(tmp_path / "jobs/agents")
+    assert site.cluster.wait_job(job) == "COMPLETED", run.job_log.read_text()
+    outcomes = read_outcomes(Attempt(run, 1).outcomes)
+    assert [(outcome.rank, outcome.exit_code) for outcome in outcomes] == [(r, 0) for r in range(4)]
+
+
 # As a site's srun with pyxis, of which the real one takes what is not for that plug-in.
 _PYXIS = """#!/bin/sh
 if [ "$1" = --help ]; then echo '  --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'; exit; fi
