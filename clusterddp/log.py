@@ -39,15 +39,14 @@ def to_stdout(line: str) -> None:
 
 def _to_stderr(line: str) -> None:
     text = f"clusterddp: {line}\n"
-    try:
-        number = sys.stderr.fileno()
-    except (OSError, ValueError):  # a stream in memory
-        sys.stderr.write(text)
+    stream = sys.__stderr__
+    if stream is None or sys.stderr is not stream:  # a notebook's, or a test's
+        print(text, end="", file=sys.stderr, flush=True)  # noqa: T201
         return
     # Not through the stream: what it cannot write to a full disk it would try again at the end, and
     # Python would end with 120.
-    sys.stderr.flush()
-    os.write(number, text.encode(sys.stderr.encoding, "backslashreplace"))
+    stream.flush()
+    os.write(stream.fileno(), text.encode(stream.encoding, "backslashreplace"))
 
 
 _write: Callable[[str], object] = _to_stderr
