@@ -44,11 +44,10 @@ def measure() -> list[Row]:
         def submit(code: str) -> None:
             start(sys.executable, "-c", code, "submit", f"--run-name=a{next(names)}", *_COMMAND)
 
-        def row(what: str, how: str, run: RunDir, *task: str) -> Row:
+        def row(what: str, how: str, run: RunDir, *task: str, pairs: int = _PAIRS) -> Row:
+            theirs = partial(start, *_INSTALLED, *task)
             ours = partial(start, sys.executable, str(run.bundle), *task)
-            return _row(
-                f"{what} of its own{how}", "installed", partial(start, *_INSTALLED, *task), ours
-            )
+            return _row(f"{what} of its own{how}", "installed", theirs, ours, pairs)
 
         synthesise(str(folder / "data"), train_images=64, test_images=64)
         trained = ["train", "--dataset=synthetic", f"--data-dir={folder / 'data'}", "--device=cpu"]

@@ -31,5 +31,5 @@ def command() -> list[str]:
 
 def of_script(script: str) -> str:
     """Return the version that rendered a script, as its header says; empty without one."""
-    words = script.partition("rendered by clusterddp ")[2]
-    return words.partition(" ")[0].rstrip(".:")
+    words = script.partition("rendered by clusterddp ")[2].split(maxsplit=1)
+    return words[0].rstrip(".:") if words else ""

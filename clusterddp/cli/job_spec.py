@@ -42,7 +42,7 @@ def job_spec(ctx: click.Context, run_name: str) -> JobSpec:
 
 def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
     assert isinstance(ctx.obj, Settings)
-    values, task_command = ctx.params, ctx.meta["command"]
+    values, task_command = {**ctx.params}, ctx.meta["command"]
     train = None if task_command else _train_config(ctx)
     flags = typed_flags(ctx, (row.parameter for row in TRAINING)) if task_command else ""
     if flags:

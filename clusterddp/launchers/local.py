@@ -55,7 +55,8 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
         raise RequestError(
             f"--nodes {spec.resources.nodes}: a rehearsal has at most {MOST_HOSTS} hosts."
         )
-    if not spec.launch_prefix and not shutil.which(spec.python):
+    in_image = spec.launch_prefix or spec.container_image
+    if not in_image and not shutil.which(spec.python):
         log.warning(
             f"--python {spec.python}: there is no such interpreter on this workstation; unless the "
             "set-up brings it, no task can start"

@@ -179,8 +179,8 @@ def _gpus(resources: Resources, tasks_per_node: int) -> str:
 
 
 _OF_SPEC = (
-    "run_name run_dir python resources environment pass_environment modules setup teardown "
-    "srun_args network_interface launch_prefix"
+    "run_name run_dir python batch_python resources environment pass_environment modules setup "
+    "teardown srun_args network_interface launch_prefix"
 )
 """Fields of the request that a template can use by their names."""
 

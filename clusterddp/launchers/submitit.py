@@ -135,7 +135,10 @@ class Task:
             signal.signal(_submitits_signal(), _do_nothing)
         attempt = self._attempt()
         rank = int(os.environ["SLURM_PROCID"])
-        argv = [*self.argv[:4], f"--attempt={attempt.number}", *self.argv[4:]]
+        python, *words = self.argv[:4]
+        if attempt.run.bundle.is_symlink():
+            words = [str(attempt.run.bundle), words[-1]]
+        argv = [python, *words, f"--attempt={attempt.number}", *self.argv[4:]]
         with attempt.run.rank_log(rank).open("ab") as log:
             code = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT).wait()
         if code:

@@ -553,10 +553,9 @@ class JobSpec:
         """
         asked = {"format": SPEC_FORMAT, "train": None, **_asked(self), "python": self.python}
         del asked["run_dir"]
-        if self.batch_python == self.python:
-            asked.pop("batch_python", None)
-        else:
-            asked["batch_python"] = self.batch_python
+        asked["batch_python"] = self.batch_python
+        if self._has_usual_batch_python:
+            del asked["batch_python"]
         lines = [_REQUEST]
         for part in json.JSONEncoder().iterencode(asked):
             if part.startswith(", ") and len(lines[-1]) > _REQUEST_COLUMNS:
@@ -586,7 +585,9 @@ class JobSpec:
             fields = json.loads(content)
             if fields.pop("format") != SPEC_FORMAT:
                 raise RequestError(f"{name} was written by a newer clusterddp; update this one.")
-            fields.setdefault("batch_python", fields["python"])  # of 0.1.0, too
+            if "batch_python" not in fields:  # as in records of 0.1.0
+                in_image = fields.get("launch_prefix") or fields.get("container_image")
+                fields["batch_python"] = sys.executable if in_image else fields["python"]
             if run_dir is not None:
                 fields.setdefault("run_dir", run_dir)
             resources = Resources(**fields.pop("resources"))

@@ -171,7 +171,6 @@ class Controller:
         self._script.take_output()
         log.info(f"this is clusterddp {version.described()}")
         if self._attempt:
-            log.info(f"clusterddp {version.described()} runs attempt {self._attempt.number}")
             try:
                 if ended is None:
                     carry(self._run)

@@ -31,8 +31,8 @@ from clusterddp.submission.submit import naming_the_job
 from clusterddp.version import of_script
 
 CHANGEABLE = (
-    *("resources", "train", "signal", "job_name"),
-    *("requeue", "max_requeues", "restart_on_failure", "restart_in_job", "python"),
+    *("resources", "train", "signal", "job_name", "python", "batch_python"),
+    *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
 """Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
@@ -479,4 +479,4 @@ def _differences(before: JobSpec, after: JobSpec) -> list[str]:
 
 def _is_earlier(script: str) -> bool:
     """Return whether a script is of 0.1.0, whose bash did what `clusterddp batch` does now."""
-    return bool(of_script(script)) and "\nrequest=" not in script
+    return bool(of_script(script)) and "\n#REQUEST " not in script

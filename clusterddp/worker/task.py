@@ -157,7 +157,7 @@ def _require_packages() -> None:
 def _import_package(name: str) -> None:
     """Import torch or numpy; raises TrainingError where it is broken or too old."""
     try:
-        module = importlib.import_module(name)
+        module = __import__(name)
     except Exception as error:  # a library that it was built with is not there, for one
         what = f"{name} cannot be imported by {sys.executable} ({type(error).__name__}: {error})"
         raise _unfit([name], what) from error

@@ -138,7 +138,7 @@ def test_a_stopped_run_resumes_to_the_weights_of_an_uninterrupted_one(
     run = RunDir(tmp_path / "jobs/stopped")
     former = run.script.read_text()
     ran(tmp_path, sys.executable, "-m", "clusterddp", "resubmit", "stopped")
-    assert "\nrequest=" in run.script.read_text()  # rendered anew
+    assert "\n#REQUEST " in run.script.read_text()  # rendered anew
     assert (run.path / "script-1.sbatch").read_text() == former
     assert "resuming from" in run.rank_log(0).read_text()
     check_weights(commit, "training", read_json(run.report))

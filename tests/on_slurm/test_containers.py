@@ -47,7 +47,6 @@ class Site:
             (self.image / name).symlink_to(f"usr/{name}")
         (self.image / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
         (self.image / "etc/group").write_text("root:x:0:\n")
-        (folder / "box.sbatch.j2").write_text(TEMPLATE)
         (folder / "containers.conf").write_text("[containers]\ndefault_ulimits = []\n")
         self.env: dict[str, str | None] = {
             "CONTAINERS_CONF": str(folder / "containers.conf"),

@@ -394,5 +394,5 @@ def test_a_record_without_the_batch_scripts_interpreter_names_none_of_an_image(
     del record["batch_python"]
     assert JobSpec.from_json(json.dumps(record)) == asked
     same = spec(python="/same/python", batch_python="/same/python", **image)
-    for text in (same.to_json(), same.to_short_json()):
-        assert JobSpec.from_json(text) == same
+    assert JobSpec.from_json(same.to_json()) == same
+    assert JobSpec.from_script("\n".join(same.to_script()), same.run_dir) == same

@@ -91,13 +91,8 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         line: str = "launch {}",
         **fields: Any,
     ) -> Job:
-        request = spec(
-            run_name="a",
-            run_dir=str(tmp_path / "jobs/a"),
-            python=python,
-            batch_python=python,
-            **fields,
-        )
+        pythons = {"python": python, "batch_python": python}
+        request = spec(run_name="a", run_dir=str(tmp_path / "jobs/a"), **fields, **pythons)
         script = change(sbatch.render(request).partition("\nlaunch srun")[0])
         step = shlex.join(words or (sys.executable, "step.py"))
         jobs.append(Job(tmp_path, f"{script}\n{line.format(step)}\n", environ or {}))

@@ -55,8 +55,8 @@ def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...
     for descriptor in (1, 2):
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
-        code = Controller(spec, run, the_script).run(srun, ended, code_changes)
-        the_script.leave(code)
+        code = Controller(spec, run, the_script).run(srun, ended, code_changes, _carry)
+        the_script.report_exit_code(code)
         return code
 
 

@@ -5,10 +5,8 @@ Such a script can wait in the queue while clusterddp is upgraded. Later ones cal
 
 import os
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
@@ -23,24 +21,12 @@ from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def _of_a_job(function: F) -> F:
-    """Add what all three take."""
-    job_id = click.option("--job-id", default="", help="Slurm's job id.")
-    return click.argument("run_dir", type=click.Path(path_type=Path))(job_id(function))
-
-
-def _of_a_start(function: F) -> F:
-    """Add what `begin` and `finish` take."""
-    most = click.option("--max-requeues", default=0, help="Attempts after the first.")
-    return click.option("--restart", default=0, help="SLURM_RESTART_COUNT.")(most(function))
-
 
 @click.command(hidden=True)
-@_of_a_job
-@_of_a_start
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--job-id", default="", help="Slurm's job id.")
+@click.option("--restart", default=0, help="SLURM_RESTART_COUNT.")
+@click.option("--max-requeues", default=0, help="Attempts after the first.")
 @click.option("--nodelist", default="", help="SLURM_JOB_NODELIST.")
 @click.option(
     "--patience",
@@ -77,8 +63,10 @@ def begin(
 
 
 @click.command(hidden=True)
-@_of_a_job
-@_of_a_start
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--job-id", default="", help="Slurm's job id.")
+@click.option("--restart", default=0, help="SLURM_RESTART_COUNT.")
+@click.option("--max-requeues", default=0, help="Attempts after the first.")
 @click.option("--exit-code", type=int, required=True, help="srun's exit code.")
 @click.option("--attempt", "number", type=int, required=True, help="Number that 'begin' printed.")
 @click.option("--requeue/--no-requeue", "requeues", default=False, help="Whether one may follow.")
@@ -104,7 +92,8 @@ def finish(
 
 
 @click.command(hidden=True)
-@_of_a_job
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--job-id", default="", help="Slurm's job id.")
 @click.option("--attempt", "number", type=int, required=True, help="Number that 'begin' printed.")
 @click.option("--script", type=int, required=True, help="The script's process, which starts srun.")
 @click.option("--ranks", type=int, required=True, help="How many tasks record their end.")

@@ -27,7 +27,7 @@ _ASKED = [
     row
     for row in REQUEST
     if (row.group in (ASKED, INTERRUPTED, KEPT) and row.name not in _FIXED)
-    or row.parameter in ("python", *CONTAINER)
+    or row.parameter in ("python", "batch_python", *CONTAINER)
 ]
 
 
@@ -157,6 +157,8 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     of_container = {*CONTAINER, "python"}
     fields = {name: given[name] for name in given if name in {*CHANGEABLE} - of_container}
     fields |= container_fields({name: given[name] for name in given if name in of_container})
+    if "/" in fields.get("batch_python", ""):
+        fields["batch_python"] = os.path.abspath(fields["batch_python"])
     image = fields.get("container_image")
     if image == "":  # none any more, nor what was asked for beside it
         fields = {**_NO_CONTAINER, **fields}

@@ -349,7 +349,7 @@ def test_the_interpreter_of_the_batch_script_can_be_changed(workplace: Workplace
     run = stopped(workplace, batch_python="python3")
     accepted(workplace, "one", "--batch-python", "bin/python3.13")
     python = str(workplace.folder / "bin/python3.13")
-    assert f"\nbatch=({python} " in sent(workplace)
+    assert f"; exec {python} " in sent(workplace)
     assert run.load_spec().python == "python"
     assert f"batch_python python3, now {python}" in resubmissions(run)[-1]
 
