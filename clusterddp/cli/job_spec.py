@@ -70,11 +70,7 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
         "command": task_command,
         "environment": environment,
         "pass_environment": passed,
-        # A relative path is meant from here, a bare name from the PATH of the job.
-        **{
-            name: os.path.abspath(values[name]) if "/" in values[name] else values[name]
-            for name in ("python", "batch_python")
-        },
+        **{name: interpreter(values[name]) for name in ("python", "batch_python")},
         **container,
         "template": _template(ctx),
         "sbatch": _directives(values["sbatch"], resources),
@@ -87,6 +83,11 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
         "signal": "" if values["signal"] == "none" else values["signal"],
     }
     return JobSpec(**fields)
+
+
+def interpreter(name: str) -> str:
+    """Return a path as it is meant from here; a bare name is found on the PATH of the job."""
+    return os.path.abspath(name) if "/" in name else name
 
 
 def given_container(ctx: click.Context) -> dict[str, Any]:
@@ -105,8 +106,8 @@ def container_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a JobSpec for options of a container; paths are meant from here."""
     fields = {**given}
     mounts = fields.pop("container_mount", None)
-    if "/" in fields.get("python", ""):
-        fields["python"] = os.path.abspath(fields["python"])
+    if "python" in fields:
+        fields["python"] = interpreter(fields["python"])
     if image := fields.get("container_image"):
         from clusterddp.processes.container import is_file
 

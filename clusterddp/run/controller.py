@@ -31,6 +31,7 @@ from clusterddp.run import batch_script, events, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.batch_script import RunIsDone
 from clusterddp.run.files import write_atomically
+from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE, NONCE_VARIABLE
@@ -46,6 +47,56 @@ _AGENT_GRACE_SECONDS = 180.0
 """Time for an agent to start its ranks again."""
 
 
+_ANSWERS = 3
+"""Descriptor of the pipe to the script; what Python itself prints goes elsewhere."""
+
+
+class NoRunDirectory(ClusterDDPError):
+    """The run's directory cannot be made, or was removed."""
+
+    exit_code = EXIT_NO_RUN
+
+
+def control(
+    run_dir: Path,
+    script: Path,
+    argv: Sequence[str],
+    ended: int | None,
+    code_changes: Callable[[RunDir], Sequence[str]],
+    carry: Callable[[RunDir], None],
+) -> int:
+    """Run one attempt for the batch script whose pipes are descriptors 0 and 3.
+
+    script: its file, which says what was asked, and of which the run keeps a copy. The others are
+    as of `Controller.run`. Returns the job's exit code; raises NoRunDirectory, and RequestError
+    where the script says nothing that can be read.
+    """
+    # The script has its signals from bash; Slurm and scancel may send them here as well.
+    for name in SIGNALS:
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
+    index = os.environ.get("SLURM_ARRAY_TASK_ID")  # each element is a run, of one request
+    asked = str(run_dir).removesuffix(f"-{index}") if index else str(run_dir)
+    spec = JobSpec.from_script(script.read_text("utf-8", "surrogateescape"), asked)
+    run = RunDir(run_dir)
+    if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
+        raise NoRunDirectory(f"{run_dir} is gone, so the run cannot resume. Submit it anew.")
+    try:
+        make_records(run, spec, script)
+        job_log = run.job_log.open("ab")
+    except OSError as error:
+        raise NoRunDirectory(
+            f"cannot make the run directory {run_dir}: {error.strerror}. Make room there, or "
+            "choose another --output-root."
+        ) from None
+    the_script = Script(0, _ANSWERS, os.dup(2), job_log.fileno())
+    for descriptor in (1, 2):
+        os.dup2(job_log.fileno(), descriptor)
+    with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
+        code = Controller(spec, run, the_script).run(argv, ended, code_changes, carry)
+        the_script.report_exit_code(code)
+        return code
+
+
 class Script:
     """The batch script at the other end of two pipes, and the file of what its lines print."""
 
@@ -57,7 +108,7 @@ class Script:
         """
         self.signals = signals
         self._requests, self._output, self._job_log = requests, output, job_log
-        self._taken = 0
+        self._taken, self._begun = 0, b""
         self.is_torn_down = self.has_gone = False
         self._file: Path | None = None
         with contextlib.suppress(OSError):
@@ -68,7 +119,8 @@ class Script:
     def read_signals(self) -> list[str]:
         """Return the signals that it has had; waits for some, or for its end."""
         heard = os.read(self.signals, 4096)
-        words = heard.decode().split()
+        lines, _, self._begun = (self._begun + heard).rpartition(b"\n")
+        words = lines.decode().split()
         self.has_gone = not heard
         self.is_torn_down = self.has_gone or _TORN_DOWN in words
         return [word for word in words if word in SIGNALS]
@@ -170,6 +222,7 @@ class Controller:
             code = EXIT_DONE if isinstance(error, RunIsDone) else error.exit_code
         self._script.take_output()
         log.info(f"this is clusterddp {version.described()}")
+        self._compare_version()
         if self._attempt:
             try:
                 if ended is None:
@@ -185,6 +238,17 @@ class Controller:
         if self._attempt is None or self._script.has_gone:
             return code  # the job is over: its next start judges the attempt
         return self._finish(self._attempt, code)
+
+    def _compare_version(self) -> None:
+        """Log where another version rendered the script, whose defaults may have been others."""
+        script = ""
+        with contextlib.suppress(OSError):
+            script = self._run.script.read_text("utf-8", "replace")
+        rendered_by = version.of_script(script)
+        if rendered_by not in ("", version.__version__):
+            log.info(
+                f"its script is of clusterddp {rendered_by}; what that leaves out is as in this one"
+            )
 
     def _said(self) -> list[events.Event]:
         """Return what this start of the job has recorded of an attempt already."""

@@ -128,6 +128,17 @@ def carry(run: RunDir) -> Bundle:
     return Bundle(path)
 
 
+def carry_at_start(run: RunDir) -> None:
+    """Have a run that was sent by hand, such as an array's element, carry this clusterddp.
+
+    Logs it, or why it cannot: that must not end the attempt.
+    """
+    try:
+        log.info(f"the run carries clusterddp {carry(run)} from now on")
+    except Exception as error:
+        log.info(f"the run uses the clusterddp that is installed: {error}")
+
+
 @contextlib.contextmanager
 def renewed(run: RunDir) -> Iterator[list[str]]:
     """Carry the clusterddp that is at work, while the body submits the run.

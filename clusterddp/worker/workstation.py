@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -26,6 +27,7 @@ from clusterddp.errors import (
 from clusterddp.processes import start_methods
 from clusterddp.processes.container import Container
 from clusterddp.processes.group import TaskGroup
+from clusterddp.processes.processors import AMD_DEVICE, NVIDIA_DRIVER
 from clusterddp.processes.signals import Relay, held_back, send
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv
@@ -92,12 +94,18 @@ def train(
 ) -> tuple[int, Failure | None]:
     """Train in so many processes, one of START_METHODS; rank 0 prints here, each has its log.
 
-    container: each rank runs in one of its own, with the clusterddp that the run carries.
+    container: each rank runs in one of its own, with this clusterddp and this machine's GPUs.
 
     Returns the exit code, and the rank that failed first where one did. Raises RequestError where
     the start method does not go here.
     """
     start_methods.get_ready(start_method)
+    if container:
+        from clusterddp.submission import bundle  # most runs start none
+
+        bundle.carry(run)
+        gpus = config.device != "cpu" and (NVIDIA_DRIVER.exists() or AMD_DEVICE.exists())
+        container = replace(container, gpus=gpus)
     run.make(run.logs)
     attempts.await_silence(run, "", config.rendezvous_timeout)
     attempt = attempts.begin(run)

@@ -332,8 +332,10 @@ def test_a_hang_up_ends_the_step_and_has_a_verdict(name: str, job: Callable[...,
 def test_an_own_template_that_launches_in_a_subshell_has_one_attempt(
     line: str, code: int, job: Callable[..., Job]
 ) -> None:
-    started = job(sys.executable, "-c", "raise SystemExit(3)", line=line)
+    tear = ("echo torn",)
+    started = job(sys.executable, "-c", "raise SystemExit(3)", line=line, teardown=tear)
     assert started.end() == code
+    assert started.log.splitlines().count("torn") == 1
     assert [event["event"] for event in read_events(started.run)] == ["started", "ended"]
 
 
@@ -417,6 +419,22 @@ def test_a_script_whose_request_was_damaged_says_so(job: Callable[..., Job]) -> 
     started = job(change=lambda script: script.replace('#REQUEST {"format"', "#REQUEST {format"))
     assert started.end() == 2
     assert "the script's #REQUEST is no record of a run" in started.out.read_text()
+
+
+def test_a_signal_that_comes_in_two_parts_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    (signals, to), (answers, requests) = os.pipe(), os.pipe()
+    try:
+        script = controller.Script(signals, requests, requests, requests)
+        heard = []
+        for part in (b"TERM\nUS", b"R1\ntorn-", b"down\n"):
+            os.write(to, part)
+            heard += script.read_signals()
+        assert heard == ["TERM", "USR1"]
+        assert script.is_torn_down
+    finally:
+        for descriptor in (signals, to, answers, requests):
+            os.close(descriptor)
 
 
 def test_tasks_use_the_installed_clusterddp_where_none_can_be_carried(
@@ -507,7 +525,7 @@ def test_a_run_that_was_sent_by_hand_carries_the_clusterddp_of_its_first_attempt
     assert started.end() == 0
     carried = bundle.find(started.run)
     assert carried and carried.version == __version__
-    assert f"\nclusterddp: further attempts use clusterddp {carried}\n" in started.log
+    assert f"\nclusterddp: the run carries clusterddp {carried} from now on\n" in started.log
     assert "its script is of clusterddp 0.1.0; what that leaves out is as in this" in started.log
 
 
@@ -516,7 +534,7 @@ def test_where_there_is_no_room_for_its_clusterddp_the_attempt_runs_all_the_same
 ) -> None:
     started = job(sys.executable, "-c", "print('at work')", setup=("ulimit -f 1000",), **COMMAND)
     assert started.end() == 0
-    assert "further attempts use what is installed by then: cannot put" in started.log
+    assert "the run uses the clusterddp that is installed: cannot put" in started.log
     assert "\nat work\n" in started.log
     assert not list(started.run.path.glob("*.pyz"))
 

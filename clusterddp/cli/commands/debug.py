@@ -1,6 +1,5 @@
 """`clusterddp debug`: the training entrypoint on this workstation, in one process or several."""
 
-import dataclasses
 import os
 import shlex
 import time
@@ -14,14 +13,12 @@ from clusterddp.cli.options import SettingsCommand, config_from, options, source
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.processes import START_METHODS
-from clusterddp.processes.processors import AMD_DEVICE, NVIDIA_DRIVER
 from clusterddp.ranks.dist_env import MOST_PROCS, DistEnv
 from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
-from clusterddp.submission import bundle
 from clusterddp.submission.preflight import make_sure
 
 
@@ -97,13 +94,9 @@ def command(
     spec.refuse_pyxis()
     make_sure(config, spec if container else None)
     with workstation.recorded(spec, may_exist=bool(run_dir)) as (run, record):
-        if container:
-            bundle.carry(run)
-            gpus = config.device != "cpu" and (NVIDIA_DRIVER.exists() or AMD_DEVICE.exists())
-            box = dataclasses.replace(spec.container, gpus=gpus)
-            code, failure = workstation.train(config, run, procs, "exec", box)
-        elif procs > 1 or start_method:
-            code, failure = workstation.train(config, run, procs, start_method or "exec")
+        if container or procs > 1 or start_method:
+            box = spec.container if container else None
+            code, failure = workstation.train(config, run, procs, start_method or "exec", box)
         else:
             from clusterddp.worker.task import run_task
 

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli.job_spec import CONTAINER, IMAGES_PYTHON, changed_resources, container_fields
+from clusterddp.cli.job_spec import (
+    CONTAINER,
+    IMAGES_PYTHON,
+    changed_resources,
+    container_fields,
+    interpreter,
+)
 from clusterddp.cli.options import SettingsCommand, options, recipe_settings, source, typed_flags
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
 from clusterddp.errors import EXIT_DONE
@@ -157,8 +163,8 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     of_container = {*CONTAINER, "python"}
     fields = {name: given[name] for name in given if name in {*CHANGEABLE} - of_container}
     fields |= container_fields({name: given[name] for name in given if name in of_container})
-    if "/" in fields.get("batch_python", ""):
-        fields["batch_python"] = os.path.abspath(fields["batch_python"])
+    if "batch_python" in fields:
+        fields["batch_python"] = interpreter(fields["batch_python"])
     image = fields.get("container_image")
     if image == "":  # none any more, nor what was asked for beside it
         fields = {**_NO_CONTAINER, **fields}
