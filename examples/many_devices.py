@@ -35,4 +35,5 @@ for epoch in range(3):
         print(f"epoch {epoch + 1}: loss {loss.item():.4f}", flush=True)
 if dist.get_rank() == 0:
     torch.save(model.state_dict(), "model.pt")
+dist.barrier()
 dist.destroy_process_group()

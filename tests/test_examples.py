@@ -35,7 +35,8 @@ def typed(folder: Path, line: str, **more: str) -> str:
         words[:1] = [sys.executable, "-m", "clusterddp"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        words, cwd=folder, env={**os.environ, "PATH": path, **more}, timeout=280,
+        words, cwd=folder, timeout=280,
+        env={**os.environ, "PATH": path, "PYTHONFAULTHANDLER": "1", **more},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

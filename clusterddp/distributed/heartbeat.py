@@ -165,41 +165,42 @@ class Signs:
         }
 
 
-def connect(env: DistEnv, environ: Mapping[str, str], timeout: float) -> Store | None:
-    """Connect to rank 0's store for the watchdog alone, within `timeout` seconds.
+def connect(env: DistEnv, environ: Mapping[str, str], timeout: float) -> Store:
+    """Connect to rank 0's store for the watchdog alone; raises TimeoutError or RuntimeError.
 
     A connection of its own, as a call of torch's that waits keeps a shared one from all others.
-    None in a world of one, and where rank 0 does not answer: the training does not depend on it.
     """
-    if env.world_size == 1:
-        return None
-
-    try:
-        store = tcp_store.client(env.master_addr, env.master_port, timeout)
-    except (TimeoutError, RuntimeError):
-        return None
+    store = tcp_store.client(env.master_addr, env.master_port, timeout)
     # torchrun starts failed workers anew against the same store.
     return PrefixStore(f"watchdog/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 class Board:
-    """Posts to the store and reads from it, in a thread of its own.
+    """Connects to the store, posts to it and reads from it, in a thread of its own.
 
-    A call to a store whose process is stopped does not return, whatever its timeout: a reader
-    of `rounds` notices.
+    The training depends on none of it, so it does not wait for the connection, and one that fails
+    is tried again. A call to a store whose process is stopped does not return, whatever its
+    timeout: a reader of `rounds` notices.
     """
 
     def __init__(
-        self, store: Store, rank: int, beat: float, posting: Callable[[int, bool], Posting]
+        self,
+        connect: Callable[[], Store],
+        rank: int,
+        beat: float,
+        posting: Callable[[int, bool], Posting],
     ) -> None:
         self.wanted = range(0)
         self.suspect = ""
         self.look: Look | None = None
         self.rounds = 0
+        """Rounds of posting; 0 until the store has answered."""
+        self.unconnected = ""
+        """Reason for which the first try to connect has failed."""
         self.failure = ""
         """Reason for which the store is gone for good."""
         self.thread = threading.Thread(target=self._run, name="watchdog-store", daemon=True)
-        self._store, self._rank, self._beat, self._posting = store, rank, beat, posting
+        self._connect, self._rank, self._beat, self._posting = connect, rank, beat, posting
         self._stopping = threading.Event()
         self._present: set[str] = set()
         self._published = ""
@@ -212,41 +213,57 @@ class Board:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.is_set():
-                self._round()
+            store = self._open()
+            while store and not self._stopping.is_set():
+                self._round(store)
                 self._stopping.wait(self._beat)
-            self._post(left=True)
+            if store:
+                self._post(store, left=True)
         except Exception as error:  # the training goes on without
-            self.failure = printable(str(error).split("\n", maxsplit=1)[0]) or repr(error)
+            self.failure = _reason(error)
 
-    def _round(self) -> None:
-        self._post(left=False)
+    def _open(self) -> Store | None:
+        while not self._stopping.is_set():
+            try:
+                return self._connect()
+            except (TimeoutError, RuntimeError) as error:
+                self.unconnected = self.unconnected or _reason(error)
+            self._stopping.wait(self._beat)
+        return None
+
+    def _round(self, store: Store) -> None:
+        self._post(store, left=False)
         if self.suspect != self._published:
             self._published = self.suspect
-            self._store.set("suspect", self._published)
+            store.set("suspect", self._published)
         if wanted := self.wanted:
             with suppress(dist.DistStoreError):  # late, and the next round tries again
-                self.look = self._read(wanted)
+                self.look = self._read(store, wanted)
         self.rounds += 1
 
-    def _post(self, left: bool) -> None:
+    def _post(self, store: Store, left: bool) -> None:
         posting = self._posting(self.rounds, left)
-        self._store.set(f"progress/{self._rank}", posting.to_json())
+        store.set(f"progress/{self._rank}", posting.to_json())
 
-    def _read(self, ranks: range) -> Look:
+    def _read(self, store: Store, ranks: range) -> Look:
         # Reading a key that nobody has set would wait for it.
         keys = {f"progress/{rank}": rank for rank in ranks}
         missing = [key for key in (*keys, "suspect") if key not in self._present]
-        if missing and self._store.check(missing):
+        if missing and store.check(missing):
             self._present.update(missing)
         else:
-            self._present.update(key for key in missing if self._store.check([key]))
+            self._present.update(key for key in missing if store.check([key]))
         present = [key for key in (*keys, "suspect") if key in self._present]
-        values = dict(zip(present, self._store.multi_get(present) if present else [], strict=True))
+        values = dict(zip(present, store.multi_get(present) if present else [], strict=True))
         suspect = printable(bytes(values.pop("suspect", b"")).decode(errors="replace"))
         read = {keys[key]: Posting.from_json(bytes(value)) for key, value in values.items()}
         postings = {rank: posting for rank, posting in read.items() if posting is not None}
         return Look(ranks, postings, suspect)
+
+
+def _reason(error: Exception) -> str:
+    said = printable(str(error).split("\n", maxsplit=1)[0])
+    return said or ("no answer in time" if isinstance(error, TimeoutError) else repr(error))
 
 
 def printable(text: str) -> str:

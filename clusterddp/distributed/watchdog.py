@@ -60,16 +60,16 @@ class Watchdog:
     """Watches `progress` and posts heartbeats from threads of its own while its context is open.
 
     Where it has not moved for `silent_seconds`, this rank's stacks go to stderr. One rank logs
-    for all which one is to blame: rank 0, or the lowest that still answers. `store` is used by
-    nobody else; None means that nothing is known of the other ranks. `note` takes the verdict of
-    the rank that logs it, and None when the training goes on. `host` is this rank's, as the others
-    shall read it. `beat` tells this task's parent that Python runs here, and after how many seconds
-    without such a sign the stacks are wanted; 0 for never.
+    for all which one is to blame: rank 0, or the lowest that still answers. `connect` gives a store
+    that nobody else uses, and may take long; None where there are no other ranks. `note` takes the
+    verdict of the rank that logs it, and None when the training goes on. `host` is this rank's, as
+    the others shall read it. `beat` tells this task's parent that Python runs here, and after how
+    many seconds without such a sign the stacks are wanted; 0 for never.
     """
 
     def __init__(
         self,
-        store: Store | None,
+        connect: Callable[[], Store] | None,
         env: DistEnv,
         progress: Progress,
         *,
@@ -85,7 +85,7 @@ class Watchdog:
         self._host, self._silent_seconds, self._beat = host, silent_seconds, beat_seconds
         self._tick_seconds = min(self._beat, 1.0)
         self._quiet = _BEATS_OF_SILENCE * self._beat
-        self._board = Board(store, env.rank, self._beat, self._posting) if store else None
+        self._board = Board(connect, env.rank, self._beat, self._posting) if connect else None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -96,7 +96,7 @@ class Watchdog:
         self._rounds, self._round_at = 0, 0.0
         self._signs: Signs | None = None  # while nothing moves
         self._logged: tuple[str, tuple[int, ...]] | None = None
-        self._gave_up = False
+        self._gave_up = self._said_unconnected = False
         self.suspect = ""
         """The rank that keeps this one waiting, described; empty when none is suspected."""
 
@@ -130,6 +130,8 @@ class Watchdog:
             self._rounds, self._round_at = board.rounds, self._now
         if board and board.failure and not self._gave_up:
             self._give_up(board.failure)
+        if board and board.unconnected and not self._said_unconnected:
+            self._say_unconnected(board.unconnected)
         if self._progress.state[0] != self._marks:
             self._resume()
         elif self._still_seconds >= self._silent_seconds:
@@ -157,7 +159,7 @@ class Watchdog:
             self._look_at(range(min(self._env.rank, _POSSIBLE_SPEAKERS)))
             self._print_stacks()
         board, place = self._board, self._progress.place.words()
-        if board is None or self._gave_up:
+        if board is None or self._gave_up or not board.rounds:
             others = "" if self._env.world_size == 1 else "; nothing is known of the other ranks"
             self._log_verdict(Verdict("alone", (), f"{place}; this log has the stack{others}"))
         elif self._now - self._round_at > self._quiet + self._beat:
@@ -238,6 +240,14 @@ class Watchdog:
             "ended, or the network is cut"
         )
         log.info(f"watchdog: {self.suspect}")
+
+    def _say_unconnected(self, reason: str) -> None:
+        self._said_unconnected = True
+        env = self._env
+        log.info(
+            f"watchdog: rank 0's store at {env.master_addr}:{env.master_port} did not answer "
+            f"rank {env.rank} ({reason}), which tries again; until then it knows of no other rank"
+        )
 
     def _log_verdict(self, verdict: Verdict, aloud: bool = True) -> None:
         if verdict.kind != "alone":

@@ -249,7 +249,7 @@ def _watchdog(
 
     silent, beat = periods(config.watchdog, config.process_group_timeout, env.world_size)
     return Watchdog(
-        heartbeat.connect(env, os.environ, 10.0),
+        partial(heartbeat.connect, env, os.environ, 10.0) if env.world_size > 1 else None,
         env,
         progress,
         silent_seconds=silent,

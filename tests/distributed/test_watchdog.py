@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,29 @@ def test_the_verdict_comes_before_the_groups_time_out(
     watchdog: float, group_timeout: float, world_size: int, expected: tuple[float, float]
 ) -> None:
     assert periods(watchdog, group_timeout, world_size) == expected
+
+
+def test_a_store_that_does_not_answer_at_first_is_tried_again(logged: list[str]) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ours, progress, may_connect = env(1, 2, store.port), Progress(), threading.Event()
+
+    def connect() -> dist.Store:
+        if not may_connect.is_set():
+            raise TimeoutError
+        return heartbeat.connect(ours, {}, PATIENCE)
+
+    def said(words: str) -> Callable[[], bool]:
+        return lambda: any(words in line for line in logged)
+
+    with Watchdog(connect, ours, progress, silent_seconds=0.2, beat_seconds=0.02, host="h01"):
+        wait_for(said("nothing is known of the other ranks"), "the verdict of a rank alone")
+        may_connect.set()
+        wait_for(said("rank 0 does not answer"), "the verdict by what the store holds")
+    assert logged[0] == (
+        f"watchdog: rank 0's store at 127.0.0.1:{store.port} did not answer rank 1 (no answer in "
+        "time), which tries again; until then it knows of no other rank"
+    )
+    assert sum("tries again" in line for line in logged) == 1
 
 
 def test_a_log_that_is_closed_does_not_end_the_watchdog() -> None:
@@ -208,11 +232,6 @@ def train(
         for _ in range(keeps_store)
     ]
     ours = env(rank, world_size, port)
-    store = None
-    deadline = time.monotonic() + PATIENCE
-    while store is None and time.monotonic() < deadline:
-        store = heartbeat.connect(ours, {}, timeout=PATIENCE)
-    assert store is not None
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(folder / "group"), world_size),
@@ -222,7 +241,7 @@ def train(
     )
     progress = Progress()
     dog = Watchdog(
-        store,
+        partial(heartbeat.connect, ours, {}, PATIENCE),
         ours,
         progress,
         silent_seconds=SILENT_SECONDS,
@@ -364,15 +383,18 @@ def test_rank_1_speaks_for_a_stopped_rank_0_until_the_store_is_gone(
 def test_a_process_ends_although_its_store_is_stopped(agent: StoreProcess, tmp_path: Path) -> None:
     program = f"""
 import os, time
+from functools import partial
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.distributed.heartbeat import Progress
 from clusterddp.distributed.heartbeat import connect
 from clusterddp.distributed.watchdog import Watchdog
 env = DistEnv.from_environ({{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                             "MASTER_PORT": "{agent.port}"}})
-dog = Watchdog(connect(env, {{}}, {PATIENCE}), env, Progress(), silent_seconds=0.2,
+dog = Watchdog(partial(connect, env, {{}}, {PATIENCE}), env, Progress(), silent_seconds=0.2,
                beat_seconds=0.1, host="h01")
 with dog:
+    while not dog._board.rounds:
+        time.sleep(0.02)
     os.kill({agent.process.pid}, {int(signal.SIGSTOP)})
     deadline = time.monotonic() + {PATIENCE}
     while not dog.suspect and time.monotonic() < deadline:

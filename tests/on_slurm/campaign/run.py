@@ -427,7 +427,9 @@ class Run:
 
     def differs(self, what: str) -> Differs:
         """An error with the run's last words."""
-        log = "\n".join(self.log.splitlines()[-12:])
+        lines = self.log.splitlines()
+        told = [line for line in lines[:-12] if line.startswith("watchdog: ")]
+        log = "\n".join([*told, *lines[-12:]])
         return Differs(f"{self.name}: {what}; events {self.causes}\n--- job.log\n{log}")
 
 
