@@ -104,7 +104,7 @@ def run_contained(
     finally:
         for descriptor in (writer, reader, code_reader, code_writer):
             os.close(descriptor)
-        if start.runtime == PODMAN and start.program and not record.has_code:
+        if start.runtime == PODMAN and start.program and not record.is_good:
             _lines(removal(start.program, start.name))
 
 
@@ -115,14 +115,20 @@ class _OutsideRecord(TaskRecord):
         """code_reader: gives the exit code that the first program in the container has seen."""
         super().__init__(run, env, attempt)
         self._code_reader = code_reader
-        self.has_code = False
+        self.is_good = False
+        """True where task and runtime have both ended with 0, so that nothing of it is left.
+
+        podman that is told to end while it removes a container leaves it in its records, with
+        whatever exit code.
+        """
 
     def ended(self, status: int, error: Callable[[int], TaskError | None]) -> int:
         code = b""
         with suppress(BlockingIOError):
             code = os.read(self._code_reader, 16).strip()
-        self.has_code = code.isdigit()
-        if self.has_code:
+        has_code = code.isdigit()
+        self.is_good = has_code and status == int(code) == 0
+        if has_code:
             status = int(code) << 8
         elif status == 0:  # podman was told to end before there was a container
             status = signal.SIGTERM

@@ -181,6 +181,33 @@ def test_a_runtime_that_ends_well_before_its_container_has_begun_is_no_end_of_th
     assert site.outcome["signal"] == "SIGTERM"
 
 
+@pytest.mark.parametrize(
+    ("task", "end", "removed"), [(3, "kill -TERM $$", 1), (0, "kill -TERM $$", 1), (0, "exit 0", 0)]
+)
+def test_what_podman_leaves_that_is_ended_as_it_removes_a_container_is_removed(
+    site: Site, task: int, end: str, removed: int
+) -> None:
+    """As scancel does, or the end of another rank: the task has ended, podman has not."""
+    site.provide(
+        "podman",
+        f"""#!/bin/sh
+        [ "$1" != rm ] || echo "$*" >>'{site.folder}/removed'
+        [ "$1" = run ] || exit 0
+        while [ "$1" != an-image ]; do shift; done
+        shift
+        "$@"
+        {end}
+        """,
+    )
+    box = {"runtime": "podman", "image": "an-image"}
+    assert site.go("sh", "-c", f"exit {task}", box=box) == (task, "")
+    log = site.folder / "removed"
+    lines = log.read_text().splitlines() if log.exists() else []
+    of_task = [line for line in lines if not line.endswith("-probe")]
+    assert len(of_task) == removed
+    assert all(line.startswith("rm --force --ignore --time=0 clusterddp-") for line in of_task)
+
+
 @pytest.mark.parametrize("victim", ["parent", "runtime"])
 def test_no_task_outlives_its_parent_or_its_runtime(site: Site, victim: str) -> None:
     """A runtime that stays above its container, as apptainer's and podman's do."""
