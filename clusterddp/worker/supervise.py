@@ -136,9 +136,15 @@ def forwards_signals(environ: Mapping[str, str]) -> bool:
 
 
 def _await_end(pid: int, env: DistEnv) -> int:
-    """Wait for the child, and return its status; log when somebody stops it, as it cannot."""
+    """Wait for the child, and return its status; log when somebody stops it, as it cannot.
+
+    Processes that this one has adopted are reaped: podman waits for the end of the one above its
+    container, and takes it to live while it is a zombie.
+    """
     while True:
-        _, status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)
+        changed, status = os.waitpid(-1, os.WUNTRACED | os.WCONTINUED)
+        if changed != pid:
+            continue
         if not (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
             return status
         change = "continues after a stop"

@@ -208,6 +208,19 @@ def test_what_podman_leaves_that_is_ended_as_it_removes_a_container_is_removed(
     assert all(line.startswith("rm --force --ignore --time=0 clusterddp-") for line in of_task)
 
 
+def test_what_was_above_a_container_is_no_zombie_that_podman_waits_for(site: Site) -> None:
+    """As its monitor that is told to end: podman looks whether there is a process of its number."""
+    site.provide(
+        "apptainer",
+        """#!/bin/sh
+        monitor=$(sh -c 'true & echo $!')
+        for _ in $(seq 100); do kill -0 "$monitor" 2>/dev/null || exit 0; sleep 0.1; done
+        echo 'it is still there'
+        """,
+    )
+    assert "it is still there" not in site.go("true")[1]
+
+
 @pytest.mark.parametrize("victim", ["parent", "runtime"])
 def test_no_task_outlives_its_parent_or_its_runtime(site: Site, victim: str) -> None:
     """A runtime that stays above its container, as apptainer's and podman's do."""
