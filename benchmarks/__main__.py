@@ -24,6 +24,7 @@ BENCHMARKS = {
     "step": "benchmarks.step",
     "scaling": "benchmarks.scaling",
     "growth": "benchmarks.growth",
+    "gpu": "benchmarks.gpu",
 }
 _VERSIONS = ("clusterddp", "click", "jinja2", "torch", "torchvision", "numpy")
 
@@ -61,16 +62,17 @@ def command(only: tuple[str, ...], as_json: bool, plots: Path | None) -> None:
         for path in draw(tables, plots, circumstances["hardware"]):
             click.echo(f"drew {path}", err=True)
     if as_json:
-        shown = {name: [row.to_dict() for row in rows] for name, rows in tables.items()}
+        found = {name: [row.to_dict() for row in rows] for name, rows in tables.items()}
         click.echo(
-            json.dumps({"circumstances": circumstances, "tables": shown, "notes": NOTES}, indent=2)
+            json.dumps({"circumstances": circumstances, "tables": found, "notes": NOTES}, indent=2)
         )
         return
     width = max(map(len, circumstances))
     for label, value in circumstances.items():
         click.echo(f"{label:<{width}}  {value}")
     for name, rows in tables.items():
-        click.echo(f"\n### {name}\n\nOn {circumstances['hardware']}.\n\n{table(rows)}")
+        shown = table(rows) if rows else "Not measured: the reason stands below."
+        click.echo(f"\n### {name}\n\nOn {circumstances['hardware']}.\n\n{shown}")
     if NOTES:
         click.echo("\n" + "\n".join(f"- {line}" for line in NOTES))
 

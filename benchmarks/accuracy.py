@@ -34,9 +34,9 @@ from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import device, loop
 from clusterddp.training.loop import Training
+from clusterddp.training.step import use_tf32
 from clusterddp.training.stop import StopRequest
 
-_CPU = torch.device("cpu")
 _SEEDS = {"fast": 20, "accurate": 5}
 # What a process does more slowly the first time: the choice of kernels, the memory they work in.
 _WARM_UP_STEPS = 10
@@ -45,6 +45,7 @@ _WARM_UP_STEPS = 10
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Choice(list(RECIPES)), default="fast")
 @click.option("--data-dir", default="data", show_default=True, help="Folder that holds MNIST/raw.")
+@click.option("--device", "kind", type=click.Choice(["cpu", "cuda"]), default="cpu")
 @click.option("--threads", default=2, show_default=True, help="Compute threads.")
 @click.option(
     "--seeds", default=0, show_default="20 of fast, 5 of accurate", help="How many seeds to train."
@@ -52,34 +53,55 @@ _WARM_UP_STEPS = 10
 @click.option("--first-seed", default=0, show_default=True, help="The seed to begin with.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every seed.")
 def command(
-    recipe: str, data_dir: str, threads: int, seeds: int, first_seed: int, as_json: bool
+    recipe: str,
+    data_dir: str,
+    kind: str,
+    threads: int,
+    seeds: int,
+    first_seed: int,
+    as_json: bool,
 ) -> None:
-    """Train a RECIPE with several seeds, and print what they reach and how long they take."""
+    """Train a RECIPE with several seeds, and print what they reach and how long they take.
+
+    On a GPU the step is replayed as a CUDA graph; its capture is no part of the training.
+    """
     config = TrainConfig(
-        recipe=recipe, data_dir=data_dir, device="cpu", threads=threads, **RECIPES[recipe].settings
+        recipe=recipe, data_dir=data_dir, device=kind, threads=threads, **RECIPES[recipe].settings
     )
+    on = _device(kind)
+    if kind == "cuda":  # as a task sets its GPU up
+        torch.backends.cudnn.deterministic = True
+        use_tf32(_precision(kind))
     with _alone(threads):
         held = shared_memory.read("mnist", data_dir)
-        sets = tuple(Images(*held.tensors(train=train), _CPU) for train in (True, False))
+        sets = tuple(Images(*held.tensors(train=train), on) for train in (True, False))
         began = time.perf_counter()
         train(dataclasses.replace(config, max_steps=_WARM_UP_STEPS), *sets)
         warm_up = time.perf_counter() - began
-        accuracies, seconds = [], []
+        accuracies, seconds, captures = [], [], []
         for seed in range(first_seed, first_seed + (seeds or _SEEDS[recipe])):
             training = train(dataclasses.replace(config, seed=seed), *sets)
             accuracies.append(training.result.accuracy)
             seconds.append(training.position.seconds)
+            captures.append(training.capture_seconds)
             click.echo(f"seed {seed}: {accuracies[-1]:.2%} in {seconds[-1]:.2f} s", err=True)
     if as_json:
-        found = {"accuracies": accuracies, "seconds": seconds, "warm_up_seconds": warm_up}
+        found = {
+            "accuracies": accuracies,
+            "seconds": seconds,
+            "capture_seconds": captures,
+            "warm_up_seconds": warm_up,
+        }
         machine = hardware.named()
         asked = {"recipe": recipe, "threads": threads, "hardware": machine}
         click.echo(json.dumps({**asked, **found}, indent=2))
         return
     click.echo(
         f"{recipe}: {len(accuracies)} seeds from {first_seed}, {threads} threads, "
-        f"{_precision()}, on {hardware.named()}\n{summary(accuracies, seconds, warm_up)}"
+        f"{_precision(kind)}, on {hardware.named()}\n{summary(accuracies, seconds, warm_up)}"
     )
+    if kind == "cuda":
+        click.echo(f"capture before each training: median {statistics.median(captures):.2f} s")
 
 
 def summary(accuracies: list[float], seconds: list[float], warm_up: float) -> str:
@@ -101,21 +123,28 @@ def train(config: TrainConfig, train_set: Images, test_set: Images) -> Training:
         attempt.checkpoints.mkdir()
         agreed = Agreement(
             backend="gloo",
-            kind="cpu",
+            kind=config.device,
             threads=config.threads,
             world_size=1,
-            precision=_precision(),
+            precision=_precision(config.device),
+            cuda_graph=config.device == "cuda",
             global_batch_size=config.step_size,
             reference_world_size=1,
         )
-        training = Training(config, agreed, 0, _CPU, train_set, test_set, attempt, StopRequest())
+        on = _device(config.device)
+        training = Training(config, agreed, 0, on, train_set, test_set, attempt, StopRequest())
         loop.train(training)
     return training
 
 
-def _precision() -> str:
+def _device(kind: str) -> torch.device:
+    """Return the first device of its kind, by number as a captured step's release needs it."""
+    return torch.device(kind, 0)
+
+
+def _precision(kind: str) -> str:
     """As a run decides that leaves it open."""
-    return "bf16" if device.computes_in_bf16("cpu") else "fp32"
+    return "bf16" if device.computes_in_bf16(kind) else "fp32"
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from benchmarks import launch_programs, peers
 from benchmarks.pairs import Row
 
 _ROUNDS = 5
-_BASELINE = "a bare env:// script"
+BASELINE = "a bare env:// script"
 _OURS = "clusterddp train"
 _CHECKOUT = Path(__file__).parents[1]
 _PATIENCE_SECONDS = 120
@@ -55,15 +55,18 @@ def measure() -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         launch_programs.write(folder)
-        return rows(_rounds(contenders(folder), folder, _ROUNDS))
+        return rows(rounds(contenders(folder), folder, _ROUNDS))
 
 
-def rows(lives: dict[str, list[Life]], *, memory: bool = True) -> list[Row]:
+def rows(
+    lives: dict[str, list[Life]], against: str = BASELINE, *, memory: bool = True
+) -> list[Row]:
     """First steps, then whole lives, each against the bare script's of the same round.
 
+    against: what the table calls the bare script.
     memory: whether the processes that were started are the ranks' own, and not srun.
     """
-    baseline = lives.pop(_BASELINE)
+    baseline = lives.pop(BASELINE)
 
     def peak(of: list[Life]) -> float | None:
         return statistics.median(life.peak_mib for life in of) if memory else None
@@ -77,7 +80,7 @@ def rows(lives: dict[str, list[Life]], *, memory: bool = True) -> list[Row]:
             made.append(
                 Row(
                     f"{name}, {what}",
-                    _BASELINE,
+                    against,
                     tuple(map(of, baseline)),
                     tuple(map(of, ours)),
                     peak_mib=peak(ours),
@@ -116,8 +119,8 @@ def contenders(folder: Path) -> dict[str, Start]:
         ]  # fmt: skip
 
     found: dict[str, Start] = {
-        _BASELINE: ranks([here, program["bare"]]),
-        f"{_BASELINE} again": ranks([here, program["bare"]]),
+        BASELINE: ranks([here, program["bare"]]),
+        f"{BASELINE} again": ranks([here, program["bare"]]),
         _OURS: ours,
         "clusterddp submit --launcher local": ours_in_a_rehearsal,
         "torchrun": torchrun(here, program["bare"]),
@@ -151,28 +154,29 @@ def _train(folder: Path, run: Path | None) -> list[str]:
     ]  # fmt: skip
 
 
-def rank_variables(rank: int, port: int) -> dict[str, str]:
-    """Those of a task of two on this host."""
+def rank_variables(rank: int, port: int, ranks: int = 2) -> dict[str, str]:
+    """Variables of one task of `ranks` on this host."""
     return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "RANK": str(rank), "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
 
 
-def _rounds(starts: dict[str, Start], folder: Path, rounds: int) -> dict[str, list[Life]]:
+def rounds(starts: dict[str, Start], folder: Path, count: int) -> dict[str, list[Life]]:
     """Every contender in turn, round after round, after one round unseen; who fails is left out.
 
     Raises RuntimeError with what it said when the baseline fails.
     """
     lives: dict[str, list[Life]] = {name: [] for name in starts}
-    for number in range(rounds + 1):
+    for number in range(count + 1):
         for name, start in starts.items():
             if name not in lives:
                 continue
             try:
                 life = _live(start, folder)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
-                if name == _BASELINE:
+                if name == BASELINE:
                     raise
                 print(f"{name}: not measured: {error}", file=sys.stderr)
                 del lives[name]
@@ -238,7 +242,7 @@ def _in_a_step(folder: Path) -> dict[str, Start]:
         f"exec {sys.executable} {folder / 'bare.py'}"
     )
     return {
-        _BASELINE: lambda _, port: [
+        BASELINE: lambda _, port: [
             ([*step, "bash", "-c", bare], {"MASTER_PORT": str(12000 + port % 8000)})
         ],
         _OURS: lambda made, port: [
@@ -275,9 +279,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.only:
             starts = {
                 known: start for known, start in starts.items()
-                if known == _BASELINE or any(part in known for part in options.only)
+                if known == BASELINE or any(part in known for part in options.only)
             }  # fmt: skip
-        lives = _rounds(starts, folder, options.rounds)
+        lives = rounds(starts, folder, options.rounds)
         print(table(rows(lives, memory=not options.in_allocation)))
 
 

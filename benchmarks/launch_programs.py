@@ -52,6 +52,21 @@ if __name__ == "__main__":
 """
 """DDP as its tutorial has it: `env://`, gloo. Imported as `bare` by the two below."""
 
+ALONE = f"""{_COMMON}
+if __name__ == "__main__":
+    from clusterddp.models.nets import ConvNet
+    torch.set_num_threads(1)
+    model = ConvNet().to("DEVICE")
+    optimizer = torch.optim.Adam(model.parameters())
+    images, labels = batch()
+    cross_entropy(model(images.to("DEVICE")), labels.to("DEVICE")).backward()
+    optimizer.step()
+    if "DEVICE" == "cuda":
+        torch.cuda.synchronize()
+    done(0, 0)
+"""
+"""A single rank of one step, without a process group; DEVICE is `cpu` or `cuda`."""
+
 SPAWN = """
 import torch.multiprocessing as mp
 

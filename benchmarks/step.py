@@ -92,12 +92,13 @@ def _one_rank(root: str, folder: Path, device: str) -> list[Row]:
 
 
 def _contender(module: str, root: str, precision: str, ranks: int, device: str) -> Contender:
-    steps = _STEPS if device == "cpu" else 600
-    where = f"{ranks} {'rank' if ranks == 1 else 'ranks'}{', GPU' if device == 'cuda' else ''}"
+    gpu = device == "cuda"
+    steps = 600 if gpu else _STEPS
+    where = f"{ranks} {'rank' if ranks == 1 else 'ranks'}{', GPU, captured' if gpu else ''}"
     return Contender(
         f"{_NAMES[module]}, {precision}, {where}",
         module,
-        Request(root, precision, device, steps, _BATCH),
+        Request(root, precision, device, steps, _BATCH, {"cuda_graph": "on"} if gpu else {}),
         ranks,
     )
 

@@ -2,9 +2,10 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from benchmarks.contenders.serving import Request
 from clusterddp.worker.workstation import free_port
 
 _ROOT = Path(__file__).resolve().parent.parent
+_PATIENCE_SECONDS = 300.0
 
 
 @dataclass
@@ -26,6 +28,8 @@ class Contender:
     request: Request
     ranks: int
     interpreter: Path = field(default_factory=lambda: Path(sys.executable))
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Set for its processes, beside those of torch."""
     seconds: list[float] = field(default_factory=list)
     """Of each sample: that of the slowest rank."""
     peak_mib: float = 0.0
@@ -41,7 +45,7 @@ class Contender:
                 "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks),
                 "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 "TORCHELASTIC_RUN_ID": "benchmark", "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(_ROOT),
+                "PYTHONPATH": str(_ROOT), **self.variables,
             }  # fmt: skip
             self._processes.append(
                 subprocess.Popen(
@@ -80,6 +84,9 @@ class Contender:
 
     def _read(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout
+        ready, _, _ = select.select([process.stdout], [], [], _PATIENCE_SECONDS)
+        if not ready:
+            raise ContenderError(f"{self.name} did not answer within {_PATIENCE_SECONDS:.0f} s")
         line = process.stdout.readline()
         if not line:
             raise ContenderError(f"{self.name} ended with {process.wait()} instead of an answer")
@@ -91,18 +98,39 @@ class ContenderError(Exception):
 
 
 @contextmanager
-def measured(contenders: Sequence[Contender], rounds: int, log: Path) -> Iterator[None]:
-    """Every contender once a round, in turn, after one round unseen; gone at the end."""
+def measured(
+    contenders: Sequence[Contender],
+    rounds: int,
+    log: Path,
+    left_out: Callable[[str], None] | None = None,
+) -> Iterator[list[Contender]]:
+    """Every contender once a round, in turn, after one round unseen; gone at the end.
+
+    Yields those that were measured: all, or with `left_out`, which is called with the reason, those
+    that did not fail.
+    """
     with log.open("w") as said:
+
+        def without_failures(act: Callable[[Contender], None]) -> None:
+            for contender in list(well):
+                try:
+                    act(contender)
+                except ContenderError as error:
+                    if left_out is None:
+                        raise
+                    contender.end()
+                    well.remove(contender)
+                    words = log.read_text().strip().splitlines()
+                    left_out(f"{error}{f': {words[-1]}' if words else ''}")
+
+        well = list(contenders)
         try:
-            for contender in contenders:
-                contender.start(said)
+            without_failures(lambda contender: contender.start(said))
             for _ in range(rounds + 1):
-                for contender in contenders:
-                    contender.sample()
-            for contender in contenders:
+                without_failures(lambda contender: contender.sample())
+            for contender in well:
                 del contender.seconds[0]
-            yield
+            yield well
         finally:
             for contender in contenders:
                 contender.end()

@@ -4,7 +4,12 @@ The names below are the Python API; each is imported when it is first used, so t
 package costs nothing (PEP 562).
 """
 
+import sys
 from typing import TYPE_CHECKING
+
+# A COMMAND's Python may be another than the run's; its script can do without (`loop`).
+if sys.version_info < (3, 10):  # noqa: UP036
+    raise ImportError("clusterddp needs Python 3.10 or later, this is " + sys.version.split()[0])
 
 from clusterddp.version import __version__
 

@@ -18,12 +18,13 @@ from clusterddp.ranks.dist_env import MOST_PROCS
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events, follow
+from clusterddp.run import events, follow, stacks
 from clusterddp.run import stop as stopping
 from clusterddp.run.events import Failure
 from clusterddp.run.files import read_json
 from clusterddp.run.logs import of_attempt
 from clusterddp.run.run_dir import RunDir, find_runs
+from clusterddp.run.stacks import RankStacks
 from clusterddp.run.state import latest_submission
 from clusterddp.run.status import DEFAULT_ROOT, RunStatus, statuses
 from clusterddp.run.stop import Cancellation, Stop
@@ -105,6 +106,14 @@ class Run:
         follow.check_logs(run, status, [path])
         return follow.LogTail(path, lines).read().decode(errors="replace")
 
+    def stacks(self, rank: int | None = None) -> list[RankStacks]:
+        """Read where each rank is now, or one of them with all its threads and worker processes.
+
+        No rank is stopped or altered. Raises RequestError where the run does not run, SlurmError
+        where none of its hosts answers.
+        """
+        return stacks.read(self._run, self.status(), [] if rank is None else [rank])
+
     def stop(self) -> Stop:
         """Ask the run to save and leave, and keep it from starting again until `resubmit`.
 
@@ -164,17 +173,21 @@ def submit(
     template_folder: str | Path | None = None,
     *,
     check: bool = False,
+    check_python: bool = False,
     snapshot_limit_mb: float = 50.0,
 ) -> Run:
     """Submit a run as `clusterddp submit` does, with the same checks; logs what it finds.
 
-    check: ask Slurm for its forecast. snapshot_limit_mb: most that a copy of your code may have.
+    check: ask Slurm for its forecast. check_python: start the tasks' interpreters, which have to
+    import torch. snapshot_limit_mb: most that a copy of your code may have.
 
     With the launcher `local` the run lives no longer than this process: `wait` for it. Raises
     RequestError where nothing was submitted, SlurmError where Slurm did not answer.
     """
     script = render(spec, template_folder)
-    run, _ = submitting.submit(spec, script, snapshot_limit_mb=snapshot_limit_mb, check=check)
+    run, _ = submitting.submit(
+        spec, script, snapshot_limit_mb=snapshot_limit_mb, check=check, check_python=check_python
+    )
     return Run(run.path)
 
 

@@ -18,6 +18,17 @@ def bundle_file() -> str:
     return file if is_own and os.path.isfile(file) else ""  # noqa: PTH113
 
 
+def arming_folder() -> str:
+    """Return the folder whose sitecustomize arms a Python for `processes.stacks`.
+
+    In a bundle it is one of the sources, which any Python reads.
+    """
+    import os.path
+
+    package = f"{bundle_file()}/clusterddp" if bundle_file() else os.path.dirname(__file__)  # noqa: PTH120
+    return f"{package}/processes/armed"
+
+
 def described() -> str:
     """Say which clusterddp this is: `0.1.1 (3f2a9c41d07b)` of a bundle, or `0.1.1 (installed)`."""
     digest = bundle_file().removesuffix(".pyz").rpartition("-")[2]

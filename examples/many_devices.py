@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 local_rank = int(os.environ["LOCAL_RANK"])
 on_gpu = torch.cuda.is_available()
-device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+device = torch.device("cpu")
 if on_gpu:
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if on_gpu else "gloo")
 

@@ -18,7 +18,9 @@ import submitit  # noqa: F401
 from clusterddp import log
 from clusterddp.data.synthetic import synthesise
 from clusterddp.slurm.forms import RANK_VARIABLES
+from tests import gpu
 from tests.data.made_sets import NOBODY
+from tests.gpu import pytest_runtest_setup, pytest_terminal_summary  # noqa: F401 # pytest's hooks
 
 # In a shell's background, or under nohup, these are ignored: what the tests start is to take them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,6 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "mnist_dir" in getattr(item, "fixturenames", ()):
             item.add_marker("mnist")
+    gpu.pytest_collection_modifyitems(items)
     order = {HERE / file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
@@ -94,6 +97,18 @@ def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data")
     synthesise(str(path), train_images=2_000, test_images=500)
     return path
+
+
+@pytest.fixture(scope="session")
+def gpu_digits(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """`--dataset` and `--data-dir` of tests on a GPU: MNIST where it is at hand, else synthetic.
+
+    At hand is what CLUSTERDDP_TEST_MNIST names, or the folder `data` of the clone or beside it.
+    """
+    beside = (HERE.parent / "data", HERE.parents[1] / "shared" / "data")
+    if found := gpu.digits(os.environ.get(_MNIST), beside):
+        return "mnist", str(found)
+    return "synthetic", str(request.getfixturevalue("synthetic_dir"))
 
 
 @pytest.fixture(scope="session")

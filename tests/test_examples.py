@@ -1,5 +1,6 @@
 """The commands of examples/README.md do what it says, as they are written there."""
 
+import difflib
 import os
 import re
 import shlex
@@ -11,12 +12,34 @@ from pathlib import Path
 import pytest
 import torch
 
+from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
+from clusterddp.worker.workstation import free_port
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 README = (EXAMPLES / "README.md").read_text()
 COMMANDS = re.findall(r"^    (clusterddp .*\bown_.*)$", README, re.MULTILINE)
 FROM_ONE = (EXAMPLES.parent / "docs" / "from-one-device.md").read_text()
+_ASKED = """
+import runpy, signal, sys
+from pathlib import Path
+
+from clusterddp.loop import Loop
+
+plain, asked = Loop.step, Path("asked")
+
+
+def step(self, **metrics):
+    if self.steps == 20 and self.rank == 1 and not asked.exists():
+        asked.touch()
+        signal.raise_signal(signal.SIGUSR1)
+    plain(self, **metrics)
+
+
+Loop.step = step
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 LOADS = re.findall(r"^    (python -c .*)$", README, re.MULTILINE)
 
 
@@ -28,8 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def typed(folder: Path, line: str, **more: str) -> str:
-    """What a command line printed, which must end well."""
+def typed(folder: Path, line: str, *, code: int = 0, **more: str) -> str:
+    """What a command line printed, which must end with this code."""
     words = shlex.split(line)
     if words[0] == "clusterddp":
         words[:1] = [sys.executable, "-m", "clusterddp"]
@@ -39,7 +62,7 @@ def typed(folder: Path, line: str, **more: str) -> str:
         env={**os.environ, "PATH": path, "PYTHONFAULTHANDLER": "1", **more},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == code, done.stdout
     return done.stdout
 
 
@@ -90,11 +113,21 @@ def test_a_script_runs_as_it_is_in_the_copy_of_its_folder(folder: Path) -> None:
     assert (run_of(folder, "runs-script") / "code/own_script.pt").is_file()
 
 
-def test_the_steps_from_one_device_lead_to_the_script_for_many() -> None:
+@pytest.mark.parametrize(
+    ("page", "before", "after", "count"),
+    [
+        ("from-one-device", "one_device", "many_devices", 8),
+        ("resumable", "many_devices", "resumable", 3),
+    ],
+)
+def test_the_steps_of_a_page_lead_from_one_script_to_the_next(
+    page: str, before: str, after: str, count: int
+) -> None:
     """Each block of the page is a change that fits in exactly one place."""
-    text = (EXAMPLES / "one_device.py").read_text()
-    blocks = re.findall(r"```diff\n(.*?)```", FROM_ONE, re.DOTALL)
-    assert len(blocks) > 5
+    text, result = ((EXAMPLES / f"{name}.py").read_text() for name in (before, after))
+    steps = (EXAMPLES.parent / "docs" / f"{page}.md").read_text()
+    blocks = re.findall(r"```diff\n(.*?)```", steps, re.DOTALL)
+    assert len(blocks) == count
     for block in blocks:
         lines = [line or " " for line in block.splitlines()]
         before, after = (
@@ -102,7 +135,60 @@ def test_the_steps_from_one_device_lead_to_the_script_for_many() -> None:
         )
         assert text.count(before) == 1, before
         text = text.replace(before, after)
-    assert text == (EXAMPLES / "many_devices.py").read_text()
+    assert text == result
+
+
+def test_the_readme_shows_the_five_lines_of_a_loop_that_resumes() -> None:
+    before, after = (
+        (EXAMPLES / f"{name}.py").read_text().splitlines()[1:]  # without the line of the docstring
+        for name in ("many_devices", "resumable")
+    )
+    [shown] = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    lines = list(difflib.unified_diff(before, after, lineterm=""))[2:]
+    changed = [[each for each in part if each[:1] in "+-" and each[1:]]
+               for part in (shown.splitlines(), lines)]  # fmt: skip
+    assert changed[0] == changed[1]
+    assert len([each for each in changed[0] if each[0] == "+"]) == 5
+
+
+def test_a_script_goes_on_without_clusterddp_as_its_page_says(folder: Path) -> None:
+    page = (EXAMPLES.parent / "docs/resumable.md").read_text()
+    [shown] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert shown in (EXAMPLES / "resumable_fsdp.py").read_text()
+    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['clusterddp'] = None\n")
+    try:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        path = {"PYTHONPATH": str(folder), "MASTER_PORT": str(free_port())}
+        out = typed(folder, "python resumable_fsdp.py", **alone, **path)
+    finally:
+        (folder / "sitecustomize.py").unlink()
+    assert "epoch 3: loss 0." in out and "clusterddp" not in out
+
+
+@pytest.mark.parametrize(
+    "script", ["resumable", pytest.param("resumable_fsdp", marks=pytest.mark.slow)]
+)
+def test_a_stopped_run_of_the_examples_loop_resumes_to_the_same_weights(
+    folder: Path, script: str
+) -> None:
+    [line] = re.findall(rf"^    (clusterddp submit .*-- python {script}.py)$", README, re.M)
+    options, _, command = line.partition(" -- ")
+    root = f"runs-{script}"
+    options += f" --output-root {root} --env OMP_NUM_THREADS=1"
+    out = typed(folder, f"{options} --run-name whole -- {command}")
+    assert len(re.findall(r"^epoch 3: loss 0\.\d+$", out, re.M)) == 1, "one rank speaks"
+    (folder / "asked.py").write_text(_ASKED)  # rank 1 gets a signal in the second epoch
+    asked = command.replace("python ", "python asked.py ")
+    typed(folder, f"{options} --run-name stopped -- {asked}", code=75)
+    run = RunDir(folder / root / "stopped")
+    assert "signal: the ranks have saved and left at step " in run.job_log.read_text()
+    typed(folder, f"clusterddp resubmit stopped --output-root {root}")
+    record = Attempt(run, 2).read_record()
+    assert record and record.step and record.step > 20
+    weights = [
+        (folder / root / name / "code/model.pt").read_bytes() for name in ("whole", "stopped")
+    ]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.slow

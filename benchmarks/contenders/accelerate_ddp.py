@@ -9,12 +9,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from benchmarks.contenders.serving import mnist, request, serve
-from benchmarks.contenders.timing import timed
+from benchmarks.contenders.timing import as_it_comes_or_exact, timed
 from clusterddp.models.nets import ConvNet
 
 
 def main() -> None:
     asked = request()
+    as_it_comes_or_exact(asked)
     accelerator = Accelerator(
         cpu=asked.device == "cpu", mixed_precision="bf16" if asked.precision == "bf16" else "no"
     )

@@ -2,7 +2,7 @@
 and, by `bound_exchanged`, with the least that ranks can exchange in it.
 
 The arithmetic is the project's own (network, layout, precision, fused optimizer); on a GPU the step
-is captured into a graph.
+is captured into a graph with the option `cuda_graph` on. Options also as `entered` has them.
 """
 
 import os
@@ -11,27 +11,27 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders.serving import request, serve
-from benchmarks.contenders.timing import timed
+from benchmarks.contenders.timing import entered, timed
 from clusterddp.data import shared_memory
 from clusterddp.data.loader import Images
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.training.cuda_graph import GraphedStep
 from clusterddp.training.device import keep_freed
 from clusterddp.training.metrics import Tally
-from clusterddp.training.step import GraphedStep, Step, build_optimizer
+from clusterddp.training.step import Step, build_optimizer
 
 
 def main(*, exchange: bool = False) -> None:
     """exchange: with one bare all-reduce a step, of as many bytes as the gradients have, for which
     a rank waits until the slower one is as far."""
     asked = request()
-    dist.init_process_group("gloo")
-    device = torch.device(asked.device)
+    device = entered(asked)
     keep_freed()
     torch.manual_seed(0)
     model = nets.build("convnet").to(device).to(memory_format=torch.channels_last)
     config = TrainConfig(optimizer="sgd", lr=1e-4, momentum=0.0)
-    captured = asked.device == "cuda"
+    captured = asked.device == "cuda" and asked.options.get("cuda_graph") == "on"
 
     def all_reduce() -> None:
         dist.all_reduce(gradients)

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from benchmarks.contenders.serving import mnist, request, serve
+from benchmarks.contenders.timing import as_it_comes_or_exact
 from clusterddp.models.nets import ConvNet
 
 
@@ -38,6 +39,7 @@ class Digits(L.LightningModule):  # type: ignore[misc] # it comes without types 
 
 def main() -> None:
     asked = request()
+    as_it_comes_or_exact(asked)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     loader = DataLoader(mnist(asked.root), batch_size=asked.batch_size, shuffle=True)

@@ -1,4 +1,4 @@
-"""What the contenders have in common: the request, and how they are asked to train."""
+"""The request that all contenders read, and the loop in which they are asked to train."""
 
 import json
 import os
@@ -6,28 +6,30 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is trained, the same by every contender."""
+    """A training, the same for every contender."""
 
     root: str
     """Torchvision's MNIST root."""
     precision: str
-    """`fp32` or `bf16`."""
+    """`fp32`, `tf32` or `bf16`; `as it comes` is fp32 with torch's own settings."""
     device: str
     """`cpu` or `cuda`."""
     steps: int
     """Optimizer steps of a sample."""
     batch_size: int
     """Images of a rank in a step."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More options, for one contender; each says which it takes."""
 
 
 def request() -> Request:
-    """As the parent gave it, in the one argument."""
+    """Return the request that the parent gave, in the one argument."""
     return Request(**json.loads(sys.argv[1]))
 
 

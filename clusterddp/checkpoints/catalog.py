@@ -1,9 +1,10 @@
 """Catalogues the checkpoints of a run: their names and validity, and which one it resumes from.
 
 A file step-00001200.pt lies beside its SHA-256 in the form of sha256sum(1), because torch.load
-accepts a flipped bit silently; best.json in the same folder names the best checkpoint. A new
-attempt gets the checkpoints that it needs as links or copies. Works without torch: `state` knows
-the content, and `writer` writes.
+accepts a flipped bit silently; best.json in the same folder names the best checkpoint. What is
+sharded over the ranks lies in a folder step-00001200.shards beside it, whose files stand in the
+same list. A new attempt gets the checkpoints that it needs as links or copies. Works without torch:
+`state` knows the content, and `writer` writes.
 """
 
 import errno
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from clusterddp import log
 from clusterddp.errors import CheckpointError
@@ -178,6 +180,7 @@ def listing(run: RunDir) -> list[Entry]:
             problem = error.reason
         try:
             status = each.path.lstat()
+            shards = sum(file.lstat().st_size for file in _shard_files(each.path))
         except FileNotFoundError:
             continue  # removed meanwhile, as a newer one was written
         checksum = ""
@@ -186,7 +189,7 @@ def listing(run: RunDir) -> list[Entry]:
         entry = Entry(
             path=each.path,
             step=step_of(each.path),
-            bytes=status.st_size,
+            bytes=status.st_size + shards,
             modified=status.st_mtime,
             problem=problem,
             is_best=best is not None and best.step == step_of(each.path) and not each.superseded,
@@ -339,8 +342,9 @@ def _carry_over(
 def _link(path: Path, folder: Path) -> None:
     """Give a checkpoint and its checksum a further name, or a copy, in another folder."""
     # The target of a symbolic link is linked, not the link itself.
-    for file in (checksum_of(path), path):
-        target = folder / file.name
+    for file in (*_shard_files(path), checksum_of(path), path):
+        target = folder / file.relative_to(path.parent)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
         try:
             os.link(file.resolve(), target)
         except OSError as error:
@@ -366,6 +370,11 @@ def checksum_of(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
+def shards_of(path: Path) -> Path:
+    """Folder of what a checkpoint holds of each rank, where it is a sharded one."""
+    return path.with_suffix(".shards")
+
+
 def files(folder: Path) -> list[Path]:
     """List the checkpoints in a folder, valid or not, the highest step first.
 
@@ -380,8 +389,10 @@ def files(folder: Path) -> list[Path]:
     return sorted(paths, key=step_of, reverse=True)
 
 
-def read(path: Path) -> bytes:
+def read(path: Path, *, shards: bool = True) -> bytes:
     """Return the bytes of a valid checkpoint.
+
+    shards: verify the files of a sharded one too, each once as long as it does not change.
 
     Raises UnusableError when it is missing, torn, unverified, of another format, or no regular
     file of its folder: the run does not keep the target of a symbolic link, and reading a FIFO
@@ -404,7 +415,7 @@ def read(path: Path) -> bytes:
         raise UnusableError("empty", f"the checkpoint {path} is empty.")
     checksum = checksum_of(path)
     try:
-        recorded = read_file(checksum).decode(errors="replace").split()[:1]
+        sums = read_file(checksum).decode(errors="replace").splitlines()
     except FileNotFoundError:
         raise UnusableError(
             "no checksum",
@@ -414,7 +425,7 @@ def read(path: Path) -> bytes:
     except OSError as error:
         reason = f"cannot be verified: {checksum.name}: {error.strerror}"
         raise UnusableError(reason, f"the checkpoint {path} {reason}.") from None
-    fits = recorded == [hashlib.sha256(data).hexdigest()]
+    fits = "".join(sums[:1]).split()[:1] == [hashlib.sha256(data).hexdigest()]
     if not data.startswith(_HEAD) or (fits and _MARK not in data):
         raise UnusableError(
             "foreign", f"{path} is no checkpoint of clusterddp: another file has its name."
@@ -433,7 +444,54 @@ def read(path: Path) -> bytes:
             f"the checkpoint {path} has format {written}, and this clusterddp {__version__} reads "
             f"formats {_READABLE[0]} to {FORMAT}. Resume with the clusterddp that wrote it.",
         )
+    if shards:
+        for line in sums[1:]:
+            _verify_shard(path, *line.split("  ", 1))
     return data
+
+
+_verified: dict[tuple[int, ...], str] = {}
+"""SHA-256 of the shards that this process has read, by what changes with them; a link is its file.
+"""
+
+
+def _verify_shard(path: Path, digest: str, name: str = "") -> None:
+    """Raise UnusableError for a file of a sharded checkpoint that is not as it was written."""
+    file = path.parent / name
+    problem = "SHA-256 differs"
+    try:
+        if file.parent != shards_of(path) or file.is_symlink():
+            raise FileNotFoundError  # hostile, or damaged: nothing else is looked at
+        with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
+            status = os.fstat(f.fileno())
+            signature = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            if signature not in _verified:
+                _verified[signature] = _sha256(f)
+            if _verified[signature] == digest:
+                return
+    except FileNotFoundError:
+        problem = "missing"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    raise UnusableError(
+        f"shard {problem}",
+        f"the checkpoint {path} is damaged: its shard {file}: {problem}. Resume from an older "
+        "checkpoint of the run.",
+    )
+
+
+def _sha256(file: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _shard_files(path: Path) -> list[Path]:
+    """List the files of a sharded checkpoint; none of any other."""
+    with suppress(OSError):
+        return sorted(shards_of(path).iterdir())
+    return []
 
 
 def _format(data: bytes) -> object:
@@ -466,9 +524,12 @@ def remove_leftovers(folder: Path) -> None:
     """
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         hidden = path.name.startswith((".step-", f".{BEST}."))
-        lone = path.suffix == ".sha256" and not path.with_suffix("").exists()
-        if hidden or (lone and step_of(path.with_suffix("")) >= 0):
-            path.unlink(missing_ok=True)
+        of = path.with_suffix({".sha256": "", ".shards": ".pt"}.get(path.suffix, path.suffix))
+        if hidden or (of != path and step_of(of) >= 0 and not of.exists()):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
@@ -476,3 +537,5 @@ def remove(path: Path) -> None:
     # In this order, so that a kill in between leaves no apparently damaged checkpoint.
     path.unlink(missing_ok=True)
     checksum_of(path).unlink(missing_ok=True)
+    if shards_of(path).exists():
+        shutil.rmtree(shards_of(path))

@@ -10,10 +10,9 @@ import io
 import pickle
 import platform
 import random
-from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import FORMAT, Best
+from clusterddp.checkpoints.tensors import copied
 from clusterddp.data import mnist as data
 from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.request.train_config import TrainConfig
@@ -164,14 +164,7 @@ def collect(
             "python": platform.python_version(),
         },
     }
-    return cast(Content, {name: _copied(value) for name, value in content.items()})
-
-
-def to_bytes(content: Content) -> bytes:
-    """Serialise the content of a checkpoint."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
+    return cast(Content, {name: copied(value) for name, value in content.items()})
 
 
 def load(path: Path) -> Content:
@@ -220,6 +213,7 @@ def _broadcast(data: bytes, size: int, on: torch.device) -> bytes:
 def _parsed(path: Path, data: bytes) -> Content:
     try:
         content = dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        content["config"]
         return cast(Content, content)
     except _UNREADABLE as error:
         raise CheckpointError(f"{path} is no checkpoint of clusterddp: {error}") from None
@@ -375,18 +369,3 @@ def weights_sha256(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _copied(value: Any) -> Any:
-    """Copy a value with every tensor in it to the CPU, with the same strides."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        copied = {name: _copied(item) for name, item in value.items()}
-        if hasattr(value, "_metadata"):  # a module's state dict: the versions of its layouts
-            copied = OrderedDict(copied)
-            copied._metadata = value._metadata  # type: ignore[attr-defined]
-        return copied
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
-    return value

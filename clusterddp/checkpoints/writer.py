@@ -6,17 +6,20 @@ bytes written; older checkpoints are deleted only after that.
 
 import hashlib
 import os
+import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Best, checksum_of, files, name_of, step_of
-from clusterddp.checkpoints.state import Content, to_bytes
+from clusterddp.checkpoints.tensors import to_bytes
 from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.files import sync_folder, write_atomically
@@ -66,10 +69,16 @@ class Saver:
             self._valid[newest.name] = _signature(newest)
             self.last_step = step_of(newest)
 
-    def save(self, content: Content, copy_seconds: float = 0.0) -> None:
+    def save(
+        self,
+        content: Mapping[str, Any],
+        copy_seconds: float = 0.0,
+        shards: Mapping[str, str] | None = None,
+    ) -> None:
         """Begin to write the result of `state.collect`, once an earlier one is written.
 
-        copy_seconds: time that collecting it took.
+        content: has at least `step` and `best`. copy_seconds: time that collecting it took.
+        shards: the SHA-256 of the files of a sharded checkpoint (`sharded.save`), which are there.
 
         A full or lost disk is logged and counted; raises any other error of the earlier one.
         """
@@ -77,9 +86,15 @@ class Saver:
         self.costs.copy_seconds += copy_seconds
         self._done = False
         self._thread = threading.Thread(
-            target=self._run, args=(content, copy_seconds), name="saver", daemon=True
+            target=self._run, args=(content, copy_seconds, shards or {}), name="saver", daemon=True
         )
         self._thread.start()
+
+    def failed(self, path: Path, cause: str) -> None:
+        """Log and count a checkpoint that cannot be begun: its shards were not written."""
+        self._join()
+        self._done = False
+        self._count_failure(path, cause)
 
     def wait(self) -> bool:
         """Wait for all checkpoints; returns whether the last is on disk and verified."""
@@ -96,7 +111,9 @@ class Saver:
         if error:
             raise error
 
-    def _run(self, content: Content, copy_seconds: float) -> None:
+    def _run(
+        self, content: Mapping[str, Any], copy_seconds: float, shards: Mapping[str, str]
+    ) -> None:
         """Write one checkpoint: runs in the thread."""
         began = time.perf_counter()
         path = self._folder / name_of(content["step"])
@@ -107,7 +124,7 @@ class Saver:
             if not self._is_valid(path):
                 data = to_bytes(content)
                 written = len(data)
-                if not self._publish(path, data):
+                if not self._publish(path, data, shards):
                     return
                 del data
             self.last_step = content["step"]
@@ -118,21 +135,23 @@ class Saver:
             self.costs.longest_seconds = max(self.costs.longest_seconds, copy_seconds + seconds)
             self._tidy(Best(**content["best"]) if content["best"] else None)
         except OSError as error:
-            self.costs.failed += 1
-            self.trouble = f"the checkpoint {path} was not written: {error.strerror or error}"
-            last = "there is no checkpoint here yet"
-            if self.last_step is not None:
-                last = f"the last valid one is that of step {self.last_step}"
-            log.warning(
-                f"{self.trouble}. "
-                f"Training continues from memory and the next save tries again; {last}."
-            )
+            self._count_failure(path, error.strerror or str(error))
         except BaseException as error:
             self._error = error
         finally:
             self.costs.write_seconds += time.perf_counter() - began
 
-    def _publish(self, path: Path, data: bytes) -> bool:
+    def _count_failure(self, path: Path, cause: str) -> None:
+        self.costs.failed += 1
+        self.trouble = f"the checkpoint {path} was not written: {cause}"
+        last = "there is no checkpoint here yet"
+        if self.last_step is not None:
+            last = f"the last valid one is that of step {self.last_step}"
+        log.warning(
+            f"{self.trouble}. Training continues from memory and the next save tries again; {last}."
+        )
+
+    def _publish(self, path: Path, data: bytes, shards: Mapping[str, str]) -> bool:
         """Write the bytes under their name, verified; False when another attempt trains now.
 
         Raises OSError, and then leaves nothing behind.
@@ -145,10 +164,12 @@ class Saver:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            if _stored_sha256(fresh) != digest:
+            if stored_sha256(fresh) != digest:
                 raise OSError("what the disk gave back is not what was written")
             # The checksum first: so the checkpoint is valid from the moment its name exists.
-            write_atomically(checksum_of(path), f"{digest}  {path.name}\n".encode())
+            sums = {path.name: digest, **shards}
+            lines = "".join(f"{each}  {name}\n" for name, each in sums.items())
+            write_atomically(checksum_of(path), lines.encode())
             if self._attempt.is_superseded:
                 self._warn_once(
                     "superseded",
@@ -163,6 +184,7 @@ class Saver:
             _take_away(fresh)
             if not path.exists():
                 _take_away(checksum_of(path))
+                shutil.rmtree(catalog.shards_of(path), ignore_errors=True)
         return True
 
     def _tidy(self, best: Best | None) -> None:
@@ -225,7 +247,7 @@ class Saver:
             log.warning(line)
 
 
-def _stored_sha256(path: Path) -> str:
+def stored_sha256(path: Path) -> str:
     """Return the digest of the bytes on disk, not of those cached in memory. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:

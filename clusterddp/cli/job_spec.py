@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
     given = {name: value for name, value in values.items() if value is not None}
     tasks = 1 if train and train.strategy != "ddp" else 0  # a single one drives all GPUs
     resources = changed_resources(Resources(), given, tasks)
-    environment, passed = _environment(ctx.obj.environment, values["env"])
+    environment, passed = environment_of(ctx.obj.environment, values["env"])
     container = container_fields(given_container(ctx))
     names = {field.name for field in dataclasses.fields(JobSpec)}
     fields = {name: value for name, value in given.items() if name in names - {*CONTAINER}}
@@ -73,7 +73,7 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
         **{name: interpreter(values[name]) for name in ("python", "batch_python")},
         **container,
         "template": _template(ctx),
-        "sbatch": _directives(values["sbatch"], resources),
+        "sbatch": directives_of(sbatch_directives(os.environ), values["sbatch"], resources),
         "omit_directives": _omitted(values["omit_directive"]),
         "srun_args": tuple(
             word for line in values["srun_args"] for word in forms.words("--srun-args", line)
@@ -109,10 +109,10 @@ def container_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     if "python" in fields:
         fields["python"] = interpreter(fields["python"])
     if image := fields.get("container_image"):
-        from clusterddp.processes.container import is_file
+        from clusterddp.processes.container import from_here, is_file
 
         if is_file(image):
-            fields["container_image"] = os.path.abspath(Path(image).expanduser())
+            fields["container_image"] = from_here(image)
     if mounts is not None:
         from clusterddp.processes.container import Mount
 
@@ -188,11 +188,14 @@ def _resume_path(value: str, output_root: str) -> str:
     )
 
 
-def _environment(
-    of_site: Mapping[str, str], items: tuple[str, ...]
+def environment_of(
+    before: Mapping[str, str | None], items: Iterable[str]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Return what the script sets, and what it passes by name: --env over the site's own."""
-    values: dict[str, str | None] = dict(of_site)
+    """Return what the script sets, and what it passes by name: --env over the site's own.
+
+    before: the values under those of --env; None for a variable that is passed by name.
+    """
+    values: dict[str, str | None] = dict(before)
     for item in items:
         name, equals, value = item.partition("=")
         if not equals and forms.VARIABLE.fullmatch(name) and name not in os.environ:
@@ -217,12 +220,13 @@ def _environment(
     return environment, passed
 
 
-def _directives(items: tuple[str, ...], resources: Resources) -> tuple[tuple[str, str | None], ...]:
-    """Return --sbatch over the submitter's SBATCH_*, without those that an option contradicts."""
+def directives_of(
+    before: Mapping[str, str | None], items: Iterable[str], resources: Resources
+) -> tuple[tuple[str, str | None], ...]:
+    """Return --sbatch over directives from elsewhere, without those that an option contradicts."""
     mem, cpus = resources.mem, resources.cpus_per_task
     instead_of = {"mem-per-cpu": mem, "mem-per-gpu": mem, "cpus-per-gpu": cpus}
-    given = sbatch_directives(os.environ)
-    directives = {name: value for name, value in given.items() if not instead_of.get(name)}
+    directives = {name: value for name, value in before.items() if not instead_of.get(name)}
     for item in items:
         key, equals, value = item.partition("=")
         name = key.removeprefix("--")

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # stands in the overview. Those without one are called by batch scripts.
 COMMANDS = {
     "submit": "Render, check and submit a run to Slurm.",
+    "check": "Say what will go wrong in scripts of your own.",
+    "import": "Print the submit line that does what an sbatch script does.",
     "debug": "Train in this very process, or in --procs N of them.",
     "compare": "Train on one device and on several: a table, and a picture.",
     "train": "Train as one rank: in a task of a run, by hand or under torchrun.",
@@ -36,6 +38,7 @@ COMMANDS = {
     "jobs": "List the runs.",
     "status": "Show how a run is doing.",
     "logs": "Show or follow the logs of a run.",
+    "stacks": "Show where each rank of a running job is now.",
     "checkpoints": "List and verify the checkpoints of a run.",
     "report": "Show what runs achieved, also as a page of HTML.",
     "stop": "Ask a run to save and leave.",
@@ -50,11 +53,13 @@ COMMANDS = {
     "finish": "",
     "watch-step": "",
 }
+MODULES = {"import": "import_script"}
+"""Modules of commands whose names Python keeps for itself."""
 OF_EARLIER_SCRIPTS = ("begin", "finish", "watch-step")
 """Commands that are functions of one module, `earlier_scripts`."""
 _exit_code = EXIT_FAILED
 """Python's own code after a traceback, until `end` sets another."""
-QUICK = {"submit", "jobs", "status", "report", "templates", "site", "completion"}
+QUICK = {"submit", "check", "import", "jobs", "status", "report", "templates", "site", "completion"}
 """Commands that read, print and leave; `submit` calls `go_on` itself when it does more."""
 
 
@@ -67,7 +72,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        name, attribute = cmd_name.replace("-", "_"), "command"
+        name, attribute = MODULES.get(cmd_name, cmd_name.replace("-", "_")), "command"
         if cmd_name in OF_EARLIER_SCRIPTS:
             name, attribute = "earlier_scripts", name
         module = importlib.import_module(f"clusterddp.cli.commands.{name}")

@@ -144,6 +144,17 @@ class SettingsCommand(click.Command):
                     formatter.write_dl(records)
 
 
+class WithCommand(SettingsCommand):
+    """Takes what stands behind `--` as the COMMAND, untouched."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        cut = [*args, "--"].index("--")
+        ctx.meta["command"] = tuple(args[cut + 1 :])
+        if cut < len(args) and not args[cut + 1 :]:
+            raise click.UsageError("there is no COMMAND behind '--'.", ctx)
+        return super().parse_args(ctx, args[:cut])
+
+
 @contextlib.contextmanager
 def naming_sources(ctx: click.Context) -> Iterator[None]:
     """Add the source of a value to the message that refuses it, unless it was typed."""

@@ -16,7 +16,13 @@ from clusterddp.launchers import SentJob
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.run_dir import RunDir, find_runs
 from clusterddp.run.state import DONE, FAILED, STOPPED
-from clusterddp.run.status import DEFAULT_ROOT, RunStatus, find_those, statuses
+from clusterddp.run.status import (
+    DEFAULT_ROOT,
+    RunStatus,
+    find_those,
+    statuses,
+    submission_folder,
+)
 
 if TYPE_CHECKING:
     from clusterddp.run.stop import Cancellation, Stop
@@ -148,10 +154,22 @@ def follow_submitted(
 ) -> int:
     """Print a submission, and follow the run where that is asked for or where it lives no longer.
 
-    words: the text for a person; the JSON in its place has also the exit code of a run that was
-    followed, and comes then. lines: see `follow`. Returns the command's exit code.
+    words: the text for a person, to which the place of the code is added; the JSON in its stead
+    has also the exit code of a run that was followed, and comes then. lines: see `follow`. Returns
+    the command's exit code.
     """
-    fields = {"run": spec.run_name, "run_dir": spec.run_dir, "job_id": submission.job_id}
+    fields: dict[str, object] = {
+        "run": spec.run_name,
+        "run_dir": spec.run_dir,
+        "job_id": submission.job_id,
+    }
+    if spec.uses_own_code:
+        from clusterddp.submission import snapshot
+
+        tree = submission_folder(run) or Path.cwd()
+        place = snapshot.place_of_code(run, tree)
+        fields |= place
+        words += f"\n  code    {snapshot.described(place, tree)}" if place else ""
     if not (wait or submission.stop):
         click.echo(json.dumps(fields) if as_json else words)
         return errors.EXIT_DONE

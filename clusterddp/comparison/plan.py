@@ -65,7 +65,8 @@ def plan(
 
     Each device takes the batch of `config`, so that N of them take N times as many images in a
     step; with `fixed_global_batch` they share that batch. Raises RequestError where it does not
-    divide, where ranks do not fill their nodes, and where no row is left or could run.
+    divide, where ranks do not fill their nodes, and where no row is left or could run. No step is a
+    CUDA graph, or with `--cuda-graph on` every one; dp, whose step cannot be, is not run then.
     """
     asked = [("single", 1)] if "single" in strategies else []
     asked += [("dp", size) for size in world_sizes if size > 1 and "dp" in strategies]
@@ -81,10 +82,15 @@ def plan(
             devices,
             _training(config, strategy, devices, fixed_global_batch),
             _nodes(devices, hosts.ranks_per_node) if strategy == "ddp" else 1,
-            _missing(strategy, devices, hosts),
+            _missing(config, strategy, devices, hosts),
         )
         for strategy, devices in asked
     ]
+    if all(row.strategy == "dp" and config.cuda_graph == "on" for row in rows):
+        raise RequestError(
+            "--strategies dp with --cuda-graph on: its step cannot be captured. Use --cuda-graph "
+            "off, or compare ddp."
+        )
     if all(row.missing for row in rows):
         needs = "; ".join(f"{results.label(row)} {row.missing}" for row in rows)
         raise RequestError(
@@ -99,8 +105,8 @@ def _training(config: TrainConfig, strategy: str, devices: int, fixed: bool) -> 
         config,
         strategy=strategy,
         sync_batchnorm=config.sync_batchnorm and strategy == "ddp",
-        # DataParallel's copies of the model do not live long enough for a graph.
-        cuda_graph="off" if strategy == "dp" else config.cuda_graph,
+        # The same for all rows: auto would capture a single rank's step and no other's.
+        cuda_graph="on" if config.cuda_graph == "on" and strategy != "dp" else "off",
     )
     if fixed:
         if config.batch_size % devices:
@@ -128,7 +134,9 @@ def _nodes(ranks: int, per_node: int | None) -> int:
     return ranks // per_node
 
 
-def _missing(strategy: str, devices: int, hosts: Hosts) -> str:
+def _missing(config: TrainConfig, strategy: str, devices: int, hosts: Hosts) -> str:
+    if strategy == "dp" and config.cuda_graph == "on":
+        return "cannot be captured into a CUDA graph"
     is_one_host = hosts.ranks_per_node is None
     bounded = strategy == "dp" or (hosts.on_gpus and (is_one_host or not hosts.gpus))
     return f"needs {count(devices, 'GPU')}" if bounded and devices > hosts.gpus else ""
@@ -187,11 +195,10 @@ def _here(row: Row, name: str, path: str) -> JobSpec:
 
 
 def _job(row: Row, name: str, path: str, base: JobSpec) -> JobSpec:
-    asked = base.resources
-    per_device = min(asked.gpus_per_node, 1)
-    if row.strategy == "ddp":
-        per_device = asked.gpus_per_node // asked.tasks_per_node
-    tasks, gpus = row.ranks // row.nodes, row.devices // row.nodes * per_device
+    asked, tasks = base.resources, row.ranks // row.nodes
+    gpus = row.devices if asked.gpus_per_node else 0
+    if row.strategy == "ddp" and gpus:  # several of a rank, or several ranks on one
+        gpus = max(tasks * asked.gpus_per_node // asked.tasks_per_node, 1)
     resources = dataclasses.replace(
         asked, nodes=row.nodes, tasks_per_node=tasks, gpus_per_node=gpus
     )
@@ -216,6 +223,12 @@ def after(spec: JobSpec, job_id: str) -> JobSpec:
     dependency = ",".join(filter(None, (asked, f"afterany:{job_id}")))
     resources = dataclasses.replace(spec.resources, dependency=dependency)
     return dataclasses.replace(spec, resources=resources)
+
+
+def log_remarks(planned: Planned) -> None:
+    """Log what a person should know of the rows' requests, each remark once."""
+    for remark in dict.fromkeys(remark for _, spec in planned for remark in spec.remarks):
+        log.warning(remark)
 
 
 def dry_run(

@@ -25,11 +25,12 @@ INTERRUPTED = "interrupted"
 _LAST_BYTES = 4096
 _NAMES = "STRATEGY RANKS NODES TIME TOTAL IMAGES/S SPEED-UP EFFICIENCY ACCURACY MEMORY"
 _HEADER = _NAMES.split()
+_IN_WORDS: dict[object, str] = {True: "CUDA graphs", False: "no CUDA graphs"}
 _OF_ALL = 3  # columns of a row without figures
 _MEDIANS = ("train_seconds", "total_seconds", "images_per_second", "accuracy")
 _COUNTS = ("peak_memory_bytes", "steps", "threads", "train_images")
 # The settings in which the rows of one comparison differ on purpose.
-_OF_A_ROW = {"strategy", "batch_size", "lr", "lr_scaling", "sync_batchnorm", "cuda_graph"}
+_OF_A_ROW = {"strategy", "batch_size", "lr", "lr_scaling", "sync_batchnorm"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Row:
     train: TrainConfig
     nodes: int = 1
     missing: str = ""
-    """Resource that is too scarce for it to run: `needs 2 GPUs`."""
+    """Why it does not run: `needs 2 GPUs`."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> "Row":
@@ -286,12 +287,13 @@ def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -
     where = formatting.some(hosts, 8, ", ") + (f" ({hardware})" if hardware else "")
     lines_of_text = [
         f"on {where}: {_each(reports, 'device')}, "
-        f"{_each(reports, 'precision')}, threads per rank {_each(reports, 'threads')}, "
+        f"{_each(reports, 'precision')}{_graphs(reports)}, "
+        f"threads per rank {_each(reports, 'threads')}, "
         f"torch {', '.join(_once((report.versions or {}).get('torch') for report in reports))}",
         f"{first.model} on {first.dataset}, {_batch(measured)}; steps {_each(reports, 'steps')}",
         f"speed-up: images/s against {label(base)}; efficiency: speed-up per device",
-        "time: of the training steps; total: of a task, from its start to its end; memory: the "
-        "largest of any rank",
+        f"time: of the training steps{_capture(reports)}; total: of a task, from its start to its "
+        "end; memory: the largest of any rank",
     ]
     if any(len(line.images_per_second_each) > 1 for line in lines):
         lines_of_text.append(
@@ -303,11 +305,45 @@ def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -
             "the ranks had unequal shares of the CPUs, all of them when there was one rank: "
             "--threads 1 compares device with device"
         )
+    lines_of_text += _unlike(trials)
     settings = [name for name, _ in differences([trial.row.train for trial in trials])]
     different = [f"--{name.replace('_', '-')}" for name in settings if name not in _OF_A_ROW]
     if different:
         lines_of_text.append(f"the runs differ in {', '.join(different)}")
     return [formatting.line(note) for note in lines_of_text]
+
+
+def _graphs(reports: Sequence[Report]) -> str:
+    """Say of GPUs whether steps are CUDA graphs; empty where rows differ, which `_unlike` says."""
+    used = {report.cuda_graph for report in reports if report.device == "cuda"}
+    if len(used) != 1:
+        return ""
+    return ", every step a CUDA graph" if True in used else ", no CUDA graphs"
+
+
+def _capture(reports: Sequence[Report]) -> str:
+    """Say how long GPUs prepared their first step, which is in no row's time."""
+    known = [each.capture_seconds for each in reports if each.device == "cuda"]
+    seconds = [each for each in known if each is not None]
+    if not seconds:
+        return ""
+    spread = "" if max(seconds) == min(seconds) else f"{min(seconds):.2f} to "
+    return f", without what prepares the first ({spread}{max(seconds):.2f} s)"
+
+
+def _unlike(trials: Sequence[Trial]) -> list[str]:
+    """Name what `auto` came to where that was not the same in all rows: no fair comparison."""
+    told = []
+    for name, remedy in (("precision", "one --precision"), ("cuda_graph", "--cuda-graph off")):
+        of_rows: dict[object, list[str]] = {}
+        for trial in trials:
+            value = getattr(trial.report, name, "") if trial.state == DONE else ""
+            if value not in ("", None):
+                of_rows.setdefault(_IN_WORDS.get(value, value), []).append(label(trial.row))
+        if len(of_rows) > 1:
+            parts = (f"{value} in {', '.join(_once(rows))}" for value, rows in of_rows.items())
+            told.append(f"the rows are not alike: {'; '.join(parts)}. Compare with {remedy}")
+    return told
 
 
 def figures(trial: Trial) -> str:

@@ -8,7 +8,6 @@ here, torch's, Python's and numpy's, or keeps them as they are.
 import hashlib
 import math
 import random
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from clusterddp.data.mnist import PIXEL_MEAN, PIXEL_STD
 from clusterddp.errors import DataError
+from clusterddp.processes.signals import ignore_requests
 
 # Images put in order at once: enough to make it cheap, few beside the set itself.
 _STRETCH = 8192
@@ -34,8 +34,15 @@ class Images:
 
     def __init__(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
         """pixels: (N, 28, 28), bytes, or (N, …), float32; labels: (N,), int64."""
-        self._pixels = pixels.to(device)
-        self._labels = labels.to(device)
+        try:
+            self._pixels = pixels.to(device)
+            self._labels = labels.to(device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise DataError(
+                f"{len(pixels):,} images of {pixels.nbytes / 2**30:.1f} GiB do not fit into the "
+                f"memory of {device}: {str(error).splitlines()[0]} Have them read batch by batch: "
+                "--data-pipeline loader."
+            ) from None
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -189,12 +196,8 @@ class _Salted(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _leave_signals_to_the_rank(_: int) -> None:
-    """Ignore Slurm's signals in a worker, whose death would fail a rank that is about to save.
-
-    Slurm signals every process of a step. Workers end with their rank.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    """Ignore requests to stop, in a worker whose death would fail a rank that is about to save."""
+    ignore_requests()
 
 
 def seed_generators(number: int) -> None:

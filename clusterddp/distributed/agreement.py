@@ -7,6 +7,7 @@ the training, so that all of them learn of a request at the same step. Which ste
 follows from how long steps take; that too is exchanged.
 """
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
@@ -16,11 +17,22 @@ import torch
 import torch.distributed as dist
 
 from clusterddp.errors import TrainingError
+from clusterddp.request.options import is_reference
+from clusterddp.request.spec import SHARING
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 
+AUTO_CAPTURES = False
+"""True for `--cuda-graph auto` to capture the built-in models on a single GPU: not before the tests
+that are marked `gpu` have passed on one."""
 POLL_SECONDS = 0.5
 _MOST_STEPS = 1000
+_UNKNOWN = 10**9  # steps: more than any processor does in POLL_SECONDS
+_NO_LONGER_TF32 = (
+    "fp32 is exact now: this run began when convolutions in fp32 rounded to TF32 on its GPUs, so "
+    "its results change by rounding from here on, and its steps may be slower. --precision tf32 "
+    "--allow-changed continues in TF32"
+)
 
 
 @dataclass(frozen=True)
@@ -44,12 +56,49 @@ class Hello:
     """Version of torch."""
     bf16: bool = False
     """True where the rank's processor computes in bf16."""
+    gpus: tuple[str, ...] = ()
+    """Identifiers of all GPUs that this rank is shown, by number."""
+    shares_gpu: bool = False
+    """True where NCCL was told to take several ranks on one GPU, and can."""
     warning: str = ""
 
     @property
     def name(self) -> str:
         """`rank 3 on h02`, for messages."""
         return f"rank {self.rank} on {self.host}"
+
+
+def share_out(hellos: Sequence[Hello]) -> list[Hello]:
+    """Give each rank a GPU of its own among those that it is shown, as far as there are enough.
+
+    What a rank has chosen stays where it can. A site can show each task those of its socket, and
+    deal tasks out over sockets in turn: then no rank can tell by itself which to leave to others.
+    """
+    owners: dict[tuple[str, str], Hello] = {}
+
+    def place(hello: Hello, tried: set[str]) -> bool:
+        """Find it a GPU, be it another rank's that finds a new one (Kuhn's bipartite matching)."""
+        free_first = sorted(
+            hello.gpus, key=lambda gpu: ((hello.host, gpu) in owners, gpu != hello.gpu)
+        )
+        for gpu in free_first:
+            if gpu not in tried:
+                tried.add(gpu)
+                owner = owners.get((hello.host, gpu))
+                if owner is None or place(owner, tried):
+                    owners[hello.host, gpu] = hello
+                    return True
+        return False
+
+    for hello in hellos:
+        place(hello, set())
+    own = {hello.rank: gpu for (_, gpu), hello in owners.items()}
+    return [
+        dataclasses.replace(hello, gpu=gpu, device=f"cuda:{hello.gpus.index(gpu)}")
+        if (gpu := own.get(hello.rank))
+        else hello
+        for hello in hellos
+    ]
 
 
 def decide(
@@ -61,7 +110,7 @@ def decide(
     are taken again. Raises TrainingError naming the ranks that do not fit together.
     """
     _check_alike(hellos)
-    _check_gpus(hellos)
+    shared = _shared_gpus(config, hellos)
     _check_ranks(config, len(hellos))
     kind, backend = hellos[0].kind, config.backend
     threads = config.threads or min(hello.threads for hello in hellos)
@@ -80,8 +129,13 @@ def decide(
         precision = recorded.precision
     if precision == "auto":
         precision = "bf16" if all(hello.bf16 for hello in hellos) else "fp32"
+    check_precision(config, precision, hellos)
+    warnings = [f"{hello.host}: {hello.warning}" for hello in hellos if hello.warning] + shared
+    if recorded and recorded.kind == kind and _loses_tf32(recorded, precision, hellos):
+        warnings.append(_NO_LONGER_TF32)
     if backend == "auto":
-        backend = "nccl" if kind == "cuda" else "gloo"
+        # A rank alone exchanges nothing: it needs no NCCL, which takes its time to start.
+        backend = "nccl" if kind == "cuda" and len(hellos) > 1 else "gloo"
     if backend == "nccl" and kind == "cpu":
         raise TrainingError(
             f"--backend nccl exchanges between GPUs, but {hellos[0].name} computes on the CPU. "
@@ -93,11 +147,39 @@ def decide(
         threads=threads,
         world_size=len(hellos),
         precision=precision,
-        cuda_graph=_wants_graph(config, kind, len(hellos), precision, backend),
+        exact_fp32=True,
+        cuda_graph=_wants_graph(config, kind, len(hellos), precision, backend, recorded),
         hosts=tuple(dict.fromkeys(hello.host for hello in hellos)),
         where=_where(hellos),
-        warnings=tuple(dict.fromkeys(f"{h.host}: {h.warning}" for h in hellos if h.warning)),
+        warnings=tuple(dict.fromkeys(warnings)),
     )
+
+
+def check_precision(config: TrainConfig, precision: str, hellos: Sequence[Hello]) -> None:
+    """Raise TrainingError where a rank's processor does not compute at the precision.
+
+    precision: what was asked for, or recorded where `config` leaves it open. bf16 that was asked
+    for is let through, as torch emulates it, slowly; so is bf16 on CPUs.
+    """
+    open_to_us = config.precision == "auto"
+    lacking = next((hello for hello in hellos if not hello.bf16), None)
+    if precision == "tf32":
+        lacking = next((hello for hello in hellos if hello.kind == "cpu"), lacking)
+    elif precision != "bf16" or not open_to_us or hellos[0].kind == "cpu":
+        return
+    if lacking:
+        wanted = f"this run was begun in {precision}" if open_to_us else f"--precision {precision}"
+        raise TrainingError(
+            f"{wanted}, in which {lacking.name} does not compute ({lacking.device}): GPUs do from "
+            "Ampere on. Ask for such GPUs (--constraint), or change the precision on purpose: "
+            f"--precision fp32{' --allow-changed' if open_to_us else ''}."
+        )
+
+
+def _loses_tf32(recorded: Agreement, precision: str, hellos: Sequence[Hello]) -> bool:
+    """Return whether the run's fp32 was rounded to TF32 before, by a clusterddp that let it be."""
+    had_tf32 = any(hello.bf16 for hello in hellos if hello.kind == "cuda")  # both since Ampere
+    return had_tf32 and "fp32" == precision == recorded.precision and not recorded.exact_fp32
 
 
 class Poll:
@@ -110,6 +192,8 @@ class Poll:
         self._last: tuple[int, float] | None = None
         self.step_seconds = 0.0
         """Seconds from one step to the next, of late."""
+        self.pace = _UNKNOWN
+        """Steps in POLL_SECONDS, as the ranks have agreed: the same on all of them."""
 
     def due(self, step: int) -> bool:
         """Return whether the ranks exchange their wishes at this step."""
@@ -120,21 +204,26 @@ class Poll:
         now = time.monotonic()
         if self._last and step > self._last[0]:
             self.step_seconds = (now - self._last[1]) / (step - self._last[0])
-        wanted = _MOST_STEPS
-        if self.step_seconds:
-            wanted = min(max(int(POLL_SECONDS / self.step_seconds), 1), _MOST_STEPS)
+        wanted = int(POLL_SECONDS / self.step_seconds) if self.step_seconds else _UNKNOWN
         answer = torch.tensor([*wishes, -wanted], dtype=torch.int64, device=self._device)
-        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+        if dist.is_initialized():  # else it is a rank alone
+            dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         *answers, slowest = answer.tolist()
+        self.pace = -slowest
         # Careful at first: a step that is slow to begin with is soon faster, and the other way.
-        self._stride = max(1, min(-slowest, self._stride * 2))
+        self._stride = max(1, min(self.pace, self._stride * 2, _MOST_STEPS))
         self._next = step + self._stride
         self._last = (step, time.monotonic())
         return [int(value) for value in answers]
 
 
 def _wants_graph(
-    config: TrainConfig, kind: str, world_size: int, precision: str, backend: str
+    config: TrainConfig,
+    kind: str,
+    world_size: int,
+    precision: str,
+    backend: str,
+    recorded: Agreement | None,
 ) -> bool:
     if config.cuda_graph == "on" and kind == "cpu":
         raise TrainingError(
@@ -146,9 +235,15 @@ def _wants_graph(
             f"--cuda-graph on with {world_size} ranks: what --backend {backend} exchanges goes "
             "through the hosts, which a graph cannot hold. Use --backend nccl, or --cuda-graph off."
         )
-    fits = world_size == 1 and precision != "fp16" and not config.compile
+    if config.cuda_graph != "auto" or kind == "cpu":
+        return config.cuda_graph == "on"
+    fits = precision != "fp16" and not config.compile
     fits = fits and config.strategy != "dp"  # whose parts are copied to their GPUs at every step
-    return kind == "cuda" and (config.cuda_graph == "on" or (config.cuda_graph == "auto" and fits))
+    fits = fits and (world_size == 1 or backend == "nccl")
+    if recorded and (recorded.kind, recorded.world_size) == (kind, world_size):
+        return fits and recorded.cuda_graph
+    # Python of a model of one's own would run at the capture only, and what it counts stand still.
+    return AUTO_CAPTURES and fits and world_size == 1 and not is_reference(config.model)
 
 
 def _check_ranks(config: TrainConfig, world_size: int) -> None:
@@ -179,16 +274,27 @@ def _check_alike(hellos: Sequence[Hello]) -> None:
             )
 
 
-def _check_gpus(hellos: Sequence[Hello]) -> None:
-    taken: dict[tuple[str, str], Hello] = {}
-    for hello in (each for each in hellos if each.gpu):
-        other = taken.setdefault((hello.host, hello.gpu), hello)
-        if other is not hello:
+def _shared_gpus(config: TrainConfig, hellos: Sequence[Hello]) -> list[str]:
+    """Return a warning for each GPU with several ranks; refuses what nobody asked for."""
+    ranks: dict[tuple[str, str], list[Hello]] = {}
+    for hello in hellos:
+        if hello.gpu:
+            ranks.setdefault((hello.host, hello.gpu), []).append(hello)
+    shared = {where: group for where, group in ranks.items() if len(group) > 1}
+    for (host, gpu), group in shared.items():
+        one, other = group[:2]
+        if config.backend != "gloo" and not all(hello.shares_gpu for hello in group):
             raise TrainingError(
-                f"rank {other.rank} and rank {hello.rank} are on one GPU of {hello.host}: "
-                f"{hello.gpu} ({other.device} and {hello.device}). Ask for as many GPUs as tasks "
-                "on each node (--gpus-per-node), or use --device cpu."
+                f"rank {one.rank} and rank {other.rank} are on one GPU of {host}: {gpu} "
+                f"({one.device} and {other.device}). Ask for as many GPUs as tasks on each node "
+                "(--gpus-per-node), and for no --gpu-bind that hides some of them; or use "
+                f"--device cpu. To share it on purpose: --backend gloo, or {SHARING}."
             )
+    return [
+        f"{host}: ranks {', '.join(str(hello.rank) for hello in group)} share a GPU ({gpu}), its "
+        "time and its memory"
+        for (host, gpu), group in shared.items()
+    ]
 
 
 def _where(hellos: Sequence[Hello]) -> tuple[str, ...]:

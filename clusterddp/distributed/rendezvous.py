@@ -27,7 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, unlisted
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -47,10 +49,13 @@ GRACE_SECONDS = 10.0
 PREFIX = "clusterddp"
 # Seconds for which rank 0 stays for the others to read that the start is called off.
 _HEARING_SECONDS = 2.0
+# Seconds for the flight recorder of NCCL.
+_DUMP_SECONDS = 5.0
 # Seconds for which a rank under an agent waits in one round before it looks for a later one.
 _LOOK_SECONDS = 1.0
 # Seconds for a host's clock. The ranks have just met: a host that takes longer is left out.
 _ANSWER_SECONDS = 2.0
+_PART_SECONDS = 30.0
 
 
 def open_store(
@@ -166,10 +171,36 @@ def break_off(env: DistEnv) -> None:
     # Private; of torch 2.4 to 2.15. Without it the group is left as any other.
     abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
     leave_group = abort if dist.get_backend() == "nccl" else dist.destroy_process_group
+    _leave_group(leave_group, 1.0 if env.world_size == 1 else 5.0)
+
+
+def part() -> None:
+    """Leave the process group when all is done: for half a minute at most, whatever NCCL or a rank
+    that is gone by now keeps it waiting for.
+    """
+    _leave_group(dist.destroy_process_group, _PART_SECONDS)
+
+
+def _leave_group(leave_group: Callable[[], None], seconds: float) -> None:
     try:
-        tcp_store.bounded(leave_group, 1.0 if env.world_size == 1 else 5.0)
+        tcp_store.bounded(leave_group, seconds)
     except Exception as error:
-        log.info(f"leaving the process group: {error or 'it did not answer'}")
+        log.info(f"leaving the process group: {str(error) or 'it did not answer'}")
+
+
+def dump_flight_recorder(path: Path) -> None:
+    """Write NCCL's latest exchanges of this rank, for torchfrtrace; nothing where there are none.
+
+    Waits a few seconds at most for the file. A CUDA that hangs while it is asked for them holds up
+    every thread of Python, as torch keeps its lock meanwhile: whatever must be done comes before.
+    """
+    # Private; of torch 2.4 to 2.15, with NCCL.
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    if dump:
+        try:
+            tcp_store.bounded(lambda: path.write_bytes(dump()), _DUMP_SECONDS)
+        except Exception as error:
+            log.info(f"NCCL's flight recorder: {str(error) or 'it did not answer'}")
 
 
 def time_tellers(hellos: Sequence[Message]) -> dict[int, str]:

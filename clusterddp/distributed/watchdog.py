@@ -1,7 +1,9 @@
 """Names the rank that keeps all others waiting, and prints the stack of every rank that still can.
 
-It ends nothing: ending the wait is left to the process group's timeout. Each rank posts its place
-in a store now and then; nobody reads the postings until nothing moves any more.
+Ending the wait is left to the process group's timeout where that raises an error, as gloo's does.
+NCCL's ends the process without asking Python, so there a rank that waits for a suspect is told to
+leave before that. Each rank posts its place in a store now and then; nobody reads the postings
+until nothing moves any more.
 """
 
 import os
@@ -64,7 +66,9 @@ class Watchdog:
     that nobody else uses, and may take long; None where there are no other ranks. `note` takes the
     verdict of the rank that logs it, and None when the training goes on. `host` is this rank's, as
     the others shall read it. `beat` tells this task's parent that Python runs here, and after how
-    many seconds without such a sign the stacks are wanted; 0 for never.
+    many seconds without such a sign the stacks are wanted; 0 for never. `leave` takes, once, why
+    this rank cannot go on: nothing has moved for `leave_seconds` and a rank is suspected, or one
+    that others wait for has left.
     """
 
     def __init__(
@@ -78,9 +82,12 @@ class Watchdog:
         host: str,
         note: Callable[[Verdict | None], None] = lambda _: None,
         beat: Callable[[float], None] = lambda _: None,
+        leave: Callable[[str], None] | None = None,
+        leave_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._note, self._show_life = note, beat
+        self._leave, self._leave_seconds = leave, leave_seconds
         self._env, self._progress, self._clock = env, progress, clock
         self._host, self._silent_seconds, self._beat = host, silent_seconds, beat_seconds
         self._tick_seconds = min(self._beat, 1.0)
@@ -96,7 +103,8 @@ class Watchdog:
         self._rounds, self._round_at = 0, 0.0
         self._signs: Signs | None = None  # while nothing moves
         self._logged: tuple[str, tuple[int, ...]] | None = None
-        self._gave_up = self._said_unconnected = False
+        self._unreachable = ""  # of the store, once it is gone for good
+        self._said_unconnected = self._deserted = False
         self.suspect = ""
         """The rank that keeps this one waiting, described; empty when none is suspected."""
 
@@ -128,7 +136,7 @@ class Watchdog:
         board = self._board
         if board and board.rounds != self._rounds:
             self._rounds, self._round_at = board.rounds, self._now
-        if board and board.failure and not self._gave_up:
+        if board and board.failure and not self._unreachable:
             self._give_up(board.failure)
         if board and board.unconnected and not self._said_unconnected:
             self._say_unconnected(board.unconnected)
@@ -147,7 +155,7 @@ class Watchdog:
     def _resume(self) -> None:
         logged, still = self._logged, self._still_seconds
         self._marks, self._moved_at = self._progress.state[0], self._now
-        self._logged, self._signs, self.suspect = None, None, ""
+        self._logged, self._signs, self.suspect, self._deserted = None, None, "", False
         if self._board:
             self._board.wanted, self._board.suspect = range(0), ""
         if logged:
@@ -159,13 +167,19 @@ class Watchdog:
             self._look_at(range(min(self._env.rank, _POSSIBLE_SPEAKERS)))
             self._print_stacks()
         board, place = self._board, self._progress.place.words()
-        if board is None or self._gave_up or not board.rounds:
+        if board is None or self._unreachable or not board.rounds:
             others = "" if self._env.world_size == 1 else "; nothing is known of the other ranks"
             self._log_verdict(Verdict("alone", (), f"{place}; this log has the stack{others}"))
         elif self._now - self._round_at > self._quiet + self._beat:
             self._suspect_rank_0(board)
         else:
             self._compare(board)
+        self.suspect = self.suspect or self._unreachable
+        waited = self._deserted or self._still_seconds >= self._leave_seconds
+        if self._leave and self.suspect and waited:
+            leave, self._leave = self._leave, None
+            still = f"has not moved for {self._still_seconds:.0f} s, {place}"
+            leave(f"rank {self._env.rank} on {self._host} {still}: {self.suspect}")
 
     def _print_stacks(self) -> None:
         # One write to the descriptor: whole between the lines of other ranks, and past the locks
@@ -231,15 +245,14 @@ class Watchdog:
         self._look_at(self._signs.ranks if self._signs else range(0))
 
     def _give_up(self, failure: str) -> None:
-        self._gave_up = True
-        if self._stopping.is_set():
-            return
         env = self._env
-        self.suspect = (
+        self._unreachable = (
             f"rank 0 cannot be reached at {env.master_addr}:{env.master_port} ({failure}): it has "
             "ended, or the network is cut"
         )
-        log.info(f"watchdog: {self.suspect}")
+        if not self._stopping.is_set():
+            self.suspect = self._unreachable
+            log.info(f"watchdog: {self.suspect}")
 
     def _say_unconnected(self, reason: str) -> None:
         self._said_unconnected = True
@@ -251,6 +264,7 @@ class Watchdog:
 
     def _log_verdict(self, verdict: Verdict, aloud: bool = True) -> None:
         if verdict.kind != "alone":
+            self._deserted = verdict.kind == "left"
             self.suspect = "" if verdict.kind == "level" else verdict.text
         if aloud and (verdict.kind, verdict.ranks) != self._logged:
             self._logged = verdict.kind, verdict.ranks

@@ -29,7 +29,7 @@ from clusterddp.errors import RequestError
 from clusterddp.launchers import SentJob, sbatch
 from clusterddp.launchers.srun import CANCELLED, KILL_WAIT_SECONDS, signal_session, variables
 from clusterddp.processes.signals import die_with_parent
-from clusterddp.ranks.variables import REHEARSAL_VARIABLE
+from clusterddp.ranks.variables import REHEARSAL_VARIABLE, VISIBLE_GPUS, named_gpus
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
@@ -55,6 +55,16 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
         raise RequestError(
             f"--nodes {spec.resources.nodes}: a rehearsal has at most {MOST_HOSTS} hosts."
         )
+    environ = submission_environment(os.environ)
+    wants_gpus = spec.resources.gpus_per_node > 0
+    if wants_gpus and (gpus := own_gpus(os.environ)) is not None:
+        _check_gpus(spec, gpus)
+        environ[VISIBLE_GPUS] = ",".join(gpus)
+    if spec.restart_on_failure:
+        log.warning(
+            f"--restart-on-failure {spec.restart_on_failure} has no effect here: a rehearsal is "
+            "not put back into a queue"
+        )
     in_image = spec.launch_prefix or spec.container_image
     if not in_image and not shutil.which(spec.python):
         log.warning(
@@ -64,7 +74,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     parent = os.getpid()
     stand_in = subprocess.Popen(
         [sys.executable, "-m", "clusterddp.launchers.local", str(run.path)],
-        env=submission_environment(os.environ),
+        env=environ,
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # the terminal's Ctrl-C is ours: it becomes an orderly cancel
         preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),  # noqa: PLW1509 -- no threads yet
@@ -91,6 +101,52 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     return SentJob(job_id, stop)
 
 
+def own_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str] | None:
+    """Return the GPUs that a rehearsal may use: those that its shell was given, or all there are.
+
+    None where neither tells, as on a workstation without GPUs: tasks are then shown numbers alone.
+    Raises RequestError for a value by which CUDA shows none, though it names some.
+    """
+    shown = environ.get(VISIBLE_GPUS)
+    if shown is None:
+        files = (file.name.removeprefix("nvidia") for file in devices.glob("nvidia*"))
+        return [str(index) for index, _ in enumerate(filter(str.isdigit, files))] or None
+    gpus = named_gpus(shown)
+    if len(set(gpus)) < len(gpus):
+        raise RequestError(
+            f"{VISIBLE_GPUS}={shown} names a GPU twice, and CUDA then shows none at all. Name each "
+            "once, or unset it."
+        )
+    return gpus
+
+
+def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
+    """Refuse hosts that this workstation's GPUs cannot serve, unless ranks may share them.
+
+    Where all are hidden, or not wanted, the ranks compute on CPUs.
+    """
+    nodes, each = spec.resources.nodes, spec.resources.gpus_per_node
+    if spec.train and spec.train.device == "cpu":
+        return
+    if not gpus:
+        log.warning(
+            f"{VISIBLE_GPUS}={os.environ.get(VISIBLE_GPUS, '')} hides all GPUs: the ranks compute "
+            "on CPUs"
+        )
+    if not gpus or nodes * each <= len(gpus):
+        return
+    counts = f"the {nodes * each} GPUs of the rehearsal's hosts against {len(gpus)} here"
+    if VISIBLE_GPUS in os.environ:
+        counts += f" ({VISIBLE_GPUS}={os.environ[VISIBLE_GPUS]})"
+    if not spec.shares_gpus:
+        raise RequestError(
+            f"--nodes {nodes} and --gpus-per-node {each}: {counts}. Ask for fewer"
+            f"{', train with --device cpu' if spec.train else ''}, or have ranks share a GPU: "
+            f"{spec.sharing}."
+        )
+    log.warning(f"{counts}: the hosts share them")
+
+
 def main() -> None:
     """Run the script of a run directory to its end; exits as the script does."""
     run = RunDir(Path(sys.argv[1]))
@@ -101,7 +157,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, _kept(Path(folder)):
         environ = {
             **os.environ,
-            **job_environment(script, os.getpid(), Path.cwd()),
+            **job_environment(script, os.getpid(), Path.cwd(), os.environ.get(VISIBLE_GPUS)),
             **limit.environment(time.time()),
             **_stand_in(Path(folder), os.environ),
         }
@@ -163,8 +219,13 @@ class Limit:
         return variables({"SLURM_JOB_START_TIME": int(now), "SLURM_JOB_END_TIME": end})
 
 
-def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
-    """Give the variables that a batch script finds, from the directives that size the job."""
+def job_environment(
+    script: str, job_id: int, folder: Path, gpus: str | None = None
+) -> dict[str, str]:
+    """Give the variables that a batch script finds, from the directives that size the job.
+
+    gpus: names of those that its hosts share out between them; None for numbers from 0.
+    """
     directives = _directives(script)
     nodes = int(directives.get("nodes", "1"))
     tasks_per_node = int(directives.get("ntasks-per-node", "1"))
@@ -206,7 +267,8 @@ def job_environment(script: str, job_id: int, folder: Path) -> dict[str, str]:
     if per_node:
         environ["SLURM_GPUS_ON_NODE"] = str(per_node)
         environ["SLURM_JOB_GPUS"] = ",".join(map(str, range(per_node)))
-        environ["CUDA_VISIBLE_DEVICES"] = environ["SLURM_JOB_GPUS"]
+        numbers = ",".join(map(str, range(nodes * per_node)))
+        environ[VISIBLE_GPUS] = numbers if gpus is None else gpus
     if per_task:
         environ["SLURM_GPUS_PER_TASK"] = str(per_task)
     elif "gpus-per-node" in directives:

@@ -88,9 +88,18 @@ def submit(spec: JobSpec, script: str, run: "RunDir") -> SentJob:
 
 
 def shipped_folder() -> Path:
-    """Find the shipped templates: inside the package in a wheel, beside it in a checkout."""
+    """Find the shipped templates: inside the package in a wheel, beside it in a checkout.
+
+    Raises RequestError in a run's own file, which has none.
+    """
     package = Path(__file__).resolve().parents[1]
     inside, beside = package / "templates", package.parent / "templates"
+    if package.parent.is_file():
+        raise RequestError(
+            f"the clusterddp that a run carries, {package.parent}, renders no script; its COMMAND "
+            "has it on the path for clusterddp.loop. Submit a run whose COMMAND submits others "
+            "with --env CLUSTERDDP_LOOP=off."
+        )
     return inside if inside.is_dir() else beside
 
 
@@ -103,7 +112,6 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
     """Give the directives by name, values as they are; None is a bare flag."""
     resources = spec.resources
     tasks_per_node = 1 if agents else resources.tasks_per_node
-    ranks_per_task = resources.tasks_per_node // tasks_per_node
     wanted: dict[str, str | None] = {
         "job-name": spec.job_name or spec.run_name,
         "comment": submission_comment(spec.run_name),
@@ -114,8 +122,10 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
         "ntasks": str(resources.nodes * tasks_per_node),
         "ntasks-per-node": str(tasks_per_node),
     }
-    if resources.cpus_per_task:
-        wanted["cpus-per-task"] = str(resources.cpus_per_task * ranks_per_task)
+    if agents and (cpus := agent_cpus(spec)):
+        wanted["cpus-per-task"] = str(cpus)
+    elif resources.cpus_per_task:
+        wanted["cpus-per-task"] = str(resources.cpus_per_task)
     if resources.gpus_per_node:
         wanted[resources.gpu_request] = _gpus(resources, tasks_per_node)
     for row in REQUEST:
@@ -133,6 +143,30 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
         wanted["export"] = ",".join(spec.pass_environment) or "NONE"
     wanted.update(spec.sbatch)
     return {name: value for name, value in wanted.items() if name not in spec.omit_directives}
+
+
+def agent_cpus(spec: JobSpec) -> int:
+    """Return the CPUs of an agent, at least one for each of its ranks; 0 leaves them to the site.
+
+    Slurm would give it one, as it is one task. An exclusive node is all its own without a number.
+    """
+    resources = spec.resources
+    if resources.cpus_per_task:
+        return resources.cpus_per_task * resources.tasks_per_node
+    is_open = not spec.says_cpus and "cpus-per-task" not in spec.omit_directives
+    return resources.tasks_per_node if is_open and resources.tasks_per_node > 1 else 0
+
+
+def _shows_all_gpus(spec: JobSpec) -> bool:
+    """Return whether tasks are to see all GPUs of their node, although each has asked for its own.
+
+    Slurm would show each its own alone (--gpus-per-task, srun(1)): with cgroups NCCL then finds no
+    way from one to another but through the host, and LOCAL_RANK is no GPU's number. `--gpu-bind
+    none` is no way out: Slurm 22.05 then names no GPUs, and a task sees those of other jobs, too.
+    """
+    directives, resources = dict(spec.sbatch), spec.resources
+    own = resources.gpus_per_node and resources.gpu_request == "gpus-per-task"
+    return bool(own) and "gpu-bind" not in directives and "tres-bind" not in directives
 
 
 def directive(name: str, value: str | None) -> str:
@@ -168,7 +202,8 @@ def task_arguments(spec: JobSpec) -> list[str]:
     if spec.train:
         lead = [f"--signal-lead={spec.signal_lead}"] if spec.signal_lead else []
         return ["train", f"--run-dir={spec.run_dir}", *lead, *spec.train.to_argv(defaults=False)]
-    return ["exec", f"--run-dir={spec.run_dir}", "--", *spec.command]
+    arming = ["--arm-stacks"] if spec.arm_stacks else []
+    return ["exec", f"--run-dir={spec.run_dir}", *arming, "--", *spec.command]
 
 
 def _gpus(resources: Resources, tasks_per_node: int) -> str:
@@ -193,6 +228,8 @@ def _context(spec: JobSpec) -> dict[str, object]:
         "version": __version__,
         "directives": directives(spec),
         "agent_directives": directives(spec, agents=True),
+        "agent_cpus": agent_cpus(spec),
+        "shows_all_gpus": _shows_all_gpus(spec),
         "rank_variables": forms.RANK_VARIABLES,
         "task_arguments": task_arguments(spec),
         "request": spec.to_script(),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import die_with_parent
-from clusterddp.ranks.variables import REHEARSAL_VARIABLE
+from clusterddp.ranks.variables import REHEARSAL_VARIABLE, VISIBLE_GPUS
 from clusterddp.slurm.forms import expand_nodelist
 
 KILL_WAIT_SECONDS = 30
@@ -103,11 +103,14 @@ def task_environment(
         environ["SLURM_CPUS_PER_TASK"] = str(options.cpus_per_task)
     gpus = [int(n) for n in job.get("SLURM_JOB_GPUS", "").split(",") if n]
     if gpus:
-        # The hosts are one workstation, so each has its own share of the workstation's GPUs.
-        first = node * len(gpus)
+        # The hosts are one workstation, so each has its own share of the workstation's GPUs; where
+        # these are fewer, hosts share them, and CUDA takes no GPU that stands in its list twice.
+        numbers = ",".join(map(str, range(len(hosts) * len(gpus))))  # where set-up lines unset it
+        names, first = job.get(VISIBLE_GPUS, numbers).split(","), node * len(gpus)
         per_task = int(job.get("SLURM_GPUS_PER_TASK", "0"))
         given = range(local_rank * per_task, (local_rank + 1) * per_task) if per_task else gpus
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + gpu) for gpu in given)
+        shown = dict.fromkeys(names[(first + gpu) % len(names)] for gpu in given)
+        environ[VISIBLE_GPUS] = ",".join(shown)
         environ["SLURM_STEP_GPUS"] = ",".join(map(str, given))
         environ["SLURM_GPUS_ON_NODE"] = str(len(gpus))
         if per_task:

@@ -5,6 +5,7 @@ Sources: the help texts of apptainer 1.4 and podman 4.3. NVIDIA's pyxis starts c
 as srun's plug-in: the script's template has its words.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import OptionError
-from clusterddp.processes.processors import AMD_DEVICE, NVIDIA_DRIVER
+from clusterddp.processes.processors import AMD_DEVICE, has_nvidia_driver
 
 AUTO, PYXIS = "auto", "pyxis"
 APPTAINER, PODMAN = RUNTIMES = ("apptainer", "podman")
@@ -80,8 +81,7 @@ class Mount:
         """Read `SRC[:DST[:ro]]`; raises OptionError for another form."""
         source, *more = text.split(":")
         target, *mode = more or [source]
-        # A relative source, and ~, are meant from where they are typed.
-        source = os.path.abspath(Path(source).expanduser()) if source else ""
+        source = from_here(source) if source else ""
         target = target if more else source
         if (
             not source
@@ -163,6 +163,13 @@ class Container:
         """Return the mounts, outer ones first, one for each target."""
         by_target = {mount.target.rstrip("/") or "/": mount for mount in self.mounts}
         return [by_target[target] for target in sorted(by_target)]
+
+
+def from_here(path: str) -> str:
+    """Return an absolute path: a relative one, and ~, are meant from where they are typed."""
+    with contextlib.suppress(RuntimeError):  # `~NAME` of nobody is a folder's name, as in bash
+        path = str(Path(path).expanduser())
+    return os.path.abspath(path)
 
 
 def is_file(image: str) -> bool:
@@ -263,7 +270,7 @@ class ContainerStart:
             f"--pwd={container.workdir}",
         )
         if container.gpus:
-            yield "--rocm" if AMD_DEVICE.exists() and not NVIDIA_DRIVER.exists() else "--nv"
+            yield "--rocm" if AMD_DEVICE.exists() and not has_nvidia_driver() else "--nv"
         for mount in container.bound:
             if "," not in f"{mount.source}{mount.target}":
                 mode = "ro" if mount.read_only else "rw"

@@ -6,14 +6,22 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_NVIDIA = Path("/proc/driver/nvidia")
+NVIDIA_DRIVER = (_NVIDIA / "version", Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1"))
+"""Files of which a host with an NVIDIA driver has one: a sandbox such as gVisor can have the device
+alone, and WSL 2 the library of the driver that Windows has."""
 AMD_DEVICE = Path("/dev/kfd")
 _CPUS = Path("/proc/cpuinfo")
 
 
+def has_nvidia_driver() -> bool:
+    """Return whether this host has an NVIDIA driver."""
+    return any(path.exists() for path in NVIDIA_DRIVER)
+
+
 def visible_gpus() -> int:
     """Count the GPUs that torch sees, in a process of its own, where there is a driver."""
-    if not NVIDIA_DRIVER.exists():
+    if not has_nvidia_driver():
         return 0
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -23,7 +31,7 @@ def visible_gpus() -> int:
 def described(kind: str) -> str:
     """Give `2 x Intel(R) Xeon(R) Gold 6330`, for kind `cpu` or `cuda`; empty where unknown."""
     if kind == "cuda":
-        infos = NVIDIA_DRIVER.parent.glob("gpus/*/information")
+        infos = _NVIDIA.glob("gpus/*/information")
         return ", ".join(
             f"{count} x {name}" for name, count in Counter(map(_model, infos)).items() if name
         )

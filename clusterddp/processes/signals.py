@@ -68,6 +68,15 @@ class Relay:
         self._pass_on(number, earlier)
 
 
+def ignore_requests() -> None:
+    """Ignore what asks for an end, in a process that ends with the one that it works for.
+
+    Slurm signals every process of a step.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def send(number: int, pids: Iterable[int]) -> None:
     """Send a signal to processes, any of which may have gone."""
     for pid in pids:

@@ -24,7 +24,7 @@ from types import ModuleType
 
 from clusterddp.errors import RequestError
 from clusterddp.processes import replace_environment
-from clusterddp.processes.processors import NVIDIA_DRIVER
+from clusterddp.processes.processors import has_nvidia_driver
 from clusterddp.processes.signals import die_with_parent
 
 _HARD = 2  # omp_pause_hard (OpenMP 5.0, omp_pause_resource_all)
@@ -149,7 +149,7 @@ def _redirect(output: Connection | None) -> None:
 def _refuse_cuda() -> None:
     """Raise RequestError where this process has begun to use CUDA, which its copies cannot."""
     torch = sys.modules.get("torch")
-    if torch is None or not NVIDIA_DRIVER.exists():
+    if torch is None or not has_nvidia_driver():
         return
     if torch.cuda.is_initialized() or _spoils_its_copies(torch):
         raise RequestError(

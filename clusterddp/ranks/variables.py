@@ -7,6 +7,8 @@ srun(1), OUTPUT ENVIRONMENT VARIABLES.
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn, TypeVar
@@ -53,6 +55,8 @@ IMAGE_VARIABLE = "CLUSTERDDP_CONTAINER_IMAGE"
 """Variable of a task in a container: its image."""
 OWN_PIDS_VARIABLE = "CLUSTERDDP_OWN_PIDS"
 """Variable of a task whose process has another number outside of its container."""
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_GPU = re.compile(r"\s*(\d+|(?:GPU|MIG)-[^\s,]+)\s*")
 
 
 class Number(NamedTuple):
@@ -70,6 +74,33 @@ class Place(NamedTuple):
     hosts: tuple[str, ...]
     """One name a node, in the order of the node ranks; empty where the variables do not tell."""
     hosts_source: str
+
+
+def host_name(environ: Mapping[str, str]) -> str:
+    """Return the name by which Slurm knows this host; elsewhere its own."""
+    return environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def named_gpus(shown: str) -> list[str]:
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names: those before the first that is
+    none, as `-1`, behind which CUDA does not look (CUDA C++ Programming Guide).
+    """
+    matches = itertools.takewhile(bool, map(_GPU.fullmatch, shown.split(",")))
+    return [match[1] for match in matches if match]
+
+
+def own_mig_device(
+    environ: Mapping[str, str], local_rank: int, local_world_size: int
+) -> dict[str, str]:
+    """Return the variable that shows a rank its own MIG device, where it is shown several.
+
+    CUDA takes the first of a list of them and no other (NVIDIA's MIG user guide), so all ranks of
+    the host would compute on that one. Empty for a rank that is alone: it may start others itself.
+    """
+    devices = environ.get(VISIBLE_GPUS, "").split(",")
+    if local_world_size == 1 or len(devices) == 1 or not devices[0].startswith("MIG-"):
+        return {}
+    return {VISIBLE_GPUS: devices[local_rank % len(devices)]}
 
 
 def torch_variables_are_set(environ: Mapping[str, str]) -> bool:

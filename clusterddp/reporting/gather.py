@@ -81,7 +81,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class AttemptReport(records.AttemptSummary):
-    """One attempt of a run; values are None where its ranks never met."""
+    """One attempt of a run; values are None where it did not begin to train."""
 
     why: str = ""
     """Details of the cause: the rank that failed first, the signal."""
@@ -128,6 +128,8 @@ class RunReport:
     """Time of the training steps of all attempts."""
     total_seconds: float | None = None
     """Time of the latest attempt from its start to its end."""
+    capture_seconds: float | None = None
+    """Time of the latest attempt before its first step."""
     images_per_second: float | None = None
     """Speed of all ranks together."""
     world_size: int | None = None
@@ -217,6 +219,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         epoch=first_known(report.epochs, last.epoch),
         train_seconds=first_known(report.train_seconds, last.seconds),
         total_seconds=report.total_seconds,
+        capture_seconds=report.capture_seconds,
         images_per_second=first_known(report.images_per_second, trained.images_per_second),
         world_size=settled.world_size or status.world_size,
         num_nodes=report.num_nodes or status.nodes,

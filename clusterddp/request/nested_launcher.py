@@ -17,10 +17,11 @@ _MOST_WORD_CHARACTERS = 4096
 
 AGENTS = frozenset({"torchrun", "torch.distributed.launch"})
 """Launchers that start torchrun's agents, as the template `torchrun.sbatch.j2` does."""
-_START_PYTHON = AGENTS | {"accelerate launch", "accelerate-launch"}
+START_PYTHON = AGENTS | {"accelerate launch", "accelerate-launch"}
+"""Launchers that start the ranks of a node, each a Python."""
 _ONLY_NAMED = frozenset({"deepspeed", "horovodrun"})
 _START_ANYTHING = "srun mpirun mpiexec mpiexec.hydra mpirun.openmpi orterun prterun"
-_LAUNCHERS = _START_PYTHON.union(_START_ANYTHING.split(), _ONLY_NAMED)
+_LAUNCHERS = START_PYTHON.union(_START_ANYTHING.split(), _ONLY_NAMED)
 _MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torch.distributed.launch",
@@ -43,13 +44,13 @@ _WRAPPERS = {
 """Programs that become, or start, the one behind their options: the options whose value is the next
 word, and how many words of their own stand between the options and the program."""
 
-_SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
+SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
 _BEFORE_A_COMMAND = re.compile(
     r"[A-Za-z_]\w*\+?=|(!|\{|do|elif|else|if|then|until|while)\Z"
 )  # an assignment, or a word of the shell's own
 _PYTHON = re.compile(r"python[0-9.]*t?")
 _PYTHON_OPTION = re.compile(r"-([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
-_SHEBANG_OF_A_SHELL = re.compile(rf"#!.*\b({'|'.join(sorted(_SHELLS))})\b")
+_SHEBANG_OF_A_SHELL = re.compile(rf"#!.*\b({'|'.join(sorted(SHELLS))})\b")
 
 
 @dataclass(frozen=True)
@@ -89,15 +90,15 @@ def find(words: Sequence[str], *, in_shell: bool = False) -> NestedLauncher | No
 
     in_shell: assignments and the shell's own words may stand before it.
     """
-    at = _at_program(words, in_shell=in_shell)
+    at = program_index(words, in_shell=in_shell)
     if at >= len(words):
         return None
     name = PurePath(words[at]).name
     if name == "-S":  # of env
         return _in_string(words, at + 1)
-    if name in _SHELLS:
+    if name in SHELLS:
         return _in_string(words, _shell_operand(words, at)[0])
-    if _PYTHON.fullmatch(name):
+    if is_python(name):
         return _of_python(words, at)
     launcher, begin = _named(words, at, _LAUNCHERS)
     # An absolute torchrun has its interpreter beside it.
@@ -133,10 +134,37 @@ def in_script(command: Sequence[str], folder: Path) -> LauncherInScript | None:
     return None
 
 
+def started(command: Sequence[str]) -> tuple[str, str]:
+    """Return the program that a command starts, behind env, nice …, and the file that it reads.
+
+    That file is the script of a shell or of Python; empty where the program reads none.
+    """
+    at = program_index(command)
+    if at >= len(command) or command[at].startswith("-"):
+        return "", ""
+    if is_python(command[at]):
+        index = at + 1
+        while index < len(command) and (option := _PYTHON_OPTION.fullmatch(command[index])):
+            _, letter, value = option.groups()
+            if (letter and letter in "cm") or command[index] == "-":
+                return command[at], ""
+            index += 2 if letter and not value else 1
+        return command[at], "".join(command[index : index + 1])
+    if PurePath(command[at]).name in SHELLS:
+        script, is_shell = _script(command)
+        return command[at], script if is_shell else ""
+    return command[at], ""
+
+
+def is_python(program: str) -> bool:
+    """Return whether a program is Python, by its name."""
+    return _PYTHON.fullmatch(PurePath(program).name) is not None
+
+
 def _script(command: Sequence[str]) -> tuple[str, bool]:
     """Return the file that the command starts, and whether a shell reads it in any case."""
-    at = _at_program(command, in_shell=False)
-    if at >= len(command) or PurePath(command[at]).name not in _SHELLS:
+    at = program_index(command, in_shell=False)
+    if at >= len(command) or PurePath(command[at]).name not in SHELLS:
         return "".join(command[at : at + 1]), False
     string, script = _shell_operand(command, at)
     return "" if string else "".join(command[script : script + 1]), True
@@ -149,7 +177,7 @@ def _named(words: Sequence[str], at: int, names: frozenset[str]) -> tuple[str, i
     return (name, at + 1) if name in names else (both if both in names else "", at + 2)
 
 
-def _at_program(words: Sequence[str], *, in_shell: bool) -> int:
+def program_index(words: Sequence[str], *, in_shell: bool = False) -> int:
     """Return the index of the word that names the program, behind assignments and wrappers.
 
     Where env splits a string it is the index of the option `-S`.
@@ -212,7 +240,7 @@ def _of_python(words: Sequence[str], at: int) -> NestedLauncher | None:
             return _launched(_MODULES[value], words, at, index, kept)
         if letter and letter in "cm":
             return None
-    launcher, begin = _named(words, index, _START_PYTHON)
+    launcher, begin = _named(words, index, START_PYTHON)
     return _launched(launcher, words, at, begin, tuple(words[at:index])) if launcher else None
 
 
@@ -224,7 +252,7 @@ def _launched(
     A word behind an option is its value unless it must be a program. Where that leaves a doubt
     about which word is the program, none is made out.
     """
-    head = python if name in _START_PYTHON else ()
+    head = python if name in START_PYTHON else ()
     at, doubt = begin, False
     while at < len(words) and words[at].startswith("-"):
         option, doubt = words[at].replace("_", "-"), False
@@ -253,7 +281,7 @@ def _must_be_program(word: str, head: tuple[str, ...]) -> bool:
     name = PurePath(word).name
     if head:
         return name.endswith(".py")
-    return bool(_PYTHON.fullmatch(name)) or name in _SHELLS or name in _WRAPPERS
+    return bool(_PYTHON.fullmatch(name)) or name in SHELLS or name in _WRAPPERS
 
 
 _SHELL_PARTS = re.compile(

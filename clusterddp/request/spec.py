@@ -27,6 +27,9 @@ SPEC_FORMAT = 1
 MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""Variable by which NCCL takes several ranks on one GPU."""
+SHARING = f"{SHARED_GPUS}=1 with NCCL 2.30 or later"
 
 # Bash sets them itself: a value that the script exports would not reach the tasks.
 _BASH_OWNS = (
@@ -37,6 +40,12 @@ _BASH_OWNS = (
 _SCRIPTS_OWN = "run_dir task prefix agent srun"
 _REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 110
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
+_OF_COMMANDS = {
+    "arm_stacks": "our own training's are always seen",
+    "silence": "the training has --watchdog SECONDS",
+    "end_silent": "the training has --process-group-timeout SECONDS",
+}
+"""Options that a training has no use for, and why."""
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -117,13 +126,15 @@ class Resources:
             object.__setattr__(self, "tasks_per_node", self.gpus_per_node or 1)
         table.check_fields(self)
         gpus, tasks = self.gpus_per_node, self.tasks_per_node
-        if gpus % tasks:
-            relation = "the GPUs cannot be shared out evenly"
-            if tasks > gpus:
-                relation = "more tasks than GPUs"
+        problem = ""
+        if gpus % tasks and self.gpu_request == "gpus-per-task":
+            problem = "--gpu-request gpus-per-task gives all tasks as many GPUs, one at least"
+        elif 0 < gpus < tasks and tasks % gpus:
+            problem = "not as many tasks on each GPU"
+        if gpus and problem:
             raise OptionError(
                 f"--tasks-per-node {tasks}",
-                f" against --gpus-per-node {gpus}: {relation}. Use one task per GPU (the default).",
+                f" against --gpus-per-node {gpus}: {problem}. Use one task per GPU (the default).",
             )
         wanted = set(forms.expand_nodelist(self.nodelist) if self.nodelist else ())
         unwanted = forms.expand_nodelist(self.exclude) if self.exclude else ()
@@ -295,6 +306,22 @@ class JobSpec:
         group=table.INTERRUPTED,
     )
 
+    arm_stacks: bool = option(
+        False,
+        "Have a COMMAND's Python take part in 'clusterddp stacks' without py-spy: a handler of a "
+        "signal, armed as it starts.",
+        group=table.INTERRUPTED,
+    )
+    silence: float = option(
+        30.0,
+        "Minutes for which no rank of a COMMAND prints anything, until the stacks of all go to "
+        "the job's log, once; 0 is never.",
+        table.NUMBER,
+        "MINUTES",
+        group=table.INTERRUPTED,
+    )
+    end_silent: bool = option(False, "End the job then, as failed.", group=table.INTERRUPTED)
+
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
         if self.requeue not in (None, True, False, EXPEDITE):
@@ -337,8 +364,24 @@ class JobSpec:
             raise RequestError("COMMAND is empty; give a program to run after '--'.")
         self._check_environment()
         self._check_container()
+        gpus, tasks = self.resources.gpus_per_node, self.resources.tasks_per_node
+        if 0 < gpus < tasks and not self.shares_gpus:
+            raise OptionError(
+                f"--tasks-per-node {tasks}",
+                f" against --gpus-per-node {gpus}: more tasks than GPUs. Use one task per GPU (the "
+                f"default). To have ranks share a GPU: {self.sharing}.",
+            )
+        for name, why in _OF_COMMANDS.items():
+            if self.train and getattr(self, name) != self._default(name):
+                raise OptionError(f"--{name.replace('_', '-')}", f" is for a COMMAND: {why}.")
+        if self.end_silent and not self.silence:
+            raise OptionError("--end-silent", " against --silence 0, by which no silence counts.")
         if self.train:
             self._check_ranks(self.train)
+
+    @classmethod
+    def _default(cls, name: str) -> object:
+        return cls.__dataclass_fields__[name].default
 
     def _check_ranks(self, train: TrainConfig) -> None:
         """Refuse ranks that the training cannot use."""
@@ -357,6 +400,12 @@ class JobSpec:
                 f" single uses one GPU, against --gpus-per-node "
                 f"{self.resources.gpus_per_node}: the others would lie idle. Ask for one, or use "
                 "--strategy ddp.",
+            )
+        if train.cuda_graph == "on" and train.backend == "gloo" and self.world_size > 1:
+            raise OptionError(
+                "--cuda-graph",
+                f" on with {self.layout}: what --backend gloo exchanges goes through the hosts, "
+                "which a graph cannot hold. Use --backend nccl, or --cuda-graph off.",
             )
         if train.profile and int(train.profile) >= self.world_size:
             raise OptionError(
@@ -457,6 +506,9 @@ class JobSpec:
                 raise OptionError(
                     "--env", f": {name} is derived for each task; it cannot be preset."
                 )
+            if name == "CUDA_VISIBLE_DEVICES" and self.resources.gpus_per_node:
+                problem = "is Slurm's to set: it names the GPUs that it has given to each task."
+                raise OptionError("--env", f": {name} {problem}")
         for name, value in self.environment:
             forms.text(f"--env {name}", value)
 
@@ -502,6 +554,66 @@ class JobSpec:
         return self.resources.num_tasks
 
     @property
+    def shares_gpus(self) -> bool:
+        """Return whether several ranks may compute on one GPU, because that was asked for."""
+        by_nccl = dict(self.environment).get(SHARED_GPUS, "0") not in ("", "0")
+        by_gloo = self.train is not None and self.train.backend == "gloo"
+        return by_gloo or by_nccl or SHARED_GPUS in self.pass_environment
+
+    @property
+    def sharing(self) -> str:
+        """Return what to type for several ranks to share a GPU."""
+        return f"{'--backend gloo, or ' if self.train else ''}--env {SHARING}"
+
+    @property
+    def says_cpus(self) -> bool:
+        """Return whether it says how many CPUs a rank has: by a number, or as all of its node's."""
+        directives = {"cpus-per-task", "cpus-per-gpu", "exclusive"}
+        by_option = bool(self.resources.cpus_per_task) or self.resources.exclusive
+        return by_option or not directives.isdisjoint(dict(self.sbatch))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Return what a person should know of a sound request before it waits in the queue."""
+        gpus, tasks = self.resources.gpus_per_node, self.resources.tasks_per_node
+        remarks = []
+        if gpus and self.train and self.train.device == "cpu":
+            remarks.append(f"--device cpu leaves the {gpus} GPUs of each node idle")
+        elif gpus > tasks and self.train and self.train.strategy == "ddp":
+            remarks.append(
+                f"{gpus - tasks} of the {gpus} GPUs of each node lie idle, as a rank computes on "
+                f"one: leave --tasks-per-node {tasks} out, or ask for fewer"
+            )
+        elif 0 < gpus < tasks:
+            remarks.append(f"{tasks // gpus} ranks share each GPU, its time and its memory")
+        if self.launcher == "local":
+            return tuple(remarks)
+        if gpus and not (self.says_cpus or "cpus-per-task" in self.omit_directives):
+            rank = "GPU rank" if self.train else "task"
+            gets = f"each {rank} gets one CPU, unless the partition has a DefCpuPerGPU"
+            if "torchrun" in self.template:  # whose agents ask for their ranks' CPUs
+                gets = "each rank gets one CPU, whatever DefCpuPerGPU the partition has"
+            remarks.append(
+                f"{gets}. That is too few for a GPU's steps, NCCL, reading and checkpoints: type "
+                "--cpus-per-task 4, say, or set cpus-per-task in site.cfg"
+            )
+        wanted = self._wants_gpus()
+        if wanted and not gpus:
+            remarks.append(
+                f"{wanted} needs GPUs, and the request names none: type --gpus-per-node N, unless "
+                "the partition gives them without"
+            )
+        return tuple(remarks)
+
+    def _wants_gpus(self) -> str:
+        """Return the option with which nothing but GPUs will do, if there is one."""
+        if self.train is None:
+            return ""
+        of_gpus = {"device": "cuda", "backend": "nccl", "precision": "tf32", "cuda_graph": "on"}
+        chosen = [name for name, value in of_gpus.items() if getattr(self.train, name) == value]
+        return f"--{chosen[0].replace('_', '-')} {of_gpus[chosen[0]]}" if chosen else ""
+
+    @property
     def uses_own_code(self) -> bool:
         """Return whether the tasks run the user's code: a command, a model or a dataset."""
         return bool(self.command or (self.train and self.train.own_functions))
@@ -538,6 +650,13 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
+        for name in _OF_COMMANDS:  # nor do those before them
+            if getattr(self, name) == self._default(name):
+                del fields[name]
+        if self.train and self.train.numa_binding == "none":
+            del fields["train"]["numa_binding"]
+        if self.train and not self.train.log_every:  # which is a number there
+            del fields["train"]["log_every"]
         if self._has_usual_batch_python:
             del fields["batch_python"]
         if not self.container_image:  # nor do those before containers
@@ -615,6 +734,13 @@ class _Terms:
         "Ask Slurm before the submission when it would start (sbatch --test-only), and warn when "
         "it finds no nodes for it.",
         group=table.ASKED,
+        negatable=True,
+    )
+    check_python: bool = option(
+        False,
+        "Start the tasks' Python here before the submission, and COMMAND's, and refuse one that "
+        "cannot import torch.",
+        group=table.CODE,
         negatable=True,
     )
     template_dir: str = option("", "Folder of your own templates.", names="DIR")

@@ -24,6 +24,8 @@ TIMED_INTERVAL = Form(
     _INTERVAL.format("|minute"), "interval", "1epoch, 2epochs, 500steps or 10minutes"
 )
 
+_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -97,8 +99,9 @@ class TrainConfig:
     )
     precision: str = decisive(
         "auto",
-        "Precision of the passes; auto is bf16 where the processor has it. fp32 is exact.",
-        Choice(("auto", "fp32", "bf16", "fp16")),
+        "Precision of the passes; auto is bf16 where the processor has it. fp32 is exact; tf32 "
+        "rounds what convolutions and matrix products read on a GPU.",
+        Choice(("auto", "fp32", "tf32", "bf16", "fp16")),
     )
     backend: str = option(
         "auto",
@@ -111,6 +114,12 @@ class TrainConfig:
     threads: int = option(
         0, "Compute threads per rank; 0 takes the CPUs that a rank was given.", NUMBER
     )
+    numa_binding: str = option(
+        "none",
+        "Bind a GPU's rank to the CPUs near it, as torchrun does: those of its NUMA node, its "
+        "socket, or a share of them.",
+        Choice(("none", *_BINDINGS)),
+    )
     bucket_cap_mb: float = decisive(25.0, "Size of DDP's gradient buckets, megabytes.", POSITIVE)
     comm_hook: str = decisive(
         "none",
@@ -119,8 +128,8 @@ class TrainConfig:
     )
     cuda_graph: str = option(
         "auto",
-        "Replay the whole step as one CUDA graph; auto does on a single rank, on also with the "
-        "exchange of several in it (experimental).",
+        "Replay the whole step as one CUDA graph: on does, or fails (experimental with several "
+        "ranks or a model of your own); auto does not, in this version.",
         Choice(("auto", "on", "off")),
     )
     compile: bool = decisive(False, "Compile the model with torch.compile; the start takes longer.")
@@ -141,7 +150,11 @@ class TrainConfig:
     eval_every: str = option(
         "1epoch", "Interval of evaluation; one at the end in any case.", INTERVAL, "INTERVAL"
     )
-    log_every: int = option(100, "Steps between two lines of metrics.", COUNT)
+    log_every: int = option(
+        0,
+        "Steps between two lines of metrics; 0 is every 100, and two lines a second at most.",
+        NUMBER,
+    )
     max_steps: int = option(
         0, "Steps of the run to stop after, 0 is none; the learning rate goes by --epochs.", NUMBER
     )
@@ -267,6 +280,7 @@ _ONE_PROCESS = "it goes over ranks, and there is one"
 _PLAIN = "; --model bn-convnet is the same network in plain torch"
 _CONTRADICTIONS = (
     ("--backend=nccl", "--device=cpu", "it links GPUs"),
+    ("--precision=tf32", "--device=cpu", "GPUs compute in it"),
     ("--sync-batchnorm", "--strategy=dp", _ONE_PROCESS),
     ("--sync-batchnorm", "--strategy=single", _ONE_PROCESS),
     ("--compile", "--strategy=dp", "its copies of the model are new each step"),
@@ -274,6 +288,7 @@ _CONTRADICTIONS = (
     ("--cuda-graph=on", "--precision=fp16", "its loss scale is chosen step by step"),
     ("--cuda-graph=on", "--compile", "torch.compile captures by itself"),
     ("--cuda-graph=on", "--strategy=dp", "it copies the model to each GPU each step"),
+    *((f"--numa-binding={mode}", "--device=cpu", "it goes by a rank's GPU") for mode in _BINDINGS),
     (
         "--sync-batchnorm",
         "--model=keras-convnet",

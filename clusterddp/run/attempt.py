@@ -17,15 +17,17 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.ranks.variables import OWN_PIDS_VARIABLE
 from clusterddp.request.spec import submission_comment
 from clusterddp.run import events, files
 from clusterddp.run.records import (
@@ -89,6 +91,10 @@ class Attempt:
     def error_file(self, rank: int) -> Path:
         """File in which torch's `record` keeps the exception that ends a rank of a command."""
         return self.outcomes / f"error-{rank}.json"
+
+    def nccl_trace(self, rank: int | str = "") -> Path:
+        """File of a rank's latest exchanges over NCCL, if they hung; without a rank, its prefix."""
+        return self.path / f"nccl-trace-{rank}"
 
     def remove_leftovers(self) -> None:
         """Remove what killed processes of the attempt have left; what cannot be removed stays.
@@ -187,6 +193,11 @@ class Attempt:
         fresh.write_text(json.dumps(sign))  # nobody waits for the disk
         fresh.replace(self.alive)
 
+    def end_life(self) -> None:
+        """Age the sign of life, so that nobody waits for the next one."""
+        with contextlib.suppress(OSError):
+            os.utime(self.alive, (0, 0))
+
     def is_alive(self) -> bool:
         """Return whether rank 0 has given a sign of life lately, by the file system's own clock."""
         return _age(self.alive, self.run.attempts) < SILENT_SECONDS
@@ -254,7 +265,8 @@ def await_silence(run: RunDir, job_id: str, patience: float) -> None:
         if time.monotonic() > deadline:
             raise NotStarted(
                 f"{who}: rank 0 has shown its life for all of {patience:g} s. Two jobs cannot "
-                f"write one run: cancel one of them, or give this one a --run-name of its own."
+                "write one run: cancel one of them, or give this one a --run-name of its own (a "
+                "Loop: a folder)."
             )
         if not announced:
             log.info(f"{who}; waiting up to {patience:g} s for it to end")
@@ -274,6 +286,52 @@ def _is_at_work(attempt: Attempt, job_id: str) -> bool:
         for event in events.read(attempt.run.events)
     )
     return not ended and attempt.is_alive()
+
+
+def take_up(
+    attempt: Attempt,
+    source: Path | None,
+    step: int,
+    *,
+    world_size: int,
+    hosts: Sequence[str],
+    environ: Mapping[str, str],
+) -> None:
+    """Record on rank 0 that the ranks have met, and from which checkpoint they start; publish it.
+
+    source: the checkpoint, None without one; step: its step. The metrics of earlier attempts are
+    carried over up to there, from a checkpoint of another run none. Raises as `publish` does.
+    """
+    run = attempt.run
+    path, folder = source.resolve() if source else None, run.path.resolve()
+    is_own = path is not None and path.is_relative_to(folder)
+    origin = path.relative_to(folder) if path and is_own else path
+    copy_history(run.metrics, attempt.metrics, step if is_own else 0)
+    attempt.end.unlink(missing_ok=True)
+    # What an attempt has gained counts from its first start.
+    record = attempt.read_record() or AttemptRecord(
+        step=step,
+        saved=path.stat().st_mtime if path else None,
+        resumed_from=str(origin) if origin else None,
+    )
+    record = replace(
+        record,
+        job_id=environ.get("SLURM_JOB_ID", ""),
+        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        host=socket.gethostname(),
+        pid=None if OWN_PIDS_VARIABLE in environ else os.getpid(),
+        starts_in_job=record.starts_in_job + 1,
+        world_size=world_size,
+        hosts=tuple(hosts),
+    )
+    publish(attempt, record)
+
+
+def copy_history(source: Path, target: Path, step: int) -> None:
+    """Begin an attempt's metrics with the lines of earlier ones up to the step it starts from."""
+    lines = files.read_json_lines(source) if step > 0 else ()
+    kept = [line for line in lines if (files.number(line.get("step")) or 0) <= step]
+    files.write_atomically(target, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 def publish(attempt: Attempt, record: AttemptRecord) -> None:

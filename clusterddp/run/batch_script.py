@@ -124,6 +124,7 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
         saved=end.saved,
         first_failure=end.failure,
         trouble=end.trouble,
+        remark=end.remark,
         why="" if decision.go_on or end.cause == restart_policy.DONE else decision.why,
     )
     attempt.remove_leftovers()

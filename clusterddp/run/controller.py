@@ -27,13 +27,14 @@ from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import batch_script, events, step_watch
+from clusterddp.run import batch_script, events, formatting, silence, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.batch_script import RunIsDone
 from clusterddp.run.files import write_atomically
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm import client as slurm
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE, NONCE_VARIABLE
 
 EXIT_NO_RUN = 73
@@ -230,6 +231,8 @@ class Controller:
                     code = self._step(self._attempt, argv)
                 else:
                     code = ended
+                    if code:
+                        self._name_set_up(code)
             except Exception:  # a fault of ours costs the step, and not the verdict
                 log.info(traceback.format_exc())
                 code = EXIT_FAILED
@@ -238,6 +241,14 @@ class Controller:
         if self._attempt is None or self._script.has_gone:
             return code  # the job is over: its next start judges the attempt
         return self._finish(self._attempt, code)
+
+    def _name_set_up(self, code: int) -> None:
+        """Log that the script's lines ahead of the step have failed, and which these are."""
+        lines = [*(f"module load {name}" for name in self._spec.modules), *self._spec.setup]
+        which = "its line of set-up" if len(lines) == 1 else "one of its lines of set-up"
+        named = "; ".join(formatting.line(line) for line in lines)
+        where = f"{which}: {named}" if lines else "see what it printed above"
+        log.info(f"the script ended with exit code {code} before it came to its step: {where}")
 
     def _compare_version(self) -> None:
         """Log where another version rendered the script, whose defaults may have been others."""
@@ -314,6 +325,8 @@ class Controller:
         try:
             if not is_rehearsal(os.environ):
                 self._watch_step(attempt, srun.pid)
+            if self._spec.command and self._spec.silence:
+                self._watch_output(attempt, srun)
             return self._await(srun)
         finally:
             if srun.poll() is None:  # a fault of ours: no verdict stands beside living tasks
@@ -366,6 +379,23 @@ class Controller:
         threading.Thread(
             target=step_watch.watch,
             args=(attempt, job, spec.world_size, at_work, grace),
+            daemon=True,
+        ).start()
+
+    def _watch_output(self, attempt: Attempt, srun: "subprocess.Popen[bytes]") -> None:
+        """Print the ranks' stacks once they print nothing, from a thread of its own."""
+        spec = self._spec
+
+        def end() -> None:
+            step = step_watch.step_name(attempt, own_name(os.environ, self._job_id))
+            if is_rehearsal(os.environ) or not step:
+                srun.terminate()
+            else:  # its tasks have KillWait to end
+                slurm.cancel(step)
+
+        threading.Thread(
+            target=silence.watch,
+            args=(attempt, spec.world_size, spec.silence * 60, end if spec.end_silent else None),
             daemon=True,
         ).start()
 

@@ -111,6 +111,8 @@ class Ended(Event):
     first_failure: Failure | None = None
     trouble: str = ""
     """Reason for which a checkpoint or a record could not be written."""
+    remark: str = ""
+    """What a person should know beside the cause, such as that each task trained by itself."""
     why: str = ""
     """Reason for which no other attempt follows by itself; empty where one does."""
 

@@ -11,6 +11,8 @@ import os
 import re
 import signal
 import stat
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,12 +21,14 @@ from pathlib import Path
 
 from clusterddp import log
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
+from clusterddp.processes.table import start_ticks
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.ranks.variables import host_name
 from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.formatting import clean, signal_name
-from clusterddp.run.records import HungRanks, Outcome, TaskError
+from clusterddp.run.records import HungRanks, Outcome, OwnWorld, TaskError
 from clusterddp.run.run_dir import RunDir
 
 _HUNG = "hung.json"
@@ -61,15 +65,24 @@ def note_clocks(folder: Path, ahead: Mapping[str, float]) -> None:
     files.write_record(folder / _CLOCKS, ahead)
 
 
-def note_hung(folder: Path, ranks: Sequence[int], reason: str) -> None:
+def note_hung(folder: Path, ranks: Sequence[int], reason: str, *, ended: bool = False) -> None:
     """Record which ranks keep the others waiting, and where; no ranks: none does any more.
 
-    Raises OSError.
+    A rank whose end is recorded already does not hang: its end is what the others wait for. ended:
+    the job is ended for it, also where no rank is known to keep the others. Raises OSError.
     """
-    if ranks:
-        files.write_record(folder / _HUNG, HungRanks(tuple(ranks), reason))
+    outcomes = {rank: read_outcome(folder, rank) for rank in ranks}
+    at_work = tuple(rank for rank, outcome in outcomes.items() if not (outcome and outcome.ended))
+    if at_work or ended:
+        files.write_record(folder / _HUNG, HungRanks(at_work, reason, ended))
     else:
         (folder / _HUNG).unlink(missing_ok=True)
+
+
+def ended_for(folder: Path) -> HungRanks | None:
+    """Return the hang for which the job was ended, where it was."""
+    hung = files.read(HungRanks, folder / _HUNG)
+    return hung if hung and hung.ended else None
 
 
 def read_outcome(folder: Path, rank: int) -> Outcome | None:
@@ -84,7 +97,7 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     rank above which something was killed before srun saw any other end; errors of a rank's own and
     tasks that srun reports as killed without a record of their end, whichever srun names first;
     codes and signals; ranks that hung; ranks that aborted; ranks that vanished; ranks that lost
-    another; and ranks that were told to end.
+    another, those that NCCL's watchdog ended for it included; and ranks that were told to end.
     """
     reports = _read_srun(job_log_text)
     above = _killed_above(outcomes, reports)
@@ -93,7 +106,9 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     failed = [outcome for outcome in outcomes if outcome.failed]
     by_rank = {outcome.rank: outcome for outcome in outcomes}
     unrecorded = [report for report in reports if _is_missing(report, by_rank.get(report.rank))]
-    killed = [report for report in unrecorded if report.primary]
+    # A rank that hung while others gave up is killed at last, which says nothing of why.
+    hung = {outcome.rank for outcome in outcomes if outcome.hung} - {r.rank for r in reports[:1]}
+    killed = [report for report in unrecorded if report.primary and report.rank not in hung]
     raised = [outcome for outcome in failed if outcome.error and not outcome.peer_lost]
     if killed and raised:
         order = [report.rank for report in reports]
@@ -111,7 +126,8 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     by_itself = [o for o in failed if not o.error and o.signal != "SIGTERM"]
     for group in (
         raised,
-        # NCCL aborts a rank that has waited in vain. What Slurm kills, it kills with its parent.
+        # A rank whose log does not say why it aborted may be one that waited for another in vain.
+        # What Slurm kills, it kills with its parent.
         [o for o in by_itself if not o.hung and o.signal != "SIGABRT"],
         [o for o in outcomes if o.hung and failed and (o.failed or o.ended is None)],
         by_itself,
@@ -283,32 +299,45 @@ class TaskRecord:
         self._run = run
         self._attempt = Attempt(run, attempt) if attempt else None
         self._folder = self._attempt.outcomes if self._attempt else run.outcomes
+        self._writing = threading.Lock()
         self._fields: dict[str, object] = {
             "rank": env.rank,
             "local_rank": env.local_rank,
             "node_rank": env.node_rank,
             # By Slurm's name, if it has one: srun's messages use it too.
-            "host": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
+            "host": host_name(os.environ),
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             "step_id": os.environ.get("SLURM_STEP_ID", ""),
         }
 
     def started(self, pid: int) -> None:
-        self._fields |= {"pid": pid, "started": round(time.time(), 3)}
+        self._fields |= {
+            "pid": pid,
+            "ticks": start_ticks(pid),
+            "python": sys.executable,
+            "started": round(time.time(), 3),
+        }
         self._write()
 
     def ended(self, status: int, explain: Callable[[int], TaskError | None]) -> int:
         """Record the end and the error behind it; `status` is wait(2)'s, and is returned."""
         code, error = os.waitstatus_to_exitcode(status), explain(status)
-        self._fields |= {
-            "ended": round(time.time(), 3),
-            "exit_code": code if code >= 0 else 128 - code,
-            "signal": signal_name(-code) if code < 0 else None,
-            "error": _shown(error) if error else None,
-        }
-        self._write()
+        with self._writing:
+            self._fields |= {
+                "ended": round(time.time(), 3),
+                "exit_code": code if code >= 0 else 128 - code,
+                "signal": signal_name(-code) if code < 0 else None,
+                "error": _shown(error) if error else None,
+            }
+            self._write()
         return status
+
+    def found(self, world: OwnWorld) -> None:
+        """Record that the task's children form a world of their own; from any thread."""
+        with self._writing:
+            self._fields["own_world"] = vars(world)
+            self._write()
 
     def _write(self) -> None:
         """A run directory that is gone or full costs the record, never the task."""
@@ -337,13 +366,26 @@ PEER_LOST = (
     "Connection closed by peer",
     "Broken pipe",
     "Timed out waiting",
+    "wait timeout after",
     "remote process exited",
     "communicator was aborted",
     "Socket Timeout",
     "failed to recv, got 0 bytes",
+    "Watchdog caught collective operation timeout",
+    "collective timeout or exception",
+    "watchdog hang",
+    "timed out in blocking wait",
+    "remote error detected from rank",
+    "NCCL timeout when waiting for nonblocking call",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "unhandled system error",
 )
 """Messages of torch when the other end of an exchange has gone: gloo finds its sockets reset or
-closed, NCCL aborts or times out."""
+closed, NCCL aborts or times out, and a communicator is set up through a store in which nobody
+answers (torch 2.4 to 2.15)."""
+# NCCL's words for a cause of this host's own, below the system error that it leads to.
+_OWN_FAULTS = ("shared memory segment",)
 LONGEST_MESSAGE = 4000
 _LONGEST_TYPE = 200
 _MOST_FILE_BYTES = 1 << 20
@@ -354,6 +396,12 @@ _HEADER = "Traceback (most recent call last):"
 # torch's excepthook puts it before each line once there is a process group.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _EXCEPTION = re.compile(r"(?P<type>[^\W\d][\w.]*)(?:: (?P<message>.*))?", re.DOTALL)
+# ProcessGroupNCCL's words as it gives up, logged and printed again by C++ (torch 2.4 to 2.15); the
+# latter alone where it does not throw, and of any exception the same.
+_NCCL_WATCHDOG = (
+    re.compile(r"watchdog thread terminated with exception: (?:\[Rank \d+\] )?(.+)"),
+    re.compile(r"Terminating the process after attempting to dump debug info, due to (.+)"),
+)
 # Of the file that Python was given: it never ran, so there is no traceback.
 _NO_SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError): .*")
 
@@ -361,7 +409,7 @@ _NO_SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError): .*")
 class Traces:
     """Sources that tell of the error that ends a command; made before the command starts."""
 
-    def __init__(self, error_file: Path | None, log: int = 2) -> None:
+    def __init__(self, error_file: Path | None = None, log: int = 2) -> None:
         """error_file: for torch's `record`; a former one is removed. log: descriptor of stderr."""
         self._error_file, self._log = error_file, log
         self._log_start: int | None = None
@@ -381,17 +429,34 @@ class Traces:
         if code in (0, EXIT_PAUSED):
             return None
         error = parse_error_file(self._error_file) if self._error_file else None
-        if error or code != EXIT_FAILED or self._log_start is None:
-            return error
+        if error or code != EXIT_FAILED:
+            return error or self.abort(status, of_command=True)
         # As of a Python that an exception has ended, whose output went to a file.
+        return parse_traceback(self._tail())
+
+    def abort(self, status: int, *, of_command: bool = False) -> TaskError | None:
+        """Find why NCCL's watchdog has ended the process; None where something else has."""
+        if os.waitstatus_to_exitcode(status) != -signal.SIGABRT:
+            return None
+        return parse_abort(self._tail(), of_command=of_command)
+
+    def _tail(self) -> str:
+        if self._log_start is None:
+            return ""
         log = Path(f"/proc/self/fd/{self._log}")
         tail = files.read_tail(log, _LOG_TAIL_BYTES, since=self._log_start)
-        return parse_traceback(tail.decode(errors="replace"))
+        return tail.decode(errors="replace")
 
 
 def is_peer_loss(error: BaseException) -> bool:
     """Return whether torch failed because another rank had gone."""
-    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in PEER_LOST)
+    return isinstance(error, RuntimeError) and _blames_a_peer(str(error))
+
+
+def _blames_a_peer(message: str) -> bool:
+    if any(fault in message for fault in _OWN_FAULTS):
+        return False
+    return any(mark in message for mark in PEER_LOST)
 
 
 def parse_error_file(path: Path) -> TaskError | None:
@@ -429,7 +494,20 @@ def parse_traceback(log: str) -> TaskError | None:
     return _error(exception["type"], exception["message"]) if exception else None
 
 
+def parse_abort(log: str, *, of_command: bool = False) -> TaskError | None:
+    """Parse the exception with which NCCL's watchdog has ended its process; None without one.
+
+    That thread of torch's ends the whole process by SIGABRT: where an exchange has timed out or
+    lost its other end, but also for an error of this rank's own GPU.
+    """
+    said = next((lines for words in _NCCL_WATCHDOG if (lines := words.findall(log))), None)
+    if not said:
+        return None
+    text = clean(said[-1])[:LONGEST_MESSAGE]
+    return TaskError("NCCL's watchdog", text, _blames_a_peer(text), of_command)
+
+
 def _error(kind: str, message: str | None) -> TaskError:
     text = clean(message or "")[:LONGEST_MESSAGE]
-    lost = bool(_TORCHS_ERROR.fullmatch(kind)) and any(mark in text for mark in PEER_LOST)
+    lost = bool(_TORCHS_ERROR.fullmatch(kind)) and _blames_a_peer(text)
     return TaskError(clean(kind)[:_LONGEST_TYPE], text, lost, of_command=True)

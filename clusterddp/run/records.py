@@ -85,6 +85,15 @@ class TaskError:
 
 
 @dataclass(frozen=True)
+class OwnWorld:
+    """World that the children of one task formed by themselves, beside the run's."""
+
+    size: int = 0
+    launcher: str = ""
+    """Program that started its ranks, `torchrun`; empty where that is not known."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """outcomes/rank-R.json: how a rank ended."""
 
@@ -104,8 +113,14 @@ class Outcome:
     error: TaskError | None = None
     hung: str = ""
     """Place at which it kept the others waiting, as a watchdog has found (hung.json)."""
+    ticks: int | None = None
+    """Start of its process in the kernel's ticks, which tells it from later ones of its number."""
+    python: str = ""
+    """Interpreter of its parent, which so runs clusterddp on its host."""
     clock_ahead: float | None = None
     """Seconds by which its host's clock is ahead of rank 0's, where measured (clocks.json)."""
+    own_world: OwnWorld | None = None
+    """World that its children formed by themselves."""
 
     @property
     def failed(self) -> bool:
@@ -150,6 +165,8 @@ class HungRanks:
 
     ranks: tuple[int, ...] = ()
     reason: str = ""
+    ended: bool = False
+    """True where the job was ended for it: how ranks end then says nothing more."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +191,9 @@ class Agreement:
     """Compute threads of each rank."""
     world_size: int = 0
     precision: str = "fp32"
-    """`fp32`, `bf16` or `fp16`."""
+    """`fp32`, `tf32`, `bf16` or `fp16`."""
+    exact_fp32: bool = False
+    """True where `fp32` is without TF32; until 0.1.1 GPUs convolved in it."""
     cuda_graph: bool = False
     """True where the step is captured into a graph."""
     hosts: tuple[str, ...] = ()
@@ -263,6 +282,9 @@ class Report:
     """Training steps of all attempts: reading batches, forward, backward, exchange, update."""
     total_seconds: float | None = None
     """Duration of the attempt: imports, rendezvous, data, training, evaluation, saving."""
+    capture_seconds: float | None = None
+    """Time before the first step, outside train_seconds: one pass that settles DDP's buckets or
+    loads a GPU's kernels, without the optimizer's; the capture into a CUDA graph."""
     images_per_second: float | None = None
     """Images of all ranks together over train_seconds."""
     world_size: int | None = None

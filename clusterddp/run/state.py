@@ -80,6 +80,11 @@ _WHY_PENDING = {
     "JobHeldAdmin": "JobHeldAdmin: held by an administrator",
     "ReqNodeNotAvail": "ReqNodeNotAvail: a node it asks for is not available",
 }
+NEVER_STARTS = {
+    *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints"),
+    "DependencyNeverSatisfied",
+}
+"""Reasons for which a job waits until somebody changes it, its dependency or the cluster."""
 _NOT_ASKED = JobState(State.UNKNOWN, problem="Slurm was not asked")
 
 # Words for a list of reasons; of an attempt that left no end, nobody knows more.
@@ -283,7 +288,7 @@ def _judge_ended(
     elif job.state is State.PENDING:
         return QUEUED, ": ".join(filter(None, ("requeued", _why_pending(job))))
     at = "" if end.step is None else f" at step {end.step}"
-    how = end.how or cause
+    how = end.how or (f"exit code {end.exit_code}" if cause == restart_policy.FAILED else cause)
     if submission.requeue_error:
         return STOPPED, f"{how}{at}; it could not be started again: {submission.requeue_error}"
     if cause == restart_policy.CANCELLED:
@@ -330,13 +335,13 @@ def _judge_undecided(
     after = f"after {_AFTER.get(cause, cause)}"
     if submission.is_local and alive:
         return RUNNING, "its script is ending"
+    state = FAILED if cause == restart_policy.FAILED else STOPPED
     if submission.is_local:
-        return STOPPED, f"{end}; a rehearsal is not put back into a queue"
+        return state, f"{end}; a rehearsal is not put back into a queue"
     if job.problem:
         return UNKNOWN, f"it is to resume {after}, and Slurm could not be asked: {job.problem}"
     if job.state is not State.UNKNOWN and not job.state.is_final:
         return RUNNING, f"about to resume {after}"
-    state = FAILED if cause == restart_policy.FAILED else STOPPED
     return state, f"{end}; its script ended before it had put the job back"
 
 

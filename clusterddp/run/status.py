@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError, RequestError
-from clusterddp.request.spec import submission_comment
+from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events, files, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
@@ -29,6 +29,7 @@ from clusterddp.run.state import (
     DONE,
     ENDED,
     FAILED,
+    NEVER_STARTS,
     QUEUED,
     RUNNING,
     STOPPED,
@@ -94,6 +95,8 @@ class RunStatus:
     exit_code: int | None = None
     first_failure: str = ""
     directory: str = ""
+    works_in: str = ""
+    """Folder in which the tasks run a person's code, where its relative output lies."""
     next_command: str = ""
     failed_rank: int | None = None
     """Rank of `first_failure`; not printed, like the next one."""
@@ -155,7 +158,7 @@ def run_status(
         epoch=first_known(figures.epochs, latest.epoch),
         loss=latest.loss,
         accuracy=first_known(figures.accuracy, latest.accuracy),
-        warnings=list(figures.warnings),
+        warnings=[*figures.warnings, *([ended.remark] if ended and ended.remark else [])],
         created_time=_created(run),
         submitted_time=known.submitted,
         started_time=started.time,
@@ -164,10 +167,29 @@ def run_status(
         exit_code=_exit_code(state, submission, job),
         first_failure=failure.describe() if failure else "",
         directory=str(run.path),
-        next_command=_next_command(run, state, failure, submission, bool(checkpoint)),
+        works_in=_works_in(run, spec),
+        next_command=f"clusterddp cancel {run.shown}"
+        if state == QUEUED and job and job.reason in NEVER_STARTS
+        else _next_command(run, state, failure, submission, bool(checkpoint)),
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
+
+
+def submission_folder(run: RunDir) -> Path | None:
+    """Return the folder of the run's first submission; None where none is recorded."""
+    recorded = (e for e in events.read(run.events) if isinstance(e, events.Submitted))
+    return next((Path(each.folder) for each in recorded if each.folder), None)
+
+
+def _works_in(run: RunDir, spec: JobSpec | None) -> str:
+    """Return the folder in which a person's code starts; empty where there is none, or unknown."""
+    if spec is None or not spec.uses_own_code:
+        return ""
+    if spec.container_workdir:
+        return f"{spec.container_workdir} of the container"
+    folder = run.code.absolute() if run.code.is_dir() else submission_folder(run)
+    return str(folder or "")
 
 
 def latest_metrics(path: Path) -> MetricsLine:
@@ -379,7 +401,10 @@ def find_run(root: Path, text: str | None) -> RunDir:
     if holders:
         names = ", ".join(run.name for run in holders)
         raise RequestError(f"the job id {text} belongs to several runs: {names}. Name one of them.")
-    raise RequestError(f"there is no run {text!r} below {root}.{_hint(runs, text)}")
+    hint = _hint(runs, text)
+    if text and (Path(text) / "spec.json").is_file():
+        hint = f" The run in the folder of that name is {'./' + text!r}."
+    raise RequestError(f"there is no run {text!r} below {root}.{hint}")
 
 
 def statuses(runs: Sequence[RunDir]) -> list[RunStatus]:

@@ -39,9 +39,8 @@ def watch(
     why = _await_the_end(attempt, ranks, grace_seconds)
     if srun() is None:
         return
-    step_id = next((o.step_id for o in read_outcomes(attempt.outcomes) if o.step_id), "")
-    # A job's id alone would cancel all of the job.
-    step = f"{job}.{step_id}" if step_id else ""
+    step = step_name(attempt, job)
+    step_id = step.rpartition(".")[2]
     log.info(
         f"{why}, but srun still waits: a task's exit message was lost. Ending step {step or '?'}"
     )
@@ -67,6 +66,15 @@ def watch(
         log.info("killing srun, which does not end with its step")
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # not TERM, for which srun would end tasks first
+
+
+def step_name(attempt: Attempt, job: str) -> str:
+    """Name the attempt's step, as scancel takes it; empty where its tasks have not recorded it.
+
+    A job's id alone would cancel all of the job.
+    """
+    step_id = next((o.step_id for o in read_outcomes(attempt.outcomes) if o.step_id), "")
+    return f"{job}.{step_id}" if step_id else ""
 
 
 def was_ended(attempt: Attempt) -> bool:

@@ -168,7 +168,8 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
         return (
             f"sent SIGUSR1 to its command through the script of job {job}; it is not started again"
         )
-    if command:
+    has_loop = attempt is not None and attempt.record.exists()  # a Loop sees the mark
+    if command and not has_loop:
         return "its command cannot be asked to save; it is not started again when it has ended"
     if attempt and at_work:
         return f"asked attempt {attempt.number} to save and leave"

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,8 +14,14 @@ from clusterddp.run import events, files, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt
-from clusterddp.run.outcome import failure_of, first_failure, first_killed, read_outcomes
-from clusterddp.run.records import LastWord, Report
+from clusterddp.run.outcome import (
+    ended_for,
+    failure_of,
+    first_failure,
+    first_killed,
+    read_outcomes,
+)
+from clusterddp.run.records import LastWord, Outcome, Report
 from clusterddp.run.restart_policy import gained, starts_since_submission, withdrawn
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import Ending, ending
@@ -44,6 +51,8 @@ class End:
     """Event that ended it, where the cause's word would mislead."""
     trouble: str = ""
     """Error with which its last checkpoint or its records could not be written."""
+    remark: str = ""
+    """What a person should know beside the cause."""
 
 
 def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: str = "") -> End:
@@ -66,6 +75,9 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
         or _unexplained(evidence)
     )
     end = dataclasses.replace(end, step=evidence.last_word.step)
+    if remark := _own_worlds(evidence.outcomes):
+        remarks = "; ".join(filter(None, (end.remark, remark)))
+        end = dataclasses.replace(end, lines=(*end.lines, remark), remark=remarks)
     trouble = evidence.last_word.trouble or trouble
     if not trouble or end.cause == restart_policy.DONE:
         return end
@@ -99,7 +111,14 @@ class _Evidence:
         self.srun_code = 0 if step_watch.was_ended(attempt) else exit_code
         self.paused = self._has_paused(any_failed)
         """True where the ranks have saved and left as asked, or were asked before any began."""
-        self.failure = first_failure(self.outcomes, self.job_log)
+        hang = ended_for(attempt.outcomes)
+        self.hang = hang.reason if hang else ""
+        """Hang for which the job was ended; `failure` has its rank, where one is to blame."""
+        if hang:  # srun was told to end the tasks, whatever its code is
+            self.srun_code = EXIT_FAILED
+            self.failure = next((failure_of(each) for each in self.outcomes if each.hung), None)
+        else:
+            self.failure = first_failure(self.outcomes, self.job_log)
         if self.srun_code == 0 and not any_failed:
             self.failure = None  # srun's lines may be of another step, run by the set-up
         self.code = _job_code(self.srun_code, self.failure)
@@ -157,8 +176,8 @@ class _Evidence:
     @cached_property
     def was_saved(self) -> str:
         """A clause on what the next attempt finds."""
-        if not self.trains:
-            # Only a command's exit code is known, not what it saves.
+        if not self.trains and not self.has_last_word:
+            # Only a command's exit code is known, not what it saves without a loop of ours.
             asked = f"the {_ASKED_AGAIN}"
             return asked if self.paused else "the command did not ask to be started again"
         step, saved = self.last_word.step, self.last_word.saved
@@ -179,7 +198,8 @@ def _done(evidence: _Evidence) -> End | None:
         code = evidence.code
         late = (f"the script then ended with exit code {code}",) if code else ()
         return End(restart_policy.DONE, 0, lines=(_achieved(evidence.run), *late))
-    if evidence.code == 0 and not evidence.paused and not evidence.trains:
+    left = evidence.paused or evidence.last_word.cause == restart_policy.STOPPED
+    if evidence.code == 0 and not left and not evidence.trains:
         line = _achieved(evidence.run)
         if not evidence.outcomes:  # `exit 0` ahead of the step, or a launch line of one's own
             line = "done: exit code 0; no task has recorded its end"
@@ -253,7 +273,7 @@ def _killed(evidence: _Evidence) -> End | None:
 def _signalled(evidence: _Evidence) -> End | None:
     if not evidence.has_left:
         return None
-    if evidence.trains:
+    if evidence.trains or evidence.has_last_word:
         reason = evidence.last_word.reason or "a request to stop"
         line = f"{reason}: {evidence.was_saved}"
         return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,))
@@ -281,15 +301,20 @@ def _failed(evidence: _Evidence) -> End | None:
 
 def _unexplained(evidence: _Evidence) -> End:
     run, code = evidence.run, evidence.code
+    if evidence.hang:
+        line = f"the job was ended: {evidence.hang}"
+        return End(restart_policy.FAILED, code, lines=(line,), remark=line)
     if code == 0:
         line = (
             f"srun ended with exit code 0, but the run has no {run.report.name} of this attempt: "
             f"it did not finish. See {run.logs}."
         )
         return End(restart_policy.FAILED, EXIT_FAILED, lines=(line,))
-    how = "no rank says why" if evidence.outcomes else "no task has started"
-    line = f"ended with exit code {code}; {how}. See {run.job_log}."
-    return End(restart_policy.FAILED, code, lines=(line,))
+    if evidence.outcomes:
+        line = f"ended with exit code {code}; no rank says why. See {run.job_log}."
+        return End(restart_policy.FAILED, code, lines=(line,))
+    line = f"no task has started: ended with exit code {code}"
+    return End(restart_policy.FAILED, code, lines=(line,), remark=line)
 
 
 def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
@@ -303,6 +328,23 @@ def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
         return False
     log = of_attempt(attempt.run.path / failure.log, attempt.number)
     return bool(_STEP_ENDED.search(log))
+
+
+def _own_worlds(outcomes: Sequence[Outcome]) -> str:
+    """Say that the tasks' children formed worlds of their own; empty where fewer than two did."""
+    worlds = [outcome.own_world for outcome in outcomes if outcome.own_world]
+    if len(worlds) < 2:
+        return ""
+    sizes = sorted({world.size for world in worlds})
+    of = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    names = sorted({world.launcher for world in worlds if world.launcher})
+    by = f", started by {' and '.join(names)}" if names else ""
+    ranks = "1 rank" if of == "1" else f"{of} ranks"
+    return (
+        f"the children of {len(worlds)} of {len(outcomes)} tasks formed worlds of their own{by}, "
+        f"of {ranks} each: every one of them trained by itself. If one training of all tasks was "
+        f"meant, have each start the program {f'without {names[0]}' if names else 'itself'}"
+    )
 
 
 def _job_code(srun_code: int, failure: Failure | None) -> int:

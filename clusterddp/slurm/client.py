@@ -14,7 +14,13 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.slurm.forms import ATTEMPT_VARIABLE, NONCE_VARIABLE, RANK_VARIABLES, time_seconds
+from clusterddp.slurm.forms import (
+    ATTEMPT_VARIABLE,
+    LOOP_VARIABLE,
+    NONCE_VARIABLE,
+    RANK_VARIABLES,
+    time_seconds,
+)
 from clusterddp.slurm.states import JobState, State, other_word, parse_exit_code, parse_state
 
 if TYPE_CHECKING:
@@ -395,7 +401,7 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
     surrounding job would reach the new one (an inherited SLURM_CPU_BIND crowds its tasks).
     """
     kept, prefixes = _CONFIGURATION.split(), tuple(_JOB_PREFIXES.split())
-    dropped = {*RANK_VARIABLES, ATTEMPT_VARIABLE, NONCE_VARIABLE}
+    dropped = {*RANK_VARIABLES, ATTEMPT_VARIABLE, LOOP_VARIABLE, NONCE_VARIABLE}
     if "SLURM_JOB_ID" in environ:
         dropped.update(_DEVICES.split())
     return {

@@ -25,7 +25,8 @@ from clusterddp.errors import OptionError, RequestError
 LONGEST_DIRECTIVE_BYTES = 8000
 
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-_GPUS = re.compile(r"(?:(?P<type>[A-Za-z][A-Za-z0-9_.-]*):)?(?P<count>[0-9]+)")
+# A type can begin with a digit: MIG devices are of types such as 3g.40gb.
+_GPUS = re.compile(r"(?:(?P<type>[A-Za-z0-9][A-Za-z0-9_.-]*):)?(?P<count>[0-9]+)")
 
 RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
@@ -39,6 +40,9 @@ NONCE_VARIABLE = "CLUSTERDDP_NONCE"
 
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Variable with the number of the attempt, which a batch script gives to its tasks."""
+
+LOOP_VARIABLE = "CLUSTERDDP_LOOP"
+"""Variable by which a COMMAND's loop finds its attempt (`run.loop_variables`)."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -158,6 +162,11 @@ def gpu_count(option: str, value: str) -> tuple[str, int]:
     gpus = _GPUS.fullmatch(text(option, value))
     if not gpus:
         raise OptionError(option, f": {value!r} is no GPU count, such as 4 or a100:4.")
+    if gpus["type"] == "gpu":
+        count = gpus["count"]
+        raise OptionError(option, f" {value}: gpu is no type, but what is counted; type {count}.")
+    if gpus["type"] and not int(gpus["count"]):
+        raise OptionError(option, f" {value}: none of a type cannot be asked for; type 0, or N.")
     return gpus["type"] or "", int(gpus["count"])
 
 

@@ -1,12 +1,16 @@
 """Puts clusterddp itself into a run, as one file that Python runs and imports from: a zipapp.
 
-    clusterddp-0.1.1-3f2a9c41d07b.pyz   the package and click, named by version and digest
+    clusterddp-0.1.1-3f2a9c41d07b.pyz   the package, and click in a folder of its own, named by
+                                        version and digest
     clusterddp.pyz                      leads to it
     __pycache__/                        its bytecode, for the Python that made it
 
-The same sources give the same bytes. Python compiles what it imports from a zip file at each start:
-so the bytecode lies beside it, and a Python that it suits reads it from there, where its digest is
-that of its name. Without it everything works, and starts later.
+A COMMAND has the file on its path, for `clusterddp.loop`, and sees the package there alone: click
+is for the program that the file is. The same sources give the same bytes.
+
+Python compiles what it imports from a zip file at each start: so the bytecode lies beside it, and a
+Python that it suits reads it from there, where its digest is that of its name. Without it
+everything works, and starts later.
 """
 
 import contextlib
@@ -31,6 +35,8 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__, bundle_file
 
 _DIGITS = 12
+_CLICK = "beside"
+"""Folder of the file that only its own program puts on the path."""
 _UNCHECKED_HASH = 1
 """Flag of bytecode that is not compared with its source (PEP 552)."""
 
@@ -59,7 +65,7 @@ def check():
             "clusterddp: %s was altered or damaged: its digest is %s. Give the run another one: "
             "clusterddp resubmit %s --clusterddp new" % (path, digest, shlex.quote(folder))
         )
-    sys.path[:1] = [path]
+    sys.path[:1] = [path, path + "/CLICK"]
     import importlib.util
 
     bytecode = "%s.%s-" % (name[:-4], importlib.util.MAGIC_NUMBER.hex())
@@ -68,7 +74,7 @@ def check():
         for name in os.listdir(folder):
             file = os.path.join(folder, name)
             if name.startswith(bytecode) and name.endswith("-%s.zip" % digest_of(file)):
-                sys.path.insert(0, file)
+                sys.path[:0] = [file, file + "/CLICK"]
                 break
     except OSError:
         pass  # there is none, or it cannot be read
@@ -86,7 +92,7 @@ check()
 from clusterddp.__main__ import main
 
 main()
-'''.replace("DIGITS", str(_DIGITS))
+'''.replace("DIGITS", str(_DIGITS)).replace("CLICK", _CLICK)
 
 
 @dataclass(frozen=True)
@@ -205,10 +211,10 @@ def build() -> bytes:
         return Path(bundle_file()).read_bytes()
     click = importlib.util.find_spec("click")
     assert click and click.origin, "the command cannot do without it"
-    packages = (Path(__file__).parents[1], Path(click.origin).parent)
+    packages = {Path(__file__).parents[1]: "", Path(click.origin).parent: _CLICK}
     sources = {
-        path.relative_to(package.parent).as_posix(): path
-        for package in packages
+        (Path(folder) / path.relative_to(package.parent)).as_posix(): path
+        for package, folder in packages.items()
         for path in package.rglob("*.py")
         if path.stem.isidentifier()  # and no editor's own file
     }

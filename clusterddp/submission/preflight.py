@@ -1,17 +1,13 @@
 """Checks, before anything starts, the files that a training will read."""
 
 import dataclasses
-import os
-import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from clusterddp import log
 from clusterddp.errors import CheckpointError, DataError, RequestError
-from clusterddp.launchers import SHIPPED, load
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
@@ -19,9 +15,6 @@ from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import files
 from clusterddp.run.records import Agreement, Report
 from clusterddp.run.run_dir import RunDir, checkpoint_step
-
-_BRING_FILES = ("bb", "begin", "chdir", "container")
-"""Begin of sbatch's directives by which a job can find other files than there are here now."""
 
 
 def make_sure(
@@ -57,58 +50,6 @@ def make_sure(
     except (CheckpointError, DataError) as error:
         raise RequestError(str(error)) from None
     log.info(f"dataset: {info.describe()}")
-
-
-def check_command(spec: JobSpec, script: str) -> None:
-    """Refuse a COMMAND whose program or Python script is not in the folder in which it starts.
-
-    Warns of what can still be on the nodes: a program on the PATH, a path that is absolute or leads
-    through a link. Checks nothing where set-up lines, a container, an earlier job, a site's own
-    template or another folder may bring the file. script: rendered from `spec`.
-    """
-    if spec.container_image:
-        check_container(spec)
-        return
-    is_open = spec.setup or spec.launch_prefix or spec.srun_args or spec.resources.dependency
-    if not spec.command or is_open or spec.template not in SHIPPED:
-        return
-    if any(name.startswith(_BRING_FILES) for name, _ in spec.sbatch):
-        return
-    program, *arguments = spec.command
-    names = [program] if "/" in program else []
-    if re.fullmatch(r"python[\d.]*", PurePath(program).name):
-        names += [name for name in arguments[:1] if name and not name.startswith("-")]
-    # Not Path.exists, which raises OSError for a name that is too long.
-    missing = [name for name in names if not os.path.exists(name)]  # noqa: PTH110
-    relative = [
-        shlex.quote(name)
-        for name in missing
-        if not name.startswith("/") and os.path.realpath(name) == os.path.abspath(name)
-    ]
-    # A site's own template may have the name of a shipped one.
-    if relative and load(spec.launcher).prepare(spec, None) == script:
-        raise RequestError(
-            f"COMMAND: there is no {relative[0]} in {Path.cwd()}, where the tasks start it. Submit "
-            "from the folder that it is relative to, or name a file that is there."
-        )
-    if "/" not in program and not spec.modules and shutil.which(program) is None:
-        missing.append(program)
-    for name in missing:
-        log.warning(f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it")
-
-
-def check_container(spec: JobSpec) -> None:
-    """Warn of an image or a mount that is not here: nodes can have what this machine has not.
-
-    An image that is a name in a registry is left to the nodes.
-    """
-    from clusterddp.processes.container import Mount, is_file
-
-    sources = [("the image", spec.container_image)] if is_file(spec.container_image) else []
-    sources += [("the mount", Mount.parse(text).source) for text in spec.container_mounts]
-    for what, path in sources:
-        if not os.path.exists(path):  # noqa: PTH110 -- which raises for a name that is too long
-            log.warning(f"{what} {shlex.quote(path)} is not on this machine: the nodes need it")
 
 
 def _fetch(data_dir: str) -> None:

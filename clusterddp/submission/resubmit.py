@@ -22,20 +22,24 @@ from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
 from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
-from clusterddp.run.status import RunStatus, run_status
+from clusterddp.run.status import RunStatus, run_status, submission_folder
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
-from clusterddp.submission import bundle, code_renewal, snapshot
+from clusterddp.submission import bundle, code_renewal, outlook, snapshot
 from clusterddp.submission.preflight import find_own_functions, is_finished, make_sure, uneven_batch
-from clusterddp.submission.submit import naming_the_job
+from clusterddp.submission.programs import check_command, check_pythons
+from clusterddp.submission.submit import ask_for_partitions, naming_the_job
 from clusterddp.version import of_script
 
 CHANGEABLE = (
     *("resources", "train", "signal", "job_name", "python", "batch_python"),
     *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
+    *("arm_stacks", "silence", "end_silent"),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
 """Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
+OF_COMMAND = ("command", "environment", "pass_environment", "modules", "setup", "sbatch")
+"""Fields that it may change for a COMMAND: what decides the weights there is the person's own."""
 _MOST_CHANGES = 20
 _TOGETHER_SECONDS = 2.0
 _EITHER = (
@@ -126,14 +130,25 @@ def resubmit(
         else:
             _check_done(run, before, after, run_status(run, {}))
         _check_changes(run, before, after, terms)
+        for remark in after.remarks:
+            if remark not in before.remarks:
+                log.warning(remark)
         script = _script(run, before, after, terms)
         own_code = run.code if run.code.is_dir() and not terms.new_code else None
+        if after.command != before.command:
+            after.refuse_launcher()
+            check_command(after, script, folder=own_code)
         source = _source(run, after, terms)
         if claim is None:
             if after.train:
                 find_own_functions(after.train, after, code=own_code)
             return Resubmission(after, script, source, None)
+        question = ask_for_partitions(after) if after.resources != before.resources else None
+        if (after.python, after.batch_python) != (before.python, before.batch_python):
+            check_pythons(after)
         _check_inputs(after, own_code, source)
+        if question:
+            outlook.check_partitions(after, question.answer())
         new: list[str] = []
         if terms.new_code:
             renewal = code_renewal.renewed(after, run, terms.snapshot_limit_mb)
@@ -150,10 +165,8 @@ def resubmit(
 @contextlib.contextmanager
 def _submission_folder(run: RunDir) -> Iterator[None]:
     """Enter the folder of the run's first submission: a command's relative paths start there."""
-    recorded = [each for each in events.read(run.events) if isinstance(each, events.Submitted)]
-    folder = next((str(each.folder) for each in recorded if each.folder), "")
-    here = Path.cwd()
-    if folder and folder != str(here):
+    folder, here = submission_folder(run), Path.cwd()
+    if folder and folder != here:
         try:
             os.chdir(folder)
         except OSError as error:
@@ -170,8 +183,8 @@ def _submission_folder(run: RunDir) -> Iterator[None]:
 
 def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     """Refuse a change of what a run keeps for good."""
-    new = vars(after)
-    fixed = [n for n, value in vars(before).items() if n not in CHANGEABLE and value != new[n]]
+    new, open_to_change = vars(after), (*CHANGEABLE, *(() if before.train else OF_COMMAND))
+    fixed = [n for n, value in vars(before).items() if n not in open_to_change and value != new[n]]
     if fixed:
         raise RequestError(
             f"{run.name} keeps its {', '.join(fixed)}: a resubmission cannot change them. Submit a "
@@ -330,7 +343,8 @@ def _check_done(run: RunDir, before: JobSpec, after: JobSpec, status: RunStatus)
         return
     if not before.train:
         raise RequestError(
-            f"{run.name} is done: its command has ended with exit code 0. Submit a new run."
+            f"{run.name} is done: its command has ended with exit code 0. Give it another COMMAND, "
+            "or submit a new run."
         )
     reached = newest_checkpoint(run.checkpoints)
     is_at_most = reached and 0 < before.train.max_steps <= reached[0]
@@ -396,9 +410,9 @@ def _recorded_script(run: RunDir) -> str:
 
 
 def _has_more(run: RunDir, before: JobSpec, after: JobSpec) -> bool:
-    """Return whether a training that is done has something left to train by the new options."""
+    """Return whether a run that is done has something left to do by the new options."""
     if before.train is None or after.train is None:
-        return False
+        return after.command != before.command
     reached = newest_checkpoint(run.checkpoints)
     if reached and is_finished(run, reached[0], before.train, after.train):
         return False

@@ -38,6 +38,8 @@ _LINKED = frozenset({".venv", "node_modules"})
 _MARKS = ("pyvenv.cfg", "conda-meta", "MNIST/raw")
 """Paths that venv and conda leave in an environment, and `clusterddp data` and torchvision in a
 folder of datasets, whatever its name."""
+_OF_A_RUN = ("spec.json", "events.jsonl")
+"""Records of a run: below another output root than this one's, it is no code either."""
 _LARGE_BYTES = 1_000_000
 """Files from here on are linked, the largest first, where all of them are more than the limit."""
 GIT_SECONDS = 60.0
@@ -107,6 +109,30 @@ class Plan:
     """Files that are linked for their size, the largest first."""
 
 
+def place_of_code(run: RunDir, tree: Path) -> dict[str, object]:
+    """Return where the tasks run a person's code: its folder, its files, whether that is a copy.
+
+    tree: the folder of the submission. Empty where the run has no code of the person's.
+    """
+    is_copy = run.code.is_dir()
+    if not is_copy and not run.code_record.is_file():
+        return {}
+    try:
+        files: int | None = Snapshot.read(run.code_record).files
+    except RequestError:  # it is submitted; whoever compares the code reports that
+        files = None
+    return {"code": str(run.code if is_copy else tree), "code_files": files, "is_copy": is_copy}
+
+
+def described(place: Mapping[str, object], tree: Path) -> str:
+    """Word such a place: `/jobs/a/code: a copy of 12 files of /home/me/x; relative output …`."""
+    files = place["code_files"]
+    count = "the files" if files is None else "1 file" if files == 1 else f"{files:,} files"
+    if place["is_copy"]:
+        return f"{place['code']}: a copy of {count} of {tree}; relative output lies there"
+    return f"{place['code']} itself, {count}: not copied"
+
+
 def take(
     tree: Path, target: Path, *, limit_mb: float = LIMIT_MB, leave_out: Collection[Path] = ()
 ) -> Snapshot:
@@ -114,7 +140,7 @@ def take(
 
     tree: in a git work tree, at its top or below, the files that git tracks or does not ignore,
         those of submodules and repositories within included; elsewhere all files. Never
-        __pycache__, environments, node_modules or folders of datasets (`MNIST/raw` below them).
+        __pycache__, environments, node_modules, runs or folders of datasets (`MNIST/raw` below).
     target: must not exist, its parent must. Where a folder was copied, what was passed over in it
         is linked by its absolute path, so that `data/train` still leads somewhere.
     limit_mb: most that the files may have together, in 10^6 bytes. Where they have more, large
@@ -421,7 +447,7 @@ def _shown(name: str) -> str:
 
 
 class _Folders:
-    """Folders of a tree that are code, looked up once each: real ones, no environments."""
+    """Folders of a tree that are code, looked up once each: real ones, no environments, no runs."""
 
     def __init__(self, tree: str, left_out: frozenset[str]) -> None:
         self._tree = tree
@@ -440,6 +466,7 @@ class _Folders:
                 # through the copied link it would land in the original.
                 and _is_real_folder(path)
                 and not any(os.path.lexists(f"{path}/{mark}") for mark in _MARKS)
+                and not all(os.path.lexists(f"{path}/{record}") for record in _OF_A_RUN)
             )
         return self._known[name]
 

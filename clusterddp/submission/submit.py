@@ -15,8 +15,10 @@ from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run.run_dir import RunDir, run_folders
-from clusterddp.submission import bundle
-from clusterddp.submission.preflight import check_command, find_own_functions, make_sure
+from clusterddp.slurm.partitions import Question
+from clusterddp.submission import bundle, outlook
+from clusterddp.submission.preflight import find_own_functions, make_sure
+from clusterddp.submission.programs import check_command, check_pythons
 
 
 def submit(
@@ -25,29 +27,45 @@ def submit(
     *,
     snapshot_limit_mb: float,
     check: bool = False,
+    check_python: bool = False,
     inputs_are_sure: bool = False,
 ) -> tuple[RunDir, SentJob]:
     """Check the files that the tasks will read, make the run's directory, submit the script.
 
-    check: ask Slurm for its forecast first. inputs_are_sure: the caller has checked the files
-    that the tasks read. Raises RequestError, and then leaves nothing; SlurmError where the job may
-    be queued; an interruption is logged, and passed on.
+    check: ask Slurm for its forecast first. check_python: start the tasks' interpreters, which have
+    to import torch. inputs_are_sure: the caller has checked the files
+    that the tasks read, and logged the request's remarks. Raises RequestError, and then leaves
+    nothing; SlurmError where the job may be queued; an interruption is logged, and passed on.
     """
     if Path(spec.run_dir).exists():
         raise RequestError(
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
         )
+    question = ask_for_partitions(spec)
     _warn_of_launcher(spec)
     check_command(spec, script)
+    check_pythons(spec, imports=check_python)
     if spec.train and not inputs_are_sure:
         make_sure(spec.train, spec)
+    if not inputs_are_sure:
+        for remark in spec.remarks:
+            warning(remark)
+    if question:
+        outlook.check_partitions(spec, question.answer())
     if check and spec.launcher != "local":
-        _log_outlook(script)
+        outlook.log_forecast(script)
     with RunDir.create(spec, script) as run, naming_the_job(spec):
         bundle.carry(run)
         _keep_code(spec, run, snapshot_limit_mb)
         submission = load(spec.launcher).submit(spec, script, run)
     return run, submission
+
+
+def ask_for_partitions(spec: JobSpec) -> Question | None:
+    """Ask Slurm for the partitions, beside what follows; None where they have no part in it."""
+    if spec.launcher == "local" or "clusters" in dict(spec.sbatch):
+        return None
+    return Question(os.environ)
 
 
 @contextmanager
@@ -97,29 +115,6 @@ def runs_code_of(spec: JobSpec, tree: Path) -> bool:
         return True
     files = [user_functions.find(reference, tree) for _, reference in spec.train.own_functions]
     return any(file and file.is_relative_to(tree) for file in files)
-
-
-def _log_outlook(script: str) -> None:
-    """Log Slurm's forecast; sbatch itself refuses what can never run."""
-    from clusterddp.slurm.client import outlook, requeue_exits
-
-    try:
-        can_start, words = outlook(script, os.environ)
-        words = f"Slurm says: {words}"
-        if not can_start and "configuration is not available" in words:
-            words += (
-                ". Queued all the same, it waits for a node or a partition that is down, or for "
-                "ever: see sinfo."
-            )
-    except SlurmError as error:
-        can_start, words = False, f"Slurm could not be asked: {error}."
-    (info if can_start else warning)(words)
-    for setting in requeue_exits():
-        warning(
-            f"slurm.conf has {setting}: Slurm requeues a job that ends with such a code, also "
-            "where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. A run that was "
-            "stopped ends with 75, a failed one with its rank's code or 1."
-        )
 
 
 def _warn_of_launcher(spec: JobSpec) -> None:

@@ -168,12 +168,13 @@ class Trial:
         """Return the outcome on this rank; `mark` is called at each phase of a step."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.device)
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.reset_peak_memory_stats(index)
         before, speed, note = peak_bytes(self.device), 0.0, ""
         try:
             speed = self._speed(size, mark)
         except (RuntimeError, MemoryError, TrainingError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             note = OUT_OF_MEMORY
         if on_gpu:  # what the tensors of a failed step held is free only here
@@ -185,7 +186,13 @@ class Trial:
 
     def _speed(self, size: int, mark: Callable[[], None]) -> float:
         """Return the images per second."""
-        learner, count = self._learner(size, mark), size * self.config.accumulate
+        learner = self._learner(size, mark)
+        try:
+            return self._speed_of(learner, size * self.config.accumulate)
+        finally:
+            learner.close()  # a graph keeps its memory to itself
+
+    def _speed_of(self, learner: Learner, count: int) -> float:
         some = torch.arange(len(self.train_set))[:count]
         [(images, labels)] = self.train_set.batches(some, count)
 
@@ -240,11 +247,11 @@ def _together(alone: Tried, reason: str, world_size: int, device: torch.device) 
     return Tried(alone.batch_size, -slowest * world_size, int(memory), _NOTES[int(code)])
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether memory ran out, also as cuBLAS and the CPU say it, or in a failed capture."""
     if error is None or isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return error is not None
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-    return any(word in str(error) for word in words) or _is_out_of_memory(
+    return any(word in str(error) for word in words) or is_out_of_memory(
         error.__cause__ or error.__context__
     )

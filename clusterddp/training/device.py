@@ -1,7 +1,8 @@
 """The processor that a rank computes on, chosen purely, and the memory of its task and host.
 
-CUDA_VISIBLE_DEVICES is never changed: under Slurm it holds the GPUs of the node or of the task
-alone, and both number what they show from 0. Imports without torch.
+Under Slurm CUDA_VISIBLE_DEVICES holds the GPUs of the node, of the task alone or of its socket, and
+CUDA numbers from 0 what it shows. Nothing there tells which: the ranks compare their GPUs' own
+identifiers when they meet. Imports without torch.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import TrainingError
+from clusterddp.ranks.variables import VISIBLE_GPUS, named_gpus
 
 if TYPE_CHECKING:
     import torch
@@ -43,39 +45,56 @@ class Processor:
         return f"cuda:{self.index}" if self.kind == "cuda" else "cpu"
 
 
-def choose(
-    wanted: str, *, visible: int, local_rank: int, local_world_size: int, granted: int, driver: bool
-) -> Processor:
+def choose(wanted: str, *, visible: int, local_rank: int, granted: int, driver: bool) -> Processor:
     """Choose for `--device wanted` from what torch sees (`visible`) and Slurm `granted`.
 
-    driver: the host has an NVIDIA driver. Raises TrainingError when the ranks of the
-    host outnumber its visible GPUs, when CUDA is wanted and absent, and when GPUs were granted on
-    a host with a driver but torch sees none: a CPU run would waste them.
+    driver: the host has an NVIDIA driver. Raises TrainingError when CUDA is wanted and absent, and
+    when GPUs were granted on a host with a driver but torch sees none: a CPU run would waste them.
     """
     if wanted == "cpu":
         return Processor("cpu", warning=_unused(granted, "--device cpu leaves them idle"))
     if visible == 0:
         if wanted == "cuda":
+            given = f"{_gpus(granted)} granted, but " if granted else ""
+            ask = "" if granted else "Ask Slurm for GPUs (--gpus-per-node), install "
             raise TrainingError(
-                "--device cuda: torch sees no GPU here. Ask Slurm for GPUs (--gpus-per-node), "
-                "install a CUDA build of torch, or use --device cpu."
+                f"--device cuda: {given}torch sees no GPU here. {ask or 'Install '}a CUDA build of "
+                "torch that fits the driver, or use --device cpu."
             )
         if granted and driver:
             raise TrainingError(
                 f"{_gpus(granted)} granted and the NVIDIA driver is there, but torch sees none: "
-                "it is a CPU-only build or does not fit the driver. Install a CUDA build of torch "
-                "for this interpreter, or train on the CPU on purpose with --device cpu."
+                "it is a CPU-only build or does not fit the driver, or CUDA_VISIBLE_DEVICES names "
+                "a GPU twice or one that is not there. Install a CUDA build of torch for this "
+                "interpreter, or train on the CPU on purpose with --device cpu."
             )
         return Processor("cpu", warning=_unused(granted, "torch sees none: training on the CPU"))
-    if visible == 1:
-        # The task's own GPU. Were it shared, the ranks would find the same GPU twice.
-        return Processor("cuda", 0)
-    if local_world_size > visible:
-        raise TrainingError(
-            f"{local_world_size} ranks run on this host, but {visible} GPUs are visible to them. "
-            f"Start at most {visible} tasks per node, or use --device cpu."
+    # More ranks than GPUs are in order where each task is shown its own.
+    return Processor("cuda", local_rank % visible)
+
+
+def bind_to_numa(mode: str, device: "torch.device") -> str:
+    """Bind this process to the CPUs near its GPU, as torchrun's --numa-binding does.
+
+    mode: one of torch's AffinityMode, such as `node`. Returns a warning where that cannot be, as
+    with a torch that offers it to programs it starts alone, or to none; and on a CPU.
+    """
+    if device.type != "cuda":
+        return f"--numa-binding {mode} left out: this rank computes on the CPU"
+    import torch
+
+    try:
+        from torch.numa import binding
+
+        # Seen in torch 2.15; its own counterpart for what it starts is this very function.
+        binding._maybe_apply_numa_binding_to_current_process(
+            device_index=device.index, numa_options=binding.NumaOptions(binding.AffinityMode(mode))
         )
-    return Processor("cuda", local_rank)
+    except (ImportError, AttributeError):
+        return f"--numa-binding {mode}: torch {torch.__version__} cannot bind a running process"
+    except Exception as error:  # no numactl, no such CPU among those of the task, no /sys …
+        return f"--numa-binding {mode} left out: {error}"
+    return ""
 
 
 def computes_in_bf16(kind: str) -> bool:
@@ -91,10 +110,8 @@ def computes_in_bf16(kind: str) -> bool:
 
 def granted_gpus(environ: Mapping[str, str]) -> int:
     """Count the GPUs that Slurm gave this task, by its variables."""
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        # Set but empty, -1 or NoDevFiles: the GPUs were hidden on purpose.
-        shown = environ["CUDA_VISIBLE_DEVICES"]
-        return 0 if shown in ("", "-1", "NoDevFiles") else len(shown.split(","))
+    if VISIBLE_GPUS in environ:
+        return len(named_gpus(environ[VISIBLE_GPUS]))
     for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
         if environ.get(name):
             return sum(_length(part) for part in environ[name].split(","))
@@ -131,13 +148,16 @@ def keep_freed() -> None:
 
 
 def peak_bytes(device: "torch.device") -> int:
-    """Return the most bytes that this process has held: those that torch allocated on a GPU, or the
-    resident set of the process on a CPU, its libraries included (getrusage(2), in KiB on Linux).
+    """Return the most bytes that this process has held.
+
+    Those that torch allocated on its GPUs, or the resident set of the process on a CPU, its
+    libraries included (getrusage(2), in KiB on Linux).
     """
     if device.type == "cuda":
         import torch
 
-        return torch.cuda.max_memory_allocated(device)
+        # DataParallel has several, which are not at their peaks at once; what is unused counts 0.
+        return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

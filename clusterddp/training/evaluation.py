@@ -57,7 +57,7 @@ def evaluate(
 
     mark: called with each phase as it begins.
     """
-    for buffer in model.buffers():  # of rank 0, as saved; DDP does so before each forward
+    for buffer in model.buffers():  # of rank 0, as saved; of each rank they are its own
         dist.broadcast(buffer, src=0)
     share = evaluation_order(len(test_set), dist.get_rank(), dist.get_world_size())
     no_label = torch.zeros(0, dtype=torch.int64, device=device)

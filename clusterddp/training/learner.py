@@ -27,8 +27,9 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.training import device as devices
 from clusterddp.training import step, sync_batchnorm
+from clusterddp.training.cuda_graph import GraphedStep, SideStream
 from clusterddp.training.metrics import Tally, Waiting
-from clusterddp.training.step import Compiled, GraphedStep, Step
+from clusterddp.training.step import Compiled, Step
 
 _ROTATION_DEGREES = 10.0
 _STRETCH = 0.1
@@ -71,7 +72,10 @@ class Learner:
         self.tally = Tally(device)
         is_seen = not (agreed.cuda_graph or config.sync_batchnorm)
         self.waiting = Waiting(device, knows=agreed.world_size == 1 or is_seen)
-        self.ddp = step.wrap(self.model, config, agreed)
+        aside = SideStream(device) if agreed.cuda_graph else None
+        self._aside = aside or nullcontext
+        with self._aside():
+            self.ddp = step.wrap(self.model, config, agreed)
         self.step = Step(
             Compiled(self.ddp) if config.compile else self.ddp,
             self.optimizer,
@@ -85,9 +89,11 @@ class Learner:
         )
         if scaler and self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(scaler)
-        self._train: Callable[[Tensor, Tensor], None] = self.step
+        self._graphed: GraphedStep | None = None
         if agreed.cuda_graph:
-            self._train = GraphedStep(self.step, self.model, agreed.batch_size)
+            falls_back = config.cuda_graph == "auto" and agreed.world_size == 1
+            self._graphed = GraphedStep(self.step, self.model, agreed.batch_size, aside, falls_back)
+        self._train: Callable[[Tensor, Tensor], None] = self._graphed or self.step
         self._augment = AUGMENTATIONS.get(config.augment)
 
     def learn(self, images: Tensor, labels: Tensor) -> None:
@@ -96,21 +102,50 @@ class Learner:
             self._train(self._augment(images) if self._augment else images, labels)
         self.position.advance(len(labels) * self.agreed.world_size)
 
+    @property
+    def is_captured(self) -> bool:
+        """True once the step is replayed as a CUDA graph; a set without a full batch has none."""
+        return self._graphed is not None and self._graphed.is_captured
+
+    @property
+    def warning(self) -> str:
+        """Why the step is no CUDA graph, as it was to be; empty otherwise."""
+        return self._graphed.warning if self._graphed else ""
+
+    def capture(self, images: Tensor, labels: Tensor) -> None:
+        """Capture the step on a full batch, where it is to be replayed; nothing is trained.
+
+        Without this the first full batch of `learn` does it.
+        """
+        if self._graphed and len(labels) == self._graphed.size:
+            with _naming_the_operation():
+                images = self._augment(images) if self._augment else images
+                self._graphed.prepare(images, labels)
+
+    def close(self) -> None:
+        """Release a captured step; the process group must not be left before."""
+        if self._graphed:
+            self._graphed.close()
+
     def settle(self, images: Tensor, labels: Tensor) -> None:
         """Do one pass before the first step, after which all steps are done alike.
 
         DDP arranges its buckets once, in the order in which the first backward pass yields
         gradients; sums over four ranks and more can depend on the arrangement. So a run that
         resumes would do its first step with other sums than a run in one piece (torch's Reducer,
-        `rebuild_buckets`). The same pass shows which gradient comes last.
+        `rebuild_buckets`). The same pass shows which gradient comes last, and has a GPU load
+        kernels of both directions: not the optimizer's, and none of training mode or torch.compile.
         """
         self.model.eval()  # so that no statistics and no random numbers are touched
-        learning = nullcontext() if self.agreed.cuda_graph else self.waiting.learn(self.model)
-        with _naming_the_operation(), learning:
+        several = self.agreed.world_size > 1
+        waits = several and not self.agreed.cuda_graph
+        learning = self.waiting.learn(self.model) if waits else nullcontext()
+        with _naming_the_operation(), learning, self._aside():
             with self.step.autocast():
                 loss = cross_entropy(self.ddp(as_images(images)).float(), labels)
             loss.backward()  # type: ignore[no-untyped-call]
-        nets.check_gradients(self.config.model, self.model)
+        if several:
+            nets.check_gradients(self.config.model, self.model)
         self.optimizer.zero_grad()
         self.model.train()
 

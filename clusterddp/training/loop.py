@@ -18,6 +18,7 @@ from clusterddp.data.loader import Images, Loaded, generators_kept, training_ord
 from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.errors import CheckpointError, TrainingError
+from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import Agreement, MetricsLine, RankReport
@@ -30,6 +31,7 @@ from clusterddp.training.stop import REASONS, Deadline, StopRequest
 
 # Until then an attempt has saved once, so that it knows what that costs.
 _FIRST_SAVE_SECONDS = 40.0
+_LOG_STEPS = 100
 
 
 def train(training: "Training") -> str:
@@ -37,20 +39,26 @@ def train(training: "Training") -> str:
 
     Returns the reason for which the ranks have stopped before that, empty when they have not.
     Raises TrainingError when the loss is not finite, CheckpointError when the end of a training
-    cannot be written.
+    cannot be written. In any case the step is released: the process group can be left.
     """
-    config, learner, position = training.config, training.learner, training.position
+    try:
+        return _train(training)
+    finally:
+        training.learner.close()
+
+
+def _train(training: "Training") -> str:
+    learner, position = training.learner, training.position
     training.prepare()
     reason = training.agree()  # a request may have come during the imports
-    while not reason and position.epoch < config.epochs and position.step < training.last_step:
+    while not reason and training.is_unfinished:
         for images, labels in training.rest_of_epoch():
             learner.step.set_lr(training.schedule.lr(position))
             learner.learn(images, labels)
             training.journal.step()
             if training.profiler:
                 training.profiler.step()
-            if position.step % config.log_every == 0:
-                training.log()
+            training.log_if_due()
             training.evaluate_and_save_if_due("step", position.step)
             if position.step >= training.last_step:
                 break
@@ -116,7 +124,12 @@ class Training:
         """Host, memory and throughput of each rank, once all is done."""
         self.result = evaluation.Result(math.nan, math.nan, torch.zeros(0, 0))
         """The latest evaluation of the whole test set; NaN before."""
+        self.loads_kernels = self.device.type == "cuda"
+        """True where the first pass has a GPU load its kernels, which are chosen by its size."""
+        self.capture_seconds = 0.0
+        """Seconds before the first step: a pass without an update, or the capture."""
         self._evaluated = -1  # the step of that evaluation
+        self._line_step = -math.inf  # of the last line that was due
         self._saving = Interval.parse(config.save_every)
         self._evaluating = Interval.parse(config.eval_every)
         self.warnings = list(agreed.warnings)
@@ -126,14 +139,40 @@ class Training:
             if rank == 0:
                 log.warning(poor)
 
+    @property
+    def is_unfinished(self) -> bool:
+        """True while there are steps to be done."""
+        return self.position.epoch < self.config.epochs and self.position.step < self.last_step
+
     def prepare(self) -> None:
-        """Settle DDP's buckets, and begin to measure."""
+        """Settle DDP's buckets, load a GPU's kernels, capture the step; then begin to measure.
+
+        A GPU that trains a model of one's own by itself loads its kernels in the first step.
+        """
+        learner, agreed = self.learner, self.agreed
+        # Alone it is for a GPU's kernels only, and a model of one's own may not take it: cuDNN's
+        # recurrent layers do no backward pass in eval mode.
+        alone_for_kernels = self.loads_kernels and not is_reference(self.config.model)
+        settles = agreed.world_size > 1 or (alone_for_kernels and not agreed.cuda_graph)
         self.progress.mark(self.position.step, Phase.START)
-        if self.agreed.world_size > 1:
+        began = time.perf_counter()
+        if self.is_unfinished and (settles or agreed.cuda_graph):
+            share = math.ceil(len(self.train_set) / agreed.world_size)
+            whole = self.loads_kernels or agreed.cuda_graph
+            count = min(agreed.batch_size, share) if whole else 1
             with generators_kept(self.device):
-                [batch] = self.train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
-                self.learner.settle(*batch)
-        self.learner.tally.lap()
+                [(images, labels)] = self.train_set.batches(torch.arange(count), count)
+                if settles:
+                    # Of a GPU as many images as a pass has, for its kernels are chosen by that.
+                    some = -(-count // self.config.accumulate) if self.loads_kernels else 1
+                    learner.settle(images[:some], labels[:some])
+                learner.capture(images, labels)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            if learner.warning:
+                self.warnings.append(learner.warning)
+        self.capture_seconds = time.perf_counter() - began
+        learner.tally.lap()
 
     def rest_of_epoch(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's batches of the epoch, without what is trained already."""
@@ -149,6 +188,18 @@ class Training:
         )
         salt = self.config.seed + position.epoch
         return self.train_set.batches(order, self.agreed.batch_size, salt)
+
+    def log_if_due(self) -> None:
+        """Log where a line of metrics is due after this step, the same on every rank.
+
+        By default after a hundred steps, or the next hundred after half a second: by the pace that
+        the ranks have agreed on, never by a clock, as they write a line together.
+        """
+        step, every = self.position.step, self.config.log_every
+        paced = step % _LOG_STEPS == 0 and step - self._line_step >= self.poll.pace
+        if step % every == 0 if every else paced:
+            self._line_step = step
+            self.log()
 
     def agree(self) -> str:
         """Agree with all ranks whether to stop, and why; save where it is time."""

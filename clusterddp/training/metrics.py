@@ -29,7 +29,7 @@ from clusterddp import log
 from clusterddp.checkpoints.state import Position
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import number, read_json_lines, read_lines, write_atomically
+from clusterddp.run.files import read_lines
 from clusterddp.run.records import MetricsLine, RankReport
 from clusterddp.training.device import peak_bytes
 from clusterddp.training.tensorboard import Board
@@ -220,13 +220,6 @@ class Tally:
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         return seconds
-
-
-def copy_history(source: Path, target: Path, step: int) -> None:
-    """Begin an attempt's metrics with the lines of earlier ones up to the step it starts from."""
-    lines = read_json_lines(source) if step > 0 else ()
-    kept = [line for line in lines if (number(line.get("step")) or 0) <= step]
-    write_atomically(target, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 class Waiting:

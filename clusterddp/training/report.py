@@ -34,8 +34,9 @@ def write(training: Training, env: DistEnv, began: float, environ: Mapping[str, 
             f"accuracy {report.accuracy:.2%}. Raise --epochs or --max-steps, or name another "
             "--run-dir"
         )
+    capture = f"{report.capture_seconds:.1f} s of capture, " if report.cuda_graph else ""
     return (
-        f"done: test accuracy {report.accuracy:.2%}, test loss {report.loss:.4f}, "
+        f"done: test accuracy {report.accuracy:.2%}, test loss {report.loss:.4f}, {capture}"
         f"{position.seconds:.1f} s of training ({finished - began:.1f} s in all), "
         f"{report.images_per_second:,.0f} images/s, "
         f"{env.world_size} {'rank' if env.world_size == 1 else 'ranks'}"
@@ -55,6 +56,7 @@ def _report(
         loss=training.result.loss,
         train_seconds=round(position.seconds, 3),
         total_seconds=round(finished - began, 3),
+        capture_seconds=round(training.capture_seconds, 3),
         images_per_second=round(position.images / max(position.seconds, 1e-9), 1),
         world_size=env.world_size,
         num_nodes=env.num_nodes,
@@ -64,7 +66,7 @@ def _report(
         strategy=config.strategy,
         threads=agreed.threads,
         precision=agreed.precision,
-        cuda_graph=agreed.cuda_graph,
+        cuda_graph=training.learner.is_captured,
         model=config.model,
         dataset=config.dataset,
         parameters=sum(parameter.numel() for parameter in training.model.parameters()),

@@ -1,14 +1,14 @@
 """One optimizer step of a rank: forward, backward, exchange of gradients, update.
 
 Also the model as the step calls it: under DistributedDataParallel or DataParallel by `--strategy`,
-and by torch.compile; the step captured into a CUDA graph, which is replayed; the optimizer, and the
-learning rate over the course of a run.
+and by torch.compile; the optimizer, and the learning rate over the course of a run.
 """
 
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,15 +22,19 @@ from clusterddp.checkpoints.state import Position
 from clusterddp.data.loader import as_images
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
+from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.training.metrics import Tally
 
-# DDP settles its buckets within the first of them; torch's documentation asks for eleven.
-_WARM_UPS = 11
 NoSync = Callable[[], AbstractContextManager[None]]
 """Returns a context whose gradients are not exchanged, as DDP's `no_sync`."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass(eq=False)
@@ -99,6 +103,19 @@ def autocast(kind: str, dtype: torch.dtype) -> AbstractContextManager[None]:
     return nullcontext() if dtype is torch.float32 else torch.autocast(kind, dtype)
 
 
+def use_tf32(precision: str) -> None:
+    """Let this process's GPU round to TF32 what it convolves and multiplies, at `tf32` alone.
+
+    torch by itself convolves in TF32 (10 of 23 bits), from Ampere on. By the older of torch's two
+    interfaces, as both can be read afterwards, and torch.compile reads this one; torch 2.9 warns of
+    it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+
+
 class Compiled:
     """A model whose code is generated at its first call, for which it needs a compiler."""
 
@@ -118,10 +135,13 @@ class Compiled:
             # not. What the model itself raises comes through as it is.
             if not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
                 raise
+            needs = "a C++ compiler on every node (CXX names one)"
+            if images.device.type == "cuda":  # whose kernels' launchers Triton builds
+                needs = "a C compiler (CC names one) and Python's headers (Python.h) on every node"
             raise TrainingError(
                 f"--compile: torch.compile failed on {socket.gethostname()}: "
-                f"{str(error).splitlines()[0]}. It needs a C++ compiler on every node (CXX names "
-                "one). Install it there, or leave --compile out."
+                f"{str(error).splitlines()[0]}. It needs {needs}. Install that there, or leave "
+                "--compile out."
             ) from None
         return scores
 
@@ -129,18 +149,19 @@ class Compiled:
 def wrap(model: nn.Module, config: TrainConfig, agreed: Agreement) -> nn.Module:
     """Wrap the model as it is trained: in DDP or DataParallel, or not where nothing is shared.
 
-    Where its passes will be captured into a graph, DDP has to be made on a stream of its own
-    (torch's documentation, "CUDA Graphs", usage with DistributedDataParallel).
+    Rank 0's buffers are what is saved, and every evaluation copies them to all ranks: those of the
+    built-in models need no broadcast before each pass, as no weight depends on them.
     """
     device = next(model.parameters()).device
     if gpus_of_one_process(config.strategy, device.type) > 1:
         return nn.DataParallel(AtPrecision(model, agreed.precision, device.type))
     if agreed.world_size == 1:
         return model
-    with _aside(device) if agreed.cuda_graph else nullcontext():
-        wrapped = DistributedDataParallel(
-            model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
-        )
+    wrapped = DistributedDataParallel(
+        model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
+    )
+    # Not as an argument, which torch 2.15 gives another name.
+    wrapped.broadcast_buffers = is_reference(config.model)
     if config.comm_hook != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -170,99 +191,6 @@ def gpus_of_one_process(strategy: str, kind: str) -> int:
     if kind != "cuda":
         return 0
     return torch.cuda.device_count() if strategy == "dp" else 1
-
-
-@contextmanager
-def _aside(device: torch.device) -> Iterator[None]:
-    """Work on a GPU's stream of its own, in order with what comes before and after."""
-    if device.type != "cuda":
-        yield
-        return
-    usual = torch.cuda.current_stream(device)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(usual)
-    with torch.cuda.stream(stream):
-        yield
-    usual.wait_stream(stream)
-
-
-def _cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    # What another thread does, as one that pins a loader's batches, is none of this work.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    replay: Callable[[], None] = graph.replay
-    return replay
-
-
-@dataclass(eq=False)
-class GraphedStep:
-    """Trains as its step does, by replaying it; a batch of another size is trained step by step."""
-
-    step: Step
-    model: nn.Module
-    """The bare module, whose weights the warm-up must leave as they are."""
-    size: int
-    """Images of a full batch, the one that is captured."""
-    capture: Callable[[Callable[[], None]], Callable[[], None]] = _cuda_graph
-    """Records a piece of work and returns what repeats it."""
-    _replay: Callable[[], None] | None = field(default=None, init=False)
-
-    def __call__(self, images: Tensor, labels: Tensor) -> None:
-        """Train on a batch, as `loader.as_images` takes it, and its labels (N,)."""
-        if len(labels) != self.size:
-            self.step(images, labels)
-            return
-        if self._replay is None:
-            self._images, self._labels = images.clone(), labels.clone()
-            self._replay = self._recorded()
-        self._images.copy_(images)
-        self._labels.copy_(labels)
-        self._replay()
-        self.step.tally.count(len(labels))
-
-    def _recorded(self) -> Callable[[], None]:
-        """Warm up and capture on the batch at hand, and put everything back as it was.
-
-        Raises TrainingError where the step cannot be captured.
-        """
-        before = {id(tensor): tensor.clone() for tensor in self._state()}
-        cpu, cuda = torch.get_rng_state(), None
-        if self.step.device.type == "cuda":
-            cuda = torch.cuda.get_rng_state(self.step.device)
-
-        def work() -> None:
-            self.step.compute(self._images, self._labels)
-
-        try:
-            with _aside(self.step.device):
-                for _ in range(_WARM_UPS):
-                    work()
-            # Gradients belong to the graph's memory.
-            self.step.optimizer.zero_grad(set_to_none=True)
-            replay = self.capture(work)
-        except RuntimeError as error:
-            raise TrainingError(
-                f"the step cannot be captured into a CUDA graph: {str(error).splitlines()[0]}. "
-                "Train without one: --cuda-graph off."
-            ) from error
-        with torch.no_grad():
-            for tensor in self._state():
-                if id(tensor) in before:
-                    tensor.copy_(before[id(tensor)])
-                else:  # the optimizer has made it during the warm-up; all begin at zero
-                    tensor.zero_()
-        # Not in a context: after a failed capture CUDA's generator may take no state.
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, self.step.device)
-        return replay
-
-    def _state(self) -> list[Tensor]:
-        """Return every tensor that a step changes."""
-        states = self.step.optimizer.state.values()
-        kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        return [*self.model.parameters(), *self.model.buffers(), *kept, *self.step.tally.sums]
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, *, captured: bool = False) -> Optimizer:

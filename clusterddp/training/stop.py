@@ -49,13 +49,14 @@ class StopRequest:
         if REASONS.index(reason) > REASONS.index(self.reason):
             self.reason = reason
 
-    def listen(self) -> Callable[[], None]:
+    def listen(self) -> Callable[..., None]:
         """Note signals from now on; returns what restores their former handlers.
 
-        In a thread other than the main one, where Python allows no handlers, it does nothing.
+        That takes the numbers of those to go on with. In a thread other than the main one, where
+        Python allows no handlers, it does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
-            return lambda: None
+            return lambda *_: None
         # An ignored SIGHUP is nohup's doing and meant.
         before = {
             number: signal.signal(number, self._take)
@@ -63,9 +64,10 @@ class StopRequest:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
 
-        def restore() -> None:
+        def restore(*kept: int) -> None:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                if number not in kept and signal.getsignal(number) == self._take:
+                    signal.signal(number, handler)
 
         return restore
 

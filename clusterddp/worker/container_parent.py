@@ -32,7 +32,7 @@ from clusterddp.processes.container import (
     runtimes,
 )
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import IMAGE_VARIABLE, OWN_PIDS_VARIABLE, is_rehearsal
+from clusterddp.ranks.variables import IMAGE_VARIABLE, OWN_PIDS_VARIABLE, host_name, is_rehearsal
 from clusterddp.run.outcome import TaskRecord, is_signalled, read_outcome
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
@@ -154,7 +154,7 @@ def _start(run_dir: Path, rank: int, container: Container) -> ContainerStart:
         environ[OWN_PIDS_VARIABLE] = "1"
     # Each start of a rank has the same name, and so replaces what a killed one has left.
     digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:12]
-    node = environ.get("SLURMD_NODENAME") or os.uname().nodename
+    node = host_name(environ)
     return ContainerStart(
         container.for_run(str(run_dir), str(Path.cwd())),
         runtime,

@@ -15,13 +15,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from clusterddp import log
-from clusterddp.distributed import rendezvous, tcp_store
+from clusterddp.distributed import agreement, rendezvous, tcp_store
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import ClusterDDPError, TrainingError
 from clusterddp.processes import change_environment, processors
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.ranks.variables import VISIBLE_GPUS, host_name
 from clusterddp.request.options import is_reference
+from clusterddp.request.spec import SHARED_GPUS
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
@@ -29,9 +31,13 @@ from clusterddp.run.outcome import note_clocks
 from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import device as devices
-from clusterddp.training.step import gpus_of_one_process
+from clusterddp.training.step import gpus_of_one_process, use_tf32
 
 _OWN_DATA_SECONDS = 3600.0
+# NCCL ends a process that has waited in vain without asking Python. Our watchdog ends it first, and
+# takes less than this for the save under way and NCCL's flight recorder.
+_NCCL_GRACE_SECONDS = 60
+_RECORDS_BY_ITSELF = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
 # Logs and records of hosts that are further apart are hard to read side by side.
 _APART_SECONDS = 0.5
 
@@ -50,9 +56,11 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class _Clocks:
-    """Part of rank 0's verdict that is about the clocks of hosts."""
+class _Answer:
+    """Part of rank 0's verdict beside the agreement."""
 
+    devices: tuple[str, ...]
+    """Device of each rank."""
     tell_time: tuple[int, ...]
     """Ranks that answer with their host's time."""
     sent: float
@@ -74,7 +82,7 @@ def join(
     Raises ClusterDDPError, a PeerError where another rank is to blame.
     """
     try:
-        hello = _introduce(config, env, environ)
+        hello = introduce(config, env, environ)
     except ClusterDDPError as error:
         rendezvous.decline(store, env, error)
         raise
@@ -83,10 +91,10 @@ def join(
     interface = ""
     if lookups and agreed.backend == "gloo" and tcp_store.GLOO_INTERFACE not in environ:
         interface = lookups.gloo_interface()
-    defaults = _variables(config, agreed, interface)
+    defaults = _variables(config, joined, interface)
     change_environment({name: environ.get(name, value) for name, value in defaults.items()})
     _enter_group(config, joined, env, store)
-    announce(config, agreed, hello, env)
+    announce(config, agreed, joined.hello, env)
     return joined
 
 
@@ -103,21 +111,24 @@ def _meet(
     def decide(hellos: list[rendezvous.Message]) -> rendezvous.Message:
         ranks = [rank for each in hellos if (rank := files.load(Hello, each))]
         assert len(ranks) == env.world_size, "every rank says all that a hello holds"
+        ranks = agreement.share_out(sorted(ranks, key=lambda hello: hello.rank))
         agreed = settle(ranks)
         tellers.update(rendezvous.time_tellers(hellos))
-        return {**dataclasses.asdict(agreed), "tell_time": sorted(tellers), "sent": time.time()}
+        answer = _Answer(tuple(rank.device for rank in ranks), tuple(sorted(tellers)), time.time())
+        return {**dataclasses.asdict(agreed), **vars(answer)}
 
     # Rank 0 calls a user function meanwhile, which may have to fetch its data.
     is_own = is_reference(config.dataset)
     patience = _OWN_DATA_SECONDS if is_own else rendezvous.GRACE_SECONDS
     verdict = rendezvous.agree(store, env, vars(hello), decide, config.rendezvous_timeout, patience)
-    agreed, clocks = files.load(Agreement, verdict), files.load(_Clocks, verdict)
-    assert agreed and clocks, "rank 0 sends a whole agreement"
-    if env.rank in clocks.tell_time:
+    agreed, answer = files.load(Agreement, verdict), files.load(_Answer, verdict)
+    assert agreed and answer, "rank 0 sends a whole agreement"
+    hello = dataclasses.replace(hello, device=answer.devices[env.rank])
+    if env.rank in answer.tell_time:
         rendezvous.tell_time(store, env, time.time())
     joined = Joined(hello, agreed, torch.device(hello.device))
     if tellers:
-        ahead = rendezvous.collect_clocks(store, env, tellers, clocks.sent)
+        ahead = rendezvous.collect_clocks(store, env, tellers, answer.sent)
         apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
         if apart:
             log.warning(f"clocks differ from that of rank 0's host: {', '.join(apart)}")
@@ -126,65 +137,91 @@ def _meet(
     return joined
 
 
-def _variables(config: TrainConfig, agreed: Agreement, interface: str) -> dict[str, str]:
+def _variables(config: TrainConfig, joined: Joined, interface: str) -> dict[str, str]:
     """Return the variables that torch and its libraries read, unless they are set already.
 
     interface: the network interface of gloo's exchange, if it had to be found out.
     """
-    several = agreed.world_size > 1
+    agreed, trace = joined.agreed, ""
+    if agreed.backend == "nccl" and agreed.world_size > 1:
+        trace = str(joined.attempt.nccl_trace())
     variables = {
         "KINETO_LOG_LEVEL": "99" if config.profile else "",  # its library logs what it does
         tcp_store.GLOO_INTERFACE: interface,
         # cuBLAS repeats itself only with a fixed workspace (torch.use_deterministic_algorithms).
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8" if config.deterministic else "",
-        # Before the group is made: NCCL's own watch over it would query events in mid-capture.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0" if agreed.cuda_graph and several else "",
+        # Where NCCL's watchdog dumps its flight recorder at a time-out, by both names of it.
+        "TORCH_FR_DUMP_TEMP_FILE": trace,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": trace,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if trace else "",
+        # It is off in torch 2.4; a torch with its later name for this warns of the former.
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000" if trace and not _RECORDS_BY_ITSELF else "",
     }
     return {name: value for name, value in variables.items() if value}
 
 
-def _introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
+def introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
+    """Choose the processor of this rank, and describe the rank by it.
+
+    Raises TrainingError where the rank cannot train here.
+    """
     if absent := config.missing_package():
         raise TrainingError(absent)
+    wants_gpu = config.device != "cpu"  # or the driver is not even asked, which takes its time
+    visible = torch.cuda.device_count() if wants_gpu and torch.cuda.is_available() else 0
     choice = devices.choose(
         config.device,
-        visible=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        visible=visible,
         local_rank=env.local_rank,
-        local_world_size=env.local_world_size,
         granted=devices.granted_gpus(environ),
-        driver=processors.NVIDIA_DRIVER.exists(),
+        driver=processors.has_nvidia_driver(),
     )
-    gpu = _take_gpu(choice.index) if choice.kind == "cuda" else ""
+    threads = usable_threads(environ, env.local_world_size)
     warning = choice.warning
     if config.strategy == "dp" and gpus_of_one_process("dp", choice.kind) < 2:
         warning = warning or (
             f"--strategy dp has {'one GPU' if choice.kind == 'cuda' else 'no GPU'} here: it trains "
             f"on {choice.name} alone, as --strategy single does"
         )
+    warnings = [warning]
+    gpus: tuple[str, ...] = ()
+    if choice.kind == "cuda":
+        gpus = _take_gpu(choice.index, visible, environ)
+        if threads == 1:
+            warnings.append(
+                "a GPU rank has one CPU: its steps, NCCL, its reader and its checkpoints wait for "
+                "each other. Ask for more, such as --cpus-per-task 4"
+            )
     return Hello(
         rank=env.rank,
         world_size=env.world_size,
         local_rank=env.local_rank,
-        host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        host=host_name(environ),
         pid=os.getpid(),
         kind=choice.kind,
         device=choice.name,
-        gpu=gpu,
-        threads=usable_threads(environ, env.local_world_size),
+        gpu=gpus[choice.index] if gpus else "",
+        threads=threads,
         torch=torch.__version__,
         bf16=devices.computes_in_bf16(choice.kind),
-        warning=warning,
+        gpus=gpus,
+        shares_gpu=choice.kind == "cuda" and _nccl_shares_gpus(environ),
+        warning="; ".join(filter(None, warnings)),
     )
 
 
-def _take_gpu(index: int) -> str:
-    """Have CUDA use this GPU from the first; returns the GPU's own identifier.
+def _take_gpu(index: int, visible: int, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Have CUDA use this GPU from the first; returns the visible GPUs' own identifiers.
 
-    Empty with a torch that has none: then two ranks on one GPU go unnoticed.
+    None with a torch that has none: then two ranks on one GPU go unnoticed.
     """
+    shown = environ.get(VISIBLE_GPUS, "").split(",")[0]
     try:
         torch.cuda.set_device(index)  # or what follows would open the first GPU as well
-        return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+        if shown.startswith("MIG-"):  # CUDA can give that of the GPU which it is a part of
+            return (shown,)
+        properties = map(torch.cuda.get_device_properties, range(visible))
+        return tuple(str(each.uuid) for each in properties if hasattr(each, "uuid"))
     except RuntimeError as error:
         raise TrainingError(
             f"GPU {index} of {socket.gethostname()} cannot be used: {str(error).splitlines()[0]}. "
@@ -192,11 +229,18 @@ def _take_gpu(index: int) -> str:
         ) from None
 
 
+def _nccl_shares_gpus(environ: Mapping[str, str]) -> bool:
+    """Return whether NCCL was told to take several ranks on one GPU, and can."""
+    asked = environ.get(SHARED_GPUS, "") not in ("", "0")
+    return asked and torch.cuda.nccl.version() >= (2, 30)  # type: ignore[no-untyped-call]
+
+
 def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
-    """Return the CPUs that Slurm gave this task, or its share of those that the process may use."""
+    """Return the CPUs that Slurm gave this rank, or its share of those that the process may use."""
     given = environ.get("SLURM_CPUS_PER_TASK", "")
     if given.isdigit() and int(given):
-        return int(given)
+        ranks = local_world_size if "TORCHELASTIC_RUN_ID" in environ else 1  # of an agent's task
+        return max(int(given) // ranks, 1)
     try:
         usable = len(os.sched_getaffinity(0))
     except AttributeError:  # not on Linux
@@ -206,6 +250,8 @@ def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
 
 def _enter_group(config: TrainConfig, joined: Joined, env: DistEnv, store: RunStore) -> None:
     agreed, device = joined.agreed, joined.device
+    ends_first = config.watchdog and agreed.backend == "nccl"
+    timeout = config.process_group_timeout + (_NCCL_GRACE_SECONDS if ends_first else 0)
     torch.set_num_threads(agreed.threads)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -213,12 +259,16 @@ def _enter_group(config: TrainConfig, joined: Joined, env: DistEnv, store: RunSt
         torch.cuda.set_device(device)
         # Otherwise cuDNN may choose algorithms whose sums differ from run to run.
         torch.backends.cudnn.deterministic = True
+        use_tf32(agreed.precision)
+    mode = config.numa_binding
+    if mode != "none" and (trouble := devices.bind_to_numa(mode, device)):
+        log.warning(trouble)
     dist.init_process_group(
         agreed.backend,
         store=PrefixStore("group", store),
         rank=env.rank,
         world_size=env.world_size,
-        timeout=timedelta(seconds=config.process_group_timeout),
+        timeout=timedelta(seconds=timeout),
         device_id=device if device.type == "cuda" and agreed.backend == "nccl" else None,
     )
 

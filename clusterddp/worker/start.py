@@ -3,7 +3,6 @@ every rank obtains its two sets.
 """
 
 import dataclasses
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import CheckpointError, ClusterDDPError, DataError, PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import OWN_PIDS_VARIABLE
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
@@ -34,10 +32,9 @@ from clusterddp.run import attempt as attempts
 from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import write_atomically
-from clusterddp.run.records import Agreement, AttemptRecord
+from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
-from clusterddp.training import metrics
 
 
 def settle_attempt(
@@ -65,6 +62,13 @@ def settle_attempt(
         _record_request(run, config, terms)
         attempt = _attempt(run, number, environ.get("SLURM_JOB_ID", ""), config)
         origin = _choose_checkpoint(config, attempt, recorded, terms.world_size, data_sha256)
+        agreement.check_precision(config, origin.precision, hellos)
+        if origin.precision == "fp16" and config.cuda_graph == "on":
+            raise TrainingError(
+                f"--cuda-graph on against fp16, in which the checkpoint {origin.source} was "
+                "trained: its loss scale is chosen step by step. Leave --cuda-graph out, or choose "
+                "another --precision."
+            )
         return _publish(config, attempt, terms, origin, data_sha256, environ)
 
 
@@ -127,8 +131,6 @@ class _Origin:
 
     reference_world_size: int
     source: Path | None = None
-    is_own: bool = False
-    """It is one of this run."""
     step: int = 0
     best: Best | None = None
     precision: str = ""
@@ -168,7 +170,6 @@ def _choose_checkpoint(
                 world_size, content["global_batch_size"], batch_size * accumulate
             ),
             source,
-            is_own=of_run is not None,
             step=content["step"],
             best=Best(**content["best"]) if content["best"] else None,
             precision=content.get("precision", "fp32") if config.precision == "auto" else "",
@@ -190,9 +191,12 @@ def _publish(
     run, source = attempt.run, origin.source
     if not attempt.checkpoints.is_dir():
         source = catalog.adopt(attempt, source, config.keep_last, best=origin.best)
+    precision = origin.precision or terms.precision
     agreed = dataclasses.replace(
         terms,
-        precision=origin.precision or terms.precision,
+        precision=precision,
+        # fp16's loss scale is chosen step by step, which no graph holds.
+        cuda_graph=terms.cuda_graph and precision != "fp16",
         run_dir=str(run.path),
         attempt=attempt.number,
         resume=str(source.resolve()) if source else "",
@@ -201,34 +205,16 @@ def _publish(
         data_sha256=data_sha256,
         lr=config.peak_lr(origin.reference_world_size),
     )
-    metrics.copy_history(run.metrics, attempt.metrics, origin.step if origin.is_own else 0)
-    attempt.end.unlink(missing_ok=True)
-    # What an attempt has gained counts from its first start.
-    record = attempt.read_record() or AttemptRecord(
-        step=origin.step,
-        saved=origin.source.stat().st_mtime if origin.source else None,
-        resumed_from=_shown(run, origin.source),
-    )
-    record = dataclasses.replace(
-        record,
-        job_id=environ.get("SLURM_JOB_ID", ""),
-        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
-        host=socket.gethostname(),
-        pid=None if OWN_PIDS_VARIABLE in environ else os.getpid(),
-        starts_in_job=record.starts_in_job + 1,
+    attempts.take_up(
+        attempt,
+        origin.source,
+        origin.step,
         world_size=agreed.world_size,
         hosts=agreed.hosts,
+        environ=environ,
     )
-    attempts.publish(attempt, record)
     files.write_record(run.resolved, agreed, indent=2)
     return agreed
-
-
-def _shown(run: RunDir, source: Path | None) -> str | None:
-    if source is None:
-        return None
-    path = source.resolve()
-    return str(path.relative_to(run.path)) if path.is_relative_to(run.path) else str(path)
 
 
 Sets = tuple[Images | Loaded, Images | Loaded]

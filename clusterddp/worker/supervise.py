@@ -25,8 +25,9 @@ from clusterddp.errors import (
 )
 from clusterddp.processes.signals import Pulse, Relay, die_with_parent, send
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.ranks.variables import host_name
 from clusterddp.run import files, logs
-from clusterddp.run.outcome import LONGEST_MESSAGE, TaskRecord
+from clusterddp.run.outcome import LONGEST_MESSAGE, TaskRecord, Traces
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
 
@@ -35,6 +36,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 
 pulse: Pulse | None = None
 """Shows the parent of this task that Python runs in it; None where it has no such parent."""
+_reports: int | None = None
+"""Pipe to the parent of this task, for the error that ends it."""
 
 
 def supervise(
@@ -47,14 +50,17 @@ def supervise(
     listen: Callable[[], object] | None = None,
     explain: Callable[[int], TaskError | None] | None = None,
     record: TaskRecord | None = None,
+    began: Callable[[int, TaskRecord], None] | None = None,
 ) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
     attempt: the number of the attempt to which this task belongs, where the starting side made it.
     own_log: send what is printed to the rank's own log.
     listen: installs the child's signal handlers, before any signal can reach it.
-    explain: the error behind a wait status, where the child has execed and reports none itself.
+    explain: the error behind a wait status, where the child has execed and reports none itself;
+        by default the words of NCCL's watchdog, which ends a process without asking Python.
     record: takes the outcome in place of a TaskRecord of this task.
+    began: is called with the child's process and its record once it runs; may start threads.
 
     Returns the child's exit code, or 128 + N when signal N ended it; 0 for EXIT_PAUSED where Slurm
     or an agent started the task, as either would end the other ranks for it. `child` may exec.
@@ -63,6 +69,7 @@ def supervise(
     """
     if own_log:
         _redirect_output(run_dir, env)
+    explain = explain or Traces().abort
     global pulse
     record, pulse = record or TaskRecord(RunDir(run_dir), env, attempt), Pulse()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
@@ -95,9 +102,11 @@ def supervise(
         relay.listen()
         os.close(go_writer)  # the child continues
         record.started(pid)
+        if began:
+            began(pid, record)
         status = record.ended(
             _await_end(pid, env),
-            lambda status: _read_report(report_reader) or (explain(status) if explain else None),
+            lambda status: _read_report(report_reader) or explain(status),
         )
     code = os.waitstatus_to_exitcode(status)
     if code == EXIT_PAUSED and not forwards:
@@ -150,7 +159,7 @@ def _await_end(pid: int, env: DistEnv) -> int:
         change = "continues after a stop"
         if os.WIFSTOPPED(status):
             change = "is stopped (SIGSTOP); kill -CONT lets it continue"
-        host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+        host = host_name(os.environ)
         log.info(f"process {pid}, rank {env.rank} on {host}, {change}")
 
 
@@ -176,7 +185,9 @@ def _become_task(
         die_with_parent(parent)
         os.read(go_reader, 1)
         os.close(go_reader)
-        code = _run(child, report_writer, mask)
+        global _reports  # noqa: PLW0603 -- a process has one parent
+        _reports = report_writer
+        code = _run(child, mask)
         sys.stdout.flush()
         sys.stderr.flush()
     except KeyboardInterrupt:  # a second one, while the first was answered
@@ -187,7 +198,7 @@ def _become_task(
         os._exit(code)
 
 
-def _run(child: Callable[[], int], report_writer: int, mask: set[int]) -> int:
+def _run(child: Callable[[], int], mask: set[int]) -> int:
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return child()
@@ -201,23 +212,26 @@ def _run(child: Callable[[], int], report_writer: int, mask: set[int]) -> int:
         return EXIT_FAILED
     except ClusterDDPError as error:
         print(f"clusterddp: {error}", file=sys.stderr)
-        _report(report_writer, error)
+        report(error)
         return error.exit_code
     except BaseException as error:
         if is_debuggers_quit(error):
             return EXIT_INTERRUPTED
         traceback.print_exc()
-        _report(report_writer, error)
+        report(error)
         return EXIT_FAILED
 
 
-def _report(report_writer: int, error: BaseException) -> None:
+def report(error: BaseException) -> None:
+    """Report the error that ends this task to its parent, if it has one; once, from any thread."""
+    if _reports is None:
+        return
     # It has to fit into the pipe's buffer, or the task would wait for a parent that waits.
     message = str(error)[:LONGEST_MESSAGE]
     peer_lost = bool(getattr(error, "peer_lost", False))
     # Our own errors are clear by themselves; of others the type is half the message.
     kind = "" if isinstance(error, ClusterDDPError) else type(error).__name__
-    os.write(report_writer, json.dumps(vars(TaskError(kind, message, peer_lost))).encode())
+    os.write(_reports, json.dumps(vars(TaskError(kind, message, peer_lost))).encode())
 
 
 def _read_report(report_reader: int) -> TaskError | None:

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,24 +20,24 @@ from clusterddp.data import shared_memory
 from clusterddp.distributed import tcp_store
 from clusterddp.errors import (
     EXIT_DONE,
-    EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PAUSED,
     PeerError,
     TrainingError,
 )
 from clusterddp.processes import change_environment
+from clusterddp.processes.stacks import armed
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import IMAGE_VARIABLE, is_rehearsal, own_name
+from clusterddp.ranks.variables import IMAGE_VARIABLE, own_mig_device
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
+from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import write_record
 from clusterddp.run.outcome import is_peer_loss, note_hung
 from clusterddp.run.records import LastWord
-from clusterddp.slurm import client as slurm
 from clusterddp.training import stop
-from clusterddp.training.stop import Deadline, StopRequest
+from clusterddp.training.presence import Presence, poll_time_limit
+from clusterddp.training.stop import Deadline
 from clusterddp.worker import supervise
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 _SAVE_SECONDS = 20.0
 _PACKAGES = {"torch": (2, 4), "numpy": (1, 24)}
 """Packages that every training imports, with their least versions (as in pyproject.toml)."""
-_TIME_LIMIT_SECONDS = 600.0  # between two polls: an administrator can move the limit
 
 
 def run_task(
@@ -82,7 +81,7 @@ def run_task(
     try:
         _require_packages()
         env = env or DistEnv.from_environ(os.environ)
-        with log.to(log.to_stdout):
+        with log.to(log.to_stdout), armed():
             return _run(_Task(config, run_dir, env, attempt, Deadline(signal_lead), began))
     finally:
         restore()
@@ -105,7 +104,8 @@ class _Task:
 
 def _run(task: _Task) -> int:
     config, env = task.config, task.env
-    change_environment(env.to_environ())
+    own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
+    change_environment({**env.to_environ(), **own_device})  # CUDA reads it once, when it starts
     bound = tcp_store.bind(env, os.environ)  # first of all, so that no rank has to ask again
     reading: _Reading | None = _begin_reading(config, env)
     lookups = tcp_store.Lookups(env) if env.world_size > 1 else None
@@ -120,8 +120,8 @@ def _run(task: _Task) -> int:
 
     if is_reference(config.dataset):
         reading = OwnSets(config)
-    progress, watchdog = Progress(), None
-    with ExitStack() as at_end, _breaking_off(env, lambda: _suspect(watchdog)):
+    progress, watchdog, ending = Progress(), None, _Ending(env)
+    with ExitStack() as at_end, _breaking_off(env, lambda: _suspect(watchdog), ending):
         store = rendezvous.open_store(
             env,
             os.environ,
@@ -139,10 +139,11 @@ def _run(task: _Task) -> int:
         )
         joined = join.join(config, env, store, os.environ, settle, lookups)
         if config.watchdog:
-            watchdog = at_end.enter_context(_watchdog(config, env, joined, progress))
-        reason = _train(task, joined, store, reading, progress)
+            watchdog = at_end.enter_context(_watchdog(config, env, joined, progress, ending))
+        reason = _train(task, joined, store, reading, progress, ending)
         dist.barrier()
-    dist.destroy_process_group()
+        ending.claim()
+    rendezvous.part()
     rendezvous.leave(store, env)
     return {"": EXIT_DONE, "interrupt": EXIT_INTERRUPTED}.get(reason, EXIT_PAUSED)
 
@@ -217,7 +218,7 @@ def _import_torch() -> None:
 
 
 @contextmanager
-def _breaking_off(env: DistEnv, suspect: Callable[[], str]) -> Iterator[None]:
+def _breaking_off(env: DistEnv, suspect: Callable[[], str], ending: "_Ending") -> Iterator[None]:
     """Leave the process group where the body fails; blame another rank that is the cause.
 
     suspect: returns whom the watchdog holds to be the cause, or nothing.
@@ -227,6 +228,7 @@ def _breaking_off(env: DistEnv, suspect: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        ending.claim()
         hint = f" ({suspected})" if (suspected := suspect()) else ""
         rendezvous.break_off(env)
         if not is_peer_loss(error):
@@ -241,8 +243,42 @@ def _suspect(watchdog: "Watchdog | None") -> str:
     return watchdog.suspect if watchdog else ""
 
 
+class _Ending:
+    """End of a task that fails: by its own exception or by the watchdog, whichever comes first."""
+
+    def __init__(self, env: DistEnv) -> None:
+        self.training: Training | None = None
+        self._env, self._claimed = env, threading.RLock()
+
+    def claim(self) -> None:
+        """Have the calling thread end the task; does not return where the watchdog does already."""
+        self._claimed.acquire()
+
+    def leave(self, attempt: Attempt, why: str) -> None:
+        """End this process, whose training waits in NCCL for a rank that does not come.
+
+        A thread of the watchdog's calls it: the waiting one cannot be woken. NCCL's own time-out
+        follows, so what is known comes first, and its flight recorder, which can hang this process,
+        after the checkpoint.
+        """
+        from clusterddp.distributed import rendezvous
+
+        if not self._claimed.acquire(blocking=False):
+            return
+        error = PeerError(f"{why}. The log of the rank that failed first says why.")
+        supervise.report(error)
+        with suppress(OSError):  # past the locks of sys.stderr, which the waiting thread may hold
+            os.write(2, f"clusterddp: {error}\n".encode(errors="replace"))
+        if self.training:
+            _let_save_end(self.training)
+        rendezvous.dump_flight_recorder(attempt.nccl_trace(self._env.rank))
+        if self._env.rank:
+            time.sleep(_SAVE_SECONDS)  # rank 0 saves: NCCL would end it once this one has gone
+        os._exit(error.exit_code)
+
+
 def _watchdog(
-    config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progress"
+    config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progress", ending: _Ending
 ) -> "Watchdog":
     from clusterddp.distributed import heartbeat
     from clusterddp.distributed.watchdog import Watchdog, periods
@@ -257,6 +293,8 @@ def _watchdog(
         host=joined.hello.host,
         note=partial(_note_hung, joined.attempt),
         beat=supervise.pulse.beat if supervise.pulse else lambda _: None,
+        leave=partial(ending.leave, joined.attempt) if joined.agreed.backend == "nccl" else None,
+        leave_seconds=config.process_group_timeout,
     )
 
 
@@ -266,10 +304,11 @@ def _train(
     store: "RunStore",
     reading: "_Reading | None",
     progress: "Progress",
+    ending: _Ending,
 ) -> str:
     """Train; returns the reason where the ranks have stopped early, for rank 0 to have noted."""
     from clusterddp.checkpoints import state
-    from clusterddp.training import report
+    from clusterddp.training import batch_size, report
     from clusterddp.training.learner import check_fit
     from clusterddp.training.loop import Training, train
     from clusterddp.worker import start
@@ -291,6 +330,7 @@ def _train(
             config, agreed, env.rank, device, *sets, attempt, request, deadline, progress, content
         )
         del content
+        ending.training = training
         if config.own_functions:
             check_fit(config, training.model, *sets)
         if held:
@@ -301,8 +341,11 @@ def _train(
         presence.saved = lambda: saver.last_step if saver else None
         try:
             reason = train(training)
-        except BaseException:
+        except BaseException as error:
+            ending.claim()
             _let_save_end(training)
+            if batch_size.is_out_of_memory(error):
+                raise _too_large(joined, error) from error
             raise
         if saver:  # on rank 0
             last_saved = f"Its last checkpoint is that of step {saver.last_step}."
@@ -311,6 +354,15 @@ def _train(
                     log.info(report.write(training, env, task.began, os.environ))
                 _note_end(attempt, reason, training.position.step, saver)
     return reason
+
+
+def _too_large(joined: "Joined", error: BaseException) -> TrainingError:
+    size, said = joined.agreed.batch_size, (str(error).splitlines() or [type(error).__name__])[0]
+    return TrainingError(
+        f"{joined.hello.device} of {joined.hello.host} has no memory for this model at {size:,} "
+        f"images per rank and step: {said} Lower --batch-size, or take --accumulate for the same "
+        "step in parts; --find-batch-size shows what fits."
+    )
 
 
 def _let_save_end(training: "Training") -> None:
@@ -377,86 +429,3 @@ def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = 
         if not reason:
             raise
         log.warning(f"{attempt.end} cannot be written: {error.strerror}")
-
-
-class Presence:
-    """While its context is open, the attempt's sign of life is renewed and `stop` looked at."""
-
-    def __init__(self, attempt: Attempt, request: StopRequest) -> None:
-        self.step: Callable[[], int] = lambda: 0
-        """Returns the training's step."""
-        self.saved: Callable[[], int | None] = lambda: None
-        """Returns the step of its newest checkpoint, if it has one."""
-        self._attempt = attempt
-        self._request = request
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._stay, name="presence", daemon=True)
-        self._said = False
-        self._gone = 0
-
-    def __enter__(self) -> "Presence":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(ALIVE_SECONDS)  # a file system that hangs must not keep the process
-
-    def _stay(self) -> None:
-        self._look()
-        while not self._over.wait(ALIVE_SECONDS):
-            self._look()
-
-    def _look(self) -> None:
-        try:
-            self._attempt.show_life(self.step(), self.saved())
-            self._gone = 0
-        except FileNotFoundError:
-            self._gone += 1
-            if self._gone > 1:  # twice, as a network file system can err for a moment
-                self._end(f"{self._attempt.path} was removed: nothing can be saved any more")
-        except OSError as error:  # a full disk, say, on which the rest can still be seen
-            self._say(f"cannot show its life in {self._attempt.path}: {error.strerror}")
-        try:
-            reason = self._attempt.asked_to_stop()
-            if reason is not None:
-                self._request.note("stop" if reason == "stop" else "signal")
-            if self._attempt.is_superseded:  # whatever it still did would be work done twice
-                later = self._attempt.number + 1
-                self._end(f"superseded: attempt {later} of the run has begun, and trains on")
-        except OSError as error:
-            self._say(f"cannot be looked at in {self._attempt.path}: {error.strerror}")
-
-    def _say(self, line: str) -> None:
-        if not self._said:
-            self._said = True
-            with suppress(OSError):  # the log may lie on the same disk
-                log.warning(f"attempt {self._attempt.number} {line}")
-
-    def _end(self, why: str) -> None:
-        """End this process at once; the other ranks find their exchange broken."""
-        with suppress(OSError):
-            line = f"clusterddp: attempt {self._attempt.number} ends: {why}"
-            print(line, file=sys.stderr, flush=True)
-            sys.stdout.flush()
-        os._exit(EXIT_FAILED)
-
-
-def poll_time_limit(deadline: Deadline, environ: Mapping[str, str]) -> None:
-    """Poll Slurm for the job's time limit from a background thread, as slurmctld can be slow."""
-    job_id = environ.get("SLURM_JOB_ID", "")
-
-    def poll() -> None:
-        while True:
-            deadline.set(seconds_left(job_id, environ))
-            time.sleep(_TIME_LIMIT_SECONDS)
-
-    if job_id:
-        threading.Thread(target=poll, daemon=True).start()
-
-
-def seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
-    """Return the job's seconds left by slurmctld's clock, or by this host's without squeue."""
-    left = None if is_rehearsal(environ) else slurm.seconds_left(own_name(environ, job_id))
-    end = environ.get("SLURM_JOB_END_TIME", "")  # set by newer versions
-    return int(end) - time.time() if left is None and end.isdigit() else left

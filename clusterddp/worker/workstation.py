@@ -27,7 +27,7 @@ from clusterddp.errors import (
 from clusterddp.processes import start_methods
 from clusterddp.processes.container import Container
 from clusterddp.processes.group import TaskGroup
-from clusterddp.processes.processors import AMD_DEVICE, NVIDIA_DRIVER
+from clusterddp.processes.processors import AMD_DEVICE, has_nvidia_driver
 from clusterddp.processes.signals import Relay, held_back, send
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv
@@ -104,7 +104,7 @@ def train(
         from clusterddp.submission import bundle  # most runs start none
 
         bundle.carry(run)
-        gpus = config.device != "cpu" and (NVIDIA_DRIVER.exists() or AMD_DEVICE.exists())
+        gpus = config.device != "cpu" and (has_nvidia_driver() or AMD_DEVICE.exists())
         container = replace(container, gpus=gpus)
     run.make(run.logs)
     attempts.await_silence(run, "", config.rendezvous_timeout)

@@ -15,6 +15,7 @@ from clusterddp.checkpoints.catalog import (
     checksum_of,
     files,
     name_of,
+    shards_of,
     step_of,
     write_best,
 )
@@ -96,6 +97,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 def steps_in(folder: Path) -> list[int]:
     return [step_of(path) for path in files(folder)]
+
+
+def make_sharded(folder: Path, step: int, ranks: int = 2) -> Path:
+    """A checkpoint with a file of each rank."""
+    path = make(folder, step)
+    shards = shards_of(path)
+    shards.mkdir()
+    with checksum_of(path).open("a") as sums:
+        for rank in range(ranks):
+            (shards / f"__{rank}_0.distcp").write_text(f"of rank {rank}")
+            digest = hashlib.sha256(f"of rank {rank}".encode()).hexdigest()
+            sums.write(f"{digest}  {shards.name}/__{rank}_0.distcp\n")
+    return path
 
 
 def names_in(folder: Path) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from clusterddp.checkpoints.catalog import (
     Best,
     UnusableError,
     adopt,
+    checksum_of,
     find,
     listing,
     name_of,
@@ -26,7 +28,14 @@ from clusterddp.checkpoints.catalog import (
 from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
-from tests.checkpoints.made_checkpoints import DAMAGE, attempt, make, names_in, steps_in
+from tests.checkpoints.made_checkpoints import (
+    DAMAGE,
+    attempt,
+    make,
+    make_sharded,
+    names_in,
+    steps_in,
+)
 from tests.event_lines import add_event
 from tests.hostile import CARRIED, REFUSED
 
@@ -350,6 +359,103 @@ def test_where_there_are_no_hard_links_copies_are_made(
     assert got.stat().st_mtime == source.stat().st_mtime
     assert steps_in(second.checkpoints) == [200, 100]
     assert [(entry.step, entry.attempt) for entry in listing(run)] == [(200, 2), (100, 2)]
+
+
+def test_the_list_of_a_sharded_checkpoint_is_one_of_sha256sums(run: RunDir) -> None:
+    first = attempt(run, 1)
+    path = make_sharded(first.checkpoints, 100)
+    checked = subprocess.run(
+        ["sha256sum", "--check", checksum_of(path).name],
+        cwd=path.parent, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert checked.stdout.count(": OK") == 3
+    [entry] = listing(run)
+    size = len("of rank 0") + len("of rank 1")
+    assert (entry.problem, entry.bytes) == ("", path.stat().st_size + size)
+
+
+def test_shards_that_go_meanwhile_are_no_error(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = attempt(run, 1)
+    paths = [make_sharded(first.checkpoints, step) for step in (100, 200)]
+
+    def read(path: Path) -> bytes:
+        files = [*listed(path), *([path.with_name("gone")] if path == paths[1] else [])]
+        monkeypatch.setattr(catalog, "_shard_files", lambda _: files)
+        return b""
+
+    listed = catalog._shard_files
+    monkeypatch.setattr(catalog, "read", read)
+    assert [entry.step for entry in listing(run)] == [100]
+
+
+SHARD = "step-00000200.shards/__1_0.distcp"
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (lambda shard: shard.write_text("of rank 2"), "shard SHA-256 differs"),
+        (lambda shard: shard.unlink(), "shard missing"),
+        (lambda shard: shutil.rmtree(shard.parent), "shard missing"),
+        (lambda shard: (shard.unlink(), os.mkfifo(shard)), "shard SHA-256 differs"),
+        (lambda shard: (shard.rename(f"{shard}.mine"), shard.symlink_to(f"{shard}.mine")),
+         "shard missing"),
+    ],
+    ids=["altered", "missing", "all missing", "a FIFO", "a link"],
+)  # fmt: skip
+def test_a_checkpoint_whose_shard_is_damaged_is_passed_over(
+    run: RunDir, harm: Callable[[Path], object], problem: str
+) -> None:
+    first = attempt(run, 1)
+    for step in (100, 200):
+        make_sharded(first.checkpoints, step)
+    assert newest(run) == first.checkpoints / name_of(200)  # and it is remembered as whole
+    harm(first.checkpoints / SHARD)
+    assert newest(run) == first.checkpoints / name_of(100)
+    assert [entry.problem for entry in listing(run)] == [problem, ""]
+
+
+@pytest.mark.parametrize("name", ["../../../spec.json", "/etc/passwd", "step-00000100.pt", ""])
+def test_a_list_that_leads_elsewhere_is_no_list(run: RunDir, name: str) -> None:
+    first = attempt(run, 1)
+    path = make(first.checkpoints, 100)
+    with checksum_of(path).open("a") as sums:
+        sums.write(f"{'0' * 64}  {name}\n")
+    with pytest.raises(UnusableError, match=r"is damaged: its shard .*: missing"):
+        catalog.read(path)
+    assert catalog.read(path, shards=False)
+
+
+def test_shards_go_with_their_checkpoint(run: RunDir) -> None:
+    first, second = attempt(run, 1), Attempt(run, 2)
+    for step in (100, 200, 300):
+        make_sharded(first.checkpoints, step)
+    second.path.mkdir()
+    adopt(second, first.checkpoints / name_of(300), 2)
+    assert [name for name in names_in(second.checkpoints) if name.endswith(".shards")] == [
+        "step-00000200.shards", "step-00000300.shards",
+    ]  # fmt: skip
+    shard = "step-00000300.shards/__0_0.distcp"
+    assert (second.checkpoints / shard).samefile(first.checkpoints / shard)
+    catalog.remove(second.checkpoints / name_of(300))
+    assert names_in(second.checkpoints) == [
+        "step-00000200.pt", "step-00000200.pt.sha256", "step-00000200.shards",
+    ]  # fmt: skip
+    assert catalog.read(first.checkpoints / name_of(300))
+
+
+def test_shards_that_a_killed_rank_has_left_are_removed(run: RunDir) -> None:
+    first = attempt(run, 1)
+    kept = make_sharded(first.checkpoints, 100)
+    for name in (".step-00000200.shards", "step-00000200.shards", "mine.shards"):
+        (first.checkpoints / name).mkdir()
+        (first.checkpoints / name / "file").touch()
+    remove_leftovers(first.checkpoints)
+    assert names_in(first.checkpoints) == sorted(
+        ["mine.shards", kept.name, f"{kept.name}.sha256", "step-00000100.shards"]
+    )
 
 
 def test_a_folder_is_handed_on_whole_or_not_at_all(

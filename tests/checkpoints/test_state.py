@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.catalog import Best, checksum_of, name_of
 from clusterddp.checkpoints.state import Position, States
+from clusterddp.checkpoints.tensors import to_bytes
 from clusterddp.data.loader import generators_kept, seed_generators
 from clusterddp.errors import CheckpointError, PeerError
 from clusterddp.models import nets
@@ -63,7 +64,7 @@ def collected(seed: int = 1, **fields: Any) -> dict[str, Any]:
 
 def written(folder: Path, content: dict[str, Any]) -> Path:
     path = folder / name_of(content["step"])
-    path.write_bytes(state.to_bytes(content))
+    path.write_bytes(to_bytes(content))
     rehash(path)
     return path
 
@@ -116,7 +117,7 @@ def test_versions_are_in_it(tmp_path: Path) -> None:
 def test_training_may_go_on_at_once_for_every_tensor_is_a_copy() -> None:
     model, chosen = trained(1)
     content = collected(model=model, optimizer=chosen)
-    before = state.to_bytes(content)
+    before = to_bytes(content)
     live = {tensor.untyped_storage().data_ptr() for tensor in tensors(chosen.state_dict())}
     live |= {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
     copies = tensors(content)
@@ -126,7 +127,7 @@ def test_training_may_go_on_at_once_for_every_tensor_is_a_copy() -> None:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a view of something larger"
         assert tensor.device.type == "cpu" and not tensor.requires_grad
     step(model, chosen)
-    assert state.to_bytes(content) == before
+    assert to_bytes(content) == before
 
 
 @pytest.mark.slow
@@ -308,7 +309,7 @@ def test_the_states_of_another_number_of_ranks_are_left_alone() -> None:
     assert torch.equal(generator_states(), before)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.gpu
 def test_the_random_state_of_a_gpu_is_taken_up_again() -> None:
     device = torch.device("cuda", 0)
     states = rows(state.random_states(device))

@@ -193,7 +193,7 @@ def test_what_a_crash_could_take_is_on_disk_before_anything_relies_on_it(
     writer.save(content_of(1))
     assert writer.wait()
     done: list[str] = []
-    fsync, replace, unlink, stored = os.fsync, Path.replace, Path.unlink, saver._stored_sha256
+    fsync, replace, unlink, stored = os.fsync, Path.replace, Path.unlink, saver.stored_sha256
 
     def shown(name: str) -> str:
         """Without the random end of a temporary file."""
@@ -219,7 +219,7 @@ def test_what_a_crash_could_take_is_on_disk_before_anything_relies_on_it(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "replace", replaced)
     monkeypatch.setattr(Path, "unlink", unlinked)
-    monkeypatch.setattr(saver, "_stored_sha256", verified)
+    monkeypatch.setattr(saver, "stored_sha256", verified)
     writer.save(content_of(2))
     assert writer.wait()
     assert done == [
@@ -256,19 +256,19 @@ def test_nothing_is_removed_and_nothing_published_before_verification(
     writer = place.saver(keep_last=1)
     writer.save(content_of(1))
     assert writer.wait()
-    stored = saver._stored_sha256
+    stored = saver.stored_sha256
 
     def seen(path: Path) -> str:
         assert place.steps == [1]
         return "0" * 64
 
-    monkeypatch.setattr(saver, "_stored_sha256", seen)
+    monkeypatch.setattr(saver, "stored_sha256", seen)
     writer.save(content_of(2))
     assert not writer.wait()
     assert place.holds_only(1)
     assert "what the disk gave back is not what was written" in place.said[0]
     assert "the last valid one is that of step 1" in place.said[0]
-    monkeypatch.setattr(saver, "_stored_sha256", stored)
+    monkeypatch.setattr(saver, "stored_sha256", stored)
     writer.save(content_of(3))
     assert writer.wait() and place.holds_only(3)
 
@@ -367,6 +367,19 @@ def test_a_file_that_may_not_grow_is_a_full_disk(place: Place) -> None:
     assert place.holds_only(1) and "File too large" in place.said[0]
     writer.save(content_of(3))
     assert writer.wait() and place.holds_only(3)
+
+
+def test_shards_go_with_a_checkpoint_that_cannot_be_written(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, shards = place.saver(), catalog.shards_of(place.path(1))
+    shards.mkdir()
+    (shards / "__0_0.distcp").touch()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: Path("/nowhere").stat())
+        writer.save(content_of(1), shards={f"{shards.name}/__0_0.distcp": "0"})
+        assert not writer.wait()
+    assert place.holds_only()
 
 
 _ON_A_SMALL_DISK = """
@@ -493,7 +506,7 @@ def test_earlier_attempts_are_emptied_once_this_one_has_saved(
         (folder / "notes.txt").write_text("a person's own")
     writer = place.saver()
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "_stored_sha256", lambda _: "")
+        patched.setattr(saver, "stored_sha256", lambda _: "")
         writer.save(content_of(2))
         assert not writer.wait()
     assert all(catalog.files(folder) for folder in folders)

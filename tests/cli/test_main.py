@@ -123,7 +123,7 @@ def test_a_submission_looks_for_garbage_as_soon_as_it_is_no_dry_run(tmp_path: Pa
         "client.sbatch = watched\n" + COMMAND
     )
     environ = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
-    argv = ("submit", "--no-snapshot", "--", sys.executable)
+    argv = ("submit", "--no-snapshot", "--", sys.executable, "-V")
     done = command(*argv, code=code, cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "True\n"

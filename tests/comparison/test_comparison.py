@@ -96,8 +96,24 @@ def test_each_device_takes_the_batch_and_dp_scales_its_rate_as_ddp_does(
     assert (single.train.strategy, single.train.batch_size, single.train.lr) == ("single", 60, 0.01)
     assert (dp.train.strategy, dp.train.batch_size) == ("dp", 240)
     assert math.isclose(dp.train.lr, 0.01 * factor)
-    assert ddp.train == config
+    assert ddp.train == dataclasses.replace(config, cuda_graph="off")
     assert [row.images_of_a_device(None) for row in (single, dp, ddp)] == [60, 60, 60]
+
+
+def test_every_step_is_a_cuda_graph_or_none_is() -> None:
+    """Where auto would capture that of a single rank alone, and so compare that as well."""
+    hosts = Hosts(gpus=4, on_gpus=True)
+    for asked in ("auto", "off"):
+        rows = plan(dataclasses.replace(CONFIG, cuda_graph=asked), ALL, [2, 4], hosts)
+        assert {row.train.cuda_graph for row in rows} == {"off"}
+        assert not any(row.missing for row in rows)
+    graphs = dataclasses.replace(CONFIG, cuda_graph="on")
+    rows = plan(graphs, ALL, [4], hosts)
+    assert {row.train.cuda_graph for row in rows if row.strategy != "dp"} == {"on"}
+    [dp] = [row for row in rows if row.strategy == "dp"]
+    assert dp.missing == "cannot be captured into a CUDA graph"
+    with pytest.raises(RequestError, match="dp with --cuda-graph on: its step cannot be captured"):
+        plan(graphs, ("dp",), [4], hosts)
 
 
 def test_a_fixed_global_batch_is_shared_out_at_one_rate() -> None:
@@ -194,6 +210,36 @@ def test_the_notes_say_what_the_figures_rest_on() -> None:
     other = dataclasses.replace(DDP, train=dataclasses.replace(CONFIG, model="mlp", seed=1))
     assert "the runs differ in --model, --seed" in noted(trial(SINGLE, 100), trial(other, 200))
     assert noted(Trial(SINGLE, state="failed")) == ""
+
+
+def test_the_notes_say_what_held_for_all_rows_and_what_did_not() -> None:
+    def on_gpu(row: Row, rate: float, **more: Any) -> Trial:
+        return trial(row, rate, device="cuda", **more)
+
+    assert "cuda, bf16, no CUDA graphs, threads" in noted(on_gpu(SINGLE, 100), on_gpu(DDP, 200))
+    graphs = on_gpu(SINGLE, 100, cuda_graph=True), on_gpu(DDP, 200, cuda_graph=True)
+    assert "cuda, bf16, every step a CUDA graph, threads" in noted(*graphs)
+    unlike = noted(
+        on_gpu(SINGLE, 100, cuda_graph=True),
+        on_gpu(DDP, 200, precision="fp32"), on_gpu(DDP, 210, precision="fp32"),
+    )  # fmt: skip
+    assert "not alike: bf16 in single; fp32 in ddp, 4 ranks. Compare with one --precision" in unlike
+    assert (
+        "not alike: CUDA graphs in single; no CUDA graphs in ddp, 4 ranks. Compare with "
+        "--cuda-graph off"
+    ) in unlike
+    on_cpus = noted(trial(SINGLE, 100, capture_seconds=0.1), trial(DDP, 200))
+    assert "graph" not in on_cpus and "prepares" not in on_cpus
+
+
+def test_the_notes_say_what_gpus_did_before_the_clock() -> None:
+    both = [
+        trial(row, 100, device="cuda", capture_seconds=seconds)
+        for row, seconds in ((SINGLE, 0.4), (DDP, 1.25))
+    ]
+    assert "the training steps, without what prepares the first (0.40 to 1.25 s);" in noted(*both)
+    assert "prepares the first (0.40 s);" in noted(both[0])
+    assert "of the training steps;" in noted(trial(SINGLE, 100, device="cuda"))
 
 
 def test_a_batch_that_a_small_dataset_does_not_fill_is_told_as_it_is() -> None:

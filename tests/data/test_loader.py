@@ -22,6 +22,7 @@ from clusterddp.data.loader import (
     seed_generators,
     training_order,
 )
+from clusterddp.errors import DataError
 from tests.training.trainings import generator_states, numbers_drawn
 
 CPU = torch.device("cpu")
@@ -239,3 +240,14 @@ def test_what_is_kept_is_as_it_was_whatever_happens_meanwhile() -> None:
         numbers_drawn()
         raise KeyError
     assert torch.equal(generator_states(), before)
+
+
+def test_a_set_that_a_gpu_does_not_hold_is_to_be_read_batch_by_batch() -> None:
+    class Full(torch.Tensor):
+        def to(self, *_: object) -> torch.Tensor:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 47 GiB.\nmore")
+
+    pixels = torch.zeros(10, 28, 28, dtype=torch.uint8).as_subclass(Full)
+    expected = r"10 images of 0\.0 GiB do not fit .* cuda:1: CUDA out .*--data-pipeline loader"
+    with pytest.raises(DataError, match=expected):
+        Images(pixels, torch.zeros(10, dtype=torch.int64), torch.device("cuda:1"))

@@ -35,6 +35,13 @@ def test_the_backend_follows_the_devices() -> None:
     assert decide(TrainConfig(backend="gloo"), [gpu(0), gpu(1)]).backend == "gloo"
 
 
+def test_a_gpu_alone_starts_no_nccl_unless_told_to() -> None:
+    assert decide(TrainConfig(), [gpu(0)]).backend == "gloo"
+    assert decide(TrainConfig(backend="nccl"), [gpu(0)]).backend == "nccl"
+    before = decide(TrainConfig(backend="nccl"), [gpu(0)])
+    assert decide(TrainConfig(), [gpu(0)], before).backend == "nccl"  # as it was recorded
+
+
 def test_the_fewest_threads_hold_for_all_unless_asked_for() -> None:
     ranks = [hello(0, threads=8), hello(1, threads=2)]
     assert decide(TrainConfig(), ranks).threads == 2
@@ -45,6 +52,7 @@ def test_the_fewest_threads_hold_for_all_unless_asked_for() -> None:
     ("hellos", "message"),
     [
         ([gpu(0), gpu(1, gpu="GPU-0")], "rank 0 and rank 1 are on one GPU of h01: GPU-0"),
+        ([gpu(0), gpu(1, gpu="GPU-0", shares_gpu=True)], "rank 0 and rank 1 are on one GPU of h01"),
         ([hello(0), hello(1, torch="2.8")], "rank 0 on h01 has torch 2.9, rank 1 on h01 .* 2.8"),
         ([hello(0), hello(1), gpu(2)], "rank 0 on h01 computes on cpu, rank 2 on h02 on cuda:0"),
     ],
@@ -106,11 +114,6 @@ def test_a_rank_that_does_not_exist_cannot_be_profiled() -> None:
         decide(TrainConfig(profile="2"), [hello(0), hello(1)])
 
 
-def test_a_step_over_several_gpus_of_one_process_is_not_captured() -> None:
-    assert decide(TrainConfig(), [gpu(0)]).cuda_graph
-    assert not decide(TrainConfig(strategy="dp"), [gpu(0)]).cuda_graph
-
-
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 500.0
@@ -149,6 +152,14 @@ def test_nobody_asks_for_more_than_a_thousand_steps(
 ) -> None:
     asked = train(Poll(torch.device("cpu")), Clock(monkeypatch), 20_000, 1e-6)
     assert max(b - a for a, b in itertools.pairwise(asked)) == 1000
+
+
+def test_the_pace_that_ranks_agree_on_is_not_bounded_by_that(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poll = Poll(torch.device("cpu"))
+    train(poll, Clock(monkeypatch), 20_000, 1e-4)
+    assert poll.pace == pytest.approx(POLL_SECONDS / 1e-4, rel=0.01)
 
 
 def test_a_step_that_becomes_slow_is_known_at_the_next_look(

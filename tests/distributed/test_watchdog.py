@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from clusterddp import log
 from clusterddp.distributed import heartbeat
 from clusterddp.distributed.heartbeat import Phase, Posting, Progress
-from clusterddp.distributed.watchdog import Watchdog, judge, periods
+from clusterddp.distributed.watchdog import Verdict, Watchdog, judge, periods
 from clusterddp.ranks.dist_env import DistEnv
 from tests.distributed.meetings import env
 from tests.distributed.test_heartbeat import posting
@@ -130,6 +130,51 @@ def test_a_store_that_does_not_answer_at_first_is_tried_again(logged: list[str])
     assert sum("tries again" in line for line in logged) == 1
 
 
+def test_a_rank_leaves_once_for_a_suspect_and_never_without_one(logged: list[str]) -> None:
+    clock, progress, told = Clock(), Progress(), list[str]()
+    ours = env(1, 2, 1)
+    dog = Watchdog(
+        dist.HashStore, ours, progress, silent_seconds=30, beat_seconds=2, host="h01",
+        leave=told.append, leave_seconds=100, clock=clock,
+    )  # fmt: skip
+
+    def pass_time(seconds: int) -> None:
+        for _ in range(seconds):
+            clock.now += 1
+            dog._tick()
+
+    progress.mark(58, BACKWARD)
+    pass_time(200)
+    assert not told, "nobody is suspected"
+    board = dog._board
+    assert board is not None
+    board.failure = "Broken pipe"
+    progress.mark(59, BACKWARD)
+    pass_time(100)
+    assert not told, "it has moved since"
+    pass_time(50)
+    assert told == [
+        "rank 1 on h01 has not moved for 100 s, exchanging the gradients of step 59: rank 0 cannot "
+        "be reached at 127.0.0.1:1 (Broken pipe): it has ended, or the network is cut"
+    ]
+
+
+def test_a_rank_that_has_left_is_not_waited_for(logged: list[str]) -> None:
+    clock, told = Clock(), list[str]()
+    dog = Watchdog(
+        dist.HashStore, env(1, 2, 1), Progress(), silent_seconds=30, beat_seconds=2, host="h01",
+        leave=told.append, leave_seconds=600, clock=clock,
+    )  # fmt: skip
+    for kind in ("behind", "left"):
+        dog._log_verdict(Verdict(kind, (0,), "rank 0 on h00 is gone"))
+        for _ in range(40):
+            clock.now += 1
+            dog._tick()
+        assert bool(told) is (kind == "left")
+    [why] = told
+    assert why.endswith("starting: rank 0 on h00 is gone")
+
+
 def test_a_log_that_is_closed_does_not_end_the_watchdog() -> None:
     def closed(line: str) -> None:
         raise BrokenPipeError
@@ -164,8 +209,12 @@ class Ranks:
         port: int = 0,
         hang: Callable[[], None] | None = None,
         hanging_rank: int = -1,
+        leave_seconds: float = 0,
     ) -> None:
-        """At `port` listens a store that outlives the ranks; without one, rank 0 keeps it."""
+        """At `port` listens a store that outlives the ranks; without one, rank 0 keeps it.
+
+        Those that wait for `leave_seconds` are told to leave; 0 is never.
+        """
         keeper = not port
         if keeper:
             with socket.socket() as probe:
@@ -176,7 +225,7 @@ class Ranks:
                 target=train,
                 args=(
                     rank, world_size, port, keeper and rank == 0, self.folder,
-                    hang if rank == hanging_rank else None,
+                    hang if rank == hanging_rank else None, leave_seconds,
                 ),
             )  # fmt: skip
             process.start()
@@ -222,6 +271,7 @@ def train(
     keeps_store: bool,
     folder: Path,
     hang: Callable[[], None] | None,
+    leave_seconds: float,
 ) -> None:
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -248,6 +298,8 @@ def train(
         beat_seconds=BEAT_SECONDS,
         host=f"h{rank:02}",
         note=lambda verdict: tell(f"notes {verdict and verdict.ranks}"),
+        leave=(lambda why: tell(f"leaves: {why}")) if leave_seconds else None,
+        leave_seconds=leave_seconds,
     )
     threading.Thread(target=tell_suspects, args=(dog,), daemon=True).start()
     with dog:
@@ -259,7 +311,7 @@ def train(
             exchange(progress, hang)
         except RuntimeError:
             tell(f"lost a peer, suspect: {dog.suspect}")
-            wait_for(lambda: dog._gave_up or (folder / "over").exists(), "the end of the store")
+            wait_for(lambda: dog._unreachable or (folder / "over").exists(), "the end of the store")
             progress.mark(10**6, Phase.DONE)
     tell("ends")
 
@@ -311,6 +363,13 @@ def test_every_waiting_rank_learns_the_suspect(ranks: Ranks) -> None:
     ranks.send(2, signal.SIGKILL)
     ranks.await_line(1, "lost a peer, suspect: rank 2 on h02 does not answer")
     (ranks.folder / "over").touch()
+
+
+def test_all_that_wait_in_vain_leave_and_name_the_rank_that_is_stopped(ranks: Ranks) -> None:
+    ranks.start(3, leave_seconds=2 * SILENT_SECONDS)
+    ranks.send(2, signal.SIGSTOP)
+    for rank in (0, 1):
+        ranks.await_line(rank, f"leaves: rank {rank} on h0{rank} has not moved for", "rank 2 on")
 
 
 def test_a_rank_that_loops_for_ever_is_behind_and_prints_where(ranks: Ranks) -> None:

@@ -14,12 +14,16 @@ from typing import Any
 
 import pytest
 
+from clusterddp.errors import RequestError
 from clusterddp.launchers import local, srun
 from clusterddp.launchers.local import Limit, job_environment
+from clusterddp.request.spec import Resources
+from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
+from tests.request.test_spec import spec
 from tests.waiting import dying_with_us, processes_in, wait_for
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
@@ -126,6 +130,16 @@ while json.loads(other.read_text()).get("ended") is None and time.monotonic() < 
     time.sleep(0.05)
 raise ValueError("boom\\nof two lines")
 """
+
+
+def test_a_failure_that_a_cluster_would_start_again_is_one_here(tmp_path: Path) -> None:
+    done = submit(tmp_path, "--restart-on-failure", "2", "--", "sh", "-c", "exit 7")
+    assert done.returncode == 1
+    assert "--restart-on-failure 2 has no effect here" in done.stderr
+    found = status(tmp_path)
+    named = "rank 0 on 127.0.0.1 failed first: exit code 7 (logs/rank-0.log)"
+    assert (found["state"], found["first_failure"]) == ("failed", named)
+    assert found["next_command"] == "clusterddp logs --rank 0 a"
 
 
 def test_the_exception_of_a_command_is_named_everywhere(tmp_path: Path) -> None:
@@ -476,14 +490,129 @@ def test_a_jobs_gpus_are_those_its_directives_ask_for(
     assert job_environment(script, 77, Path("/")).get("SLURM_JOB_GPUS") == gpus
 
 
-def test_hosts_of_a_rehearsal_share_out_the_workstations_gpus() -> None:
-    job = job_environment(
-        "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=2\n#SBATCH --ntasks-per-node=2\n",
-        77, Path("/"),
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("inherited", "directive", "shown"),
+    [
+        (None, "gpus-per-node=2", ["0,1", "0,1", "2,3", "2,3"]),
+        ("3,5,6,7", "gpus-per-node=2", ["3,5", "3,5", "6,7", "6,7"]),
+        ("3,5,6,7", "gpus-per-task=1", ["3", "5", "6", "7"]),
+        ("GPU-x,GPU-y,GPU-z", "gpus-per-node=1", ["GPU-x", "GPU-x", "GPU-y", "GPU-y"]),
+        ("5", "gpus-per-node=1", ["5"] * 4),  # hosts share it
+        ("5,6", "gpus-per-node=4", ["5,6"] * 4),  # CUDA sees none in a list that repeats one
+        ("", "gpus-per-node=2", [""] * 4),
+        ("5,6", "mem=1G", ["5,6"] * 4),
+    ],
+)
+def test_hosts_of_a_rehearsal_share_out_the_gpus_that_its_shell_has(
+    inherited: str | None, directive: str, shown: list[str]
+) -> None:
+    script = f"#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --{directive}\n#SBATCH --ntasks-per-node=2\n"
+    own = {} if inherited is None else {"CUDA_VISIBLE_DEVICES": inherited}
+    job = {**own, **job_environment(script, 77, Path("/"), inherited)}
     options = srun.parse(["--nodes=2", "--ntasks=4", "--", "true"])
     seen = [srun.task_environment(job, options, rank, 0) for rank in range(4)]
-    assert [task["CUDA_VISIBLE_DEVICES"] for task in seen] == ["0,1", "0,1", "2,3", "2,3"]
+    assert [task["CUDA_VISIBLE_DEVICES"] for task in seen] == shown
+
+
+def test_a_rehearsals_gpus_are_those_of_its_shell_or_of_the_workstation(tmp_path: Path) -> None:
+    def found(**environ: str) -> list[str] | None:
+        return local.own_gpus(environ, tmp_path)
+
+    assert found() is None
+    assert found(CUDA_VISIBLE_DEVICES="2,3") == ["2", "3"]
+    assert found(CUDA_VISIBLE_DEVICES="") == found(CUDA_VISIBLE_DEVICES="-1") == []
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (tmp_path / name).touch()
+    assert found() == ["0", "1"]
+    assert found(CUDA_VISIBLE_DEVICES="1") == ["1"]
+    assert found(CUDA_VISIBLE_DEVICES="0,-1,1") == ["0"]
+    with pytest.raises(RequestError, match="CUDA_VISIBLE_DEVICES=0,1,0 names a GPU twice"):
+        found(CUDA_VISIBLE_DEVICES="0,1,0")
+
+
+@pytest.mark.parametrize(("gpus", "shown"), [(0, None), (1, "0,1")])
+def test_a_rehearsal_is_granted_gpus_where_it_asks_for_them_alone(
+    gpus: int, shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str | None] = []
+
+    def begin(*_: object, env: dict[str, str], **__: object) -> None:
+        given.append(env.get("CUDA_VISIBLE_DEVICES"))
+        raise InterruptedError
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(local, "own_gpus", lambda _: ["0", "1"])
+    monkeypatch.setattr(local.subprocess, "Popen", begin)
+    request = spec(resources=Resources(nodes=2, gpus_per_node=gpus), launcher="local")
+    with pytest.raises(InterruptedError):
+        local.submit(request, "", RunDir(tmp_path))
+    assert given == [shown]
+
+
+def test_hosts_that_find_their_gpus_hidden_say_that_they_compute_on_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    done = submit(tmp_path, "--gpus-per-node", "2", "--wait", "--", "true")
+    assert done.returncode == 0
+    assert "CUDA_VISIBLE_DEVICES=-1 hides all GPUs: the ranks compute on CPUs" in done.stderr
+
+
+def test_tasks_have_their_gpus_where_set_up_lines_unset_the_variable() -> None:
+    script = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=2\n"
+    job = job_environment(script, 77, Path("/"))
+    del job["CUDA_VISIBLE_DEVICES"]
+    options = srun.parse(["--nodes=2", "--ntasks=2", "--", "true"])
+    seen = [srun.task_environment(job, options, rank, 0) for rank in range(2)]
+    assert [task["CUDA_VISIBLE_DEVICES"] for task in seen] == ["0,1", "2,3"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpus", "is_refused"),
+    [
+        ({}, ["0"], True),
+        ({}, ["0", "1"], False),
+        ({}, [], False),  # all are hidden
+        ({"train": TrainConfig(device="cpu")}, ["0"], False),
+        ({"train": TrainConfig(backend="gloo")}, ["0"], False),
+        ({"command": ("true",)}, ["0"], True),
+    ],
+)
+def test_a_rehearsal_of_more_gpus_than_there_are_is_refused_unless_it_can_be(
+    fields: dict[str, Any],
+    gpus: list[str],
+    is_refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Begun(Exception):
+        """Ends the launch ahead of its process."""
+
+    def begin(*_: object, **__: object) -> None:
+        raise Begun
+
+    monkeypatch.setattr(local, "own_gpus", lambda _: gpus)
+    monkeypatch.setattr(local.subprocess, "Popen", begin)
+    request = spec(resources=Resources(nodes=2, gpus_per_node=1), launcher="local", **fields)
+    with pytest.raises(RequestError if is_refused else Begun):
+        local.submit(request, "", RunDir(tmp_path))
+
+
+def test_a_rehearsal_takes_no_gpu_but_those_of_its_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = ["--", sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    refused = submit(tmp_path, "--nodes", "3", "--gpus-per-node", "1", *show)
+    assert refused.returncode == 2
+    assert "the 3 GPUs of the rehearsal's hosts against 2 here" in refused.stderr
+    assert "CUDA_VISIBLE_DEVICES=2,3" in refused.stderr and "NCCL_MULTI_RANK" in refused.stderr
+    assert not (tmp_path / "jobs/a").exists()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # in the shell of salloc, whose GPUs these are
+    done = submit(tmp_path, "--nodes", "2", "--gpus-per-node", "1", "--wait", *show)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "jobs/a")
+    assert [run.rank_log(rank).read_text().split()[-1] for rank in (0, 1)] == ["2", "3"]
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,51 @@ def test_an_agent_gets_the_cpus_of_all_its_ranks() -> None:
     assert "--ntasks=2" in sbatch.directives(request, agents=True)
 
 
+@pytest.mark.parametrize(
+    ("resources", "fields", "cpus"),
+    [
+        ({"tasks_per_node": 4, "cpus_per_task": 3}, {}, 12),
+        ({"gpus_per_node": 4}, {}, 4),  # as one task it would get one, with all its ranks
+        ({"tasks_per_node": 4}, {}, 4),
+        ({"gpus_per_node": 1}, {}, 0),
+        ({"gpus_per_node": 4, "exclusive": True}, {}, 0),  # a number would take the others away
+        ({"gpus_per_node": 4}, {"sbatch": (("cpus-per-gpu", "6"),)}, 0),
+        ({"gpus_per_node": 4}, {"omit_directives": ("cpus-per-task",)}, 0),
+    ],
+)
+def test_an_agent_has_a_cpu_for_each_of_its_ranks(
+    resources: dict[str, Any], fields: dict[str, Any], cpus: int
+) -> None:
+    request = spec(
+        resources=Resources(nodes=2, **resources), template="torchrun.sbatch.j2", **fields
+    )
+    lines = [line.strip(" \\") for line in sbatch.render(request).split("\n")]
+    asked = [f"#SBATCH --cpus-per-task={cpus}", f"--cpus-per-task={cpus}"] if cpus else []
+    assert [line for line in lines if "--cpus-per-task=" in line] == asked
+
+
+@pytest.mark.parametrize(
+    ("style", "fields", "all_gpus"),
+    [
+        ("gpus-per-task", {}, True),
+        ("gpus-per-task", {"srun_args": ("--gpu-bind=closest",)}, True),
+        ("gpus-per-task", {"sbatch": (("gpu-bind", "closest"),)}, False),
+        ("gpus-per-task", {"sbatch": (("tres-bind", "gres/gpu:closest"),)}, False),
+        ("gpus-per-node", {}, False),
+        ("gres", {}, False),
+    ],
+)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_task_that_asks_for_its_own_gpus_is_shown_all_unless_it_is_bound_on_purpose(
+    template: str, style: str, fields: dict[str, Any], all_gpus: bool
+) -> None:
+    """What Slurm 22.05, 24.11 and 26.05 bind tasks by: srun goes by what the job was given."""
+    resources = Resources(gpus_per_node=4, gpu_request=style)
+    script = sbatch.render(spec(resources=resources, template=template, **fields))
+    names = "SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_TRES_BIND"
+    assert (f"\nunset {names} " in script) is all_gpus
+
+
 def test_a_directive_can_be_left_out() -> None:
     request = spec(resources=Resources(mem="1G"), omit_directives=("mem", "comment"))
     lines = sbatch.directives(request)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from clusterddp.checkpoints import state as checkpoint
 from clusterddp.errors import TrainingError
@@ -293,3 +295,38 @@ def test_a_keras_that_does_not_import_is_told_without_a_traceback(
     monkeypatch.delitem(sys.modules, "keras", raising=False)
     with pytest.raises(TrainingError, match=r"Keras cannot be imported on .*: no h5py here"):
         nets.build("keras-convnet")
+
+
+class Devices(TorchDispatchMode):
+    """Notes on which devices all tensors are that torch computes with; numbers may be anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        values = tree_flatten((args, kwargs, results))[0]
+        self.seen |= {
+            each.device.type for each in values if isinstance(each, Tensor) and each.dim()
+        }
+        return results
+
+
+def devices_of_a_step(_rank: int, _world_size: int, kind: str) -> set[str]:
+    model = nets.build("keras-convnet").to(kind)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    images, labels = torch.randn(16, 1, 28, 28).to(kind), torch.randint(10, (16,)).to(kind)
+    with Devices() as devices:
+        cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
+        update.step()
+        model.eval()(images)
+    return devices.seen
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_step_is_done_on_one_device_from_end_to_end(kind: str) -> None:
+    """Keras, which knows of devices of its own, brings no tensor from another."""
+    assert run_ranks(1, devices_of_a_step, kind) == [{kind}]

@@ -297,6 +297,23 @@ def test_no_container_is_left(site: Site, tmp_path: Path, synthetic_dir: Path, h
         assert site.cluster.wait_job(job) == "COMPLETED", site.cluster.log_tail()
 
 
+@pytest.mark.slow
+def test_the_stacks_of_ranks_in_containers_are_read_from_their_hosts(
+    site: Site, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    paced = [f"--env={name}={value}" for name, value in PACED.items()]
+    job = site.submit(tmp_path, "seen", "--data-dir", str(synthetic_dir), *paced)
+    train_to(tmp_path / "jobs/seen", 50)
+    argv = [*CLUSTERDDP, "stacks", "seen", "--json"]
+    told = site.cluster.run(argv, cwd=tmp_path, env=site.env)
+    assert told.returncode == 0, told.stdout + told.stderr
+    for rank in json.loads(told.stdout):
+        [program] = rank["programs"]
+        functions = {frame["function"] for frame in program["threads"][0]["frames"]}
+        assert {"run_task", "train"} <= functions, program
+    assert site.cluster.wait_job(job) == "COMPLETED"
+
+
 def _running(site: Site) -> list[str]:
     return [line for line in site.left() if "clusterddp" in line and " " in line]
 

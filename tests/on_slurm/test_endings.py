@@ -35,8 +35,20 @@ ALL = tuple(LAUNCHERS)
 PATIENCE = 240
 # As Slurm has it by default: an agent needs seconds to leave, on a machine that does all at once.
 CONF = {"KillWait": "30", "MinJobAge": "3600"}
-# A model whose every rank leaves in the midst of its training, content with itself.
-MODEL = "import os\ndef leave():\n    os._exit(0)\n"
+# Models: every rank leaves in the midst of its training, content with itself; rank 1 hangs.
+MODEL = """
+import os, threading
+from torch import nn
+def leave():
+    os._exit(0)
+class Hangs(nn.Linear):
+    def forward(self, images):
+        if self.training and os.environ["RANK"] == "1":
+            threading.Event().wait()
+        return super().forward(images.flatten(1))
+def hang():
+    return Hangs(784, 10)
+"""
 UP = 'touch "up-$CLUSTERDDP_WAY"; '
 SLEEP = "while :; do sleep 0.2; done"
 # The first start says once that it has more to do.
@@ -105,6 +117,10 @@ WAYS = {
         TWO_TASKS, f'[ "$RANK" = 1 ] && kill -SEGV $$; {SLEEP}'
     ),
     "ranks exit with 0 before the training is done": Way((*TRAINING, "--model", "model:leave")),
+    "a rank hangs, and the others have given up (`--process-group-timeout`)": Way(
+        (*TWO_TASKS, *TRAINING, "--model", "model:hang", "--watchdog", "2",
+         "--process-group-timeout", "10"),
+    ),
     "a line of the set-up fails, here with 4": Way(("--setup", "(exit 4)"), "true"),
     "`clusterddp stop`": Way((*TRAINING, *FOREVER), strike=Struck.stop),
     "paused, or a COMMAND that exits with 75, and requeue is off": Way((), "exit 75"),
@@ -151,7 +167,7 @@ WAYS = {
     ),
 }  # fmt: skip
 # The slowest first: they take their time beside the others.
-SLOW = ("time limit", "node is lost", "stop", "before the training")
+SLOW = ("time limit", "hangs", "node is lost", "stop", "before the training")
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def test_the_main_job_trains_on_eight_ranks_of_two_hosts(
     report = json.loads((run / "report.json").read_text())
     assert (report["world_size"], report["hosts"]) == (8, ["h01", "h02"])
     assert report["backend"] == "gloo"
+    assert "warning: each GPU rank gets one CPU" in done.stderr
     assert "4 GPUs were granted" in report["warnings"][0]
     assert sorted(p.name for p in (run / "logs").iterdir()) == [
         "job.log", *(f"rank-{rank}.log" for rank in range(8)),
@@ -193,17 +194,42 @@ def test_a_failed_rank_ends_the_job_and_is_named(cluster: SlurmCluster, tmp_path
     assert (ended["event"], ended["exit_code"]) == ("ended", 1)
 
 
-def test_an_unknown_partition_is_refused_in_sbatchs_words(
+# However busy this machine is, Slurm's answer is waited for.
+PATIENT = """
+from clusterddp.slurm import partitions
+partitions.PATIENCE_SECONDS = 60.0
+from clusterddp.__main__ import main
+main()
+"""
+
+
+def submit_patiently(cluster: SlurmCluster, folder: Path, *args: str) -> Any:
+    return cluster.run([sys.executable, "-c", PATIENT, "submit", *args], cwd=folder)
+
+
+def test_an_unknown_partition_is_refused_with_those_that_there_are(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     for launcher in ("sbatch", "submitit"):
-        done = submit(
-            cluster, tmp_path, "--launcher", launcher, "--partition", "nope", "--", "true"
-        )
+        asked = ("--launcher", launcher, "--partition", "nope", "--", "true")
+        done = submit_patiently(cluster, tmp_path, *asked)
         assert done.returncode == 2
-        assert "invalid partition specified: nope" in done.stderr
+        assert "--partition nope: there is no such partition here; there are main, " in done.stderr
         assert "Traceback" not in done.stderr
         assert list(tmp_path.iterdir()) == []
+
+
+def test_what_no_node_has_is_said_and_sbatch_decides(cluster: SlurmCluster, tmp_path: Path) -> None:
+    one = ("--tasks-per-node", "1", "--gpus-per-node", "64")
+    done = submit_patiently(cluster, tmp_path, *one, "--", "true")
+    assert done.returncode == 2
+    assert "no node of partition main has more than 4 GPUs, as sinfo says" in done.stderr
+    assert "sbatch refused the job: " in done.stderr
+    long = ("--run-name", "long", "--time", "900-0", "--json")
+    done = submit_patiently(cluster, tmp_path, *long, "--", "true")
+    assert done.returncode == 0, done.stderr
+    assert "--time 900-0: the limit of partition main is 7-00:00:00" in done.stderr
+    cluster.run(["scancel", json.loads(done.stdout)["job_id"]], check=True)
 
 
 @pytest.mark.slow

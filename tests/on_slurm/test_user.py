@@ -38,6 +38,7 @@ def home(synthetic_dir: Path) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.timeout(600)  # two jobs, one of them twice
 def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_weights(
     slurm_available: None, home: Path
 ) -> None:

@@ -62,6 +62,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
         "test_an_expedited_requeue_is_slurms_own_or_refused_with_the_version",
         "tests/on_slurm/test_life.py::test_a_stopped_run_is_not_held_by_an_expedited_requeue",
     ),
+    "stacks": ("tests/on_slurm/test_stacks.py",),
     "quick faults": ("tests/on_slurm/test_faults.py",),
 }
 

@@ -87,6 +87,13 @@ def test_apptainer_has_the_gpus_of_the_node() -> None:
     assert "--nv" in words(APPTAINER, Container("a.sif", gpus=True), {})
 
 
+def test_the_home_of_nobody_is_a_folders_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Mount.parse("~no-such-user/x:/x").source == str(tmp_path / "~no-such-user/x")
+
+
 def test_of_two_mounts_with_one_target_the_later_counts_and_outer_ones_come_first() -> None:
     mounts = (Mount("/r/code", "/r/code", True), Mount("/r", "/r"), Mount("/mine", "/r/code"))
     assert Container("a", mounts=mounts).bound == [Mount("/r", "/r"), Mount("/mine", "/r/code")]

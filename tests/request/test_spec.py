@@ -42,8 +42,15 @@ def test_tasks_per_node_defaults_to_one_per_gpu_or_one() -> None:
         ({"gpus_per_node": -1}, ["--gpus-per-node", "-1"]),
         ({"tasks_per_node": -1}, ["--tasks-per-node", "-1"]),
         ({"cpus_per_task": 0}, ["--cpus-per-task", "0"]),
-        ({"gpus_per_node": 2, "tasks_per_node": 4}, ["--tasks-per-node 4", "--gpus-per-node 2"]),
-        ({"gpus_per_node": 4, "tasks_per_node": 3}, ["--tasks-per-node 3", "--gpus-per-node 4"]),
+        ({"gpus_per_node": 2, "tasks_per_node": 3}, ["--tasks-per-node 3", "--gpus-per-node 2"]),
+        (
+            {"gpus_per_node": 2, "tasks_per_node": 4, "gpu_request": "gpus-per-task"},
+            ["--tasks-per-node 4", "--gpus-per-node 2", "--gpu-request gpus-per-task"],
+        ),
+        (
+            {"gpus_per_node": 4, "tasks_per_node": 3, "gpu_request": "gpus-per-task"},
+            ["--tasks-per-node 3", "--gpus-per-node 4", "gives all tasks as many GPUs"],
+        ),
         ({"nodes": 1, "nodelist": "h[01-02]"}, ["h[01-02] names 2 hosts", "--nodes", "1"]),
         ({"nodes": 2, "nodelist": "h1,h2", "exclude": "h2"}, ["--nodelist h1,h2", "--exclude h2"]),
         ({"nodelist": "h[1-"}, ["h[1-"]),
@@ -192,8 +199,12 @@ def test_the_record_of_a_request_has_no_field_that_older_versions_do_not_know() 
     for fields in ({}, {"requeue": "expedite"}, {"command": ("true",)}):
         record = json.loads(spec(**fields).to_json())
         assert record.keys() == FIELDS_OF_0_1_0 | {"format"}
+        # A step count of 0 is none to them.
+        assert {"numa_binding", "log_every"}.isdisjoint(record["train"] or {})
     meant = spec(command=("torchrun", "train.py"), allow_launcher=True, batch_python="python3")
     assert JobSpec.from_json(meant.to_json()) == meant
+    bound = spec(train=TrainConfig(numa_binding="node"))
+    assert JobSpec.from_json(bound.to_json()) == bound
 
 
 IMAGE = {"container_image": "/img/torch.sif"}
@@ -267,6 +278,23 @@ def test_a_container_that_cannot_be_is_refused(fields: dict[str, Any], message: 
         spec(**fields)
 
 
+@pytest.mark.parametrize("field", ["arm_stacks", "end_silent", "silence"])
+def test_what_concerns_a_commands_output_is_no_option_of_the_training(field: str) -> None:
+    value = 5.0 if field == "silence" else True
+    flag = f"--{field.replace('_', '-')}"
+    with pytest.raises(OptionError, match=f"{flag} is for a COMMAND"):
+        spec(**{field: value})
+    of_command = spec(**{field: value}, command=("python", "train.py"))
+    assert JobSpec.from_json(of_command.to_json()) == of_command
+
+
+def test_no_silence_can_end_a_command_where_none_counts() -> None:
+    with pytest.raises(OptionError, match="--end-silent against --silence 0"):
+        spec(command=("a",), end_silent=True, silence=0.0)
+    with pytest.raises(OptionError, match="--silence"):
+        spec(command=("a",), silence=-1.0)
+
+
 FIELDS_OF_0_1_0 = {
     "run_name", "run_dir", "resources", "python", "train", "command", "job_name", "launcher",
     "template", "sbatch", "omit_directives", "srun_args", "environment", "pass_environment",
@@ -313,6 +341,9 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ({"momentum": -0.1}, "--momentum"),
         ({"seed": -1}, "--seed"),
         ({"backend": "nccl", "device": "cpu"}, "--device"),
+        ({"numa_binding": "node", "device": "cpu"}, "--numa-binding node against --device cpu"),
+        ({"numa_binding": "exclusive", "device": "cpu"}, "--numa-binding exclusive against"),
+        ({"numa_binding": "nodes"}, "--numa-binding"),
         ({"save_every": "0"}, "--save-every"),
         ({"eval_every": "1 fortnight"}, "--eval-every"),
         ({"keep_last": 0}, "--keep-last"),
@@ -323,7 +354,7 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ({"augment": "mirror"}, "--augment"),
         ({"data_dir": ""}, "--data-dir"),
         ({"data_dir": "a\nb"}, "--data-dir"),
-        ({"precision": "int8"}, "--precision: 'int8' is not one of auto, fp32, bf16, fp16"),
+        ({"precision": "int8"}, "--precision: 'int8' is not one of auto, fp32, tf32, bf16, fp16"),
         ({"accumulate": 0}, "--accumulate: 0 is not a positive"),
         ({"comm_hook": "zip"}, "--comm-hook: 'zip' is not one of"),
         ({"data_pipeline": "tape"}, "--data-pipeline: 'tape' is not one of"),
@@ -375,6 +406,128 @@ def test_a_training_that_cannot_use_what_is_asked_for_is_refused(
         spec(resources=Resources(**resources), train=TrainConfig(**train))
     for word in words:
         assert word in str(caught.value)
+
+
+SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+@pytest.mark.parametrize(
+    ("fields", "shares"),
+    [
+        ({}, False),
+        ({"train": TrainConfig(backend="nccl")}, False),
+        ({"train": TrainConfig(backend="gloo")}, True),
+        ({"environment": ((SWITCH, "1"),)}, True),
+        ({"environment": ((SWITCH, "0"),)}, False),
+        ({"pass_environment": (SWITCH,)}, True),
+        ({"command": ("python", "train.py")}, False),
+        ({"command": ("python", "train.py"), "environment": ((SWITCH, "1"),)}, True),
+    ],
+)
+def test_ranks_share_a_gpu_only_where_that_is_asked_for(
+    fields: dict[str, Any], shares: bool
+) -> None:
+    fields = {"resources": Resources(gpus_per_node=2, tasks_per_node=4), **fields}
+    if shares:
+        assert spec(**fields).world_size == 4
+        return
+    with pytest.raises(RequestError, match=r"a GPU: .*--env NCCL_MULTI_RANK.*2\.30"):
+        spec(**fields)
+
+
+CPUS = "each GPU rank gets one CPU, unless the partition has a DefCpuPerGPU"
+
+
+@pytest.mark.parametrize(
+    ("resources", "fields", "remarks"),
+    [
+        ({}, {}, []),
+        ({"gpus_per_node": 4, "cpus_per_task": 8}, {}, []),
+        ({"gpus_per_node": 4}, {}, [CPUS]),
+        ({"gpus_per_node": 4}, {"command": ("python", "train.py")}, ["each task gets one CPU"]),
+        ({"gpus_per_node": 4}, {"launcher": "local"}, []),
+        ({"gpus_per_node": 4, "exclusive": True}, {}, []),
+        ({"gpus_per_node": 4}, {"sbatch": (("cpus-per-gpu", "6"),)}, []),
+        ({"gpus_per_node": 4}, {"sbatch": (("exclusive", "user"),)}, []),
+        (
+            {"gpus_per_node": 4, "tasks_per_node": 2, "cpus_per_task": 8},
+            {},
+            ["2 of the 4 GPUs of each node lie idle"],
+        ),
+        (
+            {"gpus_per_node": 4, "tasks_per_node": 1, "cpus_per_task": 8},
+            {"train": TrainConfig(strategy="dp")},
+            [],
+        ),
+        (
+            {"gpus_per_node": 4, "tasks_per_node": 1, "cpus_per_task": 8},
+            {"command": ("torchrun", "train.py")},
+            [],
+        ),
+        (
+            {"gpus_per_node": 4, "cpus_per_task": 8},
+            {"train": TrainConfig(device="cpu")},
+            ["--device cpu leaves the 4 GPUs of each node idle"],
+        ),
+        (
+            {"gpus_per_node": 2, "tasks_per_node": 4},
+            {"train": TrainConfig(backend="gloo")},
+            ["2 ranks share each GPU", CPUS],
+        ),
+        (
+            {"gpus_per_node": 8, "tasks_per_node": 3, "cpus_per_task": 8},
+            {},
+            ["5 of the 8 GPUs of each node lie idle"],
+        ),
+        (
+            {"gpus_per_node": 8, "tasks_per_node": 1},
+            {"command": ("torchrun", "train.py")},
+            ["each task gets one CPU, unless the partition has a DefCpuPerGPU"],
+        ),
+        (
+            {"gpus_per_node": 4},
+            {"template": "torchrun.sbatch.j2"},
+            ["each rank gets one CPU, whatever DefCpuPerGPU the partition has"],
+        ),
+        ({"gpus_per_node": 4}, {"omit_directives": ("cpus-per-task",)}, []),
+        (
+            {},
+            {"train": TrainConfig(backend="nccl")},
+            ["--backend nccl needs GPUs, and the request names none: type --gpus-per-node"],
+        ),
+        ({}, {"train": TrainConfig(cuda_graph="on")}, ["--cuda-graph on needs GPUs"]),
+        ({}, {"train": TrainConfig(device="cuda"), "launcher": "local"}, []),
+    ],
+)
+def test_what_a_sound_request_wastes_is_said(
+    resources: dict[str, Any], fields: dict[str, Any], remarks: list[str]
+) -> None:
+    said = spec(resources=Resources(**resources), **fields).remarks
+    assert len(said) == len(remarks), said
+    for line, words in zip(said, remarks, strict=True):
+        assert line.startswith(words)
+
+
+def test_what_cannot_be_is_refused_with_the_way_out() -> None:
+    two = Resources(gpus_per_node=1, tasks_per_node=2)
+    for fields, words in (
+        ({"resources": two}, "To have ranks share a GPU: --backend gloo, or --env NCCL_M"),
+        ({"resources": two, "command": ("true",)}, "To have ranks share a GPU: --env NCCL_M"),
+        (
+            {
+                "resources": Resources(gpus_per_node=2),
+                "train": TrainConfig(cuda_graph="on", backend="gloo"),
+            },
+            "which a graph cannot hold",
+        ),
+        (
+            {"resources": two, "environment": (("CUDA_VISIBLE_DEVICES", "0"),)},
+            "--env: CUDA_VISIBLE_DEVICES is Slurm's to set",
+        ),
+    ):
+        with pytest.raises(RequestError, match=words):
+            spec(**fields)
+    assert spec(environment=(("CUDA_VISIBLE_DEVICES", "0"),))  # where Slurm knows of no GPUs
 
 
 def test_one_task_may_drive_all_gpus_of_its_node() -> None:

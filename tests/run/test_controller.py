@@ -154,6 +154,21 @@ def test_a_set_up_that_ends_the_script_well_does_not_claim_that_tasks_ran(
     assert "done: exit code 0; no task has recorded its end" in started.log
 
 
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [(("false",), "its line of set-up: false"), (("x=1", "false"), "lines of set-up: x=1; false")],
+)
+def test_a_set_up_that_fails_is_named(
+    job: Callable[..., Job], lines: tuple[str, ...], words: str
+) -> None:
+    started = job(setup=lines, **COMMAND)
+    assert started.end() == 1
+    assert f"the script ended with exit code 1 before it came to its step: {words}" in (
+        started.log.replace("one of its ", "")
+    )
+    assert started.ended()["remark"] == "no task has started: ended with exit code 1"
+
+
 def test_tear_down_lines_cannot_take_the_verdict_away(job: Callable[..., Job]) -> None:
     started = job(sys.executable, "-c", "raise SystemExit(3)", teardown=("echo last", "exit 9"))
     assert started.end() == 3

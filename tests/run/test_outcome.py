@@ -16,8 +16,10 @@ from clusterddp.run.outcome import (
     failure_of,
     first_failure,
     first_killed,
+    is_peer_loss,
     note_clocks,
     note_hung,
+    parse_abort,
     parse_error_file,
     parse_traceback,
     read_outcomes,
@@ -172,6 +174,16 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
         ],
         "", (1, "hung: in a loop"),
     ),
+    "a rank that hung, which Slurm killed with its parent once the others had left": (
+        [lost(0, 20.0), outcome(1, hung="in a loop")],
+        "srun: error: h01: task 0: Exited with exit code 1\nsrun: error: h01: task 1: Killed\n",
+        (1, "hung: in a loop"),
+    ),
+    "a rank that hung, and was killed before any other end": (
+        [lost(0, 20.0), outcome(1, hung="in a loop")],
+        "srun: error: h01: task 1: Killed\nsrun: error: h01: task 0: Exited with exit code 1\n",
+        (1, "killed by SIGKILL"),
+    ),
     "a rank that is killed while another takes its time to save": (
         [replace(lost(0, 20.0), hung="saving"), signalled(1, 20.1, "SIGKILL")],
         "", (1, "killed by SIGKILL"),
@@ -237,6 +249,210 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
         (2, "left no record of its end"),
     ),
 }  # fmt: skip
+
+
+# --- the same faults over gloo and over NCCL
+
+TIMED_OUT = (
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=58, OpType=ALLREDUCE, "
+    "NumelIn=28938, NumelOut=28938, Timeout(ms)=660000) ran for 660012 milliseconds before timing "
+    "out."
+)
+PEER_GONE = "NCCL error: remote process exited or there was a network error, NCCL version 2.30.7"
+ASSERTED = "CUDA error: device-side assert triggered"
+
+
+def log_of(rank: int, message: str, group: str = "[PG ID 0 PG GUID 0(default_pg) Rank {}]") -> str:
+    """The log of a rank that NCCL's watchdog has ended, as torch 2.15 writes it."""
+    name, at = group.format(rank), f"[rank{rank}]:[E1122 14:03:07.195 ProcessGroupNCCL.cpp"
+    return (
+        "step 57: loss 0.2114\n"
+        f"{at}:689] [Rank {rank}] {message}\n"
+        f"{at}:2241] {name} To avoid data inconsistency, we are taking the entire process down.\n"
+        f"{at}:2068] {name} Process group watchdog thread terminated with exception: [Rank {rank}] "
+        f"{message}\n"
+        "Exception raised from checkTimeout at ProcessGroupNCCL.cpp:691 (most recent call first):\n"
+        "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f in libc10.so)\n"
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+        f"  what():  {name} Process group watchdog thread terminated with exception: [Rank {rank}] "
+        f"{message}\n"
+        "Exception raised from checkTimeout at ProcessGroupNCCL.cpp:691 (most recent call first):\n"
+    )
+
+
+def aborted(rank: int, ended: float, message: str = TIMED_OUT) -> Outcome:
+    """As its parent records it from the log; without a message, the log cannot be read."""
+    error = parse_abort(log_of(rank, message)) if message else None
+    return outcome(rank, ended=ended, exit_code=134, signal="SIGABRT", error=error)
+
+
+def waited(rank: int, ended: float) -> Outcome:
+    """As a rank reports that our own watchdog has told to leave."""
+    message = f"rank {rank} on h01 has not moved for 600 s: rank 3 on h02 does not answer"
+    error = TaskError("", message, peer_lost=True)
+    return outcome(rank, ended=ended, exit_code=1, error=error)
+
+
+def hung(outcome: Outcome, where: str = "fetching the batch of step 58") -> Outcome:
+    return replace(outcome, hung=where)
+
+
+NODE_LOST_LOG = "srun: error: Node failure on h02\nsrun: Terminating StepId=17.0\n"
+ALL_LEFT = "srun: error: h01: tasks 0-1: Exited with exit code 134\n"
+Seen = tuple[list[Outcome], str]
+# Ranks 0 and 1 are on h01, 2 and 3 on h02: the fault, over gloo, over NCCL, who is named, and why.
+FAULTS: dict[str, tuple[Seen, Seen, int, str]] = {
+    "a node is lost": (
+        ([lost(0, 20.0), lost(1, 20.1), outcome(2), outcome(3)], NODE_LOST_LOG),
+        ([aborted(0, 20.0), aborted(1, 20.1), outcome(2), outcome(3)], NODE_LOST_LOG),
+        2, "left no record of its end",
+    ),
+    "a node is lost, and its connections are": (
+        ([lost(0, 20.0), lost(1, 20.1), outcome(2), outcome(3)], ""),
+        ([aborted(0, 20.0, PEER_GONE), aborted(1, 20.1, PEER_GONE), outcome(2), outcome(3)], ""),
+        2, "left no record of its end",
+    ),
+    "a node is lost, and the watchdog is first": (
+        ([lost(0, 20.0), lost(1, 20.1), hung(outcome(2)), hung(outcome(3))], ""),
+        ([waited(0, 620.0), waited(1, 620.1), hung(outcome(2)), hung(outcome(3))], ""),
+        2, "hung: fetching the batch of step 58",
+    ),
+    "a rank is killed": (
+        ([lost(0, 20.1), lost(1, 20.1), lost(2, 20.1), signalled(3, 20.0, "SIGKILL")], ""),
+        ([aborted(0, 620.0), waited(1, 620.0), aborted(2, 620.0, PEER_GONE),
+          signalled(3, 20.0, "SIGKILL")], ""),
+        3, "killed by SIGKILL",
+    ),
+    "a rank is killed with its parent": (
+        ([lost(0, 20.1), lost(1, 20.1), lost(2, 20.1), outcome(3)], KILLED_3),
+        ([aborted(0, 20.1), signalled(1, 20.1, "SIGTERM"), aborted(2, 20.2), outcome(3)],
+         KILLED_3 + ALL_LEFT),
+        3, "killed by SIGKILL",
+    ),
+    "a rank hangs": (
+        ([lost(0, 620.0), lost(1, 620.0), lost(2, 620.0),
+          hung(signalled(3, 650.0, "SIGKILL"))], ""),
+        ([waited(0, 620.0), waited(1, 620.0), waited(2, 620.0), hung(waited(3, 620.0))], ""),
+        3, "hung: fetching the batch of step 58",
+    ),
+    "a rank hangs in native code, and NCCL is first": (
+        ([lost(0, 620.0), lost(1, 620.0), lost(2, 620.0), hung(outcome(3))], ALL_LEFT),
+        ([aborted(0, 660.0), aborted(1, 660.1), aborted(2, 660.0), hung(outcome(3))], ALL_LEFT),
+        3, "hung: fetching the batch of step 58",
+    ),
+    "a rank hangs and there is no watchdog": (
+        ([lost(0, 620.0), lost(1, 620.0), lost(2, 620.0), outcome(3)], ALL_LEFT),
+        ([aborted(0, 620.0), aborted(1, 620.1), aborted(2, 620.0), outcome(3)], ALL_LEFT),
+        3, "left no record of its end",
+    ),
+    "a rank hangs, and what the others logged is gone": (
+        ([lost(0, 620.0), lost(1, 620.0), lost(2, 620.0), hung(outcome(3))], ""),
+        ([aborted(0, 660.0, ""), aborted(1, 660.1, ""), aborted(2, 660.0, ""),
+          hung(outcome(3))], ""),
+        3, "hung: fetching the batch of step 58",
+    ),
+    "a rank raises an error of its own": (
+        ([lost(0, 20.0), lost(1, 20.1), lost(2, 20.1), raised(3, 20.0)], ""),
+        ([aborted(0, 20.0, PEER_GONE), waited(1, 620.0), aborted(2, 19.9, PEER_GONE),
+          raised(3, 20.0)], ""),
+        3, "RuntimeError: boom",
+    ),
+    "a rank exits with a code of its own": (
+        ([lost(0, 20.0), lost(1, 20.1), lost(2, 20.1), exited(3, 20.0, 7)], ""),
+        ([aborted(0, 19.9, PEER_GONE), aborted(1, 620.0), waited(2, 620.0), exited(3, 20.0, 7)],
+         ""),
+        3, "exit code 7",
+    ),
+    "a rank leaves early with exit code 0": (
+        ([lost(0, 20.0), lost(1, 20.1), lost(2, 20.1), done(3)], ""),
+        ([aborted(0, 20.0), aborted(1, 20.1), waited(2, 20.1), done(3)], ""),
+        3, "exit code 0 before the others were done",
+    ),
+    "a rank's GPU fails": (
+        ([lost(0, 20.0), lost(1, 20.1), lost(2, 20.1), raised(3, 20.0, ASSERTED)], ""),
+        ([aborted(0, 19.9), aborted(1, 20.1), aborted(2, 20.1), aborted(3, 20.0, ASSERTED)], ""),
+        3, ": CUDA error: device-side assert triggered",
+    ),
+    "the network is cut between all": (
+        ([lost(0, 20.3), lost(1, 20.2), lost(2, 20.1), lost(3, 20.0)], ""),
+        ([aborted(0, 20.3), aborted(1, 20.2), aborted(2, 20.1), aborted(3, 20.0)], ""),
+        3, "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_blamed_on_the_same_rank_over_gloo_and_over_nccl(
+    fault: str, backend: str
+) -> None:
+    over_gloo, over_nccl, rank, reason = FAULTS[fault]
+    outcomes, log = over_gloo if backend == "gloo" else over_nccl
+    failure = first_failure(outcomes, log)
+    assert failure is not None
+    assert failure.rank == rank
+    assert reason in failure.reason
+
+
+@pytest.mark.parametrize(
+    ("log", "message", "lost"),
+    [
+        (log_of(3, TIMED_OUT), TIMED_OUT, True),
+        (log_of(3, TIMED_OUT, "[PG 0 Rank {}]"), TIMED_OUT, True),  # torch 2.4
+        (log_of(3, PEER_GONE), PEER_GONE, True),
+        (log_of(3, ASSERTED), ASSERTED, False),
+        (
+            "F1122 ProcessGroupNCCL.cpp:1557] [PG ID 0 Rank 1] Terminating the process after "
+            "attempting to dump debug info, due to collective timeout or exception. ",
+            "collective timeout or exception. ",
+            True,
+        ),
+    ],
+)
+def test_why_nccls_watchdog_ended_a_process_is_read_off_its_log(
+    log: str, message: str, lost: bool
+) -> None:
+    assert parse_abort(log) == TaskError("NCCL's watchdog", message, lost)
+
+
+def test_what_nccls_watchdog_threw_says_more_than_that_it_ended_the_process() -> None:
+    """The latter is said of any exception, in words that blame another rank."""
+    threw = "[Rank 1] watchdog thread terminated with exception: CUDA error: illegal address"
+    ended = (
+        "Terminating the process after attempting to dump debug info, due to collective timeout or "
+        "exception."
+    )
+    error = parse_abort(f"{threw}\n{ended}\n")
+    assert error and not error.peer_lost and "illegal address" in error.message
+
+
+@pytest.mark.parametrize(
+    "log", ["", "free(): invalid pointer\n", "terminate called after throwing an instance of 'E'\n"]
+)
+def test_another_abort_is_not_put_down_to_nccl(log: str) -> None:
+    assert parse_abort(log) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        ("NCCL error in: NCCLUtils.cpp:95, remote process exited or there was a network error",
+         True),
+        ("NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)\n"
+         "ncclSystemError: System call (e.g. socket, malloc) or external library call failed\n"
+         "Last error:\nsocketProgress: Connection closed by remote peer h02<41234>", True),
+        ("NCCL error: unhandled system error\nLast error:\nError while creating shared memory "
+         "segment /dev/shm/nccl-x (size 33030528), error: No space left on device (28)", False),
+        ("[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d "
+         "key-value store by key '0', but store->get('0') got error: wait timeout after 600000ms",
+         True),
+        ("NCCL error: unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.",
+         False),
+        ("CUDA error: out of memory", False),
+    ],
+)  # fmt: skip
+def test_nccls_errors_that_blame_another_rank_are_known(message: str, lost: bool) -> None:
+    assert is_peer_loss(RuntimeError(message)) is lost
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -317,6 +533,15 @@ def test_a_rank_that_hangs_is_noted_until_it_goes_on(tmp_path: Path) -> None:
     assert [o.hung for o in read_outcomes(tmp_path)] == ["", ""]
     (tmp_path / "hung.json").write_text('{"ranks": 1}')
     assert [o.hung for o in read_outcomes(tmp_path)] == ["", ""]
+
+
+def test_a_rank_whose_end_is_recorded_does_not_hang(tmp_path: Path) -> None:
+    for each in (outcome(0), signalled(1, 20.0, "SIGKILL"), outcome(2)):
+        (tmp_path / f"rank-{each.rank}.json").write_text(json.dumps(vars(each)))
+    note_hung(tmp_path, (1, 2, 3), "it did not answer")
+    assert [o.hung for o in read_outcomes(tmp_path)] == ["", "", "it did not answer"]
+    note_hung(tmp_path, (1,), "it did not answer")
+    assert [o.hung for o in read_outcomes(tmp_path)] == ["", "", ""]
 
 
 def test_a_kill_that_srun_saw_first_is_told_apart_from_a_request_to_stop() -> None:
@@ -473,6 +698,9 @@ def test_a_commands_exception_is_recorded(tmp_path: Path) -> None:
         ("1/0", "ZeroDivisionError: division by zero"),
         ("import sys; print('x' * 999999, file=sys.stderr); raise OSError('late')",
          "OSError: late"),
+        ("import os; os.abort()", "killed by SIGABRT"),
+        ("import os; os.write(2, b'Process group watchdog thread terminated with exception: late')"
+         "; os.abort()", "NCCL's watchdog: late"),
     ],
 )  # fmt: skip
 def test_only_an_exception_that_ended_the_command_counts(

@@ -183,6 +183,8 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
      "its script is ending"),
     ([local(), begun(1, "4242"), left(1, "signal", job_id="4242")], {}, None, False, "stopped",
      "signal at step 40; a rehearsal is not put back"),
+    ([local(), begun(1, "4242"), left(1, "failed", job_id="4242")], {}, None, False, "failed",
+     "; a rehearsal is not put back"),
     ([local(), begun(1, "4242"), noted("stop_asked", "4242")], {}, None, True, "running",
      "asked to save"),
     ([local(host="elsewhere")], {}, None, None, "unknown", "on elsewhere"),

@@ -256,6 +256,18 @@ def test_the_next_command_is_what_helps(
     assert status.next_command == f"clusterddp {command} mnist-1"
 
 
+@pytest.mark.parametrize(
+    ("why", "command"),
+    [("PartitionTimeLimit", "cancel"), ("BadConstraints", "cancel"), ("Priority", "logs -f")],
+)
+def test_a_job_that_will_never_start_is_to_be_cancelled(
+    run: RunDir, why: str, command: str
+) -> None:
+    write_events(run, submitted())
+    status = run_status(run, {"7": said(State.PENDING, why)}, now=200)
+    assert status.next_command == f"clusterddp {command} mnist-1"
+
+
 def test_the_next_command_of_an_array_element_is_sbatchs(run: RunDir) -> None:
     element = RunDir(run.path.rename(run.path.with_name("mnist-1-3")))
     write_events(element, submitted(), begun(1), left(1, "stopped", "stopped"))

@@ -230,12 +230,86 @@ def test_a_persons_own_command_needs_no_last_word(workplace: Workplace) -> None:
     assert (got.code, "done" in got.out) == (0, True)
 
 
+KILLED = {"signal": "SIGKILL"}
+
+
+@pytest.mark.parametrize(
+    ("ends", "srun_code"),
+    [
+        ({0: {"ended": None, "exit_code": None}, 1: {"ended": None, "exit_code": None}}, 0),
+        ({0: {"ended": None, "exit_code": None}, 1: {"ended": None, "exit_code": None}}, 137),
+        ({0: {"exit_code": 137, **KILLED}, 1: {"exit_code": 143, "signal": "SIGTERM"}}, 137),
+        ({0: {"exit_code": 1}, 1: {"exit_code": 0}}, 1),
+    ],
+    ids=["srun was told to end", "killed with their parents", "killed", "by themselves"],
+)
+def test_a_command_that_was_ended_for_its_silence_has_hung_however_its_ranks_end(
+    workplace: Workplace, ends: dict[int, dict[str, Any]], srun_code: int
+) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    for rank, fields in ends.items():
+        record(run, rank, 0, **fields)
+    run.job_log.write_text("x, job 17 on h01, Tue\nsrun: error: h01: task 0: Killed\n")
+    hung = {"ranks": [1], "reason": "no rank printed anything for 30m00s", "ended": True}
+    (Attempt(run, 1).outcomes / "hung.json").write_text(json.dumps(hung))
+    got = finish(workplace, run, srun_code)
+    assert got.code == 1
+    assert "rank 1 on h01 failed first: hung: no rank printed anything for 30m00s" in got.out
+    assert last(run, "ended")["cause"] == "failed"
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_a_silence_for_which_no_rank_is_to_blame_names_none(
+    workplace: Workplace, code: int
+) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    record(run, 0, 143, signal="SIGTERM")
+    record(run, 1, 143, signal="SIGTERM")
+    hung = {"ranks": [], "reason": "no rank printed anything for 30m00s", "ended": True}
+    (Attempt(run, 1).outcomes / "hung.json").write_text(json.dumps(hung))
+    got = finish(workplace, run, code)
+    assert got.code == 1
+    told = "the job was ended: no rank printed anything for 30m00s"
+    assert told in got.out and "failed first" not in got.out
+    ended = last(run, "ended")
+    assert (ended["cause"], ended.get("first_failure"), ended["remark"]) == ("failed", None, told)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_worlds_that_the_tasks_children_formed_are_named(workplace: Workplace, code: int) -> None:
+    run = command_run(workplace)
+    for rank in range(3):
+        own = {"size": 2, "launcher": "torchrun"} if rank else None
+        record(run, rank, code if rank == 2 else 0, own_world=own)
+    got = finish(workplace, run, code)
+    remark = (
+        "the children of 2 of 3 tasks formed worlds of their own, started by torchrun, of 2 ranks "
+        "each: every one of them trained by itself. If one training of all tasks was meant, have "
+        "each start the program without torchrun"
+    )
+    assert (got.code, f"clusterddp: {remark}\n" in got.out + got.err) == (code, True)
+    assert last(run, "ended")["remark"] == remark
+    assert f"warning     {remark}\n" in workplace.invoke("status").out
+
+
+def test_a_world_of_one_tasks_children_alone_is_nothing_to_name(workplace: Workplace) -> None:
+    run = command_run(workplace)
+    record(run, 0, 0, own_world={"size": 2, "launcher": ""})
+    record(run, 1, 0)
+    got = finish(workplace, run, 0)
+    assert "worlds" not in got.out + got.err
+    assert last(run, "ended")["remark"] == ""
+
+
 def test_a_script_that_failed_before_its_tasks_keeps_its_code(
     workplace: Workplace, run: RunDir
 ) -> None:
     got = finish(workplace, run, 7)
     assert got.code == 7
     assert "no task has started" in got.out
+    assert last(run, "ended")["remark"].startswith("no task has started: ended with exit code")
 
 
 def test_records_of_an_earlier_attempt_do_not_count(workplace: Workplace, run: RunDir) -> None:
@@ -654,6 +728,38 @@ def test_a_command_that_exits_with_75_for_a_stop_is_stopped(workplace: Workplace
     assert "stopped; the command asked to be started again" in got.out
     status = json.loads(workplace.invoke("status", "own", "--json").out)
     assert (status["state"], status["detail"]) == ("stopped", "by 'clusterddp stop'")
+
+
+@pytest.mark.parametrize("codes", [(75, 75), (0, 0)], ids=["ranks", "an agent's"])
+def test_what_a_commands_loop_has_saved_is_in_the_verdict(
+    workplace: Workplace, codes: tuple[int, int]
+) -> None:
+    """An agent of torchrun's makes a failure of 75, so that its ranks leave with 0."""
+    run = command_run(workplace)
+    slurm_says(workplace)
+    saved(run, step=7)
+    leave(run, cause="stopped", reason="time limit", step=7, saved=7)
+    for rank, code in enumerate(codes):
+        record(run, rank, code)
+    got = finish(workplace, run, 0, REQUEUES)
+    ended = last(run, "ended")
+    assert (ended["cause"], ended["exit_code"], ended["step"]) == ("signal", 75, 7)
+    assert "time limit: the ranks have saved and left at step 7" in got.out
+    assert kinds(run)[-1] == "requeued"
+
+
+def test_a_commands_loop_that_gains_no_step_twice_is_not_started_again(
+    workplace: Workplace,
+) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    for number, start in ((1, 7), (2, 7)):
+        if number == 2:
+            begun(run, 2, 1)
+        saved(run, number, step=7, start=start)
+        leave(run, number, cause="stopped", reason="signal", step=7, saved=7)
+        finish(workplace, run, 0, REQUEUES, number=number)
+    assert "2 starts in a row have not gained a step" in last(run, "ended")["why"]
 
 
 def test_a_command_that_the_time_limit_killed_has_failed(workplace: Workplace) -> None:

@@ -67,6 +67,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("OMP_NUM_THREADS", True),
         ("CUDA_VISIBLE_DEVICES", True),
         ("SLURM_CPU_BIND", False),
+        ("CLUSTERDDP_LOOP", False),
         ("SLURM_EXPORT_ENV", False),
         ("SLURM_NTASKS", False),
         ("SLURMD_NODENAME", False),

@@ -68,6 +68,7 @@ def test_other_dependencies_are_refused(value: str) -> None:
         ("0", ("", 0)),
         ("a100:4", ("a100", 4)),
         ("nvidia_h100-80g:8", ("nvidia_h100-80g", 8)),
+        ("3g.40gb:2", ("3g.40gb", 2)),  # a MIG device
     ],
 )
 def test_gpus_are_a_count_with_an_optional_type(value: str, expected: tuple[str, int]) -> None:
@@ -77,6 +78,14 @@ def test_gpus_are_a_count_with_an_optional_type(value: str, expected: tuple[str,
 @pytest.mark.parametrize("value", ["", "-1", "a100", "a100:", ":4", "4:a100", "a b:4", "1.5"])
 def test_other_gpu_counts_are_refused(value: str) -> None:
     with pytest.raises(RequestError, match="a100:4"):
+        forms.gpu_count("--gpus-per-node", value)
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"), [("gpu:8", "gpu is no type.*type 8"), ("h100:0", "type 0, or N")]
+)
+def test_a_gpu_count_that_means_something_else_is_refused(value: str, remedy: str) -> None:
+    with pytest.raises(RequestError, match=f"--gpus-per-node {value}: .*{remedy}"):
         forms.gpu_count("--gpus-per-node", value)
 
 

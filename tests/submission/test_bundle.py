@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import marshal
+import os
 import resource
 import shlex
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RequestError
+from clusterddp.run.attempt import begin
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import bundle
 from clusterddp.version import __version__
@@ -126,7 +128,8 @@ def test_the_same_sources_give_the_same_bytes(run: RunDir, tmp_path: Path) -> No
 def test_it_holds_the_sources_of_clusterddp_and_click_alone(carried: RunDir) -> None:
     names = zipfile.ZipFile(carried.bundle).namelist()
     assert all(name.endswith(".py") for name in names)
-    assert {name.split("/")[0] for name in names} == {"__main__.py", "clusterddp", "click"}
+    assert {name.split("/")[0] for name in names} == {"__main__.py", "clusterddp", "beside"}
+    assert {name.split("/")[1] for name in names if name.startswith("beside/")} == {"click"}
     [bytecode] = carried.path.glob("__pycache__/*.zip")
     compiled = zipfile.ZipFile(bytecode).namelist()
     assert {f"{name}c" for name in names} == {*compiled, "__main__.pyc"}
@@ -322,6 +325,95 @@ def test_a_python_without_torch_is_named_in_a_sentence(carried: RunDir, tmp_path
     words = said(sys.executable, "-I", "-S", carried.bundle, "train", code=1, folder=tmp_path)
     assert f"torch and numpy cannot be imported by {sys.executable}" in words
     assert "--python" in words and "Traceback" not in words
+
+
+_LOOP = """
+import json, os, sys
+from importlib.util import find_spec
+
+import clusterddp.loop
+from torch import nn
+
+loop = clusterddp.loop.Loop(model=nn.Linear(1, 1))
+loop.finish()
+path = os.environ["PYTHONPATH"].split(os.pathsep)
+print(json.dumps([clusterddp.__file__, find_spec("click") is None, str(loop.attempt.path), path]))
+"""
+
+
+def in_attempt(carried: RunDir, bare: Path, run: RunDir, code: str, **environ: str) -> str:
+    """What a COMMAND prints as the task of an attempt."""
+    task = [bare, carried.bundle, "exec", "--run-dir", run.path, "--attempt", "1"]
+    end = subprocess.run(
+        [*task, "--", bare, "-c", code],
+        env={"PATH": os.environ["PATH"], **environ}, cwd=run.path,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert end.returncode == 0, end.stderr
+    return end.stdout
+
+
+def test_a_command_has_the_runs_own_loop_and_nobodys_click(
+    carried: RunDir, bare: Path, run: RunDir, tmp_path: Path
+) -> None:
+    attempt = begin(run)
+    of_another = "/jobs/outer/clusterddp-0.1.1-3f2a9c41d07b.pyz"  # which has submitted this one
+    path = f"{tmp_path}:{of_another}:"
+    said = in_attempt(carried, bare, run, _LOOP, PYTHONPATH=path, CLUSTERDDP_LOOP="1:/jobs/outer")
+    file, has_no_click, path, path_of_python = json.loads(said)
+    own = str(carried.bundle.resolve())
+    assert file == f"{own}/clusterddp/__init__.py" and has_no_click
+    # What a person names comes first; an empty part is the current folder.
+    assert path_of_python == [str(tmp_path), "", own]
+    assert path == str(attempt.path) and attempt.read_record()
+
+
+def test_a_command_is_left_alone_where_a_person_says_so(
+    carried: RunDir, bare: Path, run: RunDir
+) -> None:
+    begin(run)
+    code = "import os; from importlib.util import find_spec; print(find_spec('clusterddp'), "
+    code += "os.environ.get('PYTHONPATH'), os.environ['CLUSTERDDP_LOOP'])"
+    assert in_attempt(carried, bare, run, code, CLUSTERDDP_LOOP="off") == "None None off\n"
+
+
+def test_the_command_clusterddp_within_a_command_is_the_installed_one(
+    carried: RunDir, bare: Path, run: RunDir, tmp_path: Path
+) -> None:
+    """The run's own is on the path, and has no templates."""
+    begin(run)
+    package = tmp_path / "installed" / "clusterddp"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys; print('installed', sys.argv[1:])")
+    site = f"import site, sys; site.addsitedir({str(package.parent)!r})"
+    (tmp_path / "sitecustomize.py").write_text(site)
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'clusterddp', 'a', 'b'])"
+    said = in_attempt(carried, bare, run, code, PYTHONPATH=str(tmp_path))
+    assert said == "installed ['a', 'b']\n"
+
+
+def test_a_commands_script_that_submits_is_told_how(carried: RunDir, run: RunDir) -> None:
+    begin(run)
+    code = (
+        "import clusterddp as c; spec = c.JobSpec('a', '/a', c.Resources(), python='python', "
+        "command=('true',))\ntry: c.render(spec)\nexcept c.RequestError as error: print(error)"
+    )
+    words = in_attempt(carried, Path(sys.executable), run, code)
+    assert "renders no script" in words and "--env CLUSTERDDP_LOOP=off" in words
+
+
+def test_an_older_python_can_go_on_without_it() -> None:
+    """An ImportError, which a script catches, before anything that such a Python cannot parse."""
+    source = Path(bundle.__file__).parents[1] / "__init__.py"
+    ast.parse(source.read_text(), feature_version=(3, 7))
+    code = (
+        "import runpy, sys; sys.version_info = (3, 9, 18); sys.version = '3.9.18 (main)'\n"
+        f"try: runpy.run_path({str(source)!r})\n"
+        "except ImportError as error: print(error)"
+    )
+    words = said(sys.executable, "-c", code)
+    assert words == "clusterddp needs Python 3.10 or later, this is 3.9.18\n"
 
 
 def test_a_command_gets_nothing_of_it(carried: RunDir, bare: Path, tmp_path: Path) -> None:

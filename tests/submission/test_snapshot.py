@@ -513,6 +513,13 @@ def test_a_folder_of_datasets_is_linked_whatever_its_name_and_size(
     assert (target / "sets").is_symlink()
 
 
+def test_runs_below_another_output_root_are_no_code(tree: Path, target: Path) -> None:
+    records = {f"runs/a/{name}": "{}" for name in ("spec.json", "events.jsonl", "logs/job.log")}
+    write(tree, {**records, "suite/spec.json": "{}"})
+    taken = take(tree, target)
+    assert sorted(taken.digests) == ["package/model.py", "suite/spec.json", "train.py"]
+
+
 def test_large_files_are_linked_the_largest_first_where_the_copy_would_be_over_its_limit(
     tree: Path, target: Path, tmp_path: Path
 ) -> None:

@@ -12,9 +12,10 @@ from clusterddp.errors import TrainingError
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
-from clusterddp.training import batch_size
+from clusterddp.training import batch_size, cuda_graph
 from clusterddp.training.batch_size import NEXT_TOO_LARGE, NO_FASTER, OUT_OF_MEMORY, Trial, Tried
 from clusterddp.training.stop import StopRequest
+from tests.training.capturing import Captures
 from tests.training.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -182,6 +183,21 @@ def test_another_error_of_the_model_is_no_lack_of_memory(
     monkeypatch.setitem(nets.MODELS, "convnet", lambda: nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trial(Clock(1.0))(16)
+
+
+def test_a_size_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose memory would be missing to the next, also where the size does not fit."""
+    captures = Captures()
+    monkeypatch.setattr(cuda_graph, "capture", captures)
+    ours = dataclasses.replace(trial(Clock(1.0)), agreed=agreed(cuda_graph=True))
+    assert ours(16).images_per_second > 0
+    assert (captures.made, captures.released) == (1, 1)
+
+    def fail() -> float:
+        raise MemoryError
+
+    assert dataclasses.replace(ours, clock=fail)(16).note == OUT_OF_MEMORY
+    assert (captures.made, captures.released) == (2, 2)
 
 
 def test_a_capture_that_lacked_memory_is_known_by_its_cause(

@@ -1,45 +1,52 @@
 import ctypes
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 from clusterddp.errors import TrainingError
-from clusterddp.training.device import Processor, choose, free_bytes, granted_gpus
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.training.device import (
+    Processor,
+    bind_to_numa,
+    choose,
+    free_bytes,
+    granted_gpus,
+    peak_bytes,
+)
 
-# wanted, visible, local rank, local world size, granted, driver -> device or words of the error
+# wanted, visible, local rank, granted, driver -> device or words of the error
 CASES = [
-    ("auto", 4, 0, 4, 4, True, "cuda:0"),
-    ("auto", 4, 3, 4, 4, True, "cuda:3"),
-    ("cuda", 4, 2, 4, 4, True, "cuda:2"),
-    ("auto", 4, 1, 2, 4, True, "cuda:1"),  # fewer ranks than GPUs
-    ("auto", 1, 3, 4, 1, True, "cuda:0"),  # --gpus-per-task=1: each task sees its own as 0
-    ("auto", 2, 2, 3, 2, True, "3 ranks run on this host, but 2 GPUs are visible"),
-    ("auto", 0, 0, 1, 0, True, "cpu"),
-    ("auto", 0, 0, 1, 0, False, "cpu"),
-    ("cpu", 4, 1, 4, 4, True, "cpu"),
-    ("cpu", 0, 1, 4, 0, False, "cpu"),
-    ("cuda", 0, 0, 1, 0, False, "torch sees no GPU"),
-    ("auto", 0, 0, 2, 2, True, "2 GPUs were granted.*--device cpu"),
-    ("auto", 0, 0, 2, 2, False, "cpu"),
+    ("auto", 4, 0, 4, True, "cuda:0"),
+    ("auto", 4, 3, 4, True, "cuda:3"),
+    ("cuda", 4, 2, 4, True, "cuda:2"),
+    ("auto", 1, 3, 1, True, "cuda:0"),  # each task is shown its own
+    ("auto", 2, 3, 2, True, "cuda:1"),  # or its own two of eight, or the two of its socket
+    ("auto", 0, 0, 0, True, "cpu"),
+    ("auto", 0, 0, 0, False, "cpu"),
+    ("cpu", 4, 1, 4, True, "cpu"),
+    ("cpu", 0, 1, 0, False, "cpu"),
+    ("cuda", 0, 0, 0, False, "torch sees no GPU"),
+    ("cuda", 0, 0, 2, False, "2 GPUs were granted, but torch sees no GPU here. Install a CUDA"),
+    ("auto", 0, 0, 2, True, "2 GPUs were granted.*--device cpu"),
+    ("auto", 0, 0, 2, False, "cpu"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_device_follows_from_what_is_visible(
-    case: tuple[str, int, int, int, int, bool, str],
+    case: tuple[str, int, int, int, bool, str],
 ) -> None:
-    wanted, visible, local_rank, local_world_size, granted, driver, expected = case
+    wanted, visible, local_rank, granted, driver, expected = case
 
     def chosen() -> Processor:
         return choose(
-            wanted,
-            visible=visible,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            granted=granted,
-            driver=driver,
+            wanted, visible=visible, local_rank=local_rank, granted=granted, driver=driver
         )
 
     if expected.startswith(("cuda:", "cpu")):
@@ -49,8 +56,47 @@ def test_the_device_follows_from_what_is_visible(
             chosen()
 
 
+@pytest.fixture
+def binding() -> ModuleType:
+    module: ModuleType = pytest.importorskip("torch.numa.binding", reason="this torch has none")
+    return module
+
+
+def test_a_process_is_bound_to_the_cpus_near_its_gpu(
+    binding: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[set[int]] = []
+    one = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/numactl")  # which torch looks for
+    monkeypatch.setattr(binding, "_get_numa_node_index_for_device_index", lambda **_: 0)
+    monkeypatch.setattr(binding, "_get_cpu_indices_for_numa_node_MAYBE_NOT_ALLOWED",
+                        lambda **_: {one, 100_000})  # fmt: skip
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append(cpus))
+    assert bind_to_numa("node", torch.device("cuda:0")) == ""
+    assert bound and all(cpus == {one} for cpus in bound)
+
+
+def test_a_process_that_cannot_be_bound_goes_on_with_a_warning(
+    binding: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(binding, "_get_numa_node_index_for_device_index", lambda **_: 0)
+    assert "numactl" in bind_to_numa("node", torch.device("cuda:0"))
+    monkeypatch.delattr(binding, "_maybe_apply_numa_binding_to_current_process")
+    assert "cannot bind a running process" in bind_to_numa("node", torch.device("cuda:0"))
+    monkeypatch.setitem(sys.modules, "torch.numa", None)  # as in torch 2.4
+    assert "cannot bind a running process" in bind_to_numa("node", torch.device("cuda:0"))
+
+
+def test_a_binding_is_one_of_torchs(binding: ModuleType) -> None:
+    """A private part of torch, seen in 2.15."""
+    assert hasattr(binding, "_maybe_apply_numa_binding_to_current_process"), torch.__version__
+    for mode in binding.AffinityMode:
+        assert TrainConfig(numa_binding=mode.value).to_argv().count(f"--numa-binding={mode.value}")
+
+
 def test_granted_gpus_that_stay_idle_are_a_warning() -> None:
-    place = {"visible": 0, "local_rank": 0, "local_world_size": 1}
+    place = {"visible": 0, "local_rank": 0}
     unseen = choose("auto", granted=2, driver=False, **place)
     assert unseen.warning == "2 GPUs were granted, but torch sees none: training on the CPU"
     chosen = choose("cpu", granted=1, driver=True, **place)
@@ -66,6 +112,9 @@ def test_granted_gpus_that_stay_idle_are_a_warning() -> None:
         ({"CUDA_VISIBLE_DEVICES": "GPU-8f3e"}, 1),
         ({"CUDA_VISIBLE_DEVICES": "", "SLURM_JOB_GPUS": "0,1"}, 0),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),  # CUDA stops at what is no GPU
+        ({"CUDA_VISIBLE_DEVICES": "none"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-4a1f,MIG-77b2"}, 2),
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
         ({"SLURM_JOB_GPUS": "0-3,6"}, 5),
         ({"SLURM_STEP_GPUS": "2", "SLURM_JOB_GPUS": "0-3"}, 1),
@@ -169,3 +218,11 @@ def test_a_limit_of_the_older_hierarchy(tmp_path: Path) -> None:
 def test_what_is_used_up_leaves_nothing(tmp_path: Path, used: int) -> None:
     files = {"proc/self/cgroup": "0::/job\n", **limit("job", str(100 * MIB), used * MIB)}
     assert free_bytes(host(tmp_path, files)) == 0
+
+
+def test_the_peak_of_a_process_with_several_gpus_is_that_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {0: 700, 1: 300, 2: 0}.__getitem__)
+    assert peak_bytes(torch.device("cuda", 0)) == 1000

@@ -14,7 +14,11 @@ from clusterddp.data.loader import generators_kept, seed_generators
 from clusterddp.errors import TrainingError
 from clusterddp.models import nets
 from clusterddp.run.records import Agreement
+from clusterddp.training import cuda_graph
+from clusterddp.training import learner as learners
+from clusterddp.training import step as steps
 from clusterddp.training.learner import Learner
+from tests.training.capturing import Captures
 from tests.training.ranks import run_ranks
 from tests.training.trainings import config
 
@@ -205,3 +209,150 @@ def test_an_operation_that_cannot_repeat_itself_is_named(alone: None) -> None:
                 act(*batch)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+watched = list["Watched"]()
+"""Streams in the order in which they were made."""
+
+
+class Watched(cuda_graph.SideStream):
+    """Knows whether it is the one that work is done on."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.is_current = False
+        watched.append(self)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.is_current = True
+        with super().__call__():
+            yield
+        self.is_current = False
+
+
+def test_one_stream_holds_all_that_a_captured_step_does(
+    monkeypatch: pytest.MonkeyPatch, alone: None
+) -> None:
+    """DDP's making, the settling, warm-ups, the capture, and batches of another size."""
+
+    class Seen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(784, 10)
+
+        def forward(self, images: Tensor) -> Tensor:
+            passes.append(watched[0].is_current)
+            scores: Tensor = self.layer(images.flatten(1))
+            return scores
+
+    class Replayed:
+        def __init__(self, work: Any) -> None:
+            self.replay = self.reset = lambda: None
+
+    def capture(work: Any, aside: Watched) -> Any:
+        with aside():
+            work()
+        return Replayed(work)
+
+    def made(*given: Any) -> nn.Module:
+        passes.append(watched[0].is_current)
+        return wrap(*given)
+
+    passes, wrap = list[bool](), steps.wrap
+    watched.clear()
+    monkeypatch.setattr(learners, "SideStream", Watched)
+    monkeypatch.setattr(cuda_graph, "SideStream", Watched)
+    monkeypatch.setattr(cuda_graph, "capture", capture)
+    monkeypatch.setattr(steps, "wrap", made)
+    agreed = Agreement("gloo", "cpu", 1, 2, cuda_graph=True, global_batch_size=16)
+    with training_with(Seen):
+        ours = Learner(config(Path("data")), agreed, rank=0, device=CPU, mark=print)
+    images, labels = next(batches(0, 1))
+    ours.settle(images, labels)
+    ours.capture(images, labels)
+    ours.learn(images, labels)
+    ours.learn(images[:5], labels[:5])
+    assert len(watched) == 1
+    assert len(passes) == 1 + 1 + (cuda_graph._WARM_UPS + 1) + 1
+    assert all(passes)
+
+
+@pytest.mark.parametrize("augment", ["none", "affine"])
+@pytest.mark.parametrize("model", [nets.ConvNet, nets.BNConvNet, nets.FastNet, nets.DeepNet])
+def test_the_built_in_models_can_be_captured(
+    model: Any, augment: str, monkeypatch: pytest.MonkeyPatch, alone: None
+) -> None:
+    """A rate of few binary digits: a captured step reads it from a float32."""
+
+    def weights(captured: bool) -> str:
+        agreed = Agreement("gloo", "cpu", 1, 1, cuda_graph=captured, global_batch_size=8)
+        settings = config(Path("data"), lr=2**-7, augment=augment, device="auto", cuda_graph="on")
+        with training_with(model):
+            ours = Learner(settings, agreed, rank=0, device=CPU, mark=print)
+        torch.manual_seed(1)
+        for images, labels in batches(0, 1):
+            ours.learn(images, labels)
+        ours.learn(images[:5], labels[:5])
+        assert ours.is_captured is captured
+        ours.close()
+        return state.weights_sha256(ours.model)
+
+    captures = Captures()
+    monkeypatch.setattr(cuda_graph, "capture", captures)
+    assert weights(True) == weights(False)
+    assert captures.made == 1 and not captures.alive
+
+
+class Idle(nn.Module):
+    """Has a parameter that takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.idle = nn.Linear(784, 10), nn.Parameter(torch.zeros(3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.layer(images.flatten(1))
+        return scores
+
+
+def test_a_rank_alone_that_is_settled_waits_for_nobody_and_may_have_idle_parameters(
+    alone: None,
+) -> None:
+    """As on a GPU, whose kernels are loaded so before the clock starts."""
+    with training_with(Idle):
+        ours = learner(0, 1)
+    before = state.weights_sha256(ours.model)
+    for settle_or_learn in (ours.settle, ours.learn):
+        settle_or_learn(*next(batches(0, 1)))
+        assert ours.waiting.take() == 0
+        assert (state.weights_sha256(ours.model) == before) is (settle_or_learn == ours.settle)
+
+
+def _after_three_steps(rank: int, _: int, broadcasts: bool) -> dict[str, bytes]:
+    """The weights and buffers of a rank whose batches are its own."""
+    plain, steps.is_reference = steps.is_reference, lambda _: broadcasts
+    try:
+        with training_with(nets.BNConvNet):
+            ours = learner(rank, 2)
+    finally:
+        steps.is_reference = plain
+    assert ours.ddp.broadcast_buffers is broadcasts
+    for images, labels in batches(rank, 2):
+        ours.learn(images // (rank + 1), labels)
+    return {name: value.numpy().tobytes() for name, value in ours.model.state_dict().items()}
+
+
+def test_rank_0_has_the_same_statistics_without_a_broadcast_at_every_pass() -> None:
+    plain, broadcast = (run_ranks(2, _after_three_steps, each) for each in (False, True))
+    assert plain[0] == broadcast[0]  # the one that is evaluated and saved
+    assert plain[1] != broadcast[1]
+
+
+@pytest.mark.parametrize(("name", "broadcasts"), [("bn-convnet", False), ("my.models:net", True)])
+def test_buffers_of_a_model_of_ones_own_are_broadcast_at_every_pass(
+    name: str, broadcasts: bool, alone: None
+) -> None:
+    agreed = Agreement("gloo", "cpu", 1, 2, global_batch_size=8)
+    wrapped = steps.wrap(nets.build("bn-convnet"), config(Path("data"), model=name), agreed)
+    assert wrapped.broadcast_buffers is broadcasts

@@ -1,11 +1,14 @@
 import math
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from clusterddp.checkpoints import catalog, state, writer
 from clusterddp.errors import CheckpointError, TrainingError
@@ -13,10 +16,11 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir
-from clusterddp.training import loop
+from clusterddp.training import cuda_graph, loop
 from clusterddp.training.evaluation import Result
 from clusterddp.training.loop import train
 from clusterddp.training.stop import Deadline
+from tests.training.capturing import Captures
 from tests.training.ranks import run_ranks
 from tests.training.trainings import (
     after,
@@ -213,6 +217,56 @@ def timed(
     return ours
 
 
+def lines_by_skewed_clocks(
+    rank: int, world_size: int, settings: TrainConfig, run: Path, seconds_a_step: list[float]
+) -> list[int]:
+    """The steps after which a rank writes a line with the others, by clocks that differ."""
+    now = [1000.0 + 5000 * rank]
+    time.monotonic = lambda: now[0]  # type: ignore[assignment]
+    box = [agree(settings, run, world_size) if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    assert box[0] is not None
+    ours = build(rank, settings, box[0])
+    step, tell, written = ours.journal.step, ours.log, list[int]()
+
+    def goes_on() -> None:
+        step()
+        now[0] += seconds_a_step[rank]
+
+    def told() -> None:
+        written.append(ours.position.step)
+        tell()
+
+    ours.journal.step, ours.log = goes_on, told  # type: ignore[method-assign]
+    train(ours)
+    return written[:-1]  # without the one at the end
+
+
+@pytest.mark.parametrize(
+    ("log_every", "seconds_a_step", "expected"),
+    [
+        (0, [1 / 8000, 1 / 800], [100, 500, 900]),  # by the slower, 400 steps in half a second
+        (0, [1 / 8000, 1 / 160], [*range(100, 950, 100)]),
+        (90, [1 / 8000, 1 / 80_000], [*range(90, 950, 90)]),
+    ],
+)
+def test_a_line_is_written_at_steps_that_the_ranks_agree_on(
+    log_every: int,
+    seconds_a_step: list[float],
+    expected: list[int],
+    synthetic_dir: Path,
+    tmp_path: Path,
+) -> None:
+    """Two a second at most, by the slower rank's clock; those that were asked for are kept."""
+    settings = config(
+        synthetic_dir, model="mlp", batch_size=1, max_steps=950, log_every=log_every, keep_last=9,
+        save_every="100epochs", eval_every="100epochs",
+    )  # fmt: skip
+    ranks = run_ranks(2, lines_by_skewed_clocks, settings, tmp_path / "run", seconds_a_step)
+    assert ranks == [expected, expected]
+    assert lines_of(tmp_path / "run", "train") == [*expected, 950]
+
+
 def test_an_interval_of_minutes_goes_by_the_clock(
     synthetic_dir: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,10 +375,10 @@ def test_a_last_checkpoint_that_fails_is_tried_again_with_all_that_belongs_to_it
     publish = writer.Saver._publish
     failures: list[BaseException] = [OSError(28, "No space left on device")]
 
-    def failing(self: writer.Saver, path: Path, data: bytes) -> bool:
+    def failing(self: writer.Saver, *content: Any) -> bool:
         if failures:
             raise failures.pop()
-        return publish(self, path, data)
+        return publish(self, *content)
 
     monkeypatch.setattr(writer.Saver, "_publish", failing)
     train_alone(config(synthetic_dir), tmp_path, 4)
@@ -424,3 +478,203 @@ def test_a_rank_is_profiled_where_it_is_the_one_named(
     assert bool(training.profiler) is recorded
     if training.profiler:
         training.profiler.close()
+
+
+# A captured step ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    captures = Captures()
+    monkeypatch.setattr(cuda_graph, "capture", captures)
+    return captures
+
+
+def build_captured(
+    synthetic_dir: Path, run: Path, captured: bool = True, **settings: Any
+) -> loop.Training:
+    """Of sgd, which computes with a rate of float32, as a captured step reads it."""
+    ours = config(synthetic_dir, **{"optimizer": "sgd", "max_steps": 12, **settings})
+    agreed = agree(replace(ours, cuda_graph="auto"), run)
+    return build(0, ours, replace(agreed, cuda_graph=captured))
+
+
+def test_a_captured_training_comes_to_the_weights_of_a_plain_one(
+    synthetic_dir: Path, tmp_path: Path, captures: Captures, alone: None
+) -> None:
+    """With the last batch of an epoch smaller, and an evaluation and checkpoints in between."""
+    settings = {"batch_size": 192, "save_every": "5steps", "eval_every": "7steps"}
+    plain = build_captured(synthetic_dir, tmp_path / "plain", False, **settings)
+    captured = build_captured(synthetic_dir, tmp_path / "captured", **settings)
+    assert train(plain) == train(captured) == ""
+    assert state.weights_sha256(captured.model) == state.weights_sha256(plain.model)
+    assert captured.result.accuracy == plain.result.accuracy
+    assert (captures.made, plain.learner.is_captured) == (1, False)
+
+
+def test_a_captured_training_that_is_cut_off_ends_as_one_in_a_piece(
+    synthetic_dir: Path, tmp_path: Path, captures: Captures, alone: None
+) -> None:
+    whole = build_captured(synthetic_dir, tmp_path / "whole")
+    train(whole)
+    cut = build_captured(synthetic_dir, tmp_path / "cut")
+    asked_at_once(cut, 5)
+    assert train(cut) == "signal"
+    assert not captures.alive
+    rest = build_captured(synthetic_dir, tmp_path / "cut")
+    assert (rest.position.step, train(rest)) == (5, "")
+    assert state.weights_sha256(rest.model) == state.weights_sha256(whole.model)
+    nothing_left = build_captured(synthetic_dir, tmp_path / "cut")
+    train(nothing_left)
+    assert captures.made == 3
+
+
+def test_the_capture_is_outside_the_clock_of_the_training(
+    synthetic_dir: Path,
+    tmp_path: Path,
+    captures: Captures,
+    alone: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+
+    def slow(*work: Any) -> Any:
+        now[0] += 1000.0
+        return captures(*work)
+
+    def tick() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    monkeypatch.setattr("time.perf_counter", tick)
+    monkeypatch.setattr(cuda_graph, "capture", slow)
+    ours = build_captured(synthetic_dir, tmp_path)
+    train(ours)
+    assert captures.made == 1
+    assert ours.position.seconds < 1000 <= ours.capture_seconds
+
+
+@pytest.mark.parametrize("end", ["done", "signal", "error"])
+def test_a_training_leaves_no_graph_behind_however_it_ends(
+    end: str, synthetic_dir: Path, tmp_path: Path, captures: Captures, alone: None
+) -> None:
+    """NCCL would wait for it when the process group is left, and for ever."""
+
+    def fail() -> None:
+        assert captures.alive
+        raise KeyboardInterrupt
+
+    ours = build_captured(synthetic_dir, tmp_path)
+    if end == "error":
+        after(ours, 3, fail)
+        with pytest.raises(KeyboardInterrupt):
+            train(ours)
+    else:
+        asked_at_once(ours, 3 if end == "signal" else -1)
+        train(ours)
+    assert (captures.made, len(captures.alive)) == (1, 0)
+    assert all(parameter.grad is None for parameter in ours.model.parameters())
+
+
+def test_a_capture_that_fails_is_a_warning_of_the_report_and_the_training_goes_on(
+    synthetic_dir: Path, tmp_path: Path, captures: Captures, logged: list[str], alone: None
+) -> None:
+    plain = build_captured(synthetic_dir, tmp_path / "plain", False)
+    train(plain)
+    captures.refuses = "out of memory"
+    ours = build_captured(synthetic_dir, tmp_path / "ours")
+    train(ours)
+    assert state.weights_sha256(ours.model) == state.weights_sha256(plain.model)
+    assert not ours.learner.is_captured
+    [warning] = ours.warnings
+    assert "out of memory; training without one" in warning
+    assert len([line for line in logged if warning in line]) == 1
+
+
+def test_a_set_without_a_full_batch_is_trained_without_a_graph_and_the_report_says_so(
+    synthetic_dir: Path, tmp_path: Path, captures: Captures, alone: None
+) -> None:
+    ours = build_captured(synthetic_dir, tmp_path, batch_size=60_000, max_steps=2, epochs=2)
+    train(ours)
+    assert (captures.made, ours.position.step, ours.warnings) == (0, 2, [])
+    assert not ours.learner.is_captured
+
+
+def not_in_eval(_: torch.Tensor) -> None:
+    raise RuntimeError("cudnn RNN backward can only be called in training mode")
+
+
+class Recurrent(nn.Module):
+    """Does a backward pass in training alone, as a recurrent layer on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(784, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layer(images.flatten(1))
+        if scores.requires_grad and not self.training:
+            scores.register_hook(not_in_eval)
+        return scores
+
+
+OWN = f"{__name__}:Recurrent"
+
+
+@pytest.mark.parametrize(
+    ("settings", "captured", "settled", "given"),
+    [
+        ({}, False, [200], [200]),
+        ({"accumulate": 3}, False, [200], [600]),
+        ({"batch_size": 60_000}, False, [2000], [2000]),
+        ({"batch_size": 60_000, "accumulate": 3}, False, [667], [2000]),
+        ({"model": OWN}, False, [], []),
+        ({}, True, [], [200]),
+        ({"batch_size": 60_000}, True, [], [2000]),
+        ({"model": OWN}, True, [], [200]),
+    ],
+)
+def test_before_its_first_step_a_gpu_alone_does_a_pass_with_a_built_in_model_that_is_not_captured(
+    settings: dict[str, Any], captured: bool, settled: list[int], given: list[int],
+    synthetic_dir: Path, tmp_path: Path, captures: Captures, alone: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With as many images as a pass of the training has, and as the set has at most."""
+    ours = build_captured(synthetic_dir, tmp_path, captured, **settings)
+    ours.loads_kernels = True
+    sizes: dict[str, list[int]] = {"settle": [], "capture": []}
+
+    def spy(name: str) -> Any:
+        act = getattr(ours.learner, name)
+
+        def counted(images: torch.Tensor, labels: torch.Tensor) -> None:
+            assert len(images) == len(labels)
+            sizes[name].append(len(labels))
+            act(images, labels)
+
+        return counted
+
+    for name in sizes:
+        monkeypatch.setattr(ours.learner, name, spy(name))
+    ours.prepare()
+    ours.learner.close()
+    assert sizes == {"settle": settled, "capture": given}
+    assert captures.made == (captured and given == [200])
+
+
+def test_a_model_of_ones_own_that_learns_in_training_alone_trains_on_one_gpu(
+    synthetic_dir: Path, tmp_path: Path, alone: None
+) -> None:
+    ours = build_captured(synthetic_dir, tmp_path, False, model=OWN, max_steps=2)
+    ours.loads_kernels = True
+    train(ours)
+    assert ours.position.step == 2
+
+
+def test_a_step_that_was_to_be_captured_and_cannot_be_ends_the_run(
+    synthetic_dir: Path, tmp_path: Path, captures: Captures, alone: None
+) -> None:
+    captures.refuses = "out of memory"
+    ours = build_captured(synthetic_dir, tmp_path, device="auto", cuda_graph="on")
+    with pytest.raises(TrainingError, match=r"out of memory\. Train without one"):
+        train(ours)

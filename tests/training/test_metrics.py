@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.attempt import Attempt, begin
+from clusterddp.run.attempt import Attempt, begin, copy_history
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.records import MetricsLine
 from clusterddp.run.run_dir import RunDir
@@ -28,7 +28,6 @@ from clusterddp.training.metrics import (
     Paces,
     Tally,
     Waiting,
-    copy_history,
     of_ranks,
 )
 from tests.training.ranks import run_ranks

@@ -1,22 +1,32 @@
 """The options that make a step faster, in whole trainings."""
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from clusterddp.checkpoints import catalog, state
 from clusterddp.data import loader, mnist
 from clusterddp.distributed import agreement
 from clusterddp.distributed.agreement import Hello
 from clusterddp.errors import TrainingError
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.training.loop import train
-from clusterddp.training.step import Compiled
+from clusterddp.training.metrics import Tally
+from clusterddp.training.step import DTYPES, Compiled, Step, use_tf32
+from clusterddp.worker import join, start
 from tests.training.ranks import run_ranks
 from tests.training.trainings import CPU, agree, build, config, hello, train_alone, train_rank
+
+PRECISIONS = tuple(DTYPES)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +122,12 @@ def test_the_model_is_compiled_where_that_is_asked_for(
         assert len(calls) == chosen
 
 
+@pytest.mark.parametrize(
+    ("device", "needs"),
+    [("cpu", r"needs a C\+\+ compiler on"), ("cuda", r"needs a C compiler .*Python\.h")],
+)
 def test_a_compiler_that_is_missing_is_told_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, needs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -122,8 +136,9 @@ def test_a_compiler_that_is_missing_is_told_without_a_traceback(
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
     model = Compiled(torch.nn.Identity())
-    with pytest.raises(TrainingError, match=r"(?s)--compile: .*needs a C\+\+ compiler") as told:
-        model(torch.zeros(1))
+    images: Any = SimpleNamespace(device=torch.device(device))
+    with pytest.raises(TrainingError, match=rf"(?s)--compile: .*{needs}") as told:
+        model(images)
     assert told.value.__suppress_context__
 
 
@@ -170,22 +185,204 @@ def test_a_run_that_goes_on_keeps_the_precision_it_began_with() -> None:
     [
         ({}, "cuda", 1, True),
         ({}, "cuda", 2, False),
+        ({"model": "package.module:net"}, "cuda", 1, False),
+        ({"model": "package.module:net", "cuda_graph": "on"}, "cuda", 1, True),
         ({"cuda_graph": "on"}, "cuda", 2, True),
         ({"cuda_graph": "off"}, "cuda", 1, False),
         ({"precision": "fp16"}, "cuda", 1, False),
         ({"compile": True}, "cuda", 1, False),
+        ({"strategy": "dp"}, "cuda", 1, False),
         ({}, "cpu", 1, False),
     ],
 )
-def test_a_single_gpu_captures_its_step(
-    options: dict[str, Any], kind: str, ranks: int, expected: bool
+def test_which_steps_are_captured_once_auto_captures(
+    options: dict[str, Any],
+    kind: str,
+    ranks: int,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(agreement, "AUTO_CAPTURES", True)
     assert decided(options, kind, [True] * ranks).cuda_graph is expected
+    monkeypatch.setattr(agreement, "AUTO_CAPTURES", False)
+    is_on = expected and options.get("cuda_graph") == "on"
+    assert decided(options, kind, [True] * ranks).cuda_graph is is_on
+
+
+def test_auto_captures_nothing_before_it_has_been_seen_on_a_gpu() -> None:
+    """Turn `AUTO_CAPTURES` on in the commit that shows the `gpu` tests passed on a GPU."""
+    assert not decided({}, "cuda", [True]).cuda_graph
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("auto_captures", [True, False])
+def test_a_run_that_goes_on_is_captured_as_it_was_recorded(
+    captured: bool, auto_captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of 0.1.0, which captured models of one's own without being asked."""
+    monkeypatch.setattr(agreement, "AUTO_CAPTURES", auto_captures)
+    own = {"model": "package.module:net"}
+    before = Agreement("nccl", "cuda", threads=1, world_size=1, cuda_graph=captured)
+    for options in ({}, own):
+        assert decided(options, "cuda", [True], before).cuda_graph is captured
+    assert decided({"cuda_graph": "on"}, "cuda", [True], before).cuda_graph
+    assert not decided({"cuda_graph": "off"}, "cuda", [True], before).cuda_graph
+    assert not decided({"compile": True}, "cuda", [True], before).cuda_graph
+    at_two = replace(before, world_size=2)
+    assert decided({}, "cuda", [True, True], at_two).cuda_graph is captured
+    assert not decided({"backend": "gloo"}, "cuda", [True, True], at_two).cuda_graph
+    assert not decided(own, "cuda", [True], at_two).cuda_graph  # another world size: as if new
 
 
 def test_a_graph_that_would_hold_gloos_exchange_is_refused() -> None:
     with pytest.raises(TrainingError, match="--cuda-graph on with 2 ranks: what --backend gloo"):
         decided({"cuda_graph": "on", "backend": "gloo"}, "cuda", [True, True])
+
+
+def test_bf16_that_a_run_began_in_and_a_gpu_lacks_is_refused_with_the_way_out() -> None:
+    before = Agreement("nccl", "cuda", world_size=2, precision="bf16", exact_fp32=True)
+    with pytest.raises(
+        TrainingError,
+        match=r"begun in bf16, in which rank 1 on h01 .*--constraint.*--precision fp32 --allow-ch",
+    ):
+        decided({}, "cuda", [True, False], before)
+    assert decided({}, "cuda", [True, True], before).precision == "bf16"
+    chosen = {"precision": "bf16"}  # torch emulates it, which is theirs to choose
+    assert decided(chosen, "cuda", [False, False], before).precision == "bf16"
+    on_cpu = replace(before, kind="cpu", backend="gloo")
+    assert decided({}, "cpu", [False, False], on_cpu).precision == "bf16"
+    to_gpus = {"device": "cuda"}  # another processor, chosen on purpose: its own precision
+    assert decided(to_gpus, "cuda", [False, False], on_cpu).precision == "fp32"
+
+
+def test_bf16_of_a_checkpoint_is_refused_on_a_gpu_without_it(
+    synthetic_dir: Path, tmp_path: Path, alone: None
+) -> None:
+    first = config(synthetic_dir, precision="bf16", max_steps=1)
+    train(build(0, first, agree(first, tmp_path / "first")))
+    later = config(
+        synthetic_dir, resume=str(tmp_path / "first"), device="auto", allow_changed=True
+    )  # fmt: skip
+    old_gpu = hellos("cuda", [False])
+    with pytest.raises(TrainingError, match="begun in bf16, in which rank 0"):
+        start.settle_attempt(later, tmp_path / "later", None, {}, old_gpu)
+
+
+def test_a_step_in_fp16_as_a_checkpoint_was_trained_is_not_captured(
+    synthetic_dir: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its precision is known after the graph has been decided on: auto does without one."""
+    monkeypatch.setattr(agreement, "AUTO_CAPTURES", True)
+    first = config(synthetic_dir, precision="fp16", max_steps=1)
+    train(build(0, first, agree(first, tmp_path / "first")))
+    more = {"resume": str(tmp_path / "first"), "device": "auto", "allow_changed": True}
+
+    def settled(**options: Any) -> Agreement:
+        later = config(synthetic_dir, **more, **options)
+        return start.settle_attempt(later, tmp_path / "later", None, {}, hellos("cuda", [True]))
+
+    with pytest.raises(
+        TrainingError, match=r"--cuda-graph on against fp16, in which .*Leave --cuda-graph out, or"
+    ):
+        settled(cuda_graph="on")
+    agreed = settled()
+    assert (agreed.precision, agreed.cuda_graph) == ("fp16", False)
+    assert settled(precision="bf16", cuda_graph="on").cuda_graph
+
+
+def test_tf32_is_refused_where_no_gpu_computes_in_it() -> None:
+    for kind, able in (("cpu", True), ("cuda", False)):
+        with pytest.raises(TrainingError, match="--precision tf32, in which rank 0 on h01 "):
+            decided({"precision": "tf32"}, kind, [able])
+    assert decided({"precision": "tf32"}, "cuda", [True]).precision == "tf32"
+
+
+def test_a_run_that_began_when_fp32_rounded_to_tf32_says_that_it_changes(tmp_path: Path) -> None:
+    """As its record says nothing of it; the next record does, so that it is said once."""
+    before = Agreement("nccl", "cuda", world_size=1, precision="fp32")
+    fp32 = {"precision": "fp32"}
+    changed = decided(fp32, "cuda", [True], before)
+    assert "--precision tf32 --allow-changed continues in TF32" in changed.warnings[0]
+    assert decided(fp32, "cuda", [True], changed).warnings == ()
+    assert decided(fp32, "cuda", [False], before).warnings == (), "a GPU that never had TF32"
+    on_cpu = replace(before, kind="cpu", backend="gloo")
+    assert decided(fp32, "cpu", [True], on_cpu).warnings == ()
+    assert decided({**fp32, "device": "cuda"}, "cuda", [True], on_cpu).warnings == ()
+    in_bf16 = replace(before, precision="bf16")
+    assert decided(fp32, "cuda", [True], in_bf16).warnings == ()
+    assert decided(fp32, "cuda", [True]).warnings == (), "a run that begins"
+
+
+@pytest.fixture
+def tf32_settings() -> Iterator[Callable[[], tuple[bool, ...]]]:
+    """Reads torch's settings of TF32 by both of its interfaces; they are as before at the end."""
+    cudnn, cublas = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, cublas.allow_tf32
+
+    def read() -> tuple[bool, ...]:
+        newer = [getattr(each, "fp32_precision", None) for each in (cudnn.conv, cublas)]
+        assert all(each in (None, "tf32", "ieee", "none") for each in newer)
+        return cudnn.allow_tf32, cublas.allow_tf32
+
+    yield read
+    cudnn.allow_tf32, cublas.allow_tf32 = before
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_gpu_rounds_to_tf32_where_that_was_chosen_and_only_there(
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tf32_settings: Callable[[], tuple[bool, ...]],
+) -> None:
+    """torch's own setting has convolutions in TF32. As a rank that joins does it."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    torch.backends.cudnn.allow_tf32 = precision != "tf32"
+    agreed = Agreement("gloo", "cuda", threads=torch.get_num_threads(), precision=precision)
+    joined = join.Joined(hello(0, 1), agreed, torch.device("cuda", 0))
+    env = DistEnv.from_environ({})
+    join._enter_group(TrainConfig(), joined, env, dist.HashStore())
+    dist.destroy_process_group()
+    assert tf32_settings() == (precision == "tf32",) * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "exact"), [("fp32", True), ("tf32", False)])
+def test_on_a_gpu_fp32_convolves_exactly_and_tf32_does_not(
+    precision: str,
+    exact: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tf32_settings: Callable[[], tuple[bool, ...]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(64, 16, 14, 14, generator=generator)
+    weight = torch.randn(32, 16, 5, 5, generator=generator)
+    expected = torch.nn.functional.conv2d(images.double(), weight.double(), padding=2)
+    use_tf32(precision)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # as in a training
+    ours = torch.nn.functional.conv2d(images.cuda(), weight.cuda(), padding=2).cpu().double()
+    error = ((ours - expected).abs().max() / expected.abs().max()).item()
+    record_property("relative error", f"{error:.1e}")
+    assert (error < 1e-6) is exact
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_of_fp16_that_overflows_is_skipped(
+    synthetic_dir: Path, alone: None
+) -> None:
+    device = torch.device("cuda")
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)).to(device)
+    step = Step(model, torch.optim.SGD(model.parameters(), 0.1), Tally(device), device, "fp16")
+    images, labels = torch.rand(8, 1, 28, 28, device=device), torch.arange(8, device=device)
+    step(images, labels)
+    before, scale = [each.clone() for each in model.parameters()], step.scaler.get_scale()
+    step(images * math.inf, labels)
+    assert step.scaler.get_scale() == scale / 2
+    for ours, theirs in zip(model.parameters(), before, strict=True):
+        assert torch.equal(ours, theirs)
+    step(images, labels)
+    assert not torch.equal(next(model.parameters()), before[0]), "and the next one counts again"
 
 
 def test_a_checkpoints_precision_is_kept_by_another_run_that_leaves_it_at_auto(

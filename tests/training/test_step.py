@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,13 +9,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.checkpoints.state import Position
 from clusterddp.distributed.heartbeat import Phase
-from clusterddp.errors import TrainingError
 from clusterddp.models import nets
 from clusterddp.request.train_config import OPTIMIZERS, TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.training import step as steps
 from clusterddp.training.metrics import Tally
-from clusterddp.training.step import GraphedStep, Schedule, Step, build_optimizer
+from clusterddp.training.step import Schedule, Step, build_optimizer
 from clusterddp.worker import join
 
 CPU = torch.device("cpu")
@@ -161,110 +159,18 @@ def test_data_parallel_with_fewer_than_two_gpus_says_what_it_does(
     from clusterddp.ranks.dist_env import DistEnv
 
     env = DistEnv.from_environ({})
-    told = join._introduce(TrainConfig(strategy="dp", device="cpu"), env, {}).warning
+    told = join.introduce(TrainConfig(strategy="dp", device="cpu"), env, {}).warning
     assert "--strategy dp has no GPU here" in told
-    assert join._introduce(TrainConfig(device="cpu"), env, {}).warning == ""
+    assert join.introduce(TrainConfig(device="cpu"), env, {}).warning == ""
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not run: needs 2 GPUs")
+@pytest.mark.gpu2
 def test_two_gpus_of_one_process_step_as_one_does() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).cuda()
     wrapped = steps.wrap(model, TrainConfig(strategy="dp"), ALONE)
     images = torch.randn(8, 3, device="cuda")
     assert torch.allclose(wrapped(images), model(images), atol=1e-5)
-
-
-Work = Callable[[], None]
-
-
-def noisy_net() -> nn.Module:
-    """With statistics and random numbers, which a warm-up must not use up."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
-
-
-def graphed_step(model: nn.Module, kind: str) -> Step:
-    adam = optim.AdamW(model.parameters(), 0.01, weight_decay=0.1)
-    sgd = optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return Step(model, adam if kind == "adamw" else sgd, Tally(CPU), device=CPU)
-
-
-def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(size, 1, 28, 28, generator=generator), torch.arange(size) % 8)
-        for size in sizes
-    ]
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("before", [0, 2])
-def test_a_captured_step_trains_as_the_plain_one_does(kind: str, before: int, alone: None) -> None:
-    """Also where the optimizer has a history, and with a batch of another size at the end."""
-    data = batches([10, 10, 4, 10, 10, 4]) if before else batches([4, 10, 10, 10, 10, 4])
-    plain, captured = noisy_net(), noisy_net()
-    ours, theirs = graphed_step(plain, kind), graphed_step(captured, kind)
-    recorded: list[Work] = []
-
-    def capture(work: Work) -> Work:
-        recorded.append(work)
-        return work
-
-    graphed = GraphedStep(theirs, captured, 10, capture)
-    torch.manual_seed(5)
-    for batch in data:
-        ours(*batch)
-    torch.manual_seed(5)
-    for batch in data[:before]:
-        theirs(*batch)
-    for batch in data[before:]:
-        graphed(*batch)
-    assert len(recorded) == 1
-    for name, value in plain.state_dict().items():
-        assert torch.equal(value, captured.state_dict()[name]), name
-    assert ours.tally.collect()[:2] == theirs.tally.collect()[:2]
-
-
-def test_what_is_replayed_reads_the_batch_of_now(alone: None) -> None:
-    model = noisy_net()
-    seen: list[Tensor] = []
-    model.register_forward_pre_hook(lambda _, given: seen.append(given[0].clone()))
-    data = batches([6, 6])
-    graphed = GraphedStep(graphed_step(model, "sgd"), model, 6, lambda work: work)
-    for batch in data:
-        graphed(*batch)
-    assert torch.equal(seen[-1], data[1][0])
-
-
-def test_a_step_that_cannot_be_captured_is_told_with_the_way_out(alone: None) -> None:
-    def refuses(_: Work) -> Work:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    model = noisy_net()
-    graphed = GraphedStep(graphed_step(model, "sgd"), model, 6, refuses)
-    with pytest.raises(TrainingError, match=r"is capturing\. Train without one: --cuda-graph off"):
-        graphed(*batches([6])[0])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_on_a_gpu_the_replayed_step_trains_as_the_plain_one_does(kind: str, alone: None) -> None:
-    device = torch.device("cuda")
-    config = TrainConfig(optimizer=kind, lr=0.01)
-    models_of = {}
-    for captured in (False, True):
-        torch.manual_seed(0)
-        model = nets.build("convnet").to(device)
-        update = build_optimizer(config, model, captured=captured)
-        ours = Step(model, update, Tally(device), device=device)
-        train = GraphedStep(ours, model, 16) if captured else ours
-        for images, labels in batches([16, 16, 16, 5]):
-            ours.set_lr(0.01)
-            train(images.to(device), labels.to(device))
-        models_of[captured] = model.state_dict()
-    for name, value in models_of[False].items():
-        torch.testing.assert_close(value, models_of[True][name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("linear", 16), ("sqrt", 4), ("none", 1)])

@@ -125,6 +125,42 @@ def test_an_expected_error_is_printed_as_one_message(task: Any) -> None:
     assert started.stderr == "clusterddp: rank 1 has gone\n"
 
 
+WITH_ITS_OWN_LOG = (
+    "import clusterddp.worker.supervise\n"
+    "supervise = lambda *a: clusterddp.worker.supervise.supervise(*a, own_log=True)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("Watchdog caught collective operation timeout: it ran", True),
+        ("CUDA error: device-side assert triggered", False),
+    ],
+)
+def test_what_nccls_watchdog_says_as_it_ends_a_task_is_recorded(
+    words: str, error: bool, task: Any
+) -> None:
+    line = f"Process group watchdog thread terminated with exception: [Rank 0] {words}"
+    started = task(
+        f"{WITH_ITS_OWN_LOG}def child():\n    os.write(2, {line.encode()!r})\n    os.abort()"
+    )
+    assert started.end() == 134
+    assert started.outcome()["signal"] == "SIGABRT"
+    assert started.outcome()["error"] == {
+        "type": "NCCL's watchdog", "message": words, "peer_lost": error,
+    }  # fmt: skip
+
+
+def test_what_it_said_in_an_earlier_attempt_explains_no_abort(task: Any, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.make(run.logs)
+    run.rank_log(0).write_text("watchdog thread terminated with exception: late\n")
+    started = task(f"{WITH_ITS_OWN_LOG}child = os.abort")
+    assert started.end() == 134
+    assert started.outcome()["error"] is None
+
+
 def test_an_error_longer_than_the_pipe_holds_does_not_block(task: Any) -> None:
     started = task("def child():\n    raise ValueError('x' * 1_000_000)")
     assert started.end() == 1

@@ -1,14 +1,14 @@
+import dataclasses
 import gc
 import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +18,15 @@ import torch
 import torch.distributed as dist
 
 from clusterddp.checkpoints.catalog import name_of
+from clusterddp.distributed import agreement, rendezvous, tcp_store
+from clusterddp.distributed.agreement import Hello
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_PAUSED,
     CheckpointError,
     DataError,
+    PeerError,
     TrainingError,
 )
 from clusterddp.processes import processors
@@ -34,12 +37,13 @@ from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
+from clusterddp.training import cuda_graph, presence
+from clusterddp.training.learner import Learner
 from clusterddp.training.metrics import Journal
-from clusterddp.training.stop import StopRequest
 from clusterddp.worker import join, supervise, task
 from clusterddp.worker.join import usable_threads
-from clusterddp.worker.task import Presence, run_task
-from tests.waiting import wait_for
+from clusterddp.worker.task import run_task
+from tests.training.capturing import Captures
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +80,7 @@ def test_a_single_process_trains_and_reports(
         "steps", "epochs", "train_images", "test_images", "versions", "warnings", "weights_sha256",
         "resumed_from", "attempt", "starts", "steps_done_twice", "seconds_lost", "attempts",
         "saving", "job_id", "restart", "finished", "precision", "cuda_graph", "strategy",
+        "capture_seconds",
         "peak_memory_bytes", "ranks",
     }  # fmt: skip
     [rank] = report["ranks"]
@@ -280,7 +285,7 @@ def test_a_request_in_the_attempts_folder_stops_it(
             first.ask_to_stop("stop")
 
     first = Attempt(RunDir(tmp_path), 1)
-    monkeypatch.setattr(task, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(presence, "ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(Journal, "step", step)
     settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
     assert run_task(settings, tmp_path) == EXIT_PAUSED
@@ -370,7 +375,7 @@ def test_granted_gpus_that_torch_does_not_see_are_in_log_and_report(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(processors, "NVIDIA_DRIVER", tmp_path / "no-driver")
+    monkeypatch.setattr(processors, "NVIDIA_DRIVER", (tmp_path / "none", tmp_path / "driver"))
     run_task(config, tmp_path / "run")
     said = "2 GPUs were granted, but torch sees none: training on the CPU"
     assert f"warning: {socket.gethostname()}: {said}" in capsys.readouterr().out
@@ -378,9 +383,42 @@ def test_granted_gpus_that_torch_does_not_see_are_in_log_and_report(
     assert report["warnings"] == [f"{socket.gethostname()}: {said}"]
 
     (tmp_path / "driver").touch()
-    monkeypatch.setattr(processors, "NVIDIA_DRIVER", tmp_path / "driver")
     with pytest.raises(TrainingError, match="CPU-only build"):
         run_task(config, tmp_path / "other")
+
+
+def test_a_rank_is_shown_its_own_mig_device_before_cuda_starts(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Begun(Exception):
+        """Ends the task ahead of torch's import."""
+
+    def bind(*_: object) -> None:
+        raise Begun
+
+    monkeypatch.setattr(tcp_store, "bind", bind)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    env = dataclasses.replace(
+        DistEnv.from_environ({}), rank=1, local_rank=1, world_size=2, local_world_size=2,
+        master_port=29500,
+    )  # fmt: skip
+    with pytest.raises(Begun):
+        run_task(config, tmp_path, env)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"
+
+
+def test_a_rank_computes_on_the_device_that_rank_0_gives_it(
+    config: TrainConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def share_out(hellos: Sequence[Hello]) -> list[Hello]:
+        return [dataclasses.replace(hello, device="cpu:0") for hello in hellos]
+
+    monkeypatch.setattr(agreement, "share_out", share_out)
+    run_task(config, tmp_path / "run")
+    assert "(local rank 0): cpu:0, 1 thread" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
@@ -397,12 +435,127 @@ def test_the_process_group_is_gone_after_every_error(
     assert not dist.is_initialized()
 
 
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    """Every step is captured, by a stand-in for CUDA graphs."""
+    captures = Captures()
+    monkeypatch.setattr(cuda_graph, "capture", captures)
+    monkeypatch.setattr(agreement, "_wants_graph", lambda *_: True)
+    return captures
+
+
+@pytest.mark.parametrize("end", ["done", "paused", "failed"])
+def test_a_graph_is_released_before_the_process_group_is_left(
+    end: str,
+    config: TrainConfig,
+    tmp_path: Path,
+    captures: Captures,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """NCCL waits in the destroy for all graphs that hold an exchange of its, and for ever."""
+    alive_as_it_is_left: list[int] = []
+    leave, step = dist.destroy_process_group, Journal.step
+
+    def left() -> None:
+        alive_as_it_is_left.append(len(captures.alive))
+        leave()
+
+    def stepped(journal: Journal) -> None:
+        step(journal)
+        assert captures.alive
+        if end == "failed":
+            raise RuntimeError("boom")
+        if end == "paused":
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(dist, "destroy_process_group", left)
+    monkeypatch.setattr(Journal, "step", stepped)
+    if end == "failed":
+        with pytest.raises(RuntimeError, match="boom"):
+            run_task(config, tmp_path)
+    else:
+        assert run_task(config, tmp_path) == (EXIT_DONE if end == "done" else EXIT_PAUSED)
+    assert (captures.made, alive_as_it_is_left) == (1, [0])
+    if end == "done":
+        report = read_json(RunDir(tmp_path).report)
+        assert report is not None
+        assert report["cuda_graph"] and report["capture_seconds"] > 0
+        assert re.search(
+            r"test loss [\d.]+, [\d.]+ s of capture, [\d.]+ s of training", capsys.readouterr().out
+        )
+
+
+def test_a_task_that_is_done_is_ended_by_nobody_else(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its watchdog is told before the group is left, which may take a while."""
+    left, endings = list[bool](), list[task._Ending]()
+    made = task._Ending.__init__
+
+    def init(ending: task._Ending, env: DistEnv) -> None:
+        made(ending, env)
+        endings.append(ending)
+
+    def part() -> None:
+        [ending] = endings
+        watchdog = threading.Thread(target=ending.leave, args=(Attempt(RunDir(tmp_path), 1), ""))
+        watchdog.start()
+        watchdog.join()
+        really_part()
+
+    really_part = rendezvous.part
+    monkeypatch.setattr(supervise, "report", lambda _: None)
+    monkeypatch.setattr(task._Ending, "__init__", init)
+    monkeypatch.setattr(os, "_exit", lambda _: left.append(True))
+    monkeypatch.setattr(rendezvous, "part", part)
+    assert run_task(config, tmp_path) == EXIT_DONE
+    assert not left
+
+
+def test_a_process_group_that_is_never_left_keeps_no_rank_that_is_done(
+    config: TrainConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    leave, over, is_left = dist.destroy_process_group, threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        over.wait()
+        leave()
+        is_left.set()
+
+    monkeypatch.setattr(dist, "destroy_process_group", hangs)
+    monkeypatch.setattr(rendezvous, "_PART_SECONDS", 0.01)
+    assert run_task(config, tmp_path) == EXIT_DONE
+    assert "leaving the process group: it did not answer" in capsys.readouterr().out
+    assert RunDir(tmp_path).report.exists()
+    over.set()
+    assert is_left.wait(60)
+
+
 def test_a_run_directory_that_cannot_be_written_is_one_clear_error(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TrainingError, match="cannot write the run directory"):
         run_task(config, tmp_path / "file" / "run")
+
+
+def test_memory_that_runs_out_in_training_is_one_clear_error(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def learn(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    monkeypatch.setattr(Learner, "learn", learn)
+    expected = (
+        rf"cpu of {socket.gethostname()} has no memory .* at 64 images .*: CUDA out of memory\. "
+        r"Tried to allocate 2 GiB\. Lower --batch-size, .*--find-batch-size"
+    )
+    with pytest.raises(TrainingError, match=expected):
+        run_task(config, tmp_path / "run")
 
 
 def test_without_a_run_directory_one_is_made_below_jobs(
@@ -421,6 +574,8 @@ def test_without_a_run_directory_one_is_made_below_jobs(
         ({}, 1, len(os.sched_getaffinity(0))),
         ({}, 1000, 1),
         ({"SLURM_CPUS_PER_TASK": ""}, 1000, 1),
+        ({"SLURM_CPUS_PER_TASK": "8", "TORCHELASTIC_RUN_ID": "77"}, 4, 2),  # an agent's
+        ({"SLURM_CPUS_PER_TASK": "2", "TORCHELASTIC_RUN_ID": "77"}, 4, 1),
     ],
 )
 def test_threads_are_the_cpus_of_the_task_or_its_share_of_the_hosts(
@@ -430,92 +585,64 @@ def test_threads_are_the_cpus_of_the_task_or_its_share_of_the_hosts(
 
 
 @pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "ALIVE_SECONDS", 0.01)
-
-
-@pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reasons for which a process would have ended."""
-    reasons: list[str] = []
-    monkeypatch.setattr(Presence, "_end", lambda _, why: reasons.append(why))
-    return reasons
-
-
-@pytest.fixture
 def attempt(tmp_path: Path) -> Attempt:
     return begin(RunDir(tmp_path))
 
 
-@pytest.mark.usefixtures("quickly")
-def test_its_sign_of_life_is_renewed_with_the_step(attempt: Attempt) -> None:
-    steps = iter(range(1000))
-    ours = Presence(attempt, StopRequest())
-    ours.step = lambda: next(steps)
-    with ours:
-        wait_for(lambda: attempt.alive.exists() and _step(attempt) >= 3, "a third sign of life")
-        assert attempt.is_alive()
-    wait_for(lambda: "presence" not in {t.name for t in threading.enumerate()}, "its thread's end")
-    assert sorted(path.name for path in attempt.path.iterdir()) == ["alive", "outcomes"]
+class LeftBehind:
+    """A task that waits in an exchange while its watchdog's thread ends it."""
+
+    def __init__(self, attempt: Attempt, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ending = task._Ending(DistEnv.from_environ({"RANK": str(rank), "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}))  # fmt: skip
+        self.done = list[str]()
+        self.reported = list[BaseException]()
+        monkeypatch.setattr(supervise, "report", self.reported.append)
+        monkeypatch.setattr(os, "_exit", lambda code: self.done.append(f"exit {code}"))
+        monkeypatch.setattr(task.time, "sleep", lambda s: self.done.append(f"waits {s:.0f} s"))
+        monkeypatch.setattr(
+            task, "_let_save_end", lambda training: self.done.append(f"saves {training}")
+        )
+        monkeypatch.setattr(
+            rendezvous, "dump_flight_recorder", lambda path: self.done.append(path.name)
+        )
+        self.attempt = attempt
+
+    def leave(self) -> None:
+        """As the watchdog's thread does; waits for its end."""
+        why = "rank 0 on h01 has not moved for 600 s: rank 1 on h02 does not answer"
+        thread = threading.Thread(target=self.ending.leave, args=(self.attempt, why))
+        thread.start()
+        thread.join()
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [('{"reason": "stop"}', "stop"), ("", "signal"), ("{torn", "signal")]
+    ("rank", "done"),
+    [
+        (0, ["saves training", "nccl-trace-0", "exit 1"]),
+        (1, ["saves training", "nccl-trace-1", "waits 20 s", "exit 1"]),
+    ],
 )
-@pytest.mark.usefixtures("quickly")
-def test_a_request_in_the_attempts_folder_is_noted(
-    attempt: Attempt, content: str, reason: str
+def test_a_step_that_is_stuck_is_reported_saved_and_left(
+    rank: int, done: list[str], attempt: Attempt, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The checkpoint first: a flight recorder that hangs stops every thread."""
+    left = LeftBehind(attempt, rank, monkeypatch)
+    left.ending.training = "training"  # type: ignore[assignment]
+    left.leave()
+    assert left.done == done
+    [error] = left.reported
+    assert isinstance(error, PeerError)
+    assert str(error).startswith("rank 0 on h01 has not moved for 600 s: rank 1 on h02 does not")
+    assert capfd.readouterr().err == f"clusterddp: {error}\n"
+
+
+def test_a_task_that_fails_by_itself_is_left_alone(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = StopRequest()
-    with Presence(attempt, request):
-        assert request.reason == ""
-        fresh = attempt.path / "fresh"
-        fresh.write_text(content)
-        fresh.replace(attempt.stop)  # in one step: a file that is still empty is a request, too
-        wait_for(lambda: request.reason, "the request")
-    assert request.reason == reason
-
-
-@pytest.mark.usefixtures("quickly")
-def test_an_attempt_that_a_later_one_follows_ends(attempt: Attempt, ends: list[str]) -> None:
-    with Presence(attempt, StopRequest()):
-        wait_for(attempt.alive.exists, "a sign of life")
-        assert not ends
-        begin(attempt.run)
-        wait_for(lambda: ends, "the end")
-    assert ends[0] == "superseded: attempt 2 of the run has begun, and trains on"
-
-
-@pytest.mark.usefixtures("quickly")
-def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, logged: list[str], ends: list[str]
-) -> None:
-    tries = []
-
-    def full(self: Attempt, step: int, saved: int | None) -> None:
-        tries.append(step)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Attempt, "show_life", full)
-    request = StopRequest()
-    with Presence(attempt, request):
-        wait_for(lambda: len(tries) > 2, "more than one try")
-        attempt.stop.touch()
-        wait_for(lambda: request.reason, "the request")
-        begin(attempt.run)
-        wait_for(lambda: ends, "the end")
-    assert sum("No space left on device" in line for line in logged) == 1
-
-
-@pytest.mark.usefixtures("quickly")
-def test_an_attempt_whose_folder_was_removed_ends(attempt: Attempt, ends: list[str]) -> None:
-    with Presence(attempt, StopRequest()):
-        wait_for(attempt.alive.exists, "a sign of life")
-        while attempt.path.exists():
-            shutil.rmtree(attempt.path, ignore_errors=True)
-        wait_for(lambda: ends, "the end")
-    assert ends[0] == f"{attempt.path} was removed: nothing can be saved any more"
-
-
-def _step(attempt: Attempt) -> int:
-    return int(json.loads(attempt.alive.read_text())["step"])
+    left = LeftBehind(attempt, 0, monkeypatch)
+    left.ending.claim()
+    left.leave()
+    assert not left.done and not left.reported
+    left.ending.claim()  # of the same thread, on its way out

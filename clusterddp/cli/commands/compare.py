@@ -156,19 +156,19 @@ def command(
             raise click.UsageError(f"--of runs nothing, so {flags} has no part in it.", ctx)
         trials = results.trials_of(Path(root), of)
         return _show(trials, ", ".join(of), as_json, plot)
-    _NAME.check("--name", name)
     config, base, rows = _rows(ctx, name, where)
     planned = plan.requests(rows, name, root, repeat, base)
     templates = template_folder(ctx) if base else None
+    plan.log_remarks(planned)
     if dry_run:
         find_own_functions(config, base)
         click.echo("\n".join(plan.dry_run(rows, planned, base, templates)))
         return EXIT_DONE
     make_sure(config, base)
-    number = 0
     try:
         if base:
-            trials = plan.train_as_jobs(planned, templates, ctx.params["snapshot_limit"])
+            limit = ctx.params["snapshot_limit"]
+            trials, number = plan.train_as_jobs(planned, templates, limit), 0
         else:
             trials, number = plan.train_here(planned)
     except plan.Interrupted as interrupted:
@@ -188,6 +188,7 @@ def _rows(
     ctx: click.Context, name: str, where: str
 ) -> tuple[TrainConfig, JobSpec | None, list[Row]]:
     """Return the configuration, the request of Slurm jobs (None for this machine) and the rows."""
+    _NAME.check("--name", name)
     strategies = tuple(dict.fromkeys(ctx.params["strategies"].split(",")))
     for strategy in strategies:
         _STRATEGIES.check("--strategies", strategy)

@@ -15,8 +15,9 @@ import click
 
 from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import JOB_ID, shown_value
+from clusterddp.ranks.variables import JOB_ID, own_mig_device, shown_value
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE
+from clusterddp.version import arming_folder
 
 
 class CommandNotFound(ClusterDDPError):
@@ -36,6 +37,7 @@ class CommandNotExecutable(ClusterDDPError):
 @click.option("--own-log", is_flag=True, hidden=True)
 @click.option("--attempt", type=int, hidden=True, envvar=ATTEMPT_VARIABLE)
 @click.option("--container", hidden=True)
+@click.option("--arm-stacks", is_flag=True, hidden=True)
 @click.argument(
     "argv", metavar="-- COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED
 )
@@ -44,6 +46,7 @@ def command(
     own_log: bool,
     attempt: int | None,
     container: str | None,
+    arm_stacks: bool,
     argv: tuple[str, ...],
 ) -> int:
     """Derive the distributed environment, export it and become COMMAND.
@@ -60,8 +63,12 @@ def command(
     contradict each other, 2 a wrong request.
     """
     env = DistEnv.from_environ(os.environ)
-    environ = {**os.environ, **env.to_environ()}
+    own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
+    environ = {**os.environ, **env.to_environ(), **own_device}
     environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start a training of its own
+    if arm_stacks:
+        folders = [arming_folder(), environ.get("PYTHONPATH", "")]
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")
     if env.origin == "single" and job:
         click.echo(
@@ -102,14 +109,19 @@ def _supervised(
 ) -> int:
     """Run COMMAND below the small parent that records its outcome."""
     # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
+    from clusterddp.processes import worlds
+    from clusterddp.request import nested_launcher
     from clusterddp.run.attempt import Attempt
-    from clusterddp.run.outcome import ERROR_FILE_VARIABLE, Traces
+    from clusterddp.run.loop_variables import show_loop
+    from clusterddp.run.outcome import ERROR_FILE_VARIABLE, TaskRecord, Traces
+    from clusterddp.run.records import OwnWorld
     from clusterddp.run.run_dir import RunDir
     from clusterddp.worker.supervise import supervise
 
     if attempt is not None:  # an agent's own file is left to the agent, which reads it
-        file = Attempt(RunDir(run_dir), attempt).error_file(env.rank)
-        environ.setdefault(ERROR_FILE_VARIABLE, str(file))
+        own = Attempt(RunDir(run_dir), attempt)
+        environ.setdefault(ERROR_FILE_VARIABLE, str(own.error_file(env.rank)))
+        show_loop(environ, own)
     error_file = environ.get(ERROR_FILE_VARIABLE)
     traces = Traces(Path(error_file) if error_file else None)
 
@@ -121,7 +133,22 @@ def _supervised(
                 click.echo(f"clusterddp: PATH={environ.get('PATH', '')}", err=True)
             raise
 
-    return supervise(run_dir, env, child, attempt=attempt, own_log=own_log, explain=traces.error)
+    def began(pid: int, record: TaskRecord) -> None:
+        def found(world: worlds.World) -> None:
+            launcher = nested_launcher.find(world.launcher)
+            record.found(OwnWorld(world.size, launcher.name if launcher else ""))
+
+        worlds.watch(pid, environ, found)
+
+    return supervise(
+        run_dir,
+        env,
+        child,
+        attempt=attempt,
+        own_log=own_log,
+        explain=traces.error,
+        began=began,
+    )
 
 
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

@@ -3,9 +3,12 @@
 import dataclasses
 import json
 import os
+import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,34 +17,51 @@ from clusterddp.cli.job_spec import (
     IMAGES_PYTHON,
     changed_resources,
     container_fields,
+    directives_of,
+    environment_of,
     interpreter,
 )
-from clusterddp.cli.options import SettingsCommand, options, recipe_settings, source, typed_flags
+from clusterddp.cli.options import (
+    SettingsCommand,
+    WithCommand,
+    options,
+    recipe_settings,
+    source,
+    typed_flags,
+)
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
 from clusterddp.errors import EXIT_DONE
 from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
-from clusterddp.request.spec import REQUEST, JobSpec
+from clusterddp.request.spec import REQUEST, JobSpec, Resources
 from clusterddp.request.train_config import TRAINING
 from clusterddp.run.status import find_run
 from clusterddp.submission.resubmit import CHANGEABLE, Terms, resubmit
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
 # from its own checkpoints, which come before those of another run.
-_FIXED = {"sbatch", "omit-directive", "output-root", "resume"}
+_FIXED = {"omit-directive", "output-root", "resume"}
+_OF_COMMAND = {"env", "module", "setup"}
 _TRAINED = [row for row in TRAINING if row.name not in _FIXED]
 _ASKED = [
     row
     for row in REQUEST
     if (row.group in (ASKED, INTERRUPTED, KEPT) and row.name not in _FIXED)
-    or row.parameter in ("python", "batch_python", *CONTAINER)
+    or row.parameter in ("python", "batch_python", *CONTAINER, *_OF_COMMAND)
 ]
 
 
 _NO_CONTAINER = {"container_runtime": "auto", "container_mounts": (), "container_workdir": ""}
 
 
-class ResubmitCommand(SettingsCommand):
+class ResubmitCommand(WithCommand):
     """Takes its options from the command line alone: whatever is not typed stays as recorded."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter:  # RUN stands behind `--`, and no COMMAND does
+            ctx.meta["command"] = ()
+            return SettingsCommand.parse_args(self, ctx, args)
 
     def _load_settings(self, ctx: click.Context, args: list[str]) -> None:
         super()._load_settings(ctx, args)
@@ -54,7 +74,7 @@ class ResubmitCommand(SettingsCommand):
     epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
     "75 it was stopped and can resume, 130 interrupted.",
 )
-@click.argument("run", type=RUN)
+@click.argument("run", type=RUN, metavar="RUN [-- COMMAND…]")
 @options([*_ASKED, *_TRAINED], settings=False, defaults=False)
 @click.option(
     "--template-dir",
@@ -116,6 +136,10 @@ def command(
     clusterddp 0.1.0 is rendered anew, unless you have edited it. Nothing is taken from variables or
     site.cfg. The attempts that --max-requeues caps are counted anew.
 
+    The run of a COMMAND can get another COMMAND, other variables, modules, set-up lines and
+    directives. --env and --sbatch change those that they name and keep the others, which '' drops;
+    --module and --setup take the place of all of theirs.
+
     It runs its copy of your code, and logs in what the folder differs by now; --code new takes the
     folder instead, with what a COMMAND has written in its copy. A changed option that decides the
     weights, or changed code of a run without a copy, is refused with the difference shown, unless
@@ -171,6 +195,7 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     if image is not None and bool(image) != bool(before.container_image):
         fields.setdefault("python", IMAGES_PYTHON if image else sys.executable)
     fields["resources"] = changed_resources(asked, given, tasks)
+    fields |= _of_command(ctx, given, before, fields["resources"])
     if fields.get("signal") == "none":
         fields["signal"] = ""
     elif "signal" not in given and dataclasses.replace(before, signal=None) == before:
@@ -188,3 +213,36 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
             trained["data_dir"] = os.path.abspath(trained["data_dir"])
         fields["train"] = dataclasses.replace(before.train, **trained)
     return dataclasses.replace(before, **fields)
+
+
+def _of_command(
+    ctx: click.Context, given: Mapping[str, Any], before: JobSpec, resources: Resources
+) -> dict[str, object]:
+    """Return the fields that belong to a COMMAND, with the typed ones in place of the recorded."""
+    fields: dict[str, object] = {}
+    if ctx.meta["command"] and before.train is not None:
+        words = shlex.join(ctx.meta["command"])
+        raise click.UsageError(
+            f"{words} belongs to the run of a COMMAND, but {before.run_name} trains MNIST.", ctx
+        )
+    if ctx.meta["command"]:
+        fields["command"] = ctx.meta["command"]
+    if "env" in given:
+        former: dict[str, str | None] = dict(before.environment)
+        former |= dict.fromkeys(before.pass_environment)
+        fields["environment"], fields["pass_environment"] = environment_of(
+            *_over(former, given["env"])
+        )
+    if "sbatch" in given:
+        fields["sbatch"] = directives_of(*_over(dict(before.sbatch), given["sbatch"]), resources)
+    for option, field in (("module", "modules"), ("setup", "setup")):
+        if option in given:
+            fields[field] = tuple(line for line in given[option] if line)
+    return fields
+
+
+def _over(
+    former: dict[str, str | None], items: Sequence[str]
+) -> tuple[dict[str, str | None], list[str]]:
+    """Return the recorded values, unless an empty item drops them, and the other items."""
+    return ({} if "" in items else former), [item for item in items if item]

@@ -64,7 +64,10 @@ def describe(status: RunStatus) -> str:
         age = formatting.duration(time.time() - (status.checkpoint_time or 0.0))
         lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
     lines += [("warning", text) for text in status.warnings]
-    lines += [("files", status.directory), ("next", status.next_command)]
+    lines += [("files", status.directory)]
+    if status.works_in:
+        lines.append(("works in", f"{status.works_in}; relative output lies there"))
+    lines += [("next", status.next_command)]
     return "\n".join(
         f"{label:<{_WIDTH}}{formatting.clean(value)}" for label, value in lines if value
     )

@@ -8,23 +8,19 @@ import click
 
 from clusterddp.cli import main
 from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.cli.options import SettingsCommand, options, site_options
+from clusterddp.cli.options import WithCommand, options, site_options
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, RequestError
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
 from clusterddp.request.spec import OPTIONS, REQUEST
 
 
-class SubmitCommand(SettingsCommand):
-    """Takes what stands behind `--` as the COMMAND, untouched."""
+class SubmitCommand(WithCommand):
+    """Answers sbatch's other forms with ours."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        cut = [*args, "--"].index("--")
-        ctx.meta["command"] = tuple(args[cut + 1 :])
-        if cut < len(args) and not args[cut + 1 :]:
-            raise click.UsageError("there is no COMMAND behind '--'.", ctx)
         try:
-            return super().parse_args(ctx, args[:cut])
+            return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name = SHORT_FORMS.get(error.option_name, error.option_name.removeprefix("--"))
             if name not in REPLACED_FLAGS:
@@ -81,6 +77,8 @@ def command(
             from clusterddp.submission import submit
 
             submit.check_own_code(spec)
+        for remark in spec.remarks:
+            click.echo(f"clusterddp: warning: {remark}", err=True)
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
         fields = {"run": spec.run_name, "run_dir": spec.run_dir, "script": script}
@@ -91,7 +89,10 @@ def command(
 
     try:
         limit, check = ctx.params["snapshot_limit"], ctx.params["check"]
-        run, submission = submit.submit(spec, script, snapshot_limit_mb=limit, check=check)
+        python = ctx.params["check_python"]
+        run, submission = submit.submit(
+            spec, script, snapshot_limit_mb=limit, check=check, check_python=python
+        )
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     from clusterddp.cli.runs import follow_submitted

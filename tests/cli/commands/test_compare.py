@@ -246,6 +246,27 @@ def test_under_slurm_a_dry_run_prints_the_scripts(workplace: Workplace) -> None:
     assert list(workplace.root.iterdir()) == []
 
 
+def test_rows_whose_ranks_share_a_gpu_ask_for_it(workplace: Workplace) -> None:
+    got = workplace.invoke(
+        "compare", "--launcher=sbatch", "--name=a", "--dry-run", "--gpus-per-node=1",
+        "--tasks-per-node=2", "--backend=gloo", "--strategies=single,ddp", "--world-sizes=2,4",
+    )  # fmt: skip
+    assert got.code == 0, got.err
+    scripts = got.out.split("# [")[1:]
+    assert len(scripts) == 3
+    assert all("#SBATCH --gpus-per-node=1\n" in script for script in scripts)
+    assert got.err.count("gets one CPU") == 1  # as the submission says it
+
+
+def test_a_comparison_of_what_no_graph_can_hold_says_so(workplace: Workplace) -> None:
+    got = workplace.invoke(
+        "compare", "--launcher=sbatch", "--name=a", "--dry-run", "--gpus-per-node=2",
+        "--strategies=dp", "--cuda-graph=on",
+    )  # fmt: skip
+    assert got.code == 2
+    assert "cannot be captured. Use --cuda-graph off" in got.err
+
+
 SBATCH_3 = 'cat >"$0.$(date +%s%N)"; n=$(ls "$0".* | wc -l); [ $n = 2 ] && exit 1; echo $n'
 
 

@@ -119,5 +119,5 @@ def test_templates_and_recipes_are_offered(workplace: Workplace) -> None:
 def test_commands_are_offered_by_click() -> None:
     completer = ShellComplete(cli, {}, "clusterddp", "_CLUSTERDDP_COMPLETE")
     offered = {item.value for item in completer.get_completions([], "st")}
-    assert offered == {"status", "stop"}
+    assert offered == {"stacks", "status", "stop"}
     assert os.environ.get("_CLUSTERDDP_COMPLETE") is None

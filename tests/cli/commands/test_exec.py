@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.version import arming_folder
 from tests.cli.commands.test_env import STEP
 
 ROOT = Path(__file__).parents[3]
@@ -34,6 +35,28 @@ def test_the_command_sees_the_derived_variables_and_the_ones_it_had() -> None:
     derived = DistEnv.from_environ(STEP).to_environ()
     assert {name: seen.get(name) for name in derived} == derived
     assert (seen["KEPT"], seen["SLURM_PROCID"]) == ("a\nb", "5")
+
+
+@pytest.mark.parametrize(
+    ("shown", "own"),
+    [
+        ("MIG-a,MIG-b,MIG-c,MIG-d", "MIG-b"),
+        ("MIG-a", "MIG-a"),
+        ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-a,GPU-b,GPU-c,GPU-d"),
+    ],
+)
+def test_the_command_is_shown_its_own_mig_device(shown: str, own: str) -> None:
+    environ = {**STEP, "CUDA_VISIBLE_DEVICES": shown}
+    done = run_exec("--", sys.executable, "-c", PRINT_ENVIRON, environ=environ)
+    seen = json.loads(done.stdout)
+    assert (seen["LOCAL_RANK"], seen["CUDA_VISIBLE_DEVICES"]) == ("1", own)
+
+
+def test_a_command_that_is_alone_on_its_host_keeps_all_mig_devices() -> None:
+    """It may start ranks itself."""
+    environ = {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
+    done = run_exec("--", sys.executable, "-c", PRINT_ENVIRON, environ=environ)
+    assert json.loads(done.stdout)["CUDA_VISIBLE_DEVICES"] == "MIG-a,MIG-b"
 
 
 def test_the_command_takes_the_place_of_the_process() -> None:
@@ -122,6 +145,33 @@ def test_under_a_run_directory_the_outcome_is_recorded(tmp_path: Path) -> None:
     assert (outcome["rank"], outcome["exit_code"]) == (5, 7)
 
 
+# Starts a rank of a world of its own, which waits until that is recorded.
+STARTS_A_RANK = """
+import os, pathlib, subprocess, sys, time
+record = pathlib.Path(sys.argv[1])
+if len(sys.argv) == 2:
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    argv = [sys.executable, __file__, *sys.argv[1:], "rank"]
+    sys.exit(subprocess.run(argv, env=environ).returncode)
+deadline = time.monotonic() + 90
+while "own_world" not in record.read_text():
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+"""
+
+
+def test_a_world_that_the_commands_children_form_is_recorded(tmp_path: Path) -> None:
+    record = tmp_path / "outcomes/rank-5.json"
+    program = tmp_path / "torchrun"  # by whose name it is known
+    program.write_text(STARTS_A_RANK)
+    argv = (sys.executable, str(program), str(record))
+    done = run_exec("--run-dir", str(tmp_path), "--", *argv)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(record.read_text())
+    assert outcome["own_world"] == {"size": 1, "launcher": "torchrun"}
+    assert outcome["exit_code"] == 0
+
+
 def test_a_recorded_command_that_is_not_there_gives_127(tmp_path: Path) -> None:
     done = run_exec("--run-dir", str(tmp_path), "--", "no-such-program")
     assert done.returncode == 127
@@ -137,6 +187,27 @@ def test_with_a_log_of_its_own_nothing_is_left_to_the_agents(tmp_path: Path) -> 
     done = run_exec("--run-dir", str(tmp_path), "--own-log", "--", "sh", "-c", "echo o; echo e >&2")
     assert (done.stdout, done.stderr) == ("", "")
     assert (tmp_path / "logs/rank-5.log").read_text() == "o\ne\n"
+
+
+PRINT_HANDLER = (
+    "import json, os, signal, sys\n"
+    "held = [os.readlink(f'/proc/self/fd/{n}') for n in range(3, 9) if os.path.exists("
+    "f'/proc/self/fd/{n}') or os.path.islink(f'/proc/self/fd/{n}')]\n"
+    "print(json.dumps([os.environ['PYTHONPATH'], [h for h in held if 'clusterddp-stacks' in h]]))"
+)
+
+
+@pytest.mark.parametrize("own", ["", "/mine:/yours"])
+def test_a_commands_python_is_armed_where_that_is_asked_for(own: str) -> None:
+    path = {"PYTHONPATH": f"{ROOT}{':' if own else ''}{own}"}
+    done = run_exec(
+        "--arm-stacks", "--", sys.executable, "-c", PRINT_HANDLER, environ={**STEP, **path}
+    )
+    shown, held = json.loads(done.stdout)
+    assert shown == f"{arming_folder()}:{path['PYTHONPATH']}"
+    assert held == ["/memfd:clusterddp-stacks (deleted)"]
+    plain = run_exec("--", sys.executable, "-c", PRINT_HANDLER, environ={**STEP, **path})
+    assert json.loads(plain.stdout) == [path["PYTHONPATH"], []]
 
 
 def test_the_run_directory_is_no_concern_of_people() -> None:

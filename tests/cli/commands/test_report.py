@@ -83,6 +83,7 @@ def test_json_is_a_list_with_stable_names(workplace: Workplace) -> None:
         "name", "state", "detail", "first_failure", "directory", "job_id", "launcher", "complete",
         "command", "model", "dataset", "strategy", "parameters", "train_images", "test_images",
         "accuracy", "loss", "train_loss", "step", "epoch", "train_seconds", "total_seconds",
+        "capture_seconds",
         "images_per_second", "world_size", "num_nodes", "hosts", "where", "device", "precision",
         "backend", "threads", "cuda_graph", "versions", "peak_memory_bytes", "ranks", "stragglers",
         "starts", "steps_done_twice", "seconds_lost", "attempts", "confusions", "settings",
@@ -160,6 +161,9 @@ def test_a_start_that_was_interrupted_or_failed_by_hand_says_so(workplace: Workp
     assert "\n           1  steps 0 to 40; stopped: interrupt\n" in out
     assert f"\n           2  steps 40 to 40; failed: {BOOM}\n" in out
     assert "\n           3  steps 40 to 50; done\n" in out
+    failed.record.unlink()  # as where its checkpoint was refused
+    out = workplace.invoke("report").out
+    assert f"\n           2  did not begin to train; failed: {BOOM}\n" in out
 
 
 def test_a_failed_run_is_told_with_what_its_metrics_hold(workplace: Workplace) -> None:

@@ -237,6 +237,106 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
     assert "time 60, now 20" in changed
 
 
+def of_command(workplace: Workplace, **request: Any) -> RunDir:
+    """The run of a COMMAND that failed, with a little of everything that such a run can change."""
+    settings: dict[str, Any] = {
+        "train": None,
+        "command": ("python", "-m", "old"),
+        "environment": (("A", "1"), ("B", "2")),
+        "pass_environment": ("HOME",),
+        "modules": ("cuda/11", "nccl"),
+        "setup": ("source old",),
+        "sbatch": (("nice", "5"), ("hint", "x")),
+    }
+    return stopped(workplace, step=0, **{**settings, **request})
+
+
+@pytest.mark.parametrize(
+    ("argv", "changed"),
+    [
+        (["--env", "A=9"], {"environment": (("B", "2"), ("A", "9"))}),
+        (["--env", "HOME=/x"], {"environment": (("A", "1"), ("B", "2"), ("HOME", "/x")),
+                                "pass_environment": ()}),
+        (["--env", "C="], {"environment": (("A", "1"), ("B", "2"), ("C", ""))}),
+        (["--env", "PATH"], {"pass_environment": ("HOME", "PATH")}),
+        (["--env", "", "--env", "C=3"], {"environment": (("C", "3"),), "pass_environment": ()}),
+        (["--module", "cuda/12"], {"modules": ("cuda/12",)}),
+        (["--module", ""], {"modules": ()}),
+        (["--setup", "source new", "--setup", "b"], {"setup": ("source new", "b")}),
+        (["--setup", ""], {"setup": ()}),
+        (["--sbatch", "nice=9"], {"sbatch": (("nice", "9"), ("hint", "x"))}),
+        (["--sbatch", "", "--sbatch", "hold"], {"sbatch": (("hold", None),)}),
+        (["--", "python", "-m", "new", "--epochs", "3"],
+         {"command": ("python", "-m", "new", "--epochs", "3")}),
+        (["--time", "90", "--env", "A=9", "--", "python", "-m", "new"],
+         {"command": ("python", "-m", "new"), "environment": (("B", "2"), ("A", "9"))}),
+    ],
+)  # fmt: skip
+def test_what_belongs_to_a_command_can_be_changed(
+    workplace: Workplace, argv: list[str], changed: dict[str, object]
+) -> None:
+    run = of_command(workplace)
+    workplace.monkeypatch.setenv("CLUSTERDDP_ENV", "NOT=taken")
+    workplace.monkeypatch.setenv("SBATCH_WCKEY", "not-taken")
+    workplace.command("python", "true")
+    before = vars(run.load_spec())
+    accepted(workplace, "one", *argv)
+    after = vars(run.load_spec())
+    expected = {**before, **changed, "resources": after["resources"]}
+    assert {n: v for n, v in after.items() if expected[n] != v} == {}
+    assert sent(workplace) == sbatch.prepare(run.load_spec(), None)
+    fields = [line.split(" ", 1)[0] for line in resubmissions(run)[-1]]
+    assert {*changed} <= {*fields}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["torchrun", "train.py"], "COMMAND starts torchrun"),
+        (["python", "trian.py"], "COMMAND: there is no trian.py in "),
+        (["train.py"], "Type it as: python train.py."),
+    ],
+)
+def test_another_command_is_checked_as_that_of_a_submission(
+    workplace: Workplace, command: list[str], words: str
+) -> None:
+    run = of_command(workplace, setup=())
+    workplace.command("python", "true")
+    Path("train.py").write_text("")
+    assert words in refused(workplace, run, "--setup", "", "--", *command)
+
+
+def test_another_command_is_looked_for_in_the_runs_copy_of_the_code(workplace: Workplace) -> None:
+    run = copied(workplace)
+    workplace.command("python", "true")
+    Path("new.py").write_text("")
+    root = ("--output-root", str(workplace.root), "--dry-run")
+    said = refused(workplace, run, *root, "--", "python", "new.py")
+    assert f"COMMAND: there is no new.py in {run.code}" in said
+    assert "Take the current files with --code new, or" in said
+    said = refused(workplace, run, *root, "--", "new.py")
+    assert f"COMMAND: there is no new.py in {run.code}" in said
+    accepted(workplace, "one", *root, "--code", "new", "--", "python", "new.py")
+
+
+def test_a_command_that_is_done_can_be_given_another_one(workplace: Workplace) -> None:
+    run = of_command(workplace, setup=())
+    add_event(run, **{**DONE, "time": time.time()})
+    assert "Give it another COMMAND" in refused(workplace, run, "--env", "A=9")
+    workplace.command("python", "true")
+    accepted(workplace, "one", "--", "python", "-m", "new")
+    assert "-- python -m new)" in sent(workplace)
+
+
+@pytest.mark.parametrize("value", [value for value in CARRIED if value])
+def test_every_value_of_a_command_is_carried(workplace: Workplace, value: str) -> None:
+    run = of_command(workplace)
+    workplace.command("python", "true")
+    accepted(workplace, "one", f"--env=A={value}", "--", "python", "-m", "x", value)
+    spec = run.load_spec()
+    assert (dict(spec.environment)["A"], spec.command[-1]) == (value, value)
+
+
 def test_a_container_can_be_changed_added_and_left(workplace: Workplace) -> None:
     run = stopped(workplace, container_image="/a.sif", container_workdir="/w", python="/opt/python")
 
@@ -347,6 +447,7 @@ def test_a_script_of_another_version_is_rendered_anew_with_other_options(
 
 def test_the_interpreter_of_the_batch_script_can_be_changed(workplace: Workplace) -> None:
     run = stopped(workplace, batch_python="python3")
+    workplace.command("python3.13", "true")
     accepted(workplace, "one", "--batch-python", "bin/python3.13")
     python = str(workplace.folder / "bin/python3.13")
     assert f"; exec {python} " in sent(workplace)
@@ -481,6 +582,13 @@ def test_an_earlier_run_finds_its_own_template_in_the_folder_that_is_named(
 # -- what else is typed ------------------------------------------------------------------------
 
 
+def test_none_drops_a_binding_and_its_record(workplace: Workplace) -> None:
+    run = stopped(workplace, train=TrainConfig(numa_binding="node"))
+    assert "--numa-binding=node" in run.script.read_text()
+    accepted(workplace, "one", "--numa-binding", "none")
+    assert "numa" not in sent(workplace) + run.spec.read_text()
+
+
 def test_an_empty_value_drops_an_option(workplace: Workplace) -> None:
     run = stopped(workplace, resources=Resources(dependency="afterok:9", qos="high"))
     assert "--dependency" in run.script.read_text()
@@ -511,6 +619,15 @@ def test_tasks_follow_the_gpus_as_at_the_submission(workplace: Workplace) -> Non
     assert "#SBATCH --ntasks-per-node=2\n" in script
 
 
+def test_what_the_changed_request_wastes_is_said_and_what_it_wasted_before_is_not(
+    workplace: Workplace,
+) -> None:
+    stopped(workplace, resources=Resources(nodes=1, gpus_per_node=2))
+    said = accepted(workplace, "one", "--gpus-per-node", "4", "--tasks-per-node", "2").err
+    assert "2 of the 4 GPUs of each node lie idle" in said
+    assert "each GPU rank gets one CPU" not in said
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -520,7 +637,11 @@ def test_tasks_follow_the_gpus_as_at_the_submission(workplace: Workplace) -> Non
         (["--partition", "a b; touch pwned"], "--partition"),
         (["--max-requeues", "-1"], "--max-requeues"),
         (["--lr", "0", "--allow-changed"], "--lr"),
-        (["--sbatch", "comment=x"], "No such option"),
+        (["--sbatch", "comment=x"], "one keeps its sbatch: a resubmission cannot change them"),
+        (["--env", "A=1"], "one keeps its environment"),
+        (["--module", "cuda"], "one keeps its modules"),
+        (["--setup", "true"], "one keeps its setup"),
+        (["--", "python", "train.py"], "belongs to the run of a COMMAND, but one trains"),
         (["--resume", "x"], "No such option"),
         (["--output-root", "nowhere"], "there is no run"),
     ],
@@ -994,8 +1115,8 @@ def test_a_rehearsal_is_rehearsed_again(workplace: Workplace) -> None:
 
 def test_new_code_of_a_command_runs_where_its_state_lies(workplace: Workplace) -> None:
     """From the first submission on, as it is typed, by the bytes that the command prints."""
-    workplace.monkeypatch.setenv("PATH", f"{workplace.folder}/bin:{Path(sys.executable).parent}"
-                                 ":/usr/bin:/bin")  # fmt: skip
+    path = f"{workplace.folder}/bin:{Path(sys.executable).parent}:/usr/bin:/bin"
+    workplace.monkeypatch.setenv("PATH", path)
     program = Path("job.sh")
     program.write_text("echo first; echo 7 >state; exit 3\n")
     argv = ["--launcher", "local", "--run-name", "own", "--", "sh", "job.sh"]
@@ -1037,3 +1158,12 @@ def test_options_cover_what_submit_asks_slurm_for() -> None:
     fields = {field.name for field in dataclasses.fields(Resources)} - {"gpu_type"}
     assert fields <= mine
     assert {field.name for field in dataclasses.fields(TrainConfig)} - {"resume"} <= mine
+
+
+def test_a_command_that_hung_is_resubmitted_armed(workplace: Workplace) -> None:
+    stopped(workplace, train=None, command=("python", "train.py"))
+    accepted(workplace, "one", "--arm-stacks", "--silence", "5", "--end-silent", "--code", "new")
+    script = sent(workplace)
+    assert "--arm-stacks -- python train.py" in script
+    assert '"silence": 5.0' in script
+    assert '"end_silent": true' in script

@@ -1,5 +1,6 @@
 """`clusterddp status`, and how a RUN is found by every command that takes one."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -44,6 +45,23 @@ def test_a_failed_run_is_told_with_exit_code_0(workplace: Workplace) -> None:
     assert got.code == 0
     assert f"state       failed: exit code 1\nfailure     {BOOM}\n" in got.out
     assert "next        clusterddp logs --rank 3 bad" in got.out
+
+
+def test_where_relative_output_lies_is_said_for_code_of_ones_own(workplace: Workplace) -> None:
+    run = workplace.run("own", submitted("12", folder="/home/me/x"), started("12"))
+    trained = workplace.invoke("status", "--json").out
+    assert json.loads(trained)["works_in"] == ""
+    assert "works in" not in workplace.invoke("status").out
+    spec = dataclasses.replace(run.load_spec(), train=None, command=("python", "train.py"))
+    run.spec.write_text(spec.to_json())
+    said = workplace.invoke("status").out
+    assert "works in    /home/me/x; relative output lies there\n" in said
+    run.code.mkdir()
+    said = workplace.invoke("status").out
+    assert f"works in    {run.code}; relative output lies there\n" in said
+    inside = dataclasses.replace(spec, container_image="docker://x", container_workdir="/w")
+    run.spec.write_text(inside.to_json())
+    assert "works in    /w of the container; relative output" in workplace.invoke("status").out
 
 
 def attempts(run: RunDir, *ends: dict[str, Any]) -> None:
@@ -151,6 +169,7 @@ def test_a_run_that_cannot_be_looked_into_hides_no_other(workplace: Workplace) -
         ("9999", "no run '9999'"),
         ("", "no run ''"),
         ("..", "no run '..'"),
+        ("here", "The run in the folder of that name is './here'"),
     ],
 )
 def test_an_unknown_run_is_met_with_the_nearest_names(
@@ -158,6 +177,8 @@ def test_an_unknown_run_is_met_with_the_nearest_names(
 ) -> None:
     workplace.run("mnist-a", age=5)
     workplace.run("mnist-b")
+    (workplace.folder / "here").mkdir()
+    (workplace.folder / "here/spec.json").touch()
     got = workplace.invoke("status", text)
     assert got.code == 2
     assert hint in got.err

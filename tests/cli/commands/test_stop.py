@@ -289,6 +289,14 @@ def test_the_command_of_a_rehearsal_cannot_be_asked_and_is_told_so(workplace: Wo
     assert workplace.calls == []
 
 
+def test_the_loop_of_a_rehearsals_command_is_asked_by_the_mark(workplace: Workplace) -> None:
+    run = of_a_command(local(workplace))
+    Attempt(run, 1).record.write_text("{}")
+    got = workplace.invoke("stop", "here")
+    assert "asked attempt 1 to save and leave" in got.out
+    assert Attempt(run, 1).asked_to_stop() == "stop"
+
+
 # -- waiting -----------------------------------------------------------------------------------
 
 

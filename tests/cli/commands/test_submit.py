@@ -27,6 +27,7 @@ EIGHT = ["--nodes", "2", "--gpus-per-node", "4"]
 SCRIPTS: dict[str, list[str]] = {
     "ddp": EIGHT,
     "torchrun": [*EIGHT, "--cpus-per-task", "2", "--template", "torchrun.sbatch.j2"],
+    "agents": [*EIGHT, "--template", "torchrun.sbatch.j2"],
     "submitit": [*EIGHT, "--launcher", "submitit"],
     "command": [*EIGHT, "--", "python", "train.py", "--lr", "0.1", "a b", "$(x)"],
     "resources": [
@@ -132,6 +133,15 @@ def test_the_script_stands_on_one_screen() -> None:
 def test_a_dry_run_touches_nothing(name: str, elsewhere: Path) -> None:
     dry_run(*SCRIPTS[name])
     assert list(elsewhere.iterdir()) == []
+
+
+def test_a_dry_run_says_on_stderr_what_the_request_wastes() -> None:
+    result = run("--dry-run", *FIXED, *EIGHT, "--tasks-per-node", "2")
+    idle, cpus = result.stderr.splitlines()
+    assert idle.startswith("clusterddp: warning: 2 of the 4 GPUs of each node lie idle")
+    assert cpus.startswith("clusterddp: warning: each GPU rank gets one CPU")
+    assert "--cpus-per-task 4" in cpus and "warning" not in result.stdout
+    assert run("--dry-run", *FIXED, *EIGHT, "--cpus-per-task", "8").stderr == ""
 
 
 def test_without_a_run_name_only_the_name_differs_and_stands_on_stderr() -> None:
@@ -653,6 +663,29 @@ def test_large_files_beside_a_command_are_linked_and_named(
     code = elsewhere / "jobs/demo/code"
     assert (code / "train.py").is_file() and not (code / "train.py").is_symlink()
     assert (code / "weights.bin").readlink() == elsewhere / "weights.bin"
+
+
+def test_the_place_of_the_code_and_its_files_are_named(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch_that_forecasts(elsewhere, monkeypatch, "exit 1")
+    (elsewhere / "train.py").write_text("")
+    (elsewhere / "nets.py").write_text("")
+    files = sum(path.is_file() for path in elsewhere.rglob("*"))
+    code = elsewhere / "jobs/a/code"
+    copied = run("--run-name", "a", "--", "true")
+    assert (
+        f"\n  code    {code}: a copy of {files} files of {elsewhere}; relative output"
+        in copied.stdout
+    )
+    told = json.loads(run("--run-name", "b", "--json", "--", "true").stdout)
+    place = {"code": str(elsewhere / "jobs/b/code"), "is_copy": True}
+    assert {name: told[name] for name in place} == place
+    itself = run("--run-name", "c", "--no-snapshot", "--", "true")
+    assert (
+        f"\n  code    {elsewhere} itself, " in itself.stdout and ": not copied\n" in itself.stdout
+    )
+    assert "\n  code " not in run("--run-name", "d", "--dataset=synthetic", "--data-dir=.").stdout
 
 
 def test_sbatchs_usual_forms_are_taken() -> None:

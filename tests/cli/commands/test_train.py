@@ -16,6 +16,7 @@ import pytest
 from clusterddp.checkpoints.catalog import step_of
 from clusterddp.cli.options import config_from, options
 from clusterddp.request.train_config import TRAINING, TrainConfig
+from clusterddp.run.attempt import begin
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker.workstation import free_port
@@ -40,6 +41,47 @@ def supervise(run_dir, env, child, **more):
         Images.batches = failing_batches
         return child()
     return fork(run_dir, env, failing, **more)
+clusterddp.worker.supervise.supervise = supervise
+from clusterddp.__main__ import main
+main()
+"""
+
+
+# Waits for ever in an exchange, as NCCL does, where gloo would raise an error. Rank 1 hangs at its
+# fourth batch; rank 0 is saving then, and cannot go on with that before it may.
+WAITING_RANKS = """
+import os, sys
+import clusterddp.worker.supervise
+fork = clusterddp.worker.supervise.supervise
+def supervise(run_dir, env, child, **more):
+    def waiting():
+        import dataclasses, time
+        from clusterddp.checkpoints.writer import Saver
+        from clusterddp.data.loader import Images
+        from clusterddp.worker import join, task
+        enter, joins = join._enter_group, join.join
+        batches, publish = Images.batches, Saver._publish
+        def enters(config, *more):
+            enter(dataclasses.replace(config, process_group_timeout=3600), *more)
+        def as_over_nccl(*arguments):
+            joined = joins(*arguments)
+            agreed = dataclasses.replace(joined.agreed, backend="nccl")
+            return dataclasses.replace(joined, agreed=agreed)
+        def batches_until_it_hangs(self, *order):
+            for number, batch in enumerate(batches(self, *order)):
+                yield batch
+                if env.rank == 1 and number == 2:
+                    time.sleep(3600)
+        def publish_when_it_may(self, *what):
+            while not (run_dir / "may-save").exists():
+                time.sleep(0.02)
+            return publish(self, *what)
+        join._enter_group, join.join = enters, as_over_nccl
+        Images.batches, Saver._publish = batches_until_it_hangs, publish_when_it_may
+        if env.rank:
+            task._SAVE_SECONDS = 0.1
+        return child()
+    return fork(run_dir, env, waiting, **more)
 clusterddp.worker.supervise.supervise = supervise
 from clusterddp.__main__ import main
 main()
@@ -152,6 +194,32 @@ def test_a_failing_rank_ends_the_others_and_is_named(
     failure = first_failure(read_outcomes(RunDir(tmp_path).outcomes))
     assert failure is not None
     assert (failure.rank, failure.reason) == (1, "RuntimeError: boom")
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_in_nccl_save_and_leave_and_name_the_one_that_hangs(
+    start: Any, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    attempt = begin(RunDir(tmp_path))
+    argv = train_argv(
+        synthetic_dir, tmp_path, "--attempt=1", "--save-every=2steps", "--watchdog=1",
+        "--process-group-timeout=6",
+    )  # fmt: skip
+    argv[1:3] = ["-c", WAITING_RANKS]
+    processes = [start(argv, env) for env in ranks(2, free_port())]
+    wait_until(processes[0], "rank 0 on")
+    wait_until(processes[0], "clusterddp: rank 0 on")
+    assert not list(attempt.checkpoints.glob("step-*.pt"))
+    (tmp_path / "may-save").touch()
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], outputs
+    assert [path.name for path in attempt.checkpoints.glob("step-*.pt")] == ["step-00000002.pt"]
+    outcomes = read_outcomes(attempt.outcomes)
+    assert [outcome.peer_lost for outcome in outcomes] == [True, True]
+    failure = first_failure(outcomes)
+    assert failure is not None
+    assert (failure.rank, failure.exit_code) == (1, 1)
+    assert failure.reason.startswith("hung: fetching the batch of step 4, while others are")
 
 
 # Longer than any test waits.
@@ -318,7 +386,7 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
     text = " ".join(process.stdout.split())
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')} " in text
-        shown = field.default if field.name not in ("resume", "recipe", "profile") else "(none)"
+        shown = field.default if field.default != "" else "(none)"
         assert field.type is bool or f"[default: {shown}]" in text
 
 

@@ -11,7 +11,15 @@ Read in this order: `fault` (what a row is), `run` (a run as a fault sees it), `
 live), a file of faults (`stops`, `ranks`, …), `__main__`.
 """
 
-from tests.on_slurm.campaign import files, network, nodes, ranks, stops, submissions  # noqa: F401 -- each registers its rows
+from tests.on_slurm.campaign import (  # noqa: F401 -- each registers its rows
+    files,
+    loops,
+    network,
+    nodes,
+    ranks,
+    stops,
+    submissions,
+)
 from tests.on_slurm.campaign.fault import FAULTS as FAULTS_OF_ALL_SUBJECTS
 
 __all__ = ["FAULTS_OF_ALL_SUBJECTS"]

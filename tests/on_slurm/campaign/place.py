@@ -15,12 +15,13 @@ from pathlib import Path
 
 import clusterddp
 from clusterddp.data.synthetic import synthesise
-from clusterddp.run.files import read_json
 from tests.on_slurm.campaign.fault import Fault
 from tests.on_slurm.campaign.run import (
     CONFIGURATIONS,
+    PACE,
     REAL_DATA,
-    STEPS,
+    SCRIPT_PACE,
+    SCRIPTS,
     Baseline,
     Differs,
     Place,
@@ -96,12 +97,13 @@ class Site:
         with self._measuring:
             if config not in self.baselines:
                 trial = Trial(self.place(self.shared_cluster(), self.folder / f"baseline-{config}"))
-                run = trial.start(config=config, name=f"baseline-{config}")
+                pace = SCRIPT_PACE if config in SCRIPTS else PACE
+                run = trial.start(config=config, name=f"baseline-{config}", pace=pace)
                 run.wait_over()
-                report = read_json(run.dir.report)
-                if report is None or report["steps"] != STEPS or run.causes != ["done"]:
+                result = run.result()
+                if result is None or result[0] != run.steps or run.causes != ["done"]:
                     raise run.differs("the uninterrupted run did not end well")
-                self.baselines[config] = Baseline(report["weights_sha256"], run.wall_seconds())
+                self.baselines[config] = Baseline(result[1], run.wall_seconds())
             return self.baselines[config]
 
     def carry_out(self, fault: Fault) -> Result:

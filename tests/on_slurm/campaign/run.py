@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +44,11 @@ CONFIGURATIONS: dict[str, list[str]] = {
         *("--bucket-cap-mb", "0.01"),
     ],
 }
+SCRIPTS = {"loop": "resumable.py", "loop-fsdp": "resumable_fsdp.py"}
+"""Of a configuration the script of examples/ that it runs as its COMMAND."""
+SCRIPT_STEPS = 48
+SCRIPT_PACE = 0.1
+EXAMPLES = Path(__file__).parents[3] / "examples"
 REAL_DATA = ("four-buckets",)
 """Those that train the real MNIST where it is at hand; the others have less to load."""
 
@@ -136,10 +143,16 @@ class Trial(Place):
         **env: str,
     ) -> Run:
         """Submits a run and returns at once."""
-        argv = [
-            *("submit", "--run-name", name, "--json", *CONFIGURATIONS[config], *COMMON),
-            *(*self.data[config], *options),
-        ]
+        argv = ["submit", "--run-name", name, "--json"]
+        if config in SCRIPTS:
+            for file in EXAMPLES.glob("*.py"):
+                shutil.copy(file, self.folder)
+            # Of the package the COMMAND sees what its run carries, and no other.
+            only = f"PYTHONPATH={Path(__file__).with_name('hooks')}"
+            argv += ["--nodes", "2", "--requeue", "--env", only, "--env", "OMP_NUM_THREADS=1"]
+            argv += [*options, "--", sys.executable, SCRIPTS[config]]
+        else:
+            argv += [*CONFIGURATIONS[config], *COMMON, *self.data[config], *options]
         done = self.clusterddp(*argv, CAMPAIGN_PACE=str(pace), **env)
         if done.returncode != 0:
             raise Differs(f"submit: exit {done.returncode}: {done.stdout}{done.stderr}")
@@ -155,11 +168,12 @@ class Trial(Place):
         """Have the tasks wait at a moment; see `hooks`."""
         (self.holds / f"want-{moment}").touch()
 
-    def held(self, moment: str, ranks: int) -> None:
+    def held(self, moment: str, ranks: int, seconds: float = PATIENCE) -> None:
         """Waits until so many ranks wait there."""
         self.wait(
             lambda: len(list(self.holds.glob(f"held-{moment}.*"))) >= ranks,
             f"{ranks} ranks at {moment}",
+            seconds,
         )
 
     def release(self, moment: str) -> None:
@@ -190,6 +204,21 @@ class Run:
         """The latest step in metrics.jsonl."""
         steps = [line.get("step", 0) for line in read_json_lines(self.dir.metrics)]
         return max(steps, default=0)
+
+    @property
+    def steps(self) -> int:
+        """The steps of the whole training."""
+        return SCRIPT_STEPS if self.config in SCRIPTS else STEPS
+
+    def result(self) -> tuple[int, str] | None:
+        """Steps and a digest of the weights of a run that is done; None where there are none."""
+        if self.config in SCRIPTS:
+            weights = self.dir.code / "model.pt"
+            if not weights.exists():
+                return None
+            return self.step, hashlib.sha256(weights.read_bytes()).hexdigest()
+        report = read_json(self.dir.report)
+        return (report["steps"], report["weights_sha256"]) if report else None
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -345,19 +374,19 @@ class Run:
         causes: how the attempts have ended, in order; one that nobody recorded is left out.
         """
         self.wait_over(seconds)
-        report = read_json(self.dir.report)
-        if report is None:
-            raise self.differs("there is no report.json")
+        result = self.result()
+        if result is None:
+            raise self.differs("there is no result")
         state = self.status()["state"]
         if state != "done":
             raise self.differs(f"status says {state}, expected done")
         if causes is not None and self.causes != list(causes):
             raise self.differs(f"its attempts ended as {self.causes}, expected {list(causes)}")
         baseline = self.trial.baselines[self.config]
-        if report["steps"] != STEPS or report["weights_sha256"] != baseline.weights:
+        if result != (self.steps, baseline.weights):
             raise self.differs(
-                f"step {report['steps']}, weights {report['weights_sha256'][:12]}, expected step "
-                f"{STEPS}, weights {baseline.weights[:12]}"
+                f"step {result[0]}, weights {result[1][:12]}, expected step "
+                f"{self.steps}, weights {baseline.weights[:12]}"
             )
         if struck:
             later = [
@@ -422,7 +451,8 @@ class Run:
         """Seconds beyond the uninterrupted run, at this run's pace."""
         baseline = self.trial.baselines.get(self.config)
         if baseline:
-            paced = baseline.wall_seconds + STEPS * (self.pace - PACE)
+            usual = SCRIPT_PACE if self.config in SCRIPTS else PACE
+            paced = baseline.wall_seconds + self.steps * (self.pace - usual)
             self.trial.seconds_lost = self.wall_seconds() - paced
 
     def differs(self, what: str) -> Differs:

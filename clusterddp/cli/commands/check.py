@@ -1,0 +1,51 @@
+"""`clusterddp check`: what will go wrong in an sbatch file or a training script, with the line."""
+
+import json
+
+import click
+
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED
+from clusterddp.run.formatting import clean, count
+from clusterddp.scripts.check import check_texts, read_script
+from clusterddp.scripts.findings import Finding
+
+
+@click.command(name="check")
+@click.argument("files", metavar="FILE…", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array, for scripts.")
+def command(files: tuple[str, ...], as_json: bool) -> int:
+    """Say what will go wrong in scripts of your own: nothing is run.
+
+    FILE is an sbatch file or a training script in Python; '-' reads standard input. Given together,
+    they are held against each other. Each finding has the line, why, and the line to write in its
+    place: "will" where the files prove it, "may" elsewhere. The rules: docs/check.md.
+
+    Exit codes: 0 no finding, 1 findings, 2 what cannot be read.
+    """
+    texts = {name: read_script(name) for name in dict.fromkeys(files)}
+    findings = check_texts(texts)
+    if as_json:
+        click.echo(json.dumps([finding.to_json() for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            click.echo(_shown(finding))
+        click.echo(_summary(findings, len(texts)), err=True)
+    return EXIT_FAILED if findings else EXIT_DONE
+
+
+def _shown(finding: Finding) -> str:
+    word = "will" if finding.is_sure else "may"
+    place = f"{clean(finding.file)}:{finding.line}".replace("\n", "\\n")
+    head = f"{place}: {word} go wrong [{finding.rule}]: {clean(finding.why)}"
+    lines = [f"  is:    {clean(finding.text)}"]
+    for number, line in enumerate(finding.instead.splitlines()):
+        lines.append(f"  {'write:' if not number else '      '} {clean(line)}")
+    return "\n".join((head, *lines))
+
+
+def _summary(findings: list[Finding], files: int) -> str:
+    sure = sum(finding.is_sure for finding in findings)
+    if not findings:
+        return f"clusterddp: no finding in {count(files, 'file')}"
+    will, may = f"{sure} will", f"{len(findings) - sure} may"
+    return f"clusterddp: {count(len(findings), 'finding')} in {count(files, 'file')}: {will}, {may}"

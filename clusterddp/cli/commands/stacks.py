@@ -1,0 +1,65 @@
+"""`clusterddp stacks`: shows where each rank of a running job is now."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import click
+
+from clusterddp.cli.options import SettingsCommand
+from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED
+from clusterddp.ranks.variables import host_name
+from clusterddp.run import stacks
+from clusterddp.run.run_dir import RunDir
+from clusterddp.run.status import find_run, statuses
+
+
+@click.command(name="stacks", cls=SettingsCommand)
+@click.argument("run", type=RUN, required=False, metavar="[RUN]")
+@click.option(
+    "--rank",
+    "ranks",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="R",
+    help="Rank R alone, with all its threads and its worker processes; repeatable.",
+)
+@OUTPUT_ROOT_OPTION
+@JSON_OPTION
+@click.option("--here", is_flag=True, hidden=True)
+@click.option("--workers", is_flag=True, hidden=True)
+def command(
+    run: str | None,
+    ranks: tuple[int, ...],
+    output_root: Path,
+    as_json: bool,
+    here: bool,
+    workers: bool,
+) -> int:
+    """Show where each rank of RUN is now: a run's name, job id or directory; the latest without.
+
+    Equal stacks are shown once: '61 of 64 in all_reduce', 'rank 17 on gpu03 in DataLoader'. They
+    are read from outside, by a step beside the job's own: no rank is stopped, ended or altered. By
+    py-spy where the ranks have it on their PATH; by a handler, which our own training always has,
+    and a COMMAND submitted with --arm-stacks; by Python itself from 3.14 on.
+
+    Exit codes: 0 each rank's stack is shown, 1 that of a rank could not be read, or Slurm did not
+    answer, 2 there is no such run, or it does not run.
+    """
+    if here:
+        for line in stacks.as_lines(
+            stacks.here(RunDir(Path(run or ".")), ranks, workers=workers),
+            host_name(os.environ),
+        ):
+            click.echo(line)
+        return EXIT_DONE
+    run_dir = find_run(output_root, run)
+    [status] = statuses([run_dir])
+    found = stacks.read(run_dir, status, ranks)
+    if as_json:
+        echo_json([dataclasses.asdict(each) for each in found])
+    else:
+        click.echo(stacks.heading(run_dir.name, found))
+        click.echo(stacks.described(found, whole=bool(ranks)))
+    return EXIT_DONE if all(each.is_known for each in found) else EXIT_FAILED

@@ -1,0 +1,100 @@
+"""Checks scripts of one's own: reads them, and lists their mistakes."""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from clusterddp.errors import RequestError
+from clusterddp.scripts import sbatch_file
+from clusterddp.scripts.findings import Finding, Rules
+from clusterddp.scripts.job import Job
+from clusterddp.scripts.python_file import PythonFile, Started
+from clusterddp.scripts.python_rules import PYTHON_RULES
+from clusterddp.scripts.sbatch_rules import SBATCH_RULES
+
+_MOST_BYTES = 1 << 20
+"""Longest script that is read; Slurm itself takes four times that."""
+
+
+def read_script(name: str) -> str:
+    """Read a script; `-` is standard input. Raises RequestError where it cannot be."""
+    try:
+        if name == "-":
+            data = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        else:
+            with Path(name).open("rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise RequestError(f"{name!r} has more than {_MOST_BYTES:,} bytes: no script of a job.")
+        if b"\0" in data:
+            raise RequestError(f"{name!r} has NUL bytes: it is no text; give a script.")
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise RequestError(
+            f"{name!r} is not UTF-8 text: convert it first, as by iconv -f LATIN1 -t UTF-8."
+        ) from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise RequestError(f"cannot read {name!r}: {why}; give a script.") from None
+    if not is_python(name, text) and not sbatch_file.is_sbatch(text):
+        raise RequestError(
+            f"{name!r} is neither an sbatch file (a first line as #!/bin/bash, #SBATCH lines) nor "
+            "Python (a name that ends with .py)."
+        )
+    return text.removeprefix("\ufeff") if is_python(name, text) else text
+
+
+def check_texts(texts: dict[str, str]) -> list[Finding]:
+    """Check scripts by name and text; an sbatch file is held against the Python beside it."""
+    scripts = {name: _python(name, text) for name, text in texts.items() if is_python(name, text)}
+    named = Counter(Path(name).name for name in scripts)  # two of one name are not told apart
+    by_name = {Path(n).name: each for n, each in scripts.items() if named[Path(n).name] == 1}
+    jobs = {name: Job(sbatch_file.read(texts[name], name)) for name in texts.keys() - scripts}
+    findings: list[Finding] = []
+    for name, job in jobs.items():
+        job.python = by_name
+        for run in job.in_tasks:
+            script, is_named = job.python_of(run)
+            if script and is_named and run.step:
+                tasks = None if run.starts else job.step_tasks(run.step)
+                gpus = job.visible_gpus(run.step)
+                script.steps.add(Started(tasks, job.step_nodes(run.step), gpus))
+        findings += _apply(SBATCH_RULES, job, name, job.line)
+    for name, script in scripts.items():
+        findings += _apply(PYTHON_RULES, script, name, script.line_at)
+    return sorted(findings, key=lambda each: (list(texts).index(each.file), each.line))
+
+
+def _python(name: str, text: str) -> PythonFile:
+    try:
+        return PythonFile(name, text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        what = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise RequestError(
+            f"{name}{where}: no Python that {sys.version_info.major}.{sys.version_info.minor} "
+            f"reads: {what}."
+        ) from None
+
+
+def is_python(name: str, text: str) -> bool:
+    return name.endswith(".py") or bool(re.match(r"#!.*\bpython", text))
+
+
+def _apply(
+    rules: Rules, subject: object, name: str, line_at: Callable[[int], str]
+) -> list[Finding]:
+    findings: dict[tuple[str, int, str], Finding] = {}
+    try:
+        every = [(rule, found) for rule in rules.all for found in rule.find(subject)]
+    except RecursionError:
+        raise RequestError(f"{name}: nested too deeply to be read.") from None
+    for rule, found in every:
+        line = line_at(found.line)
+        finding = Finding(
+            rule.name, name, found.line, found.is_sure, found.why, line, found.instead
+        )
+        findings.setdefault((rule.name, found.line, found.why), finding)
+    return list(findings.values())

@@ -1,0 +1,558 @@
+"""Reads a training script in Python by its syntax tree: names, guards, who calls what.
+
+Nothing is run and nothing imported. A guard is a condition on the rank: what stands behind it runs
+on some ranks only.
+"""
+
+import ast
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+_RANK = re.compile(
+    r"(?:global_?|world_?|local_?|node_|process_|proc_|ddp_|ddp_local_|gpu_|dist_|my_?|[gl])?rank"
+    r"|(?:OMPI_COMM_WORLD_(?:LOCAL_)?|PMI_|PMIX_)RANK"
+    r"|r?gpu(?:_?id)?|proc_?id|local_?id|process_index|local_process_index"
+    r"|SLURM_(?:PROCID|LOCALID|NODEID)|(?:LOCAL_|GROUP_|NODE_)?RANK",
+    re.IGNORECASE,
+)
+_LOCAL_RANK = re.compile(r"(?:ddp_)?local_?(?:rank|id)|SLURM_LOCALID|LOCAL_RANK", re.IGNORECASE)
+_MAIN = re.compile(
+    r"(?:is_|on_|am_|_)*(?:local_|global_|world_)?(?:main|master|chief|rank_?(?:zero|0)|first|primary"
+    r"|root|coordinator|logger)(?:_process|_rank|_proc|_node|_worker|_only)?",
+    re.IGNORECASE,
+)
+_MANAGED_NAMES = (
+    "lightning pytorch_lightning lightning_fabric accelerate deepspeed composer ignite ray "
+    "horovod transformers colossalai torch_xla fairscale fairseq mmengine mmcv detectron2 "
+    "catalyst"
+)
+_MANAGED = frozenset(_MANAGED_NAMES.split())
+_DISTRIBUTED_NAMES = (
+    "init_process_group DistributedDataParallel FullyShardedDataParallel fully_shard"
+)
+_DISTRIBUTED = frozenset(_DISTRIBUTED_NAMES.split())
+
+
+_MOST_BITS = 10_000
+_MOST_VALUES = 30
+"""Assignments of one name that are followed; what has more is written by a program."""
+_OF_ENV = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+"""Variables that init_process_group reads by itself."""
+_STARTERS = frozenset({"Process", "start_processes", "elastic_launch", "execv", "execvp"})
+"""Calls by which a script starts its ranks itself."""
+_HARMLESS_NAMES = (
+    "torch torchvision torchaudio torchmetrics numpy scipy pandas matplotlib sklearn PIL tqdm yaml "
+    "wandb tensorboard timm einops"
+)
+_HARMLESS = sys.stdlib_module_names | frozenset(_HARMLESS_NAMES.split())
+"""Modules that set no variable of a rank."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """Counts of a step that starts a script, as far as they are known."""
+
+    tasks: int | None
+    nodes: int | None
+    gpus: int | None
+    """GPUs of a node that each task sees."""
+
+
+_PLAIN = (ast.Module, ast.Expr, ast.Assign, ast.AnnAssign, ast.Return, ast.With, ast.Call)
+"""Nodes whose parts run whenever they do."""
+
+
+class PythonFile:
+    """A training script that was read."""
+
+    def __init__(self, name: str, text: str) -> None:
+        """Read a script; raises SyntaxError where it is no Python of this interpreter's."""
+        self.name, self.text = name, text
+        self.lines = text.split("\n")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an invalid escape in somebody's string
+            self.tree = ast.parse(text)
+        self.nodes = list(ast.walk(self.tree))
+        for node in self.nodes:
+            value = node.value if isinstance(node, ast.Constant) else 0
+            if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+                cast(ast.Constant, node).value = None  # Python itself will not write it out
+        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+        self._called: dict[str, bool] = {}
+        self.steps: set[Started] = set()
+        """Steps of the sbatch files checked with it that start it."""
+
+    @property
+    def tasks(self) -> int | None:
+        """Return how many tasks start it, where every step has as many."""
+        tasks = {step.tasks for step in self.steps}
+        return tasks.pop() if len(tasks) == 1 else None
+
+    # Names
+
+    @cached_property
+    def imported(self) -> dict[str, str]:
+        """Return what each imported name stands for: `dist` for `torch.distributed`."""
+        names: dict[str, str] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.asname:
+                        names[alias.asname] = alias.name
+                    else:
+                        names[alias.name.partition(".")[0]] = alias.name.partition(".")[0]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        return names
+
+    def full_name(self, node: ast.AST) -> str:
+        """Return the dotted name of an expression, imports looked through; or an empty one."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return "." + ".".join(reversed(parts)) if parts else ""
+        parts.append(self.imported.get(node.id, node.id))
+        return ".".join(reversed(parts))
+
+    def calls(self, *names: str) -> Iterator[ast.Call]:
+        """Yield the calls of functions whose last name is one of these."""
+        for node in self.nodes:
+            if isinstance(node, ast.Call) and self.last_name(node) in names:
+                yield node
+
+    def last_name(self, call: ast.Call) -> str:
+        return self.full_name(call.func).rpartition(".")[2]
+
+    @cached_property
+    def modules(self) -> set[str]:
+        """Return the packages that are imported."""
+        return {name.partition(".")[0] for name in self.imported.values()}
+
+    @property
+    def is_distributed(self) -> bool:
+        """Return whether it trains on several ranks by torch.distributed itself."""
+        return any(True for _ in self.calls(*_DISTRIBUTED))
+
+    @property
+    def is_managed(self) -> bool:
+        """Return whether a library has the ranks, the samplers and the files in its hands."""
+        return bool(self.modules & _MANAGED)
+
+    @cached_property
+    def spawns(self) -> bool:
+        """Return whether it starts its ranks itself, on one machine."""
+        return any("multiprocessing" in self.full_name(call.func) for call in self.calls("spawn"))
+
+    @property
+    def handles_signals(self) -> bool:
+        if self.modules & {*_MANAGED, "submitit", "clusterddp"}:
+            return True
+        return any(self.full_name(c.func).startswith("signal.") for c in self.calls("signal"))
+
+    # Places
+
+    def above(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """Yield each node above this one, with the child that leads to it."""
+        while node in self.parents:
+            yield self.parents[node], node
+            node = self.parents[node]
+
+    def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        """Return the function in whose body a node stands."""
+        for parent, _ in self.above(node):
+            if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
+                return parent
+        return None
+
+    def scope(self, node: ast.AST) -> list[ast.AST]:
+        """Return the nodes of the function, or of the module, in which a node stands."""
+        function = self.function(node)
+        return list(ast.walk(function)) if function else self.nodes
+
+    def line(self, node: ast.AST) -> str:
+        """Return the line in which a node begins; a statement of several lines as one."""
+        number = getattr(node, "lineno", 0)
+        inner = (node, *(each for each, _ in self.above(node)))
+        statement = next((each for each in inner if isinstance(each, ast.stmt)), None)
+        if statement and not hasattr(statement, "body") and statement.end_lineno != number:
+            return ast.unparse(statement)
+        return self.line_at(number)
+
+    def line_at(self, number: int) -> str:
+        return self.lines[number - 1].strip() if 0 < number <= len(self.lines) else ""
+
+    @cached_property
+    def functions(self) -> dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]:
+        found: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.setdefault(node.name, []).append(node)
+        return found
+
+    @cached_property
+    def uses(self) -> dict[str, list[ast.AST]]:
+        """Return where each function's name is used: called, or handed on."""
+        found: dict[str, list[ast.AST]] = {}
+        for node in self.nodes:
+            name = ""
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                name = node.id
+            elif isinstance(node, ast.Attribute) and isinstance(self.parents.get(node), ast.Call):
+                name = node.attr
+            if name in self.functions:
+                found.setdefault(name, []).append(node)
+        return found
+
+    def values_of(self, node: ast.AST) -> list[ast.expr]:
+        """Return what a variable, or an attribute, is assigned in the script; few times at most."""
+        name = getattr(node, "id", getattr(node, "attr", ""))
+        values = self._values.get((type(node), name), [])
+        return values if len(values) <= _MOST_VALUES else []
+
+    @cached_property
+    def _values(self) -> dict[tuple[type, str], list[ast.expr]]:
+        """Return the values by the kind and the name of what they are assigned to."""
+        values: dict[tuple[type, str], list[ast.expr]] = {}
+        for value, targets in self.assignments:
+            for target in targets:
+                for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    if isinstance(each, ast.Name | ast.Attribute):
+                        name = each.id if isinstance(each, ast.Name) else each.attr
+                        values.setdefault((type(each), name), []).append(value)
+        return values
+
+    @cached_property
+    def assignments(self) -> list[tuple[ast.expr, list[ast.expr]]]:
+        found: list[tuple[ast.expr, list[ast.expr]]] = []
+        for node in self.nodes:
+            if isinstance(node, ast.Assign):
+                found.append((node.value, node.targets))
+            elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value:
+                found.append((node.value, [node.target]))
+        return found
+
+    # Variables of the environment
+
+    @cached_property
+    def meeting(self) -> tuple[int, frozenset[str]]:
+        """Return the line in which its ranks meet in any case, and the variables of that.
+
+        Without those that it sets itself; line 0 where it is not known.
+        """
+        calls = list(self.calls("init_process_group"))
+        if self.spawns or self.is_managed or any(True for _ in self.calls(*_STARTERS)):
+            return 0, frozenset()
+        for call in calls:
+            given = {each.arg: each.value for each in call.keywords}
+            method = given.get("init_method", ast.Constant("env://"))
+            by_env = isinstance(method, ast.Constant) and method.value in (None, "env://")
+            of_torch = self.full_name(call.func).startswith("torch.distributed.")
+            if not of_torch or not by_env or len(call.args) > 1 or {None, "store"} & given.keys():
+                continue
+            if self.always_runs(call):
+                names = {name for name in _OF_ENV if name.lower() not in given}
+                return call.lineno, frozenset(names - self.variables_set)
+        return 0, frozenset()
+
+    @cached_property
+    def variables_set(self) -> set[str]:
+        """Return the names that may be those of variables which it sets in its environment."""
+        names: set[str] = set()
+        for node in self.nodes:
+            keys: list[ast.AST | None] = []
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                of_environ = "environ" in set(self.names_in(node.value))
+                keys = [node.slice] if of_environ or isinstance(node.slice, ast.Constant) else []
+            elif isinstance(node, ast.Dict):
+                names |= {name for key in node.keys if key for name in self.names_in(key)}
+            elif isinstance(node, ast.Call) and self.last_name(node) in ("setdefault", "putenv"):
+                keys = list(node.args[:1])
+            elif isinstance(node, ast.Call) and self.last_name(node) == "update":
+                names |= {each.arg or "" for each in node.keywords}
+                if "environ" in set(self.names_in(node.func)):
+                    keys = [each for each in node.args if not isinstance(each, ast.Dict)]
+            for key in keys:
+                if not isinstance(key, ast.Constant):
+                    return set(_OF_ENV)  # any of them
+                names.add(str(key.value))
+        return names
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether no module is imported that may be a part of the training."""
+        relative = any(isinstance(node, ast.ImportFrom) and node.level for node in self.nodes)
+        return not relative and self.modules <= _HARMLESS
+
+    def always_runs(self, node: ast.AST) -> bool:
+        """Return whether a node runs whenever the script does: no condition, no loop, no try."""
+        for parent, child in self.above(node):
+            block = _block(parent, child)
+            before = block[: block.index(child)] if child in block else []
+            if any(isinstance(each, ast.If) and _leaves(each) for each in before):
+                return False
+            if isinstance(parent, ast.FunctionDef):
+                return self._is_called(parent)
+            is_main = isinstance(parent, ast.If) and "__main__" in set(self.names_in(parent.test))
+            if not is_main and not isinstance(parent, _PLAIN):
+                return False
+        return True
+
+    def _is_called(self, function: ast.FunctionDef) -> bool:
+        """Return whether the script calls a function in any case."""
+        name = function.name
+        if name not in self._called:
+            self._called[name] = False  # for one that calls itself
+            calls = [(use, self.parents[use]) for use in self.uses.get(name, [])]
+            self._called[name] = len(self.functions[name]) == 1 and any(
+                isinstance(call, ast.Call) and call.func is use and self.always_runs(call)
+                for use, call in calls
+            )
+        return self._called[name]
+
+    # Ranks
+
+    def names_in(self, node: ast.AST) -> Iterator[str]:
+        """Yield the names, attributes and short texts within a node."""
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name):
+                yield each.id
+            elif isinstance(each, ast.Attribute):
+                yield each.attr
+            elif isinstance(each, ast.Constant) and isinstance(each.value, str):
+                yield each.value
+
+    def mentions_rank(self, node: ast.AST, depth: int = 2) -> bool:
+        """Return whether an expression depends on the rank, through variables, too."""
+        names = set(self.names_in(node))
+        if any(_is_rank(name) or _MAIN.fullmatch(name) or name == "get_rank" for name in names):
+            return True
+        return depth > 0 and any(
+            self.mentions_rank(value, depth - 1)
+            for each in ast.walk(node)
+            for value in self.values_of(each)
+        )
+
+    def is_local_rank(self, node: ast.AST, depth: int = 2) -> bool:
+        """Return whether an expression is the local rank itself."""
+        if isinstance(node, ast.Call) and self.last_name(node) in ("int", "str") and node.args:
+            return self.is_local_rank(node.args[0], depth)
+        if isinstance(node, ast.BinOp):
+            return False
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            values = self.values_of(node)
+            if any(isinstance(value, ast.BinOp) for value in values):
+                return False
+            if _LOCAL_RANK.fullmatch(name):
+                return True
+            return depth > 0 and any(self.is_local_rank(value, depth - 1) for value in values)
+        if isinstance(node, ast.Subscript | ast.Call):
+            return any(
+                _LOCAL_RANK.fullmatch(each.value)
+                for each in ast.walk(node)
+                if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            )
+        return False
+
+    def is_global_rank(self, node: ast.AST, depth: int = 3) -> bool:
+        """Return whether an expression is the rank among all ranks itself."""
+        if isinstance(node, ast.IfExp):
+            return self.is_global_rank(node.body, depth) or self.is_global_rank(node.orelse, depth)
+        if isinstance(node, ast.Name | ast.Attribute):
+            values = self.values_of(node)
+            return (
+                bool(values)
+                and depth > 0
+                and all(self.is_global_rank(value, depth - 1) for value in values)
+            )
+        if isinstance(node, ast.Call) and self.last_name(node) == "int" and len(node.args) == 1:
+            return self.is_global_rank(node.args[0], depth)
+        if isinstance(node, ast.Call) and self.last_name(node) == "get_rank":
+            of_torch = self.full_name(node.func).startswith("torch.distributed.")
+            return of_torch and not node.args and not node.keywords
+        if isinstance(node, ast.Call) and self.last_name(node) not in ("get", "getenv"):
+            return False
+        if not isinstance(node, ast.Call | ast.Subscript):
+            return False
+        key: ast.AST | None = node.slice if isinstance(node, ast.Subscript) else None
+        key = key or (node.args[0] if isinstance(node, ast.Call) and node.args else None)
+        return isinstance(key, ast.Constant) and key.value in ("RANK", "SLURM_PROCID")
+
+    @cached_property
+    def local_rank_device(self) -> int:
+        """Return the line in which the GPU is chosen by the local rank, or 0."""
+        for call in self.calls("set_device"):
+            if call.args and self.is_local_rank(call.args[0]):
+                return call.lineno
+        for call in self.calls("device"):
+            if "torch" not in self.full_name(call.func):
+                continue
+            for argument in call.args:
+                parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+                for part in parts:
+                    value = part.value if isinstance(part, ast.FormattedValue) else part
+                    if self.is_local_rank(value):
+                        return call.lineno
+        return 0
+
+    def ranks(self, test: ast.expr, *, when: bool = True) -> bool | None:
+        """Return which ranks find a test true, or false where `when` is that.
+
+        True for one rank, False for the others alone, None where it may be any.
+        """
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            if self.is_rank(test.operand):
+                return when
+            return self.ranks(test.operand, when=not when)
+        if isinstance(test, ast.BoolOp):
+            kinds = [self.ranks(value, when=when) for value in test.values]
+            if isinstance(test.op, ast.And) != when:  # each part may have been the one
+                return kinds[0] if len(set(kinds)) == 1 else None
+            return True if True in kinds else False if False in kinds else None
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            left, right, op = test.left, test.comparators[0], test.ops[0]
+            if self.is_rank(right):
+                left, right = right, left
+            if not self.is_rank(left):
+                return None
+            numbers = _numbers(right)
+            if isinstance(op, ast.Eq | ast.In | ast.Is) and numbers:
+                return when
+            if isinstance(op, ast.NotEq | ast.NotIn | ast.Gt | ast.IsNot) and 0 in numbers:
+                return not when
+            return None
+        name = self.full_name(test.func if isinstance(test, ast.Call) else test).rpartition(".")[2]
+        if _MAIN.fullmatch(name) and any(word in name for word in ("process", "master", "rank")):
+            return when
+        if isinstance(test, ast.Name | ast.Attribute) and name:
+            values = self.values_of(test)
+            if len(values) == 1 and not isinstance(values[0], ast.Name | ast.Attribute):
+                return self.ranks(values[0], when=when)
+        return None
+
+    @cached_property
+    def counters(self) -> set[str]:
+        """Return the names that a for statement or a comprehension sets."""
+        targets = [n.target for n in self.nodes if isinstance(n, ast.For | ast.comprehension)]
+        return {name for target in targets for name in self.names_in(target)}
+
+    def is_rank(self, node: ast.AST) -> bool:
+        """Return whether an expression is a rank of the whole world, or of a node."""
+        if isinstance(node, ast.Call):
+            name = self.last_name(node)
+            if name == "int" and len(node.args) == 1:
+                return self.is_rank(node.args[0])
+            if name in ("get", "getenv"):
+                return any(_is_rank(text) for text in self.names_in(node))
+            return name == "get_rank" and not node.args and not node.keywords
+        if isinstance(node, ast.Subscript):
+            return any(_is_rank(text) for text in self.names_in(node.slice))
+        if isinstance(node, ast.Name):
+            return _is_rank(node.id) and node.id not in self.counters
+        return isinstance(node, ast.Attribute) and _is_rank(node.attr)
+
+    def guard(self, node: ast.AST) -> tuple[ast.If, bool] | None:
+        """Return the condition on the rank under which a node runs in its function.
+
+        With True where one rank runs it, False where the others do.
+        """
+        for parent, child in self.above(node):
+            if isinstance(parent, ast.If) and child is not parent.test:
+                kind = self.ranks(parent.test, when=child in parent.body)
+                if kind is not None:
+                    return parent, kind
+            block = _block(parent, child)
+            for before in block[: block.index(child)] if child in block else []:
+                if isinstance(before, ast.If) and _leaves(before) and not before.orelse:
+                    kind = self.ranks(before.test, when=False)
+                    if kind is not None:
+                        return before, kind
+            if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                break
+        return None
+
+    def is_guarded(self, node: ast.AST) -> bool:
+        """Return whether anything above a node, in its function, depends on the rank."""
+        for parent, child in self.above(node):
+            test = getattr(parent, "test", None)  # of an if, a while, a conditional expression
+            if isinstance(test, ast.expr) and child is not test and self.mentions_rank(test):
+                return True
+            if isinstance(parent, ast.BoolOp) and self.mentions_rank(parent):
+                return True
+            if isinstance(parent, ast.With | ast.AsyncWith) and any(
+                _is_lock(name) for item in parent.items for name in self.names_in(item)
+            ):
+                return True
+            block = _block(parent, child)
+            for before in block[: block.index(child)] if child in block else []:
+                test = before.test if isinstance(before, ast.If) and _leaves(before) else None
+                if test is not None and self.mentions_rank(test):
+                    return True
+            if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
+                return any(self.mentions_rank(each, 0) for each in parent.decorator_list)
+        return False
+
+    def reached(self, node: ast.AST, depth: int = 6) -> bool | None:
+        """Return whether every rank comes to a node.
+
+        None where that is not in this script: nobody in it calls the function.
+        """
+        if self.is_guarded(node):
+            return False
+        function = self.function(node)
+        if function is None or depth == 0:
+            return True if function is None else None
+        uses = [
+            use for use in self.uses.get(function.name, []) if self.function(use) is not function
+        ]
+        if len(self.functions[function.name]) > 1 or not uses:
+            return None
+        kinds = [self.reached(use, depth - 1) for use in uses]
+        return True if True in kinds else None if None in kinds else False
+
+
+def _is_rank(name: str) -> bool:
+    return _RANK.fullmatch(name) is not None
+
+
+def _is_lock(name: str) -> bool:
+    return "lock" in name.lower() or ("first" in name and "process" in name) or "rank_zero" in name
+
+
+def _numbers(node: ast.AST) -> list[int]:
+    values = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+    found = []
+    for value in values:
+        inner = value.operand if isinstance(value, ast.UnaryOp) else value
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, int | str):
+            text = str(inner.value) if not isinstance(inner.value, int) else ""
+            if type(inner.value) is int or (text.isdecimal() and len(text) < 9):
+                found.append(int(inner.value))
+    return found
+
+
+def _block(parent: ast.AST, child: ast.AST) -> list[ast.AST]:
+    """Return the statements among which a statement stands."""
+    for name in ("body", "orelse", "finalbody", "handlers"):
+        block = getattr(parent, name, None)
+        if isinstance(block, list) and child in block:
+            return block
+    return []
+
+
+def _leaves(node: ast.If) -> bool:
+    last = node.body[-1]
+    if isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break):
+        return True
+    if not isinstance(last, ast.Expr) or not isinstance(last.value, ast.Call):
+        return False
+    called = last.value.func
+    return getattr(called, "attr", getattr(called, "id", "")) in ("exit", "_exit")

@@ -1,0 +1,735 @@
+"""The mistakes of training scripts, found in their syntax tree.
+
+A script seldom proves that something goes wrong: most rules say "may". Scripts whose ranks,
+samplers and files a library handles (Lightning, Accelerate, DeepSpeed …) are left to it.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from clusterddp.scripts.findings import Found, Rules
+from clusterddp.scripts.python_file import PythonFile
+
+PYTHON_RULES = rule = Rules()
+
+_DISTRIBUTED = "torch.distributed's documentation"
+_SAMPLER = "torch.utils.data.distributed.DistributedSampler's documentation"
+_TUTORIAL = "the tutorial Getting Started with Distributed Data Parallel"
+
+_SAMPLERS = ("DistributedSampler",)
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
+_COLLECTIVES_NAMES = (
+    "all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all "
+    "all_to_all_single barrier broadcast broadcast_object_list gather gather_object "
+    "monitored_barrier new_group reduce reduce_scatter reduce_scatter_tensor scatter "
+    "scatter_object_list"
+)
+_COLLECTIVES = frozenset(_COLLECTIVES_NAMES.split())
+_GROUP_AT = {
+    **dict.fromkeys(("barrier", "monitored_barrier"), 0),
+    **dict.fromkeys(("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object"), 2),
+    **dict.fromkeys(("broadcast", "broadcast_object_list", "all_to_all"), 2),
+}
+"""Places of the argument group; that of the other collectives is the fourth or behind it."""
+_REDUCERS_NAMES = (
+    "reduce_dict reduce_tensor reduce_mean reduce_value reduce_loss reduce_across_processes "
+    "synchronize_between_processes synchronize sync_and_compute all_reduce_mean"
+)
+_REDUCERS = _COLLECTIVES | frozenset(_REDUCERS_NAMES.split())
+_MESHES = {"DeviceMesh", "init_device_mesh", "parallelize_module", "PipelineStage", "rpc"}
+_EVALUATION = re.compile(r"test|val|eval|infer|predict", re.IGNORECASE)
+_RANDOM_NAMES = "randn rand randint randperm randn_like rand_like bernoulli normal"
+_RANDOM = frozenset(_RANDOM_NAMES.split())
+
+
+def _keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((each.value for each in call.keywords if each.arg == name), None)
+
+
+def _is_true(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def _source(node: ast.AST) -> str:
+    return " ".join(ast.unparse(node).split())
+
+
+def _typed(script: PythonFile, node: ast.AST) -> tuple[str, str]:
+    """Return an expression as it is typed, and as Python itself writes it."""
+    return ast.get_source_segment(script.text, node) or "", _source(node)
+
+
+def _with_keyword(script: PythonFile, call: ast.Call, name: str, instead: str) -> str:
+    """Return the line of a call with a keyword replaced, or left out where that is empty."""
+    line = script.line(call)
+    keyword = next(each for each in call.keywords if each.arg == name)
+    typed = re.escape(next((each for each in _typed(script, keyword) if each in line), ""))
+    pattern = typed if instead else rf",\s*{typed}|{typed},?\s*"
+    return re.sub(pattern, lambda _: instead, line, count=1) if typed else line
+
+
+def _of_task(script: PythonFile, name: str, of_slurm: str) -> str:
+    """Return the expression for a number of the task; Slurm's where the script reads Slurm's."""
+    texts = set(script.names_in(script.tree))
+    own = "SLURM_PROCID" in texts and not texts & {"RANK", name}
+    return f'int(os.environ["{of_slurm if own else name}"])'
+
+
+def _own_ranks(script: PythonFile) -> bool:
+    return script.is_distributed and not script.is_managed
+
+
+def _target(script: PythonFile, node: ast.AST) -> str:
+    """Return the name that an expression is assigned to, or an empty one."""
+    for parent, child in script.above(node):
+        if isinstance(parent, ast.Assign) and child is parent.value:
+            target = parent.targets[0]
+            if isinstance(target, ast.Attribute):
+                return target.attr
+            return target.id if isinstance(target, ast.Name) else ""
+        if not isinstance(parent, ast.expr | ast.keyword):
+            break
+    return ""
+
+
+# Data
+
+
+@rule(
+    "sampler-epoch",
+    "DistributedSampler without set_epoch",
+    source=f"{_SAMPLER}: without it, the same order in every epoch",
+)
+def sampler_epoch(script: PythonFile) -> Iterator[Found]:
+    if script.is_managed or "set_epoch" in set(script.names_in(script.tree)):
+        return
+    for call in script.calls(*_SAMPLERS):
+        shuffle = _keyword(call, "shuffle") or (call.args[3] if len(call.args) > 3 else None)
+        if isinstance(shuffle, ast.Constant) and not shuffle.value:
+            continue
+        name = _target(script, call)
+        loaders = _loaders_with(script, call, name)
+        if _EVALUATION.search(name) or any(_EVALUATION.search(each) for each in loaders):
+            continue
+        for loop in _epoch_loops(script):
+            inner = [n for n in ast.walk(loop) if isinstance(n, ast.For) and n is not loop]
+            direct = any(set(script.names_in(n.iter)) & loaders for n in inner)
+            handed_on = _calls_training(script, loop, loaders)
+            if direct or handed_on:
+                epoch = loop.target.id if isinstance(loop.target, ast.Name) else "epoch"
+                yield Found(
+                    loop.lineno,
+                    direct,
+                    f"nobody calls set_epoch of the sampler in line {call.lineno}: every epoch has "
+                    "the same order.",
+                    f"{script.line(loop)}\n    {name or 'sampler'}.set_epoch({epoch})",
+                )
+                break
+
+
+def _loaders_with(script: PythonFile, sampler: ast.Call, name: str) -> set[str]:
+    """Return the names of the loaders that a sampler is given to."""
+    loaders = set()
+    for call in script.calls("DataLoader"):
+        given = _keyword(call, "sampler")
+        if given is None:
+            continue
+        if sampler in list(ast.walk(given)) or (name and name in set(script.names_in(given))):
+            loaders.add(_target(script, call))
+    return loaders - {""}
+
+
+def _epoch_loops(script: PythonFile) -> Iterator[ast.For]:
+    for node in script.nodes:
+        if not isinstance(node, ast.For):
+            continue
+        counted = any(name in ("range", "trange") for name in script.names_in(node.iter))
+        if counted and "epoch" in _source(node.target).lower():
+            once = isinstance(node.iter, ast.Call) and [_source(a) for a in node.iter.args] == ["1"]
+            if not once:
+                yield node
+
+
+def _calls_training(script: PythonFile, loop: ast.For, loaders: set[str]) -> bool:
+    for node in ast.walk(loop):
+        if not isinstance(node, ast.Call):
+            continue
+        if any(set(script.names_in(argument)) & loaders for argument in node.args):
+            return True
+        for function in script.functions.get(script.last_name(node), []):
+            for each in ast.walk(function):
+                if isinstance(each, ast.For) and set(script.names_in(each.iter)) & loaders:
+                    return True
+    return False
+
+
+@rule(
+    "no-sampler",
+    "a training DataLoader without DistributedSampler",
+    source=f"{_SAMPLER}; {_DISTRIBUTED}",
+)
+def no_sampler(script: PythonFile) -> Iterator[Found]:
+    if not _own_ranks(script) or not any(True for _ in script.calls(*_WRAPPERS)):
+        return
+    if any(True for _ in script.calls(*_SAMPLERS)):
+        return  # who knows it, has left it out on purpose
+    names = set(script.names_in(script.tree))
+    if any("model_parallel" in name for name in names) or names & _MESHES:
+        return  # ranks that share a model get the same data on purpose
+    for call in script.calls("DataLoader"):
+        if any(_keyword(call, each) is not None for each in ("sampler", "batch_sampler")):
+            continue
+        if len(call.args) > 3 or any(each.arg is None for each in call.keywords):
+            continue
+        if not _is_true(_keyword(call, "shuffle")) or _EVALUATION.search(_target(script, call)):
+            continue
+        dataset = call.args[0] if call.args else _keyword(call, "dataset")
+        if dataset is None or _is_split(script, dataset) or script.is_guarded(call):
+            continue
+        text = _source(dataset)
+        if _EVALUATION.search(text):
+            continue
+        yield Found(
+            call.lineno,
+            False,
+            "every rank reads the whole dataset in each epoch: no sampler gives each its part.",
+            f"sampler = DistributedSampler({text})\n"
+            + _with_keyword(script, call, "shuffle", "sampler=sampler"),
+        )
+
+
+def _is_split(script: PythonFile, dataset: ast.AST) -> bool:
+    """Return whether a dataset may give each rank its own part by itself."""
+    names = set(script.names_in(dataset))
+    for each in ast.walk(dataset):
+        for value in script.values_of(each):
+            names |= set(script.names_in(value))
+    for node in script.nodes:
+        if isinstance(node, ast.ClassDef) and node.name in names:
+            bases = {script.full_name(base).rpartition(".")[2] for base in node.bases}
+            if "IterableDataset" in bases or script.mentions_rank(node, 0):
+                return True
+    streams = re.compile(r"shard|split_by|iterable|stream|webdataset|partition|wds", re.I)
+    return any(streams.search(name) for name in names) or script.mentions_rank(dataset)
+
+
+@rule(
+    "download-per-rank",
+    "every rank downloads the dataset",
+    source="torchvision's documentation, download; seen: ranks that unpack into one folder",
+)
+def download_per_rank(script: PythonFile) -> Iterator[Found]:
+    if not _own_ranks(script):
+        return
+    downloads = [
+        call
+        for call in script.calls(*_names_of_calls(script))
+        if _is_true(_keyword(call, "download"))
+    ]
+    if any(script.reached(call) is False for call in downloads):
+        return  # one rank does it; what comes behind finds the files
+    for call in downloads:
+        if script.reached(call) is not True or not _comes_after_start(script, call):
+            continue
+        text, line = _source(call), _with_keyword(script, call, "download", "download=False")
+        if line.endswith(":"):
+            line = text.replace("download=True", "download=False")
+        yield Found(
+            call.lineno,
+            False,
+            "every rank downloads into one folder at the same time, where the files are not there.",
+            f"if dist.get_rank() == 0:\n    {text}\ndist.barrier()\n{line}",
+        )
+        return
+
+
+def _names_of_calls(script: PythonFile) -> set[str]:
+    return {script.last_name(node) for node in script.nodes if isinstance(node, ast.Call)}
+
+
+def _comes_after_start(script: PythonFile, call: ast.Call) -> bool:
+    """Return whether a call is in a process that is a rank; not where mp.spawn starts them."""
+    if not script.spawns:
+        return True
+    function = script.function(call)
+    if function is None:
+        return False
+    return not any(node in list(ast.walk(function)) for node in script.calls("spawn"))
+
+
+# Files
+
+
+@rule(
+    "save-per-rank",
+    "every rank saves to one file",
+    source=f"{_TUTORIAL}, Save and Load Checkpoints: saving in one process",
+)
+def save_per_rank(script: PythonFile) -> Iterator[Found]:
+    if not _own_ranks(script):
+        return
+    for call in script.calls("save"):
+        if script.full_name(call.func) != "torch.save":
+            continue
+        path = call.args[1] if len(call.args) > 1 else _keyword(call, "f")
+        if path is None or script.mentions_rank(path) or _is_buffer(script, path):
+            continue
+        if script.reached(call) is not True or not _comes_after_start(script, call):
+            continue
+        constant = isinstance(path, ast.Constant)
+        yield Found(
+            call.lineno,
+            constant and any(True for _ in script.calls(*_WRAPPERS)),
+            f"every rank writes {_source(path)} at the same time: if it is whole is luck.",
+            f"if dist.get_rank() == 0:\n    {script.line(call)}",
+        )
+
+
+def _is_buffer(script: PythonFile, path: ast.AST) -> bool:
+    names = set(script.names_in(path))
+    for each in ast.walk(path):
+        for value in script.values_of(each):
+            names |= set(script.names_in(value))
+    return bool(names & {"BytesIO", "io", "buffer", "NamedTemporaryFile", "tempfile", "mkstemp"})
+
+
+@rule(
+    "load-map-location",
+    "torch.load without map_location",
+    source=f"{_TUTORIAL}, Save and Load Checkpoints: map_location",
+)
+def load_map_location(script: PythonFile) -> Iterator[Found]:
+    names = set(script.names_in(script.tree))
+    if not _own_ranks(script) or not names & {"cuda", "nccl", "gpu_id"}:
+        return
+    for call in script.calls("load"):
+        if script.full_name(call.func) != "torch.load" or _keyword(call, "map_location"):
+            continue
+        if len(call.args) > 1 or any(each.arg is None for each in call.keywords):
+            continue
+        if not _is_state(script, call) or script.is_guarded(call):
+            continue
+        line = script.line(call)
+        typed = next((each for each in _typed(script, call) if each in line), _source(call))
+        fixed = typed[:-1] + ', map_location="cpu")'
+        yield Found(
+            call.lineno,
+            False,
+            "tensors go back to the GPU from which rank 0 saved them: every rank fills GPU 0.",
+            line.replace(typed, fixed) if typed in line else fixed,
+        )
+
+
+def _is_state(script: PythonFile, call: ast.Call) -> bool:
+    """Return whether what is loaded is a state of the training, not a dataset."""
+    for parent, _ in script.above(call):
+        if isinstance(parent, ast.Call) and "load_state" in script.last_name(parent):
+            return True
+        if isinstance(parent, ast.stmt):
+            break
+    name = _target(script, call)
+    for other in script.calls("load_state_dict", "load_model_state_dict"):
+        names = {each for argument in other.args for each in script.names_in(argument)}
+        if name and name in names and script.function(other) is script.function(call):
+            return True
+    return False
+
+
+# Ranks together
+
+
+@rule(
+    "collective-in-branch",
+    "a collective in the branch of one rank: the others never join it",
+    source=f"{_DISTRIBUTED}, collective functions: called by every process of the group",
+)
+def collective_in_branch(script: PythonFile) -> Iterator[Found]:
+    collectives = list(_collectives(script))
+    for call in collectives:
+        guard = script.guard(call)
+        if guard is None or _is_met(script, call, guard, collectives):
+            continue
+        name = script.last_name(call)
+        who = "one rank" if guard[1] else "some ranks"
+        function = script.function(call)
+        yield Found(
+            call.lineno,
+            function is None or script.function(function) is None,  # one within may be called alone
+            f"{name} waits for every rank, and {who} alone comes here (line {guard[0].lineno}).",
+            f"{script.line(call)}  # outside of the condition in line {guard[0].lineno}",
+        )
+    yield from _collectives_of_functions(script, collectives)
+
+
+def _collectives(script: PythonFile) -> Iterator[ast.Call]:
+    """Yield calls of torch.distributed's collectives on the group of all ranks."""
+    for call in script.calls(*_COLLECTIVES):
+        name = script.full_name(call.func)
+        if not name.startswith(("torch.distributed.", "dist.")):
+            continue
+        last = script.last_name(call)
+        has_group = _keyword(call, "group") is not None or len(call.args) > _GROUP_AT.get(last, 3)
+        if not has_group and last != "new_group":
+            yield call
+
+
+def _is_met(
+    script: PythonFile,
+    call: ast.Call,
+    guard: tuple[ast.If, bool],
+    collectives: list[ast.Call],
+) -> bool:
+    """Return whether the other ranks may call the same elsewhere in the script."""
+    for other in collectives:
+        theirs = script.guard(other)
+        same = script.last_name(other) == script.last_name(call)
+        if other is not call and same and theirs and theirs[1] != guard[1]:
+            return True
+    return _leaves_world(script, guard[0].test)
+
+
+def _leaves_world(script: PythonFile, test: ast.expr) -> bool:
+    """Return whether a test may be about a world of one rank, or none."""
+    names = set(script.names_in(test))
+    return bool(names & {"world_size", "get_world_size", "is_initialized", "distributed", "ddp"})
+
+
+def _collectives_of_functions(script: PythonFile, collectives: list[ast.Call]) -> Iterator[Found]:
+    """Find a function with a collective in it that one rank alone calls."""
+    inside: dict[str, ast.Call] = {}
+    for call in collectives:
+        function = script.function(call)
+        if function and script.guard(call) is None and not script.is_guarded(call):
+            inside.setdefault(function.name, call)
+    waiting = list(inside)
+    while waiting:  # a function that calls such a one on every rank is such a one
+        name = waiting.pop()
+        for use in script.uses.get(name, []):
+            function = script.function(use)
+            if function and function.name not in inside and not script.is_guarded(use):
+                inside[function.name] = inside[name]
+                waiting.append(function.name)
+    for name, collective in inside.items():
+        if len(script.functions.get(name, [])) != 1:
+            continue
+        uses = [
+            use
+            for use in script.uses.get(name, [])
+            if isinstance(script.parents.get(use), ast.Call)
+        ]
+        guards = [script.guard(use) for use in uses]
+        if not uses or any(guard is None for guard in guards):
+            continue
+        if len({guard[1] for guard in guards if guard}) > 1:
+            continue
+        guard = guards[0]
+        assert guard
+        if _leaves_world(script, guard[0].test):
+            continue
+        called = script.last_name(collective)
+        yield Found(
+            getattr(uses[0], "lineno", 0),
+            False,
+            f"{name} comes to {called} (line {collective.lineno}), which waits for every rank; one "
+            f"rank alone comes here (line {guard[0].lineno}).",
+            f"{script.line(uses[0])}  # outside of the condition in line {guard[0].lineno}",
+        )
+
+
+@rule(
+    "world-size",
+    "a world size in the script",
+    source=f"{_DISTRIBUTED}, init_process_group: the launcher's WORLD_SIZE",
+)
+def world_size(script: PythonFile) -> Iterator[Found]:
+    for call in script.calls("init_process_group"):
+        value = _keyword(call, "world_size")
+        size, line = _constant(script, value)
+        if size is None or size < 2 or script.spawns:
+            continue
+        tasks = script.tasks
+        if tasks == size:
+            continue
+        why = (
+            f"the job starts {tasks} tasks, and the ranks wait for {size}."
+            if tasks
+            else f"with any number of tasks but {size} the ranks wait for each other, or fail."
+        )
+        fixed = _of_task(script, "WORLD_SIZE", "SLURM_NTASKS")
+        in_call = not isinstance(value, ast.Name)
+        right = _with_keyword(script, call, "world_size", f"world_size={fixed}")
+        yield Found(
+            call.lineno if in_call else line,
+            tasks is not None,
+            why,
+            right if in_call else f"{_source(value)} = {fixed}" if value else "",
+        )
+    for value, targets in script.assignments:
+        if script.spawns or not any(isinstance(each, ast.Subscript) for each in targets):
+            continue
+        named = any("WORLD_SIZE" in set(script.names_in(each)) for each in targets)
+        typed = value.value if isinstance(value, ast.Constant) else ""
+        text = str(typed) if isinstance(typed, int | str) else ""
+        if named and text.isdecimal() and int(text[:9]) > 1:
+            why = "the launcher's WORLD_SIZE is overwritten."
+            yield Found(value.lineno, False, why, f"# no {script.line(value)}")
+
+
+def _constant(script: PythonFile, node: ast.AST | None) -> tuple[int | None, int]:
+    """Return the whole number that an expression is, and the line in which it is written."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value, node.lineno
+    if isinstance(node, ast.Name):
+        values = script.values_of(node)
+        if len(values) == 1 and isinstance(values[0], ast.Constant):
+            return _constant(script, values[0])
+    return None, 0
+
+
+@rule(
+    "loss-not-reduced",
+    "a loss or an accuracy of one rank, shown as that of all",
+    source=f"{_DISTRIBUTED}, all_reduce; the ImageNet example of PyTorch",
+)
+def loss_not_reduced(script: PythonFile) -> Iterator[Found]:
+    if not _own_ranks(script) or not any(True for _ in script.calls(*_SAMPLERS)):
+        return
+    called = _names_of_calls(script)
+    if called & _REDUCERS or any("reduce" in name or "gather" in name for name in called):
+        return
+    for node in script.nodes:
+        if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add):
+            continue
+        summed = node.target.id if isinstance(node.target, ast.Name) else ""
+        names = set(script.names_in(node.value))
+        if not summed or not names & {"item", "sum"} or not _is_over_part(script, node):
+            continue
+        shown = _shown(script, node, summed)
+        if shown:
+            guard = script.guard(shown)
+            at = guard[0] if guard else shown  # the ranks add up ahead of the branch of one
+            yield Found(
+                at.lineno,
+                False,
+                f"{summed} is of this rank's part of the data (line {node.lineno}), not of all; it "
+                f"is shown in line {shown.lineno}.",
+                f"{summed} = torch.tensor({summed}, device=device)\ndist.all_reduce({summed})\n"
+                f"{script.line(at)}",
+            )
+            return
+
+
+def _is_over_part(script: PythonFile, node: ast.AST) -> bool:
+    """Return whether a node stands in a loop over a loader that has a sampler, as far as known."""
+    for parent, _ in script.above(node):
+        if isinstance(parent, ast.For):
+            names = set(script.names_in(parent.iter))
+            loaders = [c for c in script.calls("DataLoader") if _target(script, c) in names]
+            if loaders:
+                return any(_keyword(loader, "sampler") is not None for loader in loaders)
+            if any("loader" in name.lower() for name in names):
+                every = list(script.calls("DataLoader"))
+                return bool(every) and all(_keyword(c, "sampler") is not None for c in every)
+    return False
+
+
+def _shown(script: PythonFile, node: ast.AST, name: str) -> ast.Call | None:
+    """Return the call that prints or logs a value."""
+    for each in script.scope(node):
+        if (
+            isinstance(each, ast.Call)
+            and script.last_name(each) in ("print", "log", "info", "add_scalar", "write")
+            and name in set(script.names_in(each))
+            and not script.mentions_rank(each, 0)  # it says whose figure it is
+            and each.lineno > getattr(node, "lineno", 0)
+        ):
+            return each
+    return None
+
+
+# Wrapping
+
+
+@rule(
+    "sync-batchnorm-late",
+    "SyncBatchNorm after DDP",
+    source="torch.nn.SyncBatchNorm's documentation, convert_sync_batchnorm: before wrapping",
+)
+def sync_batchnorm_late(script: PythonFile) -> Iterator[Found]:
+    for call in script.calls("convert_sync_batchnorm"):
+        if not call.args:
+            continue
+        name = _source(call.args[0])
+        for wrapped in script.calls("DistributedDataParallel"):
+            same = script.function(wrapped) is script.function(call)
+            target = _target(script, wrapped)
+            if same and target and name in (target, f"self.{target}"):
+                before = [
+                    c
+                    for c in script.calls("convert_sync_batchnorm")
+                    if c.lineno < wrapped.lineno and script.function(c) is script.function(call)
+                ]
+                if wrapped.lineno < call.lineno and not before:
+                    yield Found(
+                        call.lineno,
+                        True,
+                        f"DDP has wrapped {name} in line {wrapped.lineno}: the layers that it "
+                        "knows are replaced.",
+                        f"{script.line(call)}  # above line {wrapped.lineno}",
+                    )
+
+
+@rule(
+    "find-unused",
+    "`find_unused_parameters` by habit",
+    source="torch.nn.parallel.DistributedDataParallel's documentation: a traversal in every step",
+)
+def find_unused(script: PythonFile) -> Iterator[Found]:
+    for call in script.calls("DistributedDataParallel"):
+        if _is_true(_keyword(call, "find_unused_parameters")):
+            yield Found(
+                call.lineno,
+                False,
+                "every step searches the whole graph for parameters without a gradient; only a "
+                "model that leaves some out needs that.",
+                _with_keyword(script, call, "find_unused_parameters", ""),
+            )
+
+
+@rule(
+    "equal-seeds",
+    "seeds that are equal on the ranks where they must differ, or differ where they must be equal",
+    source=f"{_SAMPLER}, seed; torch's notes on reproducibility",
+)
+def equal_seeds(script: PythonFile) -> Iterator[Found]:
+    for call in script.calls(*_SAMPLERS):
+        seed = _keyword(call, "seed")
+        if seed is not None and script.mentions_rank(seed):
+            why = "the ranks shuffle by other seeds: they share some samples and leave out others."
+            fixed = _with_keyword(script, call, "seed", "seed=0")
+            yield Found(call.lineno, True, why, fixed)
+    names = set(script.names_in(script.tree))
+    if not _own_ranks(script) or names & _MESHES:
+        return
+    seeds = [
+        c for c in script.calls("manual_seed") if script.full_name(c.func) == "torch.manual_seed"
+    ]
+    if not seeds or any(c.args and script.mentions_rank(c.args[0]) for c in seeds):
+        return
+    draw = _drawn_in_training(script)
+    seed = seeds[0]
+    if draw is None or not seed.args or not _is_plain(seed.args[0]):
+        return
+    line = script.line(seed)
+    typed = next((each for each in _typed(script, seed) if each in line), "")
+    yield Found(
+        seed.lineno,
+        False,
+        f"every rank has this seed, and so draws the same numbers in line {draw.lineno}.",
+        line.replace(typed, f"{typed[:-1]} + rank)", 1) if typed else line,
+    )
+
+
+def _is_plain(node: ast.AST) -> bool:
+    """Return whether a seed is a number, or an option of that name."""
+    if isinstance(node, ast.Constant):
+        return True
+    return isinstance(node, ast.Name | ast.Attribute) and "seed" in _source(node).lower()
+
+
+def _drawn_in_training(script: PythonFile) -> ast.Call | None:
+    """Return a random draw in a loop that trains."""
+    for loop in script.nodes:
+        if not isinstance(loop, ast.For | ast.While):
+            continue
+        inside = list(ast.walk(loop))
+        if not any(isinstance(n, ast.Call) and script.last_name(n) == "backward" for n in inside):
+            continue
+        for node in inside:
+            if not isinstance(node, ast.Call) or script.last_name(node) not in _RANDOM:
+                continue
+            own = _keyword(node, "generator") is not None
+            if script.full_name(node.func).startswith("torch.") and not own:
+                return node
+    return None
+
+
+# Devices
+
+_OF_LAUNCH = "torch.distributed's documentation, launch utility: --local-rank"
+
+
+@rule(
+    "global-rank-device",
+    "the rank among all ranks as the number of a GPU, in a job of several nodes",
+    source=f"{_OF_LAUNCH}; {_TUTORIAL}: rank % torch.cuda.device_count()",
+)
+def global_rank_device(script: PythonFile) -> Iterator[Found]:
+    steps = [each for each in script.steps if (each.nodes or 0) > 1]
+    if not steps or script.spawns:
+        return
+    sure = all(each.tasks and each.gpus and each.tasks > each.gpus for each in steps)
+    for call in script.calls("set_device", "device", "DistributedDataParallel"):
+        of_torch = script.full_name(call.func).startswith("torch.")
+        if script.last_name(call) == "DistributedDataParallel":
+            given = _keyword(call, "device_ids")
+            numbers = list(given.elts) if isinstance(given, ast.List) else []
+        else:
+            numbers = _numbers_of_devices(call) if of_torch else []
+        for number in numbers:
+            if not script.is_global_rank(number):
+                continue
+            typed = next((e for e in _typed(script, number) if e in script.line(call)), "")
+            local = _of_task(script, "LOCAL_RANK", "SLURM_LOCALID")
+            if 'f"' in script.line(call):
+                local = local.replace('"', "'")
+            whole = rf"(?<![\w.]){re.escape(typed)}(?![\w(])"
+            yield Found(
+                call.lineno,
+                sure,
+                f"{_source(number)} is the rank among all ranks: from the second of the "
+                f"{steps[0].nodes} nodes on there is no such GPU.",
+                re.sub(whole, local, script.line(call)) if typed else local,
+            )
+            return
+
+
+def _numbers_of_devices(call: ast.Call) -> list[ast.expr]:
+    """Return what stands for the number of a GPU in `set_device(…)` or `torch.device(…)`."""
+    found: list[ast.expr] = []
+    for argument in call.args:
+        parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+        found += [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
+    return found
+
+
+# The address
+
+
+@rule(
+    "address-in-script",
+    "MASTER_ADDR set by the script to the machine that it runs on",
+    source=f"{_DISTRIBUTED}, environment variable initialization",
+)
+def address_in_script(script: PythonFile) -> Iterator[Found]:
+    if script.spawns or not any(True for _ in script.calls("init_process_group")):
+        return
+    values = [
+        value
+        for value, targets in script.assignments
+        for target in targets
+        if isinstance(target, ast.Subscript) and "MASTER_ADDR" in set(script.names_in(target))
+    ]
+    if len(values) != 1 or script.is_guarded(values[0]):
+        return  # one of them is another's
+    for value in values:
+        names = set(script.names_in(value))
+        asked = [each.test for each, _ in script.above(value) if isinstance(each, ast.If)]
+        if any("MASTER_ADDR" in set(script.names_in(each)) for each in (value, *asked)):
+            continue  # it keeps what the launcher has set
+        local = names & {"localhost", "127.0.0.1", "gethostname", "getfqdn"}
+        if local and isinstance(value, ast.Constant | ast.Call):
+            why = "on several nodes each is its own: the launcher's MASTER_ADDR is overwritten."
+            fixed = f'os.environ.setdefault("MASTER_ADDR", {_source(value)})'
+            yield Found(value.lineno, False, why, fixed)

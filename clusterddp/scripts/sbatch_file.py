@@ -1,0 +1,276 @@
+"""Reads an sbatch file: its directives as sbatch reads them, its commands, its steps.
+
+sbatch reads `#SBATCH` lines up to the first line that is neither empty nor a comment, whatever bash
+makes of that line, and in a quoting of its own (src/sbatch/opt.c). The rest is bash's:
+`clusterddp.scripts.shell`. A step is a command that srun starts.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import PurePath
+
+from clusterddp.request import nested_launcher
+from clusterddp.scripts import shell
+from clusterddp.scripts.shell import Command, Script, Word
+
+_SHORT = {
+    **{"A": "account", "a": "array", "B": "extra-node-info", "b": "begin", "C": "constraint"},
+    **{"c": "cpus-per-task", "D": "chdir", "d": "dependency", "E": "preserve-env", "e": "error"},
+    **{"F": "nodefile", "G": "gpus", "H": "hold", "I": "immediate", "i": "input", "J": "job-name"},
+    **{"K": "kill-on-bad-exit", "k": "no-kill", "L": "licenses", "l": "label", "M": "clusters"},
+    **{"m": "distribution", "N": "nodes", "n": "ntasks", "O": "overcommit", "o": "output"},
+    **{"p": "partition", "Q": "quiet", "q": "qos", "r": "relative", "S": "core-spec"},
+    **{"s": "oversubscribe", "T": "threads", "t": "time", "u": "unbuffered", "v": "verbose"},
+    **{"W": "wait", "w": "nodelist", "X": "disable-status", "x": "exclude", "Z": "no-allocate"},
+}
+_SHORT_FLAGS = {"sbatch": "HhkOQsvVW", "srun": "EHhIkKlOQsuvVXZ"}
+"""Short options that take no value, or one that is written right behind them."""
+_NAMES_WITHOUT_VALUE = (
+    "bcast compress consolidate-segments contiguous disable-status exact exclusive external "
+    "external-launcher get-user-env help hold ignore-pbs immediate interactive "
+    "kill-on-bad-exit label multi-prog nice no-allocate no-kill no-requeue oom-kill-step "
+    "overcommit overlap oversubscribe parsable preserve-env propagate pty quiet "
+    "quit-on-interrupt reboot requeue resv-ports send-libs share spread-job spread-segments "
+    "stepmgr test-only unbuffered usage use-min-nodes verbose version wait-for-children whole "
+    "x11"
+)
+_NAMES_WITH_VALUE = (
+    "accel-bind account acctg-freq array batch bb bbf bcast-exclude begin chdir cluster "
+    "cluster-constraint clusters comment constraint container container-id context core-spec "
+    "cores-per-socket cpu-bind cpu-freq cpu_bind cpus-per-gpu cpus-per-task deadline "
+    "delay-boot dependency distribution environment epilog error exclude export export-file "
+    "extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket "
+    "gpus-per-task gres gres-flags het-group hint ignore-signals input job-name jobid "
+    "kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu "
+    "mem-per-gpu mem-update mincpus mpi msg-timeout network nodefile nodelist nodes ntasks "
+    "ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket ntasks-per-tres "
+    "open-mode output pack-group partition prefer priority profile prolog qos relative "
+    "reservation resources segment signal slurmd-debug sockets-per-node switches task-epilog "
+    "task-prolog tasks-per-node thread-spec threads threads-per-core time time-min tmp "
+    "treewidth tres-bind tres-per-task uid wait-all-nodes wckey workdir wrap"
+)
+_FLAGS = frozenset(_NAMES_WITHOUT_VALUE.split())
+"""Long options that take no value, or one behind `=` alone (src/common/slurm_opt.c of 26.05)."""
+_VALUED = frozenset(_NAMES_WITH_VALUE.split())
+_ALIASES = {
+    "tasks-per-node": "ntasks-per-node",
+    "cpu_bind": "cpu-bind",
+    "workdir": "chdir",
+    "share": "oversubscribe",
+}
+_OWN_WORD = re.compile(r"(?:het|pack)job\b")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of sbatch or srun."""
+
+    name: str
+    """Its long name, without dashes."""
+    value: str | None
+    line: int
+    source: str
+    """The typed text: `-N 2`, `--nodes=2`."""
+
+
+@dataclass(frozen=True)
+class Directive(Option):
+    """An option on a `#SBATCH` line."""
+
+    is_read: bool = True
+    """False below the first command, where sbatch has stopped to read."""
+    text: str = ""
+    """The whole line."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command that srun starts on the tasks."""
+
+    command: Command
+    options: tuple[Option, ...]
+    program: tuple[Word, ...]
+    """Words of the command that each task runs."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that stand before srun."""
+
+    def value(self, *names: str) -> str | None:
+        """Return the value of the last option of these names, or None."""
+        for option in reversed(self.options):
+            if option.name in names:
+                return option.value or ""
+        return None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(word.text for word in self.program)
+
+
+@dataclass
+class SbatchFile:
+    """An sbatch file that was read."""
+
+    name: str
+    text: str
+    directives: list[Directive] = field(default_factory=list)
+    script: Script = field(default_factory=Script)
+    dos_lines: tuple[int, ...] = ()
+    """Lines that end as those of DOS do, by CR and LF."""
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.split("\n")
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """Return the steps in their order, those of functions and conditions included."""
+        return list(steps(self.script.commands))
+
+    def directive(self, *names: str) -> Directive | None:
+        """Return the directive in force: the last of these names that sbatch reads."""
+        for directive in reversed(self.directives):
+            if directive.name in names and directive.is_read:
+                return directive
+        return None
+
+    def value(self, *names: str) -> str | None:
+        """Return the value of the directive in force; empty for a bare flag, None without one."""
+        directive = self.directive(*names)
+        return None if directive is None else directive.value or ""
+
+
+def read(text: str, name: str = "") -> SbatchFile:
+    """Read the text of an sbatch file."""
+    lines = enumerate(text.split("\n")[:-1], 1)
+    dos_lines = tuple(number for number, line in lines if line.endswith("\r"))
+    text = text.replace("\r\n", "\n")
+    script = shell.read(text)
+    return SbatchFile(name, text, list(_directives(text, script)), script, dos_lines)
+
+
+def is_sbatch(text: str) -> bool:
+    """Return whether a text is a shell script: it has directives, or a shell's first line."""
+    first = text.split("\n", 1)[0]
+    shebang = first.startswith("#!") and re.search(r"\b(?:ba|da|k|z)?sh\b", first)
+    return bool(shebang or re.search(r"^#SBATCH\b", text, re.MULTILINE))
+
+
+def _directives(text: str, script: Script) -> Iterator[Directive]:
+    is_read = True
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.startswith("#SBATCH"):
+            is_read = is_read and not (line.strip() and not line.lstrip().startswith("#"))
+            continue
+        if not is_read and number not in script.comments:
+            continue  # text in quotes, or of a script that this one writes
+        words = list(arguments(line[len("#SBATCH") :]))
+        if words and _OWN_WORD.match(words[0]):
+            return  # what follows is of the next component
+        for option in options(words, "sbatch", number)[0]:
+            name, value, source = option.name, option.value, option.source
+            yield Directive(name, value, number, source, is_read, line.rstrip())
+
+
+def arguments(text: str) -> Iterator[str]:
+    """Split a directive line as sbatch does: quotes in pairs, backslashes out, `#` ends it."""
+    word, is_word, quote, at = "", False, "", 0
+    while at < len(text):
+        character = text[at]
+        if character == "\\" and at + 1 < len(text):
+            word, is_word, at = word + text[at + 1], True, at + 1
+        elif quote:
+            if character == quote:
+                quote = ""
+            else:
+                word += character
+        elif character in "\"'":
+            quote, is_word = character, True
+        elif character.isspace() or character == "#":
+            if is_word:
+                yield word
+            word, is_word = "", False
+            if character == "#":
+                return
+        else:
+            word, is_word = word + character, True
+        at += 1
+    if is_word:
+        yield word
+
+
+def options(words: Sequence[str], program: str, line: int) -> tuple[tuple[Option, ...], int]:
+    """Read the options of sbatch or srun; returns them and the index of the first other word."""
+    found: list[Option] = []
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] != "-":
+        word = words[at]
+        at += 1
+        if word == "--":
+            break
+        if word.startswith("--"):
+            typed, equals, value = word[2:].partition("=")
+            name = _long_name(typed)
+            is_flag = name not in _VALUED and (name, program) != ("wait", "srun")
+            if equals or is_flag:
+                found.append(Option(name, value if equals else None, line, word))
+            else:
+                value = words[at] if at < len(words) else ""
+                found.append(Option(name, value, line, f"{word} {value}"))
+                at += 1
+            continue
+        index = 1
+        while index < len(word):
+            letter = word[index]
+            name = _SHORT.get(letter, letter)
+            index += 1
+            rest = word[index:]
+            if letter in _SHORT_FLAGS[program] and not (letter in "IKk" and rest):
+                found.append(Option(name, None, line, f"-{letter}"))
+                continue
+            if not rest:
+                rest = words[at] if at < len(words) else ""
+                at += 1
+                found.append(Option(name, rest, line, f"-{letter} {rest}"))
+            else:
+                found.append(Option(name, rest.removeprefix("="), line, word))
+            break
+    return tuple(found), at
+
+
+def _long_name(typed: str) -> str:
+    """Return the whole name of an option, which getopt_long lets a person abbreviate."""
+    typed = _ALIASES.get(typed, typed)
+    known = _FLAGS | _VALUED | {"wait"}
+    if typed in known:
+        return typed
+    fitting = {_ALIASES.get(name, name) for name in known if name.startswith(typed)}
+    return fitting.pop() if len(fitting) == 1 else typed
+
+
+def nearest_name(name: str) -> str:
+    """Return sbatch's option whose name is nearest to one that it does not have, if any."""
+    known = sorted({*_FLAGS, *_VALUED, "wait"})
+    if any(each.startswith(name) for each in known):
+        return ""
+    return "".join(difflib.get_close_matches(name, known, 1, 0.85))
+
+
+def steps(commands: Sequence[Command]) -> Iterator[Step]:
+    """Yield the steps among commands: what srun starts, also behind time, exec, timeout …"""
+    for command in commands:
+        texts = command.texts
+        at = nested_launcher.program_index(texts)
+        if at >= len(texts) or PurePath(texts[at]).name != "srun":
+            continue
+        behind = command.words[at + 1 :]
+        read_options, begin = options([word.text for word in behind], "srun", command.line)
+        lines = {word.text: word.line for word in behind}
+        placed = tuple(
+            replace(option, line=lines.get(option.source.split(" ")[0], option.line))
+            for option in read_options
+        )
+        environment = tuple((each.name, each.text) for each in command.assignments)
+        yield Step(command, placed, behind[begin:], environment)

@@ -1,0 +1,967 @@
+"""The mistakes of sbatch files.
+
+A rule says "will" only where the file alone proves it, for every Slurm and every site; a script
+whose counts come from the command line proves little. What was seen was seen on Slurm 22.05
+and 24.11.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from clusterddp.request import nested_launcher
+from clusterddp.request.nested_launcher import START_PYTHON
+from clusterddp.scripts import sbatch_file
+from clusterddp.scripts.findings import Found, Rules
+from clusterddp.scripts.job import Job, Run, in_loop
+from clusterddp.scripts.sbatch_file import Directive, Step
+from clusterddp.scripts.shell import Command, Expansion, Script, is_known, on_one_line, typed
+
+SBATCH_RULES = rule = Rules()
+
+_SBATCH = "sbatch(1)"
+_SRUN = "srun(1)"
+_TORCHRUN = "torchrun's documentation, and torch/distributed/run.py"
+_ENV = "torch.distributed's documentation, environment variable initialization"
+
+_OF_A_TASK = {
+    "SLURM_PROCID": "0, the batch script's own",
+    "SLURM_LOCALID": "0, the batch script's own",
+    "SLURM_NODEID": "0, the first node's",
+}
+"""Variables that differ in each task; in the batch script they are set, too."""
+_RANKS = {
+    "RANK": "SLURM_PROCID",
+    "GLOBAL_RANK": "SLURM_PROCID",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "NODE_RANK": "SLURM_NODEID",
+    "GROUP_RANK": "SLURM_NODEID",
+    "MACHINE_RANK": "SLURM_NODEID",
+}
+_FIRST_NODE = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+_ADDRESS_OPTIONS = ("master-addr", "rdzv-endpoint", "main-process-ip")
+_PORT_OPTIONS = ("master-port", "rdzv-endpoint", "main-process-port")
+_LOOPBACK = re.compile(r"(?:localhost|127\.\d+\.\d+\.\d+|::1|\[::1\]|0\.0\.0\.0)")
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
+_OWN_NAME = frozenset({"HOSTNAME", "SLURMD_NODENAME", "HOST"})
+_NODELISTS = frozenset({"SLURM_JOB_NODELIST", "SLURM_NODELIST"})
+_WAITED_FOR = "& step=$!; while kill -0 $step 2>/dev/null; do wait $step; done"
+"""End of a line by which bash runs its traps while a step runs; a trap ends a single wait."""
+_NUMBERS = {"0": "EXIT", "1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TERM"}
+_QUICK = frozenset({"echo", "printf", "date", "exit", ":", "true"})
+_QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.", re.DOTALL)
+_JOB_PORT = "$((20000 + SLURM_JOB_ID % 10000))"
+
+
+# How the ranks are started
+
+
+@rule(
+    "launcher-per-rank",
+    "torchrun or accelerate in as many tasks a node as there are GPUs",
+    source=f"{_TORCHRUN}: one agent a node",
+)
+def launcher_per_rank(job: Job) -> Iterator[Found]:
+    for run in job.in_tasks:
+        assert run.step
+        tasks = job.step_tasks_per_node(run.step)
+        if run.starts not in START_PYTHON or not tasks or tasks < 2:
+            continue
+        ranks = job.number(run.options.get("nproc-per-node"))
+        each = run.options.get("nproc-per-node", "1")
+        agents, total = job.number(run.options.get("nnodes")), job.step_tasks(run.step)
+        own_gpus = (run.step.value("gpus-per-task") or job.file.value("gpus-per-task")) is not None
+        if own_gpus or (ranks == 1 and agents and agents == total):
+            continue  # each task is a node of its own, with GPUs of its own
+        same = tasks in (job.gpus_per_node, ranks) or each in ("gpu", "auto")
+        how_many = f"{ranks}" if ranks else "its"
+        yield Found(
+            run.line,
+            same and ranks != 1,
+            f"each of the {tasks} tasks of a node starts {run.starts}, which itself starts "
+            f"{how_many} ranks on the node: the ranks of several agents share each GPU.",
+            _one_task_a_node(job, run.step),
+        )
+
+
+def _one_task_a_node(job: Job, step: Step) -> str:
+    """Return a step's line with one task a node; without --ntasks srun would keep the job's."""
+    nodes = job.step_nodes(step) or '"$SLURM_JOB_NUM_NODES"'
+    source = on_one_line(step.command.source)
+    source = re.sub(r"\s(?:--ntasks(?:-per-node)?[= ]|-n *)\S+", "", source)
+    counts = f"srun --ntasks={nodes} --ntasks-per-node=1"
+    return _in_line(job, step.command, re.sub(r"\bsrun\b", counts, source, count=1))
+
+
+def _in_line(job: Job, command: Command, instead: str) -> str:
+    """Return the line of a command with another in its place; what stands around it stays."""
+    line, source = job.line(command.line), on_one_line(command.source)
+    if source in line:
+        return line.replace(source, instead, 1)
+    return f"{instead} &" if command.background else instead
+
+
+@rule(
+    "srun-missing",
+    "a launcher, or the training, without srun on a job of several nodes or tasks",
+    source=f"{_SBATCH}: the batch script runs once, on the first node",
+)
+def srun_missing(job: Job) -> Iterator[Found]:
+    if any(run.trains for run in job.in_tasks):
+        return
+    for run in job.in_batch:
+        if not run.trains or _is_elsewhere(run):
+            continue
+        line = job.line(run.line)
+        nodes = job.number(run.options.get("nnodes") or run.options.get("num-machines"))
+        if run.starts in START_PYTHON and job.spans_nodes and not in_loop(run.command):
+            waits = bool(nodes and nodes > 1)
+            sure = waits and "deepspeed" not in " ".join(run.texts)
+            end = "and waits there for the others" if waits else "and the other nodes stay idle"
+            why = f"{run.starts} starts on the first of {job.nodes} nodes only, {end}."
+            yield Found(run.line, sure, why, _srun(run, line, job))
+            continue
+        alone = not run.starts and not job.file.steps and not run.command.inside
+        if alone and (job.ntasks or 0) > 1 and job.asks_for_gpus:
+            why = f"the job has {job.ntasks} tasks, and without srun the script starts one."
+            yield Found(run.line, False, why, _srun(run, line, job))
+
+
+def _is_elsewhere(run: Run) -> bool:
+    """Return whether the words name what starts processes on other nodes by itself."""
+    return bool({"mpirun", "mpiexec", "ssh", "pdsh", "clush"}.intersection(run.texts))
+
+
+def _srun(run: Run, line: str, job: Job) -> str:
+    several = run.starts in START_PYTHON and (job.tasks_per_node or 1) > 1
+    counts = f"--ntasks={job.nodes} --ntasks-per-node=1 " if several else ""
+    return f"srun {counts}{line}"
+
+
+@rule(
+    "no-rank-variables",
+    "Python under srun that meets by env://, where nobody sets RANK, WORLD_SIZE, MASTER_ADDR",
+    source=f"{_ENV}; seen: srun sets none of them",
+)
+def no_rank_variables(job: Job) -> Iterator[Found]:
+    names = set(re.findall(r"\w+", job.typed))
+    for run in job.in_tasks:
+        script, named = job.python_of(run)
+        step, started = run.step, nested_launcher.started(run.texts)
+        if not script or not named or run.starts or run.python_script not in started:
+            continue
+        assert step
+        if step.value("task-prolog") is not None or (run.in_own_shell and _sets_up(run.script)):
+            continue
+        line, needed = script.meeting
+        missing = sorted(needed - names)
+        if not missing:
+            continue
+        yield Found(
+            step.command.line,
+            "RANK" in missing and script.is_whole and not _sources(job),
+            f"neither srun nor this script sets {', '.join(missing)}, which init_process_group in "
+            f"line {line} of {PurePath(script.name).name} reads.",
+            _with_variables(job, run, missing),
+        )
+
+
+def _with_variables(job: Job, run: Run, missing: list[str]) -> str:
+    """Return a step's line whose tasks have the variables of their ranks."""
+    assert run.step
+    values = {"MASTER_ADDR": _FIRST_NODE, "MASTER_PORT": _JOB_PORT}
+    if values.keys() >= set(missing):
+        exports = " ".join(f"{name}={values[name]}" for name in missing)
+        return f"export {exports}\n{job.line(run.step.command.line)}"
+    command, program = run.step.command, typed(run.command.words)
+    head, found, tail = on_one_line(command.source).rpartition(program)
+    instead = f"{head}clusterddp exec -- {found}{tail}" if found else "srun clusterddp exec -- …"
+    return _in_line(job, command, instead)
+
+
+@rule(
+    "step-not-waited-for",
+    "`srun … &` at the end of the script without wait",
+    source=f"{_SBATCH}: the job ends with the script; seen: the step is ended, or never starts",
+)
+def step_not_waited_for(job: Job) -> Iterator[Found]:
+    commands = job.file.script.commands
+    if any("wait" in re.split(r"\W+", command.source) for command in commands):
+        return
+    steps = [run.step.command for run in job.in_tasks if run.step and run.trains]
+    for command in steps[-1:]:
+        behind = commands[commands.index(command) + 1 :]
+        quick = all(each.texts[:1] and each.texts[0] in _QUICK for each in behind)
+        if not command.background or not quick or not {*command.inside} <= {"for", "{"}:
+            continue
+        texts = enumerate(job.file.lines, 1)
+        last = max(n for n, text in texts if text.strip() and not text.lstrip().startswith("#"))
+        line = job.line(last)
+        yield Found(
+            last,
+            True,
+            f"srun in line {command.line} is in the background, and nothing waits for it: the job "
+            "ends here, and the training with it.",
+            f"wait\n{line}" if line.startswith("exit") else f"{line}\nwait",
+        )
+
+
+# What the batch shell expands
+
+
+@rule(
+    "batch-shell-rank",
+    "`$SLURM_PROCID`, `$SLURM_NODEID`, `$SLURM_LOCALID` or `hostname` expanded by the batch shell",
+    source=f"{_SRUN}, output environment variables; seen: the batch script has 0 in all three",
+)
+def batch_shell_rank(job: Job) -> Iterator[Found]:
+    reported: set[tuple[int, str]] = set()
+    for run in job.in_tasks:
+        assert run.step
+        tasks, nodes = job.step_tasks(run.step), job.step_nodes(run.step)
+        if in_loop(run.command) and tasks in (1, None):
+            continue
+        for text in run.texts:
+            for expansion in job.expanded_by_batch(run, text):
+                several = nodes if expansion.name == "SLURM_NODEID" else tasks
+                key = (expansion.line, expansion.name)
+                if expansion.name not in _OF_A_TASK or several == 1 or key in reported:
+                    continue
+                static = run.options.get("rdzv-backend", "static") == "static"
+                if run.starts in START_PYTHON and not static:
+                    continue  # the agents agree on their ranks themselves, and take no notice
+                if run.starts in START_PYTHON and text not in run.command.texts[: _program_at(run)]:
+                    continue
+                reported.add(key)
+                yield Found(
+                    expansion.line,
+                    bool(several),
+                    f"the batch shell expands {expansion.source} before srun starts: it is "
+                    f"{_OF_A_TASK[expansion.name]}, in every task.",
+                    _left_to_task(job, run, expansion),
+                )
+        yield from _one_rank_for_all(job, run)
+        name = run.options.get("local-addr", "")
+        for expansion in job.expanded_by_batch(run, name):
+            if _is_own_name(expansion) and nodes != 1:
+                why = f"the batch shell expands {expansion.source}: the first node's, on every one."
+                yield Found(expansion.line, bool(nodes), why, _left_to_task(job, run, expansion))
+    yield from _exported_ranks(job)
+
+
+def _one_rank_for_all(job: Job, run: Run) -> Iterator[Found]:
+    """Find a node rank that is a plain number, in a step of several nodes."""
+    assert run.step
+    for name in ("node-rank", "machine-rank"):
+        rank = run.options.get(name, "")
+        static = run.options.get("rdzv-backend", "static") == "static"
+        nodes = job.step_nodes(run.step)
+        if run.starts in START_PYTHON and static and rank.isdecimal() and (nodes or 0) > 1:
+            yield Found(
+                run.line,
+                not in_loop(run.command),
+                f"srun starts this on {nodes} nodes, and each of them is rank {rank}.",
+                _in_task_shell(job, run.step, of_rank=rank),
+            )
+
+
+def _program_at(run: Run) -> int:
+    return run.launcher.last if run.launcher and run.launcher.command == run.texts else 10_000
+
+
+def _exported_ranks(job: Job) -> Iterator[Found]:
+    """Find `export RANK=$SLURM_PROCID` in the batch script, which every task gets as 0."""
+    ranks: dict[str, int] = {}
+    for run in job.in_batch:
+        for assignment in run.command.assignments:
+            is_exported = assignment.exported or assignment.name in job.file.script.exported
+            names = {each.name for each in job.expanded_by_batch(run, assignment.text)}
+            if assignment.name in _RANKS and is_exported and names.intersection(_OF_A_TASK):
+                ranks[assignment.name] = assignment.line
+    for reader in job.in_tasks:
+        assert reader.step
+        read = [name for name in ranks if _reads_ranks(reader, name)]
+        tasks = job.step_tasks(reader.step)
+        if not read or tasks == 1:
+            continue
+        exports = " ".join(f"{name}=\\${_RANKS[name]}" for name in read)
+        yield Found(
+            reader.step.command.line,
+            bool(tasks) and reader.trains,
+            f"the batch shell sets {' and '.join(read)} once, to 0 (line {ranks[read[0]]}), and "
+            "every task gets that.",
+            _in_task_shell(job, reader.step, f"export {exports}; exec "),
+        )
+
+
+def _reads_ranks(run: Run, name: str) -> bool:
+    """Return whether a task reads a rank from its environment, as far as can be told."""
+    if run.starts or any(each.name == name for each in run.command.assignments):
+        return False
+    if run.in_own_shell and any(
+        each.name == name for other in run.script.commands for each in other.assignments
+    ):
+        return False
+    return run.trains or any(text.endswith((".sh", ".bash")) for text in run.texts)
+
+
+def _left_to_task(job: Job, run: Run, expansion: Expansion) -> str:
+    """Return the line that leaves an expansion to each task."""
+    assert run.step
+    line = job.line(expansion.line)
+    escaped = line.replace(expansion.source, "\\" + expansion.source)
+    if run.in_own_shell:
+        return escaped
+    step = _in_task_shell(job, run.step, left=expansion.source)
+    in_step = run.step.command.line <= expansion.line <= run.step.command.last_line
+    return step if in_step else f"{escaped}\n{step}"
+
+
+def _in_task_shell(
+    job: Job, step: Step, before: str = "", left: str = "", of_rank: str = ""
+) -> str:
+    """Return a step's line whose tasks start a shell, which runs the program.
+
+    before: commands ahead of the program. left: an expansion that is left to the tasks.
+    of_rank: the number that stands for the rank of a node.
+    """
+    command, first, last = step.command, step.program[0], step.program[-1]
+    words = _QUOTED.sub(_in_double_quotes, typed(step.program))
+    head, tail = command.source[: first.start - command.start], ""
+    if "srun" in head:
+        tail = command.source[last.start + len(last.source) - command.start :]
+    else:  # srun stands in a variable, with words of the program perhaps
+        texts = [job.file.script.shown(text) for text in command.texts]
+        count = len(texts) - len(step.program)
+        head, words = " ".join(texts[:count]) + " ", " ".join(texts[count:])
+    words = words.replace(left, f"\\{left}") if left else words
+    words = re.sub(rf"(rank[= ]){of_rank}\b", r"\1\\$SLURM_NODEID", words) if of_rank else words
+    return _in_line(job, command, on_one_line(f'{head}bash -c "{before}{words}"{tail}'))
+
+
+def _in_double_quotes(part: re.Match[str]) -> str:
+    """Return a quoted part of a line such that it means the same in a text in double quotes."""
+    if len(part[0]) > 2 and part[0][0] == '"':
+        return re.sub(r'\\.|"', _in_double_quotes, part[0])
+    return re.sub(r'[\\"$`]', r"\\\g<0>", part[0])
+
+
+# Where the ranks meet
+
+
+@rule(
+    "fixed-port",
+    "a fixed MASTER_PORT on nodes that may be shared",
+    source=f"{_ENV}; {_SBATCH}, --exclusive",
+)
+def fixed_port(job: Job) -> Iterator[Found]:
+    if job.has_whole_nodes or not job.asks_for_gpus:
+        return
+    if not any(run.trains for run in job.runs):
+        return
+    why = (
+        "the port is the same in every job: another job on the node, one of yours as well, "
+        "takes it."
+    )
+    for run in job.runs:
+        for assignment in run.command.assignments:
+            if assignment.name == "MASTER_PORT" and _is_port(assignment.text):
+                line = f"{'export ' if assignment.exported else ''}MASTER_PORT={_JOB_PORT}"
+                yield Found(assignment.line, False, why, line)
+                return
+        if run.starts not in {*START_PYTHON, "deepspeed"} or "standalone" in run.options:
+            continue
+        for name in _PORT_OPTIONS:
+            port = run.options.get(name, "").rpartition(":")[2]
+            if _is_port(port) and port != "0":
+                at = run.line_of(port)
+                line = job.line(at).replace(port, _JOB_PORT)
+                yield Found(at, False, why, line)
+                return
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 65536
+
+
+@rule(
+    "address-per-task",
+    "MASTER_ADDR, or the rendezvous, taken on each task: each node names itself",
+    source=f"{_ENV}: the address of rank 0, the same for all",
+)
+def address_per_task(job: Job) -> Iterator[Found]:
+    for run in job.in_tasks:
+        assert run.step
+        nodes = job.step_nodes(run.step)
+        if nodes == 1 or not run.in_own_shell:
+            continue
+        for _, text in _addresses(run):
+            for expansion in run.script.expanded(text):
+                if job.is_of_batch(expansion) or not _is_own_name(expansion):
+                    continue
+                command = run.step.command
+                source = on_one_line(command.source).replace(expansion.source, "$MASTER_ADDR")
+                yield Found(
+                    command.line,
+                    bool(nodes),
+                    f"each task expands {expansion.source} itself: on every node another address.",
+                    f"export MASTER_ADDR={_FIRST_NODE}\n{_in_line(job, command, source)}",
+                )
+
+
+def _addresses(run: Run) -> Iterator[tuple[int, str]]:
+    """Yield the values by which the ranks find rank 0."""
+    for assignment in run.command.assignments:
+        if assignment.name in ("MASTER_ADDR", "MASTER_IP", "HEAD_NODE_IP"):
+            yield assignment.line, assignment.text
+    for name in _ADDRESS_OPTIONS:
+        if run.starts in START_PYTHON and (value := run.options.get(name)):
+            yield run.line_of(value), value
+
+
+def _is_own_name(expansion: Expansion) -> bool:
+    """Return whether it gives the name of the node on which it is expanded."""
+    if expansion.name in _OWN_NAME:
+        return True
+    commands = [command.texts[:1] for command in expansion.commands]
+    return commands[:1] == [("hostname",)] and not (
+        set(expansion.commands[0].texts[1:]) - {"-f", "-s", "-i", "-I", "--fqdn", "--short"}
+    )
+
+
+@rule(
+    "launch-node",
+    "SLURM_LAUNCH_NODE_IPADDR as the address of rank 0",
+    source=f"{_SRUN}: where srun ran; seen: unset in the batch script",
+)
+def launch_node(job: Job) -> Iterator[Found]:
+    for run in job.runs:
+        values = [*run.texts, *(each.text for each in run.command.assignments)]
+        for expansion in {e for text in values for e in run.script.expanded(text)}:
+            if expansion.name != "SLURM_LAUNCH_NODE_IPADDR":
+                continue
+            in_batch = job.is_of_batch(expansion) and "-" not in expansion.source
+            why = (
+                "SLURM_LAUNCH_NODE_IPADDR is set in tasks alone: here it is empty."
+                if in_batch
+                else "SLURM_LAUNCH_NODE_IPADDR is the host where srun was typed: rank 0's under "
+                "sbatch, the login host's under salloc."
+            )
+            line = job.line(expansion.line).replace(expansion.source, _FIRST_NODE)
+            yield Found(expansion.line, in_batch, why, line)
+
+
+@rule(
+    "rendezvous-host",
+    "a rendezvous host outside of the allocation, or another one on each node; "
+    "a static master address that is not the first node's",
+    source=f"{_ENV}; {_TORCHRUN}; {_SBATCH}, SLURM_SUBMIT_HOST",
+)
+def rendezvous_host(job: Job) -> Iterator[Found]:
+    used: set[int] = set()
+    for run in job.runs:
+        nodes = job.step_nodes(run.step) if run.step else job.nodes
+        if nodes == 1 or (not run.step and not job.in_tasks):
+            continue
+        static = run.options.get("rdzv-backend", "static") == "static"
+        for line, text in _addresses(run):
+            for of_host, host, sure, why in _wrong_hosts(job, run, text, nodes, static):
+                at = of_host or _typed_in(job, line, host)
+                if at not in used:
+                    used.add(at)
+                    fixed = job.line(at).replace(host, _FIRST_NODE, 1)
+                    yield Found(at, sure, why, fixed)
+
+
+def _wrong_hosts(
+    job: Job, run: Run, text: str, nodes: int | None, static: bool
+) -> Iterator[tuple[int, str, bool, str]]:
+    """Yield what is wrong with an address: the line if known, the host, whether sure, why."""
+    host = text.rpartition(":")[0] if re.search(r":\d+$", text) else text
+    if _LOOPBACK.fullmatch(host):
+        yield 0, host, bool(nodes), f"{host} is another machine on each node."
+    is_name = _HOST.fullmatch(host) and not host.isdecimal()
+    is_asked_for = host in (job.file.value("nodelist") or "")
+    if nodes and is_name and not is_asked_for and not _LOOPBACK.fullmatch(host):
+        yield 0, host, False, f"{host} need not be among the nodes that Slurm gives the job."
+    for expansion in run.script.direct(text):
+        line, name, typed_as = expansion.line, expansion.name, expansion.source
+        if name == "SLURM_SUBMIT_HOST":
+            why = "SLURM_SUBMIT_HOST is where sbatch was typed, not a node of the job."
+            yield line, typed_as, True, why
+        elif name in _NODELISTS and len(host) == 1 and typed_as.strip("${}") == name:
+            why = "the list of nodes is compressed, gpu[01-04]: no host name."
+            yield line, typed_as, bool(nodes), why
+        elif static and nodes and _is_not_first(job, expansion):
+            why = "the address is static, and rank 0 is on the first node, not on this one."
+            yield line, typed_as, True, why
+
+
+def _is_not_first(job: Job, expansion: Expansion) -> bool:
+    """Return whether it is one of the job's nodes, and not the first."""
+    if element := re.fullmatch(r"\$\{(\w+)\[(?!0\])[-\w]+\]\}", expansion.source):
+        array = job.file.script.variables.get(element[1], "")
+        return any(_lists_nodes(each) for each in job.file.script.direct(array))
+    last = [command.texts[:1] == ("tail",) for command in expansion.commands]
+    return any(last) and _lists_nodes(expansion) and "+1" not in expansion.source
+
+
+def _lists_nodes(expansion: Expansion) -> bool:
+    words = {text for command in expansion.commands for text in command.texts[1:]}
+    return bool(words & {"hostnames", "hostname"})
+
+
+def _typed_in(job: Job, line: int, host: str) -> int:
+    """Return the line in which a host is typed: this one, or that of a variable."""
+    if host in job.line(line):
+        return line
+    assignments = [each for run in job.runs for each in run.command.assignments]
+    return next((each.line for each in assignments if host in each.text), line)
+
+
+# Signals
+
+
+@rule(
+    "signal-to-steps",
+    "`--signal` without `B:` under a shell that traps it, `B:` without a trap, no handler at all",
+    source=f"{_SBATCH}, --signal; seen: without B: the batch shell gets nothing",
+)
+def signal_to_steps(job: Job) -> Iterator[Found]:
+    directive = job.file.directive("signal")
+    if not directive or not directive.value:
+        return
+    to_batch, name = _signal(directive.value)
+    trapped = [run for run in job.in_batch if name in _trapped(run.command)]
+    if any("srun" in run.texts for run in job.in_batch):
+        return  # a function of the script's own starts the steps
+    training = next((run for run in job.runs if run.trains), None)
+    if to_batch and not trapped and not _execs(job):
+        at = _started(training) if training else next(iter(job.file.script.commands), None)
+        line = at.line if at else directive.line
+        why = (
+            f"line {directive.line} sends SIG{name} to the batch shell, which has no trap and ends."
+        )
+        fixed = _waited_for(at) if at and training else job.line(line)
+        passed_on = "USR1" if name in ("TERM", "INT") else name  # by these srun ends its tasks
+        trap = f"trap 'kill -{passed_on} $step' {name}\n{fixed}"
+        traps = set().union(*(_trapped(run.command) for run in job.in_batch))
+        sure = not _sources(job) and "EXIT" not in traps and all(map(is_known, traps))
+        yield Found(line, sure, why, trap)
+    elif not to_batch and trapped:
+        trap = f"the trap in line {trapped[0].line}"
+        why = f"without B: SIG{name} goes to the steps, and {trap} never runs."
+        sure = not job.in_tasks or _no_handler(job)
+        right = _with_directive(directive, f"--signal=B:{directive.value}")
+        yield Found(directive.line, sure, why, right)
+    elif not to_batch and not job.in_tasks and training:
+        why = (
+            f"without B: SIG{name} (line {directive.line}) goes to steps, and the script has none: "
+            "nobody gets it."
+        )
+        sure = not any(run.starts for run in job.in_batch)
+        yield Found(training.line, sure, why, f"srun {job.line(training.line)}")
+    elif not to_batch and _no_handler(job):
+        why = f"SIG{name} ends each rank at once: no script that is checked here handles it."
+        handler = f"# in the training script: signal.signal(signal.SIG{name}, handler)"
+        yield Found(directive.line, False, why, f"{directive.text}\n{handler}")
+    if trapped:
+        yield from _foreground(job, name, is_sure=to_batch)
+
+
+def _sources(job: Job) -> bool:
+    """Return whether another file, which may set a trap, is read by the batch shell."""
+    known = ("activate", "conda.sh", "bashrc", "profile", "mamba.sh")
+    return any(
+        run.texts[:1] in (("source",), (".",)) and not "".join(run.texts[1:2]).endswith(known)
+        for run in job.in_batch
+    )
+
+
+def _signal(value: str) -> tuple[bool, str]:
+    """Return whether the batch shell gets it, and the signal's name without SIG."""
+    where, colon, rest = value.rpartition(":")
+    name = rest.partition("@")[0].upper().removeprefix("SIG")
+    return colon == ":" and "B" in where.upper(), _NUMBERS.get(name, name)
+
+
+def _trapped(command: Command) -> set[str]:
+    if command.texts[:1] != ("trap",) or len(command.texts) < 3:
+        return set()
+    names = (text.upper().removeprefix("SIG") for text in command.texts[2:])
+    return {_NUMBERS.get(name, name) for name in names}
+
+
+def _execs(job: Job) -> bool:
+    """Return whether the batch shell becomes another program, which gets the signal then."""
+    return any(command.texts[:1] == ("exec",) for command in job.file.script.commands)
+
+
+def _no_handler(job: Job) -> bool:
+    scripts = [script for run in job.in_tasks if (script := job.python_of(run)[0])]
+    return bool(scripts) and not any(each.handles_signals for each in scripts)
+
+
+def _foreground(job: Job, name: str, *, is_sure: bool) -> Iterator[Found]:
+    """Find a training in the foreground, which keeps bash from running its trap."""
+    for command in dict.fromkeys(_started(run) for run in job.runs if run.trains):
+        if command.background or command.piped or "function" in command.inside or _execs(job):
+            continue
+        why = f"in the foreground: bash runs the trap for {name} only once this has ended."
+        yield Found(command.line, is_sure, why, _waited_for(command))
+
+
+def _started(run: Run) -> Command:
+    """Return the command of the script that starts what a step's tasks, or the shell, run."""
+    return run.step.command if run.step else run.command
+
+
+def _waited_for(command: Command) -> str:
+    """Return a command's line such that bash runs its traps meanwhile."""
+    return f"{on_one_line(command.source)} {_WAITED_FOR}"
+
+
+# Counts and GPUs
+
+
+@rule(
+    "cpus-for-srun",
+    "cpus-per-task not handed to srun, which does not take it from the job since 22.05",
+    source="Slurm's changes: 22.05 took it away, 23.11 brought it back",
+)
+def cpus_for_srun(job: Job) -> Iterator[Found]:
+    if not (job.cpus_per_task or 0) > 1 or "SRUN_CPUS_PER_TASK" in job.file.script.exported:
+        return
+    for run in job.in_tasks:
+        step = run.step
+        assert step
+        if not run.trains or step.value("cpus-per-task", "cpus-per-gpu", "cpu-bind") is not None:
+            continue
+        if "SRUN_CPUS_PER_TASK" in dict(step.environment):
+            continue
+        if any(not is_known(option.source) for option in step.options) or _takes_options(step):
+            continue
+        yield Found(
+            step.command.line,
+            False,
+            f"srun of Slurm 22.05 to 23.02 does not take the job's --cpus-per-task="
+            f"{job.cpus_per_task}: a task gets one CPU.",
+            _with_cpus(job, step),
+        )
+        return
+
+
+def _with_cpus(job: Job, step: Step) -> str:
+    """Return the step's line with the job's CPUs; ahead of it where srun is in a variable."""
+    source = on_one_line(step.command.source)
+    option = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
+    fixed = re.sub(r"\bsrun\b", option, source, count=1)
+    line = _in_line(job, step.command, fixed)
+    if fixed != source:
+        return line
+    return f"export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK\n{line}"
+
+
+def _takes_options(step: Step) -> bool:
+    """Return whether srun gets words that are not known here, which may be options."""
+    return bool(step.program) and not is_known(step.program[0].text)
+
+
+@rule(
+    "ntasks-product",
+    "ntasks that is not nodes x ntasks-per-node",
+    source=f"{_SBATCH}, --ntasks-per-node: a maximum beside --ntasks; seen: more is refused",
+)
+def ntasks_product(job: Job) -> Iterator[Found]:
+    directive = job.file.directive("ntasks")
+    per_node = job.number(job.file.value("ntasks-per-node"))
+    nodes = job.number(job.file.value("nodes"))
+    ntasks = job.number(job.file.value("ntasks"))
+    if not directive or not per_node or not nodes or not ntasks or ntasks == nodes * per_node:
+        return
+    product = nodes * per_node
+    why = (
+        f"{ntasks} tasks do not fit on {nodes} nodes with {per_node} each: the job is refused."
+        if ntasks > product
+        else f"{nodes} nodes with {per_node} tasks each are {product}; --ntasks={ntasks} wins, and "
+        "so many start."
+    )
+    right = _with_directive(directive, f"--ntasks={product}")
+    yield Found(directive.line, True, why, right)
+
+
+def _with_directive(directive: Directive, option: str) -> str:
+    """Return a directive's line with another option in its place; the others stay."""
+    if directive.source in directive.text:
+        return directive.text.replace(directive.source, option, 1)
+    return f"#SBATCH {option}"
+
+
+@rule(
+    "gpus-per-task-count",
+    "gpus-per-task without ntasks",
+    source=f"{_SBATCH}, --gpus-per-task: needs an explicit task count; seen: refused",
+)
+def gpus_per_task_count(job: Job) -> Iterator[Found]:
+    directive = job.file.directive("gpus-per-task")
+    counts = ("ntasks", "gpus", "ntasks-per-node", "ntasks-per-gpu")
+    if not directive or job.file.value(*counts) is not None:
+        return
+    why = (
+        "without a number of tasks sbatch refuses --gpus-per-task, unless the site adds one."
+        if job.file.value("nodes") is None
+        else "--gpus-per-task needs a number of tasks; with --nodes alone it is one a node."
+    )
+    yield Found(directive.line, False, why, f"#SBATCH --ntasks={job.nodes or 1}\n{directive.text}")
+
+
+@rule(
+    "gpu-bind-closest",
+    "`--gpu-bind=closest` (or `single`) hides GPUs from the tasks",
+    source=f"{_SRUN}, --gpu-bind; NCCL's documentation, GPU to GPU communication",
+)
+def gpu_bind_closest(job: Job) -> Iterator[Found]:
+    if _has_amd(job):
+        return
+    options = [each for each in job.file.directives if each.is_read]
+    for option in (*options, *(each for step in job.file.steps for each in step.options)):
+        value = option.value or ""
+        text = job.line(option.line)
+        kind = value.removeprefix("verbose,").partition(":")[0]
+        if option.name == "gpu-bind" and kind in ("closest", "single"):
+            why = (
+                f"with {kind} a task sees some of its node's GPUs: cuda:LOCAL_RANK may be none of "
+                "them, and NCCL exchanges through the host."
+            )
+            yield Found(option.line, False, why, text.replace(value, "none"))
+        elif option.name == "accel-bind" and "g" in value:
+            why = "with --accel-bind=g a task sees the GPUs of its NUMA node alone."
+            right = " ".join(text.replace(option.source, "").split())
+            yield Found(option.line, False, why, right)
+
+
+def _has_amd(job: Job) -> bool:
+    """Return whether the GPUs are AMD's, of which a task's nearest is its own and others' too."""
+    for run in job.runs:
+        names = [each.name for each in run.command.assignments]
+        if any(name.startswith(("ROCM_", "ROCR_", "HIP_", "MIOPEN_")) for name in names):
+            return True
+        if run.texts[:1] in (("module",), ("ml",)) and "rocm" in " ".join(run.texts):
+            return True
+    return False
+
+
+@rule(
+    "local-rank-isolated",
+    "LOCAL_RANK as the number of a GPU, where each task sees its own GPU alone",
+    source=f"{_SRUN}, --gpus-per-task; seen: each task has one device, number 0",
+)
+def local_rank_isolated(job: Job) -> Iterator[Found]:
+    for run in job.in_tasks:
+        assert run.step
+        step, tasks = run.step, job.step_tasks_per_node(run.step)
+        each = step.value("gpus-per-task") or job.file.value("gpus-per-task")
+        bind = step.value("gpu-bind", "tres-bind") or job.file.value("gpu-bind", "tres-bind") or ""
+        per_gpu = step.value("ntasks-per-gpu") or job.file.value("ntasks-per-gpu")
+        isolated = each is not None or per_gpu == "1" or bind.startswith(("single:1", "per_task:1"))
+        shared = step.value("gres-flags") or job.file.value("gres-flags") or ""
+        if "allow-task-sharing" in shared:
+            continue  # each task sees the GPUs of the others, too
+        if not isolated or bind == "none" or tasks == 1 or run.starts:
+            continue
+        script, named = job.python_of(run)
+        line = script.local_rank_device if script else 0
+        if script and line:
+            yield Found(
+                run.step.command.line,
+                named and bool(tasks) and each == "1",
+                f"each task sees one GPU, number 0, and {PurePath(script.name).name} takes the one "
+                f"of its local rank (line {line}): there is none.",
+                _gpus_per_node(job, step),
+            )
+        for assignment in run.command.assignments:
+            if assignment.name == "CUDA_VISIBLE_DEVICES" and "SLURM_LOCALID" in {
+                e.name for e in run.script.expanded(assignment.text)
+            }:
+                why = "each task sees its own GPU alone, whatever its number: leave it to Slurm."
+                yield Found(run.line, bool(tasks), why, "# no CUDA_VISIBLE_DEVICES")
+
+
+def _gpus_per_node(job: Job, step: Step) -> str:
+    gpus = job.gpus_per_node or job.step_tasks_per_node(step) or "N"
+    return f"#SBATCH --gpus-per-node={gpus}  # in place of --gpus-per-task"
+
+
+@rule(
+    "more-tasks-than-gpus",
+    "more tasks on a node than GPUs, where each task takes the GPU of its local rank",
+    source=f"{_SBATCH}, --gpus-per-node, --gres; torch.cuda.set_device's documentation",
+)
+def more_tasks_than_gpus(job: Job) -> Iterator[Found]:
+    for run in job.in_tasks:
+        assert run.step
+        script, named = job.python_of(run)
+        tasks, gpus = job.step_tasks_per_node(run.step), job.visible_gpus(run.step)
+        if not script or not named or run.starts or not tasks or not gpus or tasks <= gpus:
+            continue
+        if line := script.local_rank_device:
+            at, right = _with_tasks(job, run.step, gpus)
+            yield Found(
+                at,
+                True,
+                f"a node has {tasks} tasks and {gpus} GPUs, and {PurePath(script.name).name} takes "
+                f"the one of its local rank (line {line}): {tasks - gpus} of them have none.",
+                right,
+            )
+
+
+def _with_tasks(job: Job, step: Step, each: int) -> tuple[int, str]:
+    """Return the line that says how many tasks a node has, and it with as many as given."""
+    of_step = [option for option in step.options if option.name in ("ntasks", "ntasks-per-node")]
+    total, per_node = job.file.directive("ntasks"), job.file.directive("ntasks-per-node")
+    option = next((o for o in reversed(of_step) if o.name == "ntasks"), total or per_node)
+    option = option or next(iter(of_step))
+    count = each * (job.step_nodes(step) or 1) if option.name == "ntasks" else each
+    return option.line, job.line(option.line).replace(option.source, f"--{option.name}={count}", 1)
+
+
+# What sbatch does with the file
+
+
+@rule(
+    "dos-line-ends",
+    "lines that end as those of DOS do",
+    source="sbatch's source, contains_dos_linebreak; seen: refused",
+)
+def dos_line_ends(job: Job) -> Iterator[Found]:
+    for line in job.file.dos_lines[:1]:
+        count = len(job.file.dos_lines)
+        more = f" and in {count - 1} more" if count > 1 else ""
+        yield Found(
+            line,
+            True,
+            f"a line end of DOS, CR and LF, here{more}: sbatch refuses the file. sed -i 's/\\r$//' "
+            "FILE takes them out.",
+            job.line(line),
+        )
+
+
+@rule(
+    "unknown-option",
+    "a name of an option that sbatch does not have, next to one that it has",
+    source=f"{_SBATCH}; seen: refused",
+)
+def unknown_option(job: Job) -> Iterator[Found]:
+    for directive in job.file.directives:
+        near = sbatch_file.nearest_name(directive.name) if directive.is_read else ""
+        if near:
+            yield Found(
+                directive.line,
+                False,
+                f"sbatch has no option --{directive.name}, and refuses the file where no plugin of "
+                "the site adds it.",
+                directive.text.replace(f"--{directive.name}", f"--{near}", 1),
+            )
+
+
+@rule(
+    "directive-below-command",
+    "a directive below the first command",
+    source=f"{_SBATCH}: directives after the first line that is no comment are not read",
+)
+def directive_below_command(job: Job) -> Iterator[Found]:
+    read = {(each.name, each.value) for each in job.file.directives if each.is_read}
+    below = [each for each in job.file.directives if not each.is_read]
+    lines = {each.line: each.text for each in below if (each.name, each.value) not in read}
+    if not lines:
+        return
+    texts = enumerate(job.file.lines, 1)
+    first = next(n for n, text in texts if text.strip() and not text.lstrip().startswith("#"))
+    numbers = ", ".join(map(str, lines))
+    which = f"line {numbers} is a comment" if len(lines) == 1 else f"lines {numbers} are comments"
+    why = f"sbatch reads directives up to the first command, which is this: {which}."
+    yield Found(first, True, why, "\n".join((*lines.values(), job.line(first))))
+
+
+@rule(
+    "export-none",
+    "`--export=NONE`: what the script sets does not reach the tasks",
+    source=f"{_SBATCH}, --export, SLURM_EXPORT_ENV; seen: the tasks have none of it",
+)
+def export_none(job: Job) -> Iterator[Found]:
+    directive = job.file.directive("export")
+    kept = job.file.script.variables.get("SLURM_EXPORT_ENV", "")
+    unset = any(
+        run.texts[:1] == ("unset",) and "SLURM_EXPORT_ENV" in run.texts for run in job.in_batch
+    )
+    if not (job.file.script.exported or _sets_up(job.file.script)):
+        return
+    for step in job.file.steps:
+        value = step.value("export")
+        if value is None and directive and not kept and not unset:
+            value = directive.value
+        if value in ("NONE", "NIL"):
+            line = re.sub(r"\s--export[= ]\S+", "", on_one_line(step.command.source))
+            yield Found(
+                step.command.line,
+                True,
+                "with --export=NONE srun starts the tasks without what this script has set and "
+                "loaded.",
+                _in_line(job, step.command, line.replace("srun", "srun --export=ALL", 1))
+                if "srun" in line
+                else f"export SLURM_EXPORT_ENV=ALL\n{job.line(step.command.line)}",
+            )
+            return
+
+
+def _sets_up(script: Script) -> bool:
+    names = {"module", "ml", "source", ".", "conda", "spack", "eval"}
+    return any(each.texts[:1] and each.texts[0] in names for each in script.commands)
+
+
+@rule(
+    "log-overwritten",
+    "a log that a requeue overwrites",
+    source=f"{_SBATCH}, --open-mode; slurm.conf(5), JobFileAppend",
+)
+def log_overwritten(job: Job) -> Iterator[Found]:
+    directive = job.file.directive("requeue")
+    if job.file.value("no-requeue") is not None or job.file.value("open-mode") == "append":
+        return
+    requeue = next((run for run in job.runs if _requeues(run)), None)
+    if not directive and not requeue:
+        return
+    if job.file.value("output") == "/dev/null":
+        return
+    line = directive.line if directive else requeue.line if requeue else 1
+    text = directive.text if directive else "#SBATCH --requeue"
+    why = "a requeued job opens its log anew: what it had written before is gone."
+    yield Found(line, False, why, f"{text}\n#SBATCH --open-mode=append")
+
+
+def _requeues(run: Run) -> bool:
+    return run.texts[:2] == ("scontrol", "requeue") or run.texts[:2] == ("scontrol", "requeuehold")
+
+
+@rule(
+    "array-requeue",
+    "an array element requeued by the wrong id",
+    source="scontrol(1), requeue; seen: the last element's SLURM_JOB_ID is the array's",
+)
+def array_requeue(job: Job) -> Iterator[Found]:
+    if job.file.value("array") is None:
+        return
+    right = "scontrol requeue ${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
+    for run in job.runs:
+        text = ""
+        if _requeues(run):
+            text = " ".join(run.script.shown(word) for word in run.texts[2:])
+        elif run.texts[:1] == ("trap",) and "scontrol requeue" in " ".join(run.texts):
+            text = " ".join(run.texts)
+        if not text or "ARRAY_TASK_ID" in text:
+            continue
+        if "SLURM_ARRAY_JOB_ID" in text:
+            yield Found(run.line, True, "SLURM_ARRAY_JOB_ID requeues every element.", right)
+        elif "SLURM_JOB_ID" in text or "SLURM_JOBID" in text:
+            why = "in one element SLURM_JOB_ID is the array's own id, which requeues every element."
+            yield Found(run.line, True, why, right)

@@ -1,0 +1,841 @@
+"""Turns an sbatch file into the `clusterddp submit` line that does the same.
+
+Directives become options, modules, set-up lines and the environment likewise; the launcher becomes
+Slurm's tasks. What clusterddp does itself (the rendezvous, ranks, logs) goes. Whatever is left out
+or differs is a note. The file is only read.
+"""
+
+import itertools
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from clusterddp.errors import RequestError
+from clusterddp.request import nested_launcher
+from clusterddp.request.nested_launcher import NestedLauncher
+from clusterddp.request.options import REPLACED
+from clusterddp.request.spec import DIRECTIVES
+from clusterddp.scripts import layout, shell, training
+from clusterddp.scripts.sbatch_file import Directive, Option, SbatchFile, arguments
+from clusterddp.scripts.sbatch_file import options as read_options
+from clusterddp.scripts.shell import Assignment, Command, Word, is_known, said
+from clusterddp.scripts.statements import SAYS, Statement, needed, one_line, references, statements
+from clusterddp.scripts.training import DERIVED
+from clusterddp.slurm import forms
+
+_COLUMNS = 90
+_ON_LINES_OF_THEIR_OWN = ("--env", "--setup", "--teardown")
+_LOGS = frozenset({"output", "error", "open-mode", "input"})
+_WHERE_LOGS_LIE = "logs lie in the run's folder: logs/rank-R.log"
+_UNKNOWN = "not carried over: only the batch shell knows it"
+_ARGUMENT = "an argument of the script, or of a function, has no value here: write it out"
+_OF_ARGUMENT = re.compile(r"(?<!\\)\$(?:\{?[1-9]|[#@*]|\{[#@*]\})")
+_OF_SBATCH = frozenset({"parsable", "quiet", "verbose", "get-user-env", "test-only"})
+"""Options of sbatch that say nothing of the job."""
+_OPTIONS_OF_STEP = (
+    "nodes ntasks ntasks-per-node cpus-per-task label unbuffered kill-on-bad-exit wait quiet jobid "
+    "nodelist relative exclusive exact overlap no-container-mount-home"
+)
+_OF_STEP = frozenset(_OPTIONS_OF_STEP.split())
+"""Options of srun that the script's own srun has, or has no use for."""
+_SIGNAL = re.compile(
+    r"(?P<batch>[BR]*:)?(?:SIG)?(?P<name>\w+)(?:@(?P<seconds>\d+))?", re.IGNORECASE
+)
+_BYTES = re.compile(r"(\d+[KMGT])i?B", re.IGNORECASE)
+"""Size as sbatch takes it too, of which the first letter counts."""
+_SIGNALS = {"10": "USR1", "12": "USR2", "15": "TERM"}
+_SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$|_)")
+_OF_MODULES = re.compile(r"PATH$|HOME$|ROOT$|DIR$|PREFIX$|FLAGS$|MODULE", re.IGNORECASE)
+"""Variables that modules set, too: which of the two comes last matters."""
+_LOADS = frozenset({"load", "add"})
+_VERBS_OF_ML = (
+    "purge unload del rm use unuse list avail av spider swap sw switch show reset restore r save s "
+    "help keyword key update refresh whatis"
+)
+_NO_MODULES = frozenset(_VERBS_OF_ML.split())
+_CANNOT_FAIL = re.compile(r"(?:export|echo|set|ulimit)\s|[A-Za-z_]\w*=[^$`]*$")
+"""Set-up lines that hardly ever fail."""
+_TESTS = frozenset({"[", "[[", "test"})
+_ENDS = frozenset({"wait", "exit", "return"})
+_OPTIONS_OF_TORCHRUN = (
+    "nnodes nproc-per-node node-rank master-addr master-port local-addr standalone rdzv-backend "
+    "rdzv-endpoint rdzv-id rdzv-conf use-env module m max-restarts tee t redirects r log-dir role "
+    "local-ranks-filter logs-specs"
+)
+_OPTIONS_OF_ACCELERATE = (
+    "multi-gpu num-processes num-machines machine-rank main-process-ip main-process-port "
+    "rdzv-backend rdzv-conf same-network max-restarts cpu module m no-python gpu-ids tee role "
+    "log-dir"
+)
+_OPTIONS_OF_MPI = "np n c num-gpus num-nodes hostfile host H npernode no-local-rank"
+_VARIABLES_OF_ACCELERATE = {
+    "mixed-precision": "ACCELERATE_MIXED_PRECISION",
+    "dynamo-backend": "ACCELERATE_DYNAMO_BACKEND",
+    "gradient-accumulation-steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+}
+"""Options that `accelerate launch` hands to its processes as a variable."""
+
+
+_IN_QUOTES = re.compile(r"\$'(?:[^'\\]|\\.)*'|'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.", re.DOTALL)
+_EXPANDS = re.compile(r"^~|[*?]|\[[^]]*\]|\{[^{}]*(?:,|\.\.)[^{}]*\}")
+"""Text that bash makes files, a home or several words of, outside of quotes."""
+_SETS_ALL = re.compile(r"\s([-+])(?:\w*a|o\s+allexport)")
+_DEFAULT = re.compile(r"\$\{\w+:?[-=]")
+_NAMED = re.compile(r"\s*(?:function\s+([\w.:-]+)|([\w.:-]+)\s*\(\s*\))")
+_IS_ARRAY = re.compile(r"\[[@*]\]\}")
+_LONGEST = 8_000
+"""Longest word that is sure to have been read whole."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that was not carried over, or that differs."""
+
+    line: int
+    """Line of the file; 0 where it is about several."""
+    source: str
+    """Source text there; empty where it is about the whole."""
+    why: str
+
+
+@dataclass
+class SubmitLine:
+    """Words of a `clusterddp submit` line, and what they do not say."""
+
+    options: list[tuple[str, ...]] = field(default_factory=list)
+    command: tuple[str, ...] = ()
+    folder: str = ""
+    """Folder from which to submit; empty for the one where sbatch would be typed."""
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def argv(self) -> list[str]:
+        """Return the words behind `clusterddp`."""
+        return ["submit", *(word for each in self.options for word in each), "--", *self.command]
+
+    @property
+    def shell(self) -> str:
+        """Return the line for a shell, over several lines where it is long."""
+        parts = [_typed(option) for option in self.options]
+        own = [part for part in parts if part.startswith(_ON_LINES_OF_THEIR_OWN)]
+        rows = ["clusterddp submit"]
+        for part in parts:
+            if part not in own:
+                if len(rows[-1]) + len(part) > _COLUMNS:
+                    rows.append("   ")
+                rows[-1] += f" {part}"
+        rows += [f"    {part}" for part in own]
+        command = f"-- {_typed(self.command)}"
+        if len(rows) == 1 and len(rows[0]) + len(command) < _COLUMNS:
+            rows[0] += f" {command}"
+        else:
+            rows.append(f"    {command}")
+        line = " \\\n".join(rows)
+        folder = f"./{self.folder}" if self.folder.startswith("-") else self.folder
+        return f"cd {_typed([folder])} &&\n{line}" if folder else line
+
+    def add(self, name: str, value: str | None = None) -> None:
+        """Add an option, by its name without dashes."""
+        if value is None:
+            self.options.append((f"--{name}",))
+        elif value.startswith("-"):
+            self.options.append((f"--{name}={value}",))
+        else:
+            self.options.append((f"--{name}", value))
+
+    def note(self, line: int, source: str, why: str) -> None:
+        """Add a note, once."""
+        note = Note(line, " ".join(source.split()), why)
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+def translate(file: SbatchFile) -> SubmitLine:
+    """Return the line; raises RequestError where the file starts nothing that could be a task."""
+    return _Translation(file).made()
+
+
+class _Translation:
+    def __init__(self, file: SbatchFile) -> None:
+        self.file, self.line = file, SubmitLine()
+        self.training = training.find(file)
+        self.where = self.training.command.line
+        self.statements = list(statements(file))
+        own = [s for s in self.statements if s.first <= self.where <= s.last]
+        named = _NAMED.match(own[0].source) if "function" in self.training.command.inside else None
+        of_function = (named[1] or named[2],) if named else ()
+        self.calls = [c for c in file.script.commands if of_function == c.texts[:1] != ()]
+        """Calls of the function in which the command that trains stands."""
+        self.set_all = [
+            (command.line, found[1] == "-")
+            for command in file.script.commands
+            if command.texts[:1] == ("set",) and (found := _SETS_ALL.search(command.source))
+        ]
+        """Lines from which on all variables are exported, or no longer."""
+        self.begins = self.calls[0].line if self.calls else self.where
+        self.environment: dict[str, str | None] = {}
+        assignments = [each for command in file.script.commands for each in command.assignments]
+        self.secrets = {a.text for a in assignments if _is_secret(a) and len(a.text) > 2}
+        self.read_by_tasks: list[str] = []
+        """Variables of the batch shell that the tasks' command reads."""
+
+    def made(self) -> SubmitLine:
+        line = self.line
+        for name, value in layout.read(self.file, self.training, line.note).options:
+            line.add(name, value)
+        self.directives()
+        self.step()
+        self.launcher()
+        line.command = self.command()
+        self.around()
+        line.notes.sort(key=lambda note: note.line)
+        return line
+
+    def shown(self, text: str) -> str:
+        return self.file.script.shown(text)
+
+    # Directives
+
+    def directives(self) -> None:
+        """Turn each directive that stands for itself into an option."""
+        read_lines = {directive.line for directive in self.file.directives if directive.is_read}
+        for number, text in enumerate(self.file.lines, 1):
+            if re.match(r"#SBATCH\s+(?:het|pack)job\b", text):
+                self.line.note(number, text, f"not carried over: use {REPLACED['het-group']}")
+            words = list(arguments(text[len("#SBATCH") :])) if number in read_lines else []
+            if (at := read_options(words, "sbatch", number)[1]) < len(words):
+                why = f"sbatch takes no {words[at]!r} there; it, and what follows, is left out"
+                self.line.note(number, text, why)
+        for directive in self.file.directives:
+            if not directive.is_read:
+                why = "not carried over, as sbatch does not read it below the first command"
+                self.line.note(directive.line, directive.text, why)
+            elif self.file.directive(directive.name) is not directive:
+                continue  # a later one of the same name is in force
+            elif directive.name == "mail-type":  # Slurm adds them up
+                events = [d.value or "" for d in self.file.directives if d.name == "mail-type"]
+                self.directive(replace(directive, value=",".join(events)))
+            elif directive.name not in layout.DIRECTIVES:
+                self.directive(directive)
+
+    def directive(self, directive: Directive) -> None:
+        line, name, value = self.line, directive.name, directive.value
+        if name in _LOGS:
+            line.note(directive.line, directive.text, _WHERE_LOGS_LIE)
+        elif name == "chdir":
+            line.folder = "" if value in (None, ".", "./") else str(value)
+        elif name == "export":
+            self.export(directive)
+        elif name == "requeue" and value:
+            line.options.append((f"--requeue={value}",))
+        elif name in ("requeue", "no-requeue", "wait") or (name == "exclusive" and value is None):
+            line.add(name)
+        elif name in DIRECTIVES:
+            if name == "signal" and (parts := _SIGNAL.fullmatch(value or "")):
+                signal = _SIGNALS.get(parts["name"], parts["name"].upper())
+                to_script = "B:" if "B" in (parts["batch"] or "").upper() else ""
+                value = f"{to_script}{signal}@{parts['seconds'] or 60}"
+            if name == "mem" and (size := _BYTES.fullmatch(value or "")):
+                value = size[1]
+            self.option(directive, value)
+        elif name in REPLACED:
+            line.note(directive.line, directive.text, f"not carried over: use {REPLACED[name]}")
+        elif name not in _OF_SBATCH:
+            line.add("sbatch", name if value is None else f"{name}={value}")
+
+    def option(self, directive: Directive, value: str | None) -> None:
+        """Carry a directive over that submit has as an option, where it takes the value."""
+        row = DIRECTIVES[directive.name]
+        try:
+            if row.form and row.type is str:
+                row.form.check(row.flag, value or "")  # type: ignore[arg-type]
+        except RequestError as error:
+            self.line.note(directive.line, directive.text, f"not carried over: {error}")
+        else:
+            self.line.add(row.name, value)
+
+    def export(self, option: Option) -> None:
+        """Carry `--export=ALL,NAME=VALUE` of sbatch or srun over, a variable each."""
+        names = [name for name in (option.value or "").split(",") if name]
+        if "ALL" not in names and isinstance(option, Directive):
+            self.line.add("export", "NONE")
+        elif "ALL" not in names:
+            why = "not carried over: the tasks get all variables, not these alone"
+            only = ",".join(name.partition("=")[0] for name in names)
+            self.line.note(option.line, f"--export={only}", why)
+        for name in names:
+            if name not in ("ALL", "NONE", "NIL"):
+                variable, equals, value = name.partition("=")
+                if equals or isinstance(option, Directive):  # a step has the others in any case
+                    self.variable(variable, value if equals else None, option.line, variable)
+
+    # The step and its launcher
+
+    def step(self) -> None:
+        """Carry over those of srun's options that matter to the tasks."""
+        line, step, file = self.line, self.training.step, self.file
+        for each in self.training.command.assignments:
+            self.ahead(each.name, each.text, each.source, self.where)
+        if step is None:
+            return
+        for option in step.options:
+            name, value, source = option.name, option.value, self.shown(option.source)
+            is_jobs_own = name in layout.DIRECTIVES_OF_GPUS and (
+                value == file.value(name) or file.value(*layout.DIRECTIVES_OF_GPUS) is None
+            )
+            if name in _OF_STEP or is_jobs_own:
+                continue
+            if name in _LOGS:
+                line.note(option.line, source, _WHERE_LOGS_LIE)
+            elif name == "export":
+                self.export(option)
+            elif name == "container-mounts":
+                for mount in filter(is_known, mounts := (value or "").split(",")):
+                    line.add("container-mount", mount)
+                for mount in itertools.filterfalse(is_known, mounts):
+                    line.note(option.line, self.shown(mount), _UNKNOWN)
+            elif not is_known(value or ""):
+                line.note(option.line, source, _UNKNOWN)
+            elif name == "container-image":
+                line.add(name, value)
+                line.add("container-runtime", "pyxis")
+            elif name == "container-workdir":
+                line.add(name, value)
+            else:
+                line.add("srun-args", f"--{name}" if value is None else f"--{name}={value}")
+
+    def launcher(self) -> None:
+        """Note the launcher's options that the tasks do without."""
+        launcher, line = self.training.launcher, self.line
+        if launcher is None:
+            return
+        name, ours = launcher.name, frozenset(_OPTIONS_OF_TORCHRUN.split())
+        if name.startswith("accelerate"):
+            ours = frozenset(_OPTIONS_OF_ACCELERATE.split())
+        elif name not in nested_launcher.AGENTS:
+            ours = frozenset(_OPTIONS_OF_MPI.split())
+        options = list(layout.options_of(launcher))
+        for option, value in options:
+            dashes = "--" if len(option) > 1 else "-"
+            source = f"{dashes}{option} {self.shown(value)}".strip()
+            if name.startswith("accelerate") and option in _VARIABLES_OF_ACCELERATE:
+                self.variable(_VARIABLES_OF_ACCELERATE[option], value, self.where, source)
+            elif option == "max-restarts" and re.fullmatch("[1-9][0-9]*", value):
+                line.add("template", "torchrun")
+                line.add("restart-in-job", value)
+            elif option == "x" and name in layout.MPI:
+                variable, equals, text = value.partition("=")
+                self.variable(variable, text if equals else None, self.where, source)
+            elif option not in ours:
+                why = f"not carried over: an option of {name}, which is not started any more"
+                line.note(self.where, source, why)
+        is_deepspeed = name == "deepspeed" and "no-local-rank" not in dict(options)
+        if launcher.adds_local_rank or is_deepspeed:
+            why = "it gave its program --local-rank: read LOCAL_RANK from the environment instead"
+            line.note(self.where, name, why)
+
+    # What each task runs
+
+    def command(self) -> tuple[str, ...]:
+        """Return COMMAND: what each rank runs, without the launcher."""
+        for each in self.training.environment:
+            self.ahead(each.name, each.text, each.source, self.where)
+        self.note_surroundings()
+        launcher, program = self.training.launcher, list(self.training.program)
+        if self.training.text:
+            return self.text(launcher)
+        if launcher is None:
+            return self.words(program)
+        head, first, last = launcher.head, launcher.first, launcher.last
+        if head is None:
+            last = next((i for i, w in enumerate(program) if w.text.endswith(".py")), 0)
+            head = ("python",)
+        if not last:
+            self.line.add("allow-launcher")
+            why = "its program was not made out: each task starts it as it is"
+            self.line.note(self.where, launcher.name, why)
+            return self.words(program)
+        made = [Word(word, self.where, shlex.quote(word)) for word in head]
+        return self.words([*program[:first], *made, *program[last:]])
+
+    def text(self, launcher: NestedLauncher | None) -> tuple[str, ...]:
+        """Return the `bash -c` of several commands, without the launcher in it."""
+        text = self.training.text
+        if launcher:
+            nested = nested_launcher.find(("bash", "-c", text))
+            text = nested.instead[-1] if nested and nested.instead else ""
+        shown = self.shown(text or self.training.text)
+        line = one_line(shown) if text else None
+        if line is None:
+            why = "not carried over: put what the tasks run into a file, and submit bash FILE"
+            self.line.note(self.where, "bash -c", why)
+        for expansion in self.file.script.direct(self.training.text):
+            self.reads(expansion.source, self.where)
+        for command in shell.read(self.training.text, outer=self.file.script).commands:
+            for name in sorted(DERIVED.intersection(each.name for each in command.assignments)):
+                why = f"each task sets {name} over the value that clusterddp gives it: take it out"
+                self.line.note(self.where, said(command), why)
+        return ("bash", "-c", line or shown)
+
+    def words(self, program: Sequence[Word]) -> tuple[str, ...]:
+        """Return the words; where a shell makes more of some, a `bash -c` has each task do so."""
+        program = [word for word in program if not self.is_argument_of_script(word)]
+        texts = [word.text for word in program]
+        if len(texts) == 3 and re.fullmatch(r"-[a-z]*c", texts[1]):
+            texts[2] = one_line(texts[2]) or texts[2]
+        elif any("\n" in text for text in texts):  # which no line of a script can carry
+            return self.expanded(program)
+        return tuple(texts) if all(map(self.is_exact, program)) else self.expanded(program)
+
+    def expanded(self, program: Sequence[Word]) -> tuple[str, ...]:
+        """Return the `bash -c` in which each task expands what the batch shell did."""
+        inexact = {(word.start, word.source) for word in program if not self.is_exact(word)}
+        before_it = Counter((word.start, word.source) for word in self.training.program)
+        cut = before_it - Counter((word.start, word.source) for word in program)
+        parts: list[str] = []
+        before: tuple[int, str] | None = None
+        for word in program:
+            place = (word.start, word.source)
+            if place not in inexact:
+                parts.append(_typed([word.text]))
+            elif place in cut or _IS_ARRAY.search(word.source):
+                parts.append(self.inlined(word))
+            elif place != before:  # the words of one variable share their place
+                source = self.shown(word.source).replace("\\\n", "")
+                parts.append(_IN_QUOTES.sub(_without_line_ends, source))
+                self.reads(parts[-1], word.line)
+            before = place
+        return ("bash", "-c", f"exec {' '.join(parts)}")
+
+    def inlined(self, word: Word) -> str:
+        """Return one of a variable's words for a shell, where the variable itself is of no use.
+
+        Arrays cannot be exported, and of a variable that has the launcher in it a part remains.
+        """
+        arrays = [statement.source for statement in self.statements if statement.is_array]
+        bare = _IN_QUOTES.sub("", "\n".join(arrays))
+        home = re.match(r"~[\w.-]*(?=/|$)", word.text)
+        typed = home[0] if home else ""
+        for known, text in itertools.groupby(word.text[len(typed) :], is_known):
+            if known:
+                typed += _typed(["".join(text)])
+            else:
+                for expansion in self.file.script.direct("".join(text)):
+                    splits = not word.quoted or expansion.source in bare
+                    typed += expansion.source if splits else f'"{expansion.source}"'
+                    self.reads(expansion.source, word.line)
+        return typed
+
+    def is_argument_of_script(self, word: Word) -> bool:
+        """Return whether a word stands for the script's own arguments, and note it."""
+        if word.source.strip('"') not in ("$@", "$*", "${@}", "${*}"):
+            return False
+        why = "arguments of the script itself: type them behind the line"
+        self.line.note(word.line, word.source, why)
+        return True
+
+    def reads(self, source: str, line: int) -> None:
+        """Note which variables of the batch shell a text of the tasks reads, and what differs."""
+        setting = {n: each for each in self.statements for n in each.names_set | each.assigned}
+        for name in references(source):
+            if re.search(rf"\b(?:for|select)\s+{name}\s", "\n".join(self.file.lines)):
+                why = f"not carried over: {name} is the loop's; give its value, one line for each"
+                self.line.note(line, source, why)
+            elif name in setting and (setting[name].is_array or f"{{{name}[" in source):
+                why = f"not carried over: tasks see no array; export what they need of {name}"
+                self.line.note(line, source, why)
+            elif name in setting and self.where in range(
+                setting[name].first, setting[name].last + 1
+            ):
+                why = (
+                    f"not carried over: {name} is set beside the command that trains: write it out"
+                )
+                self.line.note(line, source, why)
+            elif name in setting and name not in self.file.script.exported:
+                self.read_by_tasks.append(name)
+        if _reads_argument(source):
+            self.line.note(line, source, _ARGUMENT)
+        if "$(" in source or "`" in source:
+            why = "each task runs the substitution itself; the batch shell ran it once"
+            self.line.note(line, source, why)
+
+    def note_surroundings(self) -> None:
+        """Note what stands around the command that trains, and what its output went to."""
+        command, line = self.training.command, self.line
+        source = said(command)
+        targets = []
+        for each in command.redirects:
+            if "<" in each.operator:
+                line.note(each.line, each.operator, "not carried over: put the input into a file")
+            else:
+                targets.append(f"{each.operator}{self.shown(each.target)}")
+        if command.piped or any(not re.match(r"\d*>&", target) for target in targets):
+            why = "the tasks' output goes to logs/rank-R.log in the run's folder, not there"
+            line.note(self.where, " ".join(targets) or f"{source} | …", why)
+        kinds = [kind for kind in command.inside if kind not in ("(", "{")]
+        if self.training.is_of_each_node:
+            why = "it was started in a loop; here one srun starts all tasks, once"
+            line.note(self.where, source, why)
+        elif kinds:
+            why = f"it stands in `{kinds[-1]}`; here it runs in any case, and once"
+            line.note(self.where, source, why)
+
+    # What stands around it
+
+    def around(self) -> None:
+        """Carry the other statements over: modules, environment, set-up lines, teardown lines."""
+        modules: list[str] = []
+        setup: list[str] = []
+        teardown: list[str] = []
+        for statement in self.kept():
+            if _reads_argument(statement.source) and not _function(statement):
+                self.line.note(statement.first, statement.source.split("\n")[0], _ARGUMENT)
+            if statement.first > self.begins:
+                teardown += self.carried(statement, "--teardown")
+            elif not setup and (names := _loaded(statement)):
+                modules += names
+            else:
+                lines = self.exports(statement, behind_others=bool(modules or setup))
+                setup += self.carried(statement, "--setup") if lines is None else lines
+            its_own = statement.names_set | statement.assigned
+            if statement.first <= self.begins:
+                setup += [f"export {name}" for name in self.read_by_tasks if name in its_own]
+        variables = [
+            name if value is None else f"{name}={value}" for name, value in self.environment.items()
+        ]
+        values = {"env": variables, "module": modules, "setup": setup, "teardown": teardown}
+        for option, each_of in values.items():
+            for value in each_of:
+                self.line.add(option, value)
+        self.note_lines(setup, teardown)
+
+    def kept(self) -> list[Statement]:
+        """Return the other statements that the run still needs, in their order."""
+        others = [s for s in self.statements if not s.first <= self.where <= s.last]
+        self.note_beside([s for s in self.statements if s not in others])
+        others = [s for s in others if not self.does_ours_alone(s)]
+        others = self.without_idle_functions(others)
+        pieces = self.pieces_of_the_command(others)
+        only_set = [s for s in others if s in pieces or (_only_sets(s) and not self.exports_all(s))]
+        says = [s for s in others if all(_says(command) for command in s.commands)]
+        wanted = [s for s in others if s not in only_set and s not in says]
+        reading = [s for s in wanted if not self.exports_literals(s)]
+        lines = needed(reading, self.read_by_tasks, only_set)
+        kept = [*wanted, *(s for s in only_set if s.first in lines)]
+        gone = {n for s in self.statements if s not in kept for n in s.names_set}
+        kept += [s for s in says if not s.names & gone]
+        for statement in wanted:
+            self.note_training(statement)
+        return sorted(kept, key=lambda statement: statement.first)
+
+    def without_idle_functions(self, others: Sequence[Statement]) -> list[Statement]:
+        """Return the statements without the functions that nothing calls, a trap apart."""
+        idle = {_function(s): s for s in others if _function(s)}
+        text = "\n".join(s.source for s in others if not _function(s))
+        text += f"\n{self.training.command.source}"
+        while called := [name for name in idle if _is_word(name, text)]:
+            text = "\n".join(idle.pop(name).source for name in called)
+        return [s for s in others if _function(s) not in idle]
+
+    def exports_all(self, statement: Statement) -> bool:
+        """Return whether a statement stands behind `set -a`, which exports whatever is set."""
+        last = [exports for line, exports in self.set_all if line < statement.first][-1:]
+        return last == [True]
+
+    def pieces_of_the_command(self, others: Sequence[Statement]) -> list[Statement]:
+        """Return the statements that export a piece of the command itself, several words long."""
+        setting = {name: s for s in others for name in s.names_set}
+        waiting, pieces = references(self.training.command.source), []
+        seen = set(waiting)
+        while waiting:
+            statement = setting.get(waiting.pop())
+            if statement is None or statement in pieces:
+                continue
+            waiting += statement.names - seen
+            seen |= statement.names
+            exports = all(c.texts in ((), ("export",)) for c in statement.commands)
+            texts = [each.text for c in statement.commands for each in c.assignments]
+            if exports and any(len(text.split()) > 1 for text in texts):
+                pieces.append(statement)
+        return pieces
+
+    def carried(self, statement: Statement, option: str) -> list[str]:
+        """Return a statement as a line for --setup or --teardown, or note that it is none."""
+        for command in statement.commands:
+            for each in command.assignments:
+                if _is_secret(each):
+                    self.variable(each.name, each.text, command.line, each.name)
+                    if len(statement.commands) > 1 or len(command.assignments) > 1:
+                        why = f"what stands beside it is not carried over: add {option} LINE for it"
+                        self.line.note(statement.first, each.name, why)
+                    return []
+        if statement.line is not None:
+            return [statement.line]
+        why = (
+            f"not carried over: lines {statement.first} to {statement.last} are no single line of "
+            f"shell. Put them into a file, and add {option} 'source ./FILE'"
+        )
+        self.line.note(statement.first, statement.source.split("\n")[0], why)
+        return []
+
+    def does_ours_alone(self, statement: Statement) -> bool:
+        """Return whether a statement does what clusterddp does, and nothing else but say so."""
+        rest = [command for command in statement.commands if not self.is_ours(command)]
+        idle = all(command.texts and command.texts[0] in _TESTS | SAYS for command in rest)
+        return idle and len(rest) < len(statement.commands)
+
+    def is_ours(self, command: Command) -> bool:
+        """Return whether clusterddp does what a command does."""
+        words, line = command.texts, self.line
+        program = words[0] if words else "export"
+        if program == "export":
+            names = [each.name for each in command.assignments]
+            names += [word for word in words[1:] if not word.startswith("-")]
+            return bool(names) and all(name in DERIVED for name in names)
+        if program == "set":
+            flags = [word for word in words[1:] if word not in ("errexit", "pipefail")]
+            return bool(flags) and all(set(word) <= set("-eo") for word in flags)
+        if program == "unset":
+            return all(word in DERIVED or word.startswith("-") for word in words[1:])
+        if program in _ENDS or words[:2] == ("kill", "-0"):
+            return command.line >= self.begins
+        if command in self.calls:
+            if len(self.calls) > 1 or len(words) > 1:
+                why = "it called the function of the command that trains, which here runs once"
+                line.note(command.line, said(command), why)
+            return True
+        if program == "shift" and not command.inside:
+            return True
+        if program == "cd" and len(words) == 2:
+            names = [each.name for each in self.file.script.expanded(words[1])]
+            return words[1] in (".", "./") or names == ["SLURM_SUBMIT_DIR"]
+        if program == "trap":
+            why = "the run's script passes signals on by itself: see --signal and --requeue"
+            line.note(command.line, command.source.split("\n")[0], why)
+            return True
+        if words[:2] == ("scontrol", "requeue"):
+            why = "the run's script requeues by itself: see --requeue"
+            line.note(command.line, command.source, why)
+            return True
+        return False
+
+    def exports(self, statement: Statement, *, behind_others: bool) -> list[str] | None:
+        """Carry `export NAME=value` over as --env, where it means the same ahead of all else.
+
+        Returns the set-up lines that are left of it; None for any other statement.
+        """
+        command = statement.commands[0]
+        is_one = len(statement.commands) == 1 and not statement.is_compound
+        if not is_one or command.texts != ("export",) or not command.assignments:
+            return None
+        if any(f"{each.name}+=" in command.source for each in command.assignments):
+            return None
+        lines = []
+        for each in command.assignments:
+            by_modules = behind_others and _OF_MODULES.search(each.name)
+            if _is_secret(each) or (self.is_plain(each) and not by_modules):
+                self.variable(each.name, each.text, command.line, each.name)
+            elif each.name not in DERIVED:
+                value = shlex.quote(each.text) if self.is_literal(each) else each.source
+                lines.append(f"export {each.name}={value}")
+        return lines if all(one_line(line) for line in lines) else None
+
+    def is_plain(self, assignment: Assignment) -> bool:
+        """Return whether --env takes a value as it is."""
+        is_again = assignment.name in self.environment
+        return self.is_literal(assignment) and assignment.text.isprintable() and not is_again
+
+    def ahead(self, name: str, value: str, source: str, line: int) -> None:
+        """Set a variable that stands ahead of a program."""
+        typed = f"{name}={source}"
+        if value.startswith("~"):
+            why = f"not carried over: add --setup {shlex.quote(f'export {typed}')}"
+            self.line.note(line, typed, why)
+        else:
+            self.variable(name, value, line, typed)
+
+    def variable(self, name: str, value: str | None, line: int, source: str) -> None:
+        """Set a variable of the tasks; one whose name says that it is secret goes by name."""
+        if name in DERIVED:
+            return
+        if name.startswith(("SLURM_", "TORCHELASTIC_")) or not forms.VARIABLE.fullmatch(name):
+            self.line.note(line, source, "not carried over: Slurm sets it for each task")
+        elif name == "CUDA_VISIBLE_DEVICES" and any(
+            each[0] == "--gpus-per-node" for each in self.line.options
+        ):
+            self.line.note(line, source, "not carried over: Slurm hands the GPUs out")
+        elif value is not None and _SECRET.search(name):
+            self.environment[name] = None
+            why = f"its value stays out of the line: export {name}=… in your shell first"
+            self.line.note(line, name, why)
+        elif value is not None and not is_known(value):
+            self.line.note(line, self.shown(source), _UNKNOWN)
+        else:
+            self.environment[name] = value
+
+    # Words and values
+
+    def is_exact(self, word: Word) -> bool:
+        """Return whether a word's text is what the program gets, with nothing left to a shell."""
+        bare = _IN_QUOTES.sub("", word.source)
+        of_source = "$'" in word.source or _EXPANDS.search(bare)
+        of_value = word.source.find("$") >= 0 and (
+            word.text.startswith("~") or ("$" in bare and re.search(r"[*?[]", word.text))
+        )
+        is_plain = is_known(word.text) and not self.tells_secret(word)
+        return is_plain and not (of_source or of_value) and len(word.text) < _LONGEST
+
+    def is_literal(self, assignment: Assignment) -> bool:
+        """Return whether the file alone tells a value; bash expands a tilde, which is not read."""
+        expands_home = assignment.source.startswith("~") or ":~" in assignment.source
+        is_plain = is_known(assignment.text) and not self.tells_secret(assignment)
+        return is_plain and not expands_home and "$'" not in assignment.source
+
+    def exports_literals(self, statement: Statement) -> bool:
+        exports = [command for command in statement.commands if command.texts == ("export",)]
+        literal = all(self.is_literal(each) for command in exports for each in command.assignments)
+        return len(exports) == len(statement.commands) and literal and not statement.is_compound
+
+    def tells_secret(self, each: Word | Assignment) -> bool:
+        """Return whether the value of a variable that is secret by its name is put in there."""
+        return "$" in each.source and any(value in each.text for value in self.secrets)
+
+    # Notes
+
+    def note_beside(self, statements: Sequence[Statement]) -> None:
+        """Note the commands that stand in one statement with the command that trains."""
+        before = self.training.command
+        for command in (each for statement in statements for each in statement.commands):
+            if command is self.training.command:
+                continue
+            is_behind = command.start > self.training.command.start
+            if is_behind and before.piped:
+                before = command
+                continue
+            program = command.texts[0] if command.texts else ""
+            if program not in {"", ":", "true", *_TESTS} and not self.is_ours(command):
+                option = "--teardown" if is_behind else "--setup"
+                why = f"not carried over from beside the command that trains: add it by {option}"
+                if training.score(self.file, command)[0] >= training.TRAINS:
+                    why = "a run has one step that trains: submit it apart"
+                self.line.note(command.line, said(command), why)
+
+    def note_training(self, statement: Statement) -> None:
+        """Note a second training: a run has one."""
+        for command in statement.commands:
+            if training.score(self.file, command)[0] >= training.TRAINS:
+                option = "--setup" if command.line < self.where else "--teardown"
+                why = f"a run has one step that trains, so this became {option}: submit it apart"
+                self.line.note(command.line, said(command), why)
+
+    def note_lines(self, setup: Sequence[str], teardown: Sequence[str]) -> None:
+        """Note where set-up lines and teardown lines differ from those of a batch script."""
+        for text in setup:
+            if re.match(r"(?:cd|pushd)\s", text):
+                why = "the tasks then run there, not in the run's copy of your folder"
+                self.line.note(0, text, why)
+        sets_errexit = any(_sets_errexit(c) for s in self.statements for c in s.commands)
+        if not sets_errexit and any(not _CANNOT_FAIL.match(each) for each in setup):
+            why = (
+                "a set-up line that fails ends the run, where the script went on: put --setup "
+                "'set +e' first if one may"
+            )
+            self.line.note(0, "", why)
+        for text in teardown:
+            if "$?" in text:
+                why = (
+                    "$? is not the tasks' exit code there: submit it with --dependency afterok:JOB"
+                )
+                self.line.note(0, text, why)
+        if any(not _CANNOT_FAIL.match(each) for each in teardown):
+            why = "a teardown line runs after every attempt, however its tasks end"
+            self.line.note(0, "", why)
+
+
+def _typed(words: Iterable[str]) -> str:
+    """Return words for bash; what no terminal shows stands there byte by byte."""
+    return " ".join(
+        shlex.quote(word) if word.isprintable() else f"$'{_escaped(word)}'" for word in words
+    )
+
+
+def _without_line_ends(quoted: re.Match[str]) -> str:
+    """Write the line ends of a quoted text as bash reads them on one line."""
+    text, quote = quoted[0], quoted[0][0]
+    if quote == "$":
+        return text.replace("\n", "\\n")
+    if quote == "'" or (quote == '"' and not re.search(r"\$\(|`", text)):
+        return text.replace("\n", f"{quote}$'\\n'{quote}")
+    return text
+
+
+def _escaped(word: str) -> str:
+    typed = ""
+    for each in word:
+        if not each.isprintable():
+            typed += "".join(f"\\x{byte:02x}" for byte in each.encode(errors="surrogateescape"))
+        else:
+            typed += f"\\{each}" if each in "\\'" else each
+    return typed
+
+
+def _function(statement: Statement) -> str:
+    """Return the name of the function that a statement defines; empty for any other."""
+    named = _NAMED.match(statement.source)
+    defines = all("function" in command.inside for command in statement.commands)
+    return named[1] or named[2] if named and defines else ""
+
+
+def _reads_argument(text: str) -> bool:
+    """Return whether a text reads an argument of the script, outside of single quotes."""
+    return _OF_ARGUMENT.search(re.sub(r"'[^']*'", "", text)) is not None
+
+
+def _is_secret(assignment: Assignment) -> bool:
+    """Return whether the file has the value of a variable that is secret by its name."""
+    has_value = is_known(assignment.text) or _DEFAULT.search(assignment.source)
+    return bool(_SECRET.search(assignment.name) and has_value)
+
+
+def _is_word(word: str, text: str) -> bool:
+    return re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w.-])", text) is not None
+
+
+def _loaded(statement: Statement) -> list[str]:
+    """Return the modules that a statement loads, where it does nothing else."""
+    names: list[str] = []
+    for command in statement.commands:
+        program, *behind = command.texts or ("",)
+        loads = bool(behind) and behind[0] in _LOADS
+        loads_shortly = program == "ml" and bool(behind) and behind[0] not in _NO_MODULES
+        if statement.is_compound or command.redirects or not (loads or loads_shortly):
+            return []
+        modules = behind[1:] if loads else behind
+        if program not in ("module", "ml") or not all(map(_is_module, modules)):
+            return []
+        names += modules
+    return names
+
+
+def _is_module(name: str) -> bool:
+    return re.fullmatch(forms.MODULE.pattern, name) is not None
+
+
+def _only_sets(statement: Statement) -> bool:
+    """Return whether a statement does nothing but set variables of the batch shell."""
+    return bool(statement.assigned) and not any(
+        each.exported for command in statement.commands for each in command.assignments
+    )
+
+
+def _says(command: Command) -> bool:
+    return command.texts[:1] != () and command.texts[0] in SAYS
+
+
+def _sets_errexit(command: Command) -> bool:
+    program, *flags = command.texts or ("",)
+    return program == "set" and any(
+        flag == "errexit" or re.fullmatch(r"-[a-z]*e[a-z]*", flag) for flag in flags
+    )

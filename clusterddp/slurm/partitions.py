@@ -1,0 +1,94 @@
+"""The cluster's partitions, as one call of sinfo shows them: nodes, CPUs, GPUs, time limits."""
+
+import re
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from clusterddp.errors import SlurmError
+from clusterddp.slurm.client import ask
+from clusterddp.slurm.forms import time_seconds
+
+PATIENCE_SECONDS = 1.0
+"""Time that a submission has for the answer, from the moment of the question."""
+# Exact (-e): nodes of different CPUs or GPUs stand on lines of their own. Hidden ones (-a) too.
+_SINFO = ["sinfo", "-h", "-a", "-e", "-o", "%P|%l|%c|%D|%G"]
+_GRES = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??:(?P<count>\d{1,9})(?=[(,]|$)")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Partition, with the most that one of its nodes has; None where that is not known."""
+
+    name: str
+    is_default: bool = False
+    limit_seconds: int | None = None
+    """Longest time of a job; None without a limit."""
+    limit: str = ""
+    """The same in Slurm's words."""
+    nodes: int = 0
+    cpus: int = 0
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    """Most GPUs of a node by their type; the type is empty for those of all types together."""
+
+
+class Question:
+    """Asks for the partitions beside other work: from its making, for at most a second."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ, self._partitions = environ, dict[str, Partition]()
+        self._deadline = time.monotonic() + PATIENCE_SECONDS
+        self._asking = threading.Thread(target=self._ask, daemon=True)
+        self._asking.start()
+
+    def answer(self) -> dict[str, Partition]:
+        """Return the partitions by name; none where no Slurm has answered in time."""
+        self._asking.join(max(self._deadline - time.monotonic(), 0.0))
+        return self._partitions
+
+    def _ask(self) -> None:
+        try:
+            answer = ask(_SINFO, self._environ, PATIENCE_SECONDS)
+        except SlurmError:
+            return
+        if answer.returncode == 0:
+            self._partitions = parse(answer.stdout.splitlines())
+
+
+def parse(lines: Iterable[str]) -> dict[str, Partition]:
+    """Read sinfo's lines, one for each kind of node of a partition."""
+    partitions: dict[str, Partition] = {}
+    for line in lines:
+        fields = line.strip().split("|")
+        if len(fields) != 5 or not all(number.isdecimal() for number in fields[2:4]):
+            continue  # `CLUSTER: name`, or a site's remark
+        name, limit, cpus, nodes, gres = fields
+        before = partitions.get(name.rstrip("*"), Partition(""))
+        gpus = {**before.gpus}
+        of_node = gpus_of(gres)
+        for kind, count in of_node.items():
+            gpus[kind] = max(gpus.get(kind, 0), count)
+        partitions[name.rstrip("*")] = Partition(
+            name.rstrip("*"),
+            name.endswith("*"),
+            time_seconds(limit) or None,
+            limit,
+            before.nodes + int(nodes),
+            max(before.cpus, int(cpus)),
+            gpus,
+        )
+    return partitions
+
+
+def gpus_of(gres: str) -> dict[str, int]:
+    """Return a node's GPUs by their type, and all of them by an empty one.
+
+    gres: such as `gpu:a100:4(S:0-1),gpu:v100:2,nvme:1`, as sinfo and the option --gres have it.
+    """
+    gpus: dict[str, int] = {}
+    for match in _GRES.finditer(gres):
+        count = int(match["count"])
+        for kind in {match["type"] or "", ""}:
+            gpus[kind] = gpus.get(kind, 0) + count
+    return gpus

@@ -1,0 +1,82 @@
+"""Slurm's view of a request before it is submitted: its partitions, and its forecast."""
+
+import math
+import os
+from collections.abc import Mapping
+
+from clusterddp import log
+from clusterddp.errors import OptionError, SlurmError
+from clusterddp.request.spec import JobSpec
+from clusterddp.run import formatting
+from clusterddp.slurm import forms
+from clusterddp.slurm.partitions import Partition
+
+_MOST_NAMES = 30
+
+
+def check_partitions(spec: JobSpec, partitions: Mapping[str, Partition]) -> None:
+    """Refuse a partition that is not there, as sbatch does; warn of what none of its nodes has.
+
+    sbatch itself decides on what is too much: by the site's settings it refuses, or has the job
+    wait for ever. Of several partitions one has to do. Nothing is checked where none are known, or
+    where sbatch is sent none.
+    """
+    if not partitions or "partition" in spec.omit_directives:
+        return
+    asked, names = spec.resources, spec.resources.partition.split(",")
+    unknown = [name for name in names if name and name not in partitions]
+    if unknown:
+        known = formatting.some(list(partitions), _MOST_NAMES, ", ")
+        problem = f" {unknown[0]}: there is no such partition here; there are {known}."
+        raise OptionError("--partition", problem)
+    of_job = [p for p in partitions.values() if p.name in names or (names == [""] and p.is_default)]
+    if not of_job:
+        return
+    where = "partition " + " or ".join(partition.name for partition in of_job)
+    cpus = (asked.cpus_per_task or 0) * asked.tasks_per_node
+    kind = f" of type {asked.gpu_type}" if asked.gpu_type else ""
+    most_gpus = max(partition.gpus.get(asked.gpu_type, 0) for partition in of_job)
+    most_cpus = max(partition.cpus for partition in of_job)
+    most_nodes = max(partition.nodes for partition in of_job)
+    longest = max(of_job, key=lambda partition: partition.limit_seconds or math.inf)
+    limit = forms.limit_seconds(asked.time)
+    problems = []
+    if asked.gpus_per_node > most_gpus:
+        problems.append(
+            f"--gpus-per-node {asked.gpus_per_node}: no node of {where} has more than "
+            f"{most_gpus} GPUs{kind}"
+        )
+    if cpus > most_cpus and "overcommit" not in dict(spec.sbatch):
+        problems.append(
+            f"--cpus-per-task {asked.cpus_per_task} for {asked.tasks_per_node} tasks a node is "
+            f"{cpus} CPUs: no node of {where} has more than {most_cpus}"
+        )
+    if asked.nodes > most_nodes:
+        problems.append(f"--nodes {asked.nodes}: {where} has {most_nodes}")
+    if longest.limit_seconds and asked.time and (limit or math.inf) > longest.limit_seconds:
+        problems.append(f"--time {asked.time}: the limit of {where} is {longest.limit}")
+    for problem in problems:
+        log.warning(f"{problem}, as sinfo says. Slurm refuses such a job, or it waits for ever")
+
+
+def log_forecast(script: str) -> None:
+    """Log Slurm's forecast; sbatch itself refuses what can never run."""
+    from clusterddp.slurm.client import outlook, requeue_exits
+
+    try:
+        can_start, words = outlook(script, os.environ)
+        words = f"Slurm says: {words}"
+        if not can_start and "configuration is not available" in words:
+            words += (
+                ". Queued all the same, it waits for a node or a partition that is down, or for "
+                "ever: see sinfo."
+            )
+    except SlurmError as error:
+        can_start, words = False, f"Slurm could not be asked: {error}."
+    (log.info if can_start else log.warning)(words)
+    for setting in requeue_exits():
+        log.warning(
+            f"slurm.conf has {setting}: Slurm requeues a job that ends with such a code, also "
+            "where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. A run that was "
+            "stopped ends with 75, a failed one with its rank's code or 1."
+        )

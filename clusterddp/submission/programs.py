@@ -1,0 +1,219 @@
+"""Checks, before anything is queued, that what the tasks start can start: COMMAND, interpreters.
+
+Nothing is run, but for the interpreters that `--check-python` names. What only the nodes may have
+is a warning.
+"""
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path, PurePath
+
+from clusterddp import log
+from clusterddp.errors import OptionError, RequestError
+from clusterddp.launchers import SHIPPED, load
+from clusterddp.request.spec import JobSpec
+
+_BRING_FILES = ("bb", "begin", "chdir", "container")
+"""Begin of sbatch's directives by which a job can find other files than there are here now."""
+_INTERPRETERS = {".py": "python", ".sh": "bash"}
+"""Interpreters of scripts, by how their names end."""
+_SHELLS = ("bash", "sh")
+_FROM_ITS_FOLDER = "Submit from the folder that it is relative to"
+_OLDEST = """\
+import sys
+if sys.version_info < (3, 10):
+    sys.exit("it is Python %d.%d; the tasks need 3.10 or later" % sys.version_info[:2])
+"""
+_IMPORT_SECONDS = 60.0
+"""Patience with an import of torch, which takes long on a cold shared file system."""
+
+
+def check_command(spec: JobSpec, script: str, *, folder: Path | None = None) -> None:
+    """Refuse a COMMAND whose program or script is not in the folder in which it starts.
+
+    A file of this folder that is typed as if it were a program on the PATH, or that cannot be run
+    by itself, is refused too, and so are a folder and an interpreter without a script. Warns of
+    what can still be on the nodes: a program on the PATH, a path that is absolute or leads through
+    a link. Refuses nothing where set-up lines, a container, an earlier job, a site's own template
+    or another folder may bring the file.
+
+    script: rendered from `spec`. folder: the one in which it starts, by default the current one.
+    """
+    if spec.container_image:
+        check_container(spec)
+        return
+    is_open = spec.setup or spec.launch_prefix or spec.srun_args or spec.resources.dependency
+    if not spec.command or is_open or spec.template not in SHIPPED:
+        return
+    if any(name.startswith(_BRING_FILES) for name, _ in spec.sbatch):
+        return
+    from clusterddp.request import nested_launcher  # not needed for a training
+
+    folder = folder or Path.cwd()
+    program, file = nested_launcher.started(spec.command)
+    is_on_path = "/" not in program and shutil.which(program) is not None
+    is_script = PurePath(program).suffix in _INTERPRETERS
+    is_file = "/" in program or (is_script and not is_on_path and not spec.modules)
+    names = [name for name in (program if is_file else "", file) if name]
+    # Not Path.exists, which raises OSError for a name that is too long.
+    missing = [name for name in names if not os.path.exists(folder / name)]  # noqa: PTH110
+    relative = [shlex.quote(name) for name in missing if _is_below(folder, name)]
+    is_own = load(spec.launcher).prepare(spec, None) == script
+    """False where a site's own template has the name of a shipped one."""
+    if relative and is_own:
+        is_newer = folder != Path.cwd() and any(os.path.exists(name) for name in missing)  # noqa: PTH110
+        raise RequestError(
+            f"COMMAND: there is no {relative[0]} in {folder}, where the tasks start it. "
+            + ("Take the current files with --code new" if is_newer else _FROM_ITS_FOLDER)
+            + ", or name a file that is there."
+        )
+    if is_own and program and not missing:
+        _check_own_program(folder, program, may_be_on_path=bool(spec.modules))
+    reads_input = nested_launcher.is_python(program) or PurePath(program).name in _SHELLS
+    if is_own and reads_input and program == spec.command[-1] and not file:
+        typed = shlex.quote(program)
+        raise RequestError(
+            f"COMMAND: {typed} is given nothing to run: a task's standard input is empty. Type it "
+            f"as: {typed} FILE"
+        )
+    if program and not is_file and not spec.modules and not is_on_path:
+        missing.append(program)
+    for name in missing:
+        log.warning(f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it")
+
+
+def _check_own_program(folder: Path, program: str, *, may_be_on_path: bool) -> None:
+    """Refuse a program that is a file of this folder and cannot be started as it is typed.
+
+    may_be_on_path: modules may bring a program of that name.
+    """
+    typed = shlex.quote(program)
+    path, is_script = folder / program, PurePath(program).suffix in _INTERPRETERS
+    if "/" in program and path.is_dir():
+        raise RequestError(f"COMMAND: {typed} is a folder, which cannot be run. Name a program.")
+    if not path.is_file() or not _is_below(folder, program):
+        return
+    by = f"{_INTERPRETERS.get(path.suffix, 'INTERPRETER')} {typed}"
+    why = "" if os.access(path, os.X_OK) else "it has no execute permission"
+    if not why and is_script and _lacks_interpreter(path):
+        why = "it names no interpreter in its first line (#!…)"
+    if "/" in program and why:
+        raise RequestError(
+            f"COMMAND: {typed} cannot be run by itself: {why}. Type it as: {by}, or mend that."
+        )
+    if "/" in program or shutil.which(program) or (may_be_on_path and not is_script):
+        return
+    ways = [by] if is_script or why else []
+    ways += [] if why else [f"./{typed}"]
+    raise RequestError(
+        f"COMMAND: {typed} is a file in {folder}, and no program on the PATH, where the tasks "
+        f"look for it. Type it as: {', or '.join(ways)}."
+    )
+
+
+def _is_below(folder: Path, name: str) -> bool:
+    """Return whether a name is meant from the folder, and leads from there through no link."""
+    place = Path(os.path.realpath(folder), name)
+    return not name.startswith("/") and os.path.realpath(place) == os.path.abspath(place)
+
+
+def _lacks_interpreter(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(2) != b"#!"
+    except OSError:
+        return False
+
+
+def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
+    """Refuse an interpreter that cannot run, --python or --batch-python, as its file shows.
+
+    One that is not on this machine may be on the nodes, and is a warning, unless its place is in
+    this folder. imports: start those of the tasks, and refuse one that cannot import torch.
+    """
+    given = {"--python": spec.python, "--batch-python": spec.batch_python}
+    if spec.container_image or spec.launch_prefix:
+        given.pop("--python")  # the image's
+    for option, python in given.items():
+        if python != sys.executable:
+            _check_interpreter(option, python, spec)
+    if not imports:
+        return
+    if "--python" not in given:
+        log.warning("--check-python: the tasks' Python is their image's, which is not started here")
+        return
+    _try_imports("--python", spec.python, "torch, numpy" if spec.train else "os", spec)
+    if spec.command:
+        from clusterddp.request import nested_launcher
+
+        program, _ = nested_launcher.started(spec.command)
+        if nested_launcher.is_python(program):
+            _try_imports("COMMAND", program, "torch", spec)
+
+
+def _check_interpreter(option: str, python: str, spec: JobSpec) -> None:
+    typed, here = shlex.quote(python), os.path.exists(python)  # noqa: PTH110 -- as above
+    if "/" not in python:
+        here = shutil.which(python) is not None
+        if not here and not spec.modules and not spec.setup:
+            log.warning(f"{option} {typed} is not on the PATH of this machine: the nodes need it")
+        return
+    if here and (Path(python).is_dir() or not os.access(python, os.X_OK)):
+        what = "is a folder" if Path(python).is_dir() else "has no execute permission"
+        raise OptionError(option, f" {typed} cannot run: it {what}. Name an interpreter.")
+    if not here and Path(python).is_relative_to(Path.cwd()) and os.path.realpath(python) == python:
+        raise OptionError(option, f" {typed} cannot run: there is no such file. Name one that is.")
+    if not here:
+        log.warning(f"{option} {typed} is not on this machine: the nodes need it")
+
+
+def _try_imports(option: str, python: str, packages: str, spec: JobSpec) -> None:
+    """Start an interpreter; refuse one that does not run, or lacks a package.
+
+    Refuse too one that is to run our own task and is too old for it.
+    """
+    import subprocess
+
+    code = f"{_OLDEST if option == '--python' else ''}import {packages}"
+    asked = "--check-python: " + (python if option == "COMMAND" else f"{option} {python}")
+    try:
+        answer = subprocess.run(
+            [python, "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_IMPORT_SECONDS,
+            check=False,
+        )
+    except OSError as error:
+        raise RequestError(f"{asked} cannot run: {error.strerror}.") from None
+    except subprocess.TimeoutExpired:
+        log.warning(f"{asked} had not imported its packages within {_IMPORT_SECONDS:g} s")
+        return
+    if answer.returncode == 0:
+        return
+    last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+    if spec.modules or spec.setup:
+        log.warning(f"{asked} fails here: {last}. The job's modules and set-up lines may mend that")
+        return
+    raise RequestError(
+        f"{asked} fails: {last}. Activate the environment that has it, name its interpreter, or "
+        "install it there."
+    )
+
+
+def check_container(spec: JobSpec) -> None:
+    """Warn of an image or a mount that is not here: nodes can have what this machine has not.
+
+    An image that is a name in a registry is left to the nodes.
+    """
+    from clusterddp.processes.container import Mount, is_file
+
+    sources = [("the image", spec.container_image)] if is_file(spec.container_image) else []
+    sources += [("the mount", Mount.parse(text).source) for text in spec.container_mounts]
+    for what, path in sources:
+        if not os.path.exists(path):  # noqa: PTH110 -- which raises for a name that is too long
+            log.warning(f"{what} {shlex.quote(path)} is not on this machine: the nodes need it")

@@ -1,0 +1,186 @@
+"""The step captured into a CUDA graph, which is replayed; and the stream of its passes."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from clusterddp import log
+from clusterddp.distributed.tcp_store import bounded
+from clusterddp.errors import TrainingError
+from clusterddp.training.step import Step
+
+# DDP settles its buckets within the first of them; torch's documentation asks for eleven.
+_WARM_UPS = 11
+_RESET_SECONDS = 10.0
+
+
+class SideStream:
+    """A stream beside a GPU's usual one: all passes of a captured step are made there.
+
+    DDP holds on to the stream on which it was made. A pass on another one would have to wait for
+    it, which a capture does not allow (torch's documentation, "CUDA Graphs", usage with
+    DistributedDataParallel). On a CPU there is none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Work on the stream, in order with what comes before and after."""
+        if self.stream is None:
+            yield
+            return
+        usual = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(usual)
+        with torch.cuda.stream(self.stream):
+            yield
+        usual.wait_stream(self.stream)
+
+
+class Graph(Protocol):
+    """A captured piece of work, as torch.cuda.CUDAGraph."""
+
+    def replay(self) -> None: ...
+    def reset(self) -> None: ...
+
+
+def capture(work: Callable[[], None], aside: SideStream) -> Graph:
+    """Capture what the work does on the GPU; raises RuntimeError, with nothing left of it."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # What another thread does, as one that pins a loader's batches, is none of this work.
+        with (
+            aside(),
+            torch.cuda.graph(graph, stream=aside.stream, capture_error_mode="thread_local"),
+        ):
+            work()
+    except RuntimeError:
+        graph.reset()
+        torch.cuda.synchronize(aside.device)
+        # In older versions of torch the generator goes on waiting for the end of the capture, and
+        # refuses to draw outside of it; a copy of its state does not.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
+    return graph
+
+
+@dataclass(eq=False)
+class GraphedStep:
+    """Trains as its step does, by replaying it; a batch of another size is trained step by step."""
+
+    step: Step
+    model: nn.Module
+    """The bare module, whose weights the warm-up must leave as they are."""
+    size: int
+    """Images of a full batch, the one that is captured."""
+    aside: InitVar[SideStream | None] = None
+    """The stream on which DDP was made; without DDP it is made here."""
+    falls_back: bool = False
+    """True to warn once and train without a graph where the step cannot be captured."""
+    warning: str = field(default="", init=False)
+    """Why there is no graph; empty while there is one, or will be."""
+    is_captured: bool = field(default=False, init=False)
+    """True once the step has been captured, also after `close`."""
+    _graph: Graph | None = field(default=None, init=False)
+
+    def __post_init__(self, aside: SideStream | None) -> None:
+        self._aside = aside or SideStream(self.step.device)
+
+    def __call__(self, images: Tensor, labels: Tensor) -> None:
+        """Train on a batch, as `loader.as_images` takes it, and its labels (N,)."""
+        is_full = len(labels) == self.size
+        if is_full and self._graph is None and not self.warning:
+            self.prepare(images, labels)
+        if not is_full or self._graph is None:
+            with self._aside():
+                self.step(images, labels)
+            return
+        self._images.copy_(images)
+        self._labels.copy_(labels)
+        self._graph.replay()
+        self.step.tally.count(len(labels))
+
+    def prepare(self, images: Tensor, labels: Tensor) -> None:
+        """Warm up and capture on a full batch, and put everything back as it was.
+
+        Raises TrainingError where the step cannot be captured, and is not to fall back.
+        """
+        self._images, self._labels = images.clone(), labels.clone()
+        before = {id(tensor): tensor.clone() for tensor in self._state()}
+        cpu, cuda = torch.get_rng_state(), None
+        if self.step.device.type == "cuda":
+            cuda = torch.cuda.get_rng_state(self.step.device)
+
+        def work() -> None:
+            self.step.compute(self._images, self._labels)
+
+        with self._aside():
+            for _ in range(_WARM_UPS):
+                work()
+        # Gradients belong to the graph's memory.
+        self.step.optimizer.zero_grad(set_to_none=True)
+        failure: RuntimeError | None = None
+        try:
+            self._graph = capture(work, self._aside)
+            self.is_captured = True
+        except RuntimeError as error:
+            failure = error
+            self.step.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for tensor in self._state():
+                if id(tensor) in before:
+                    tensor.copy_(before[id(tensor)])
+                else:  # the optimizer has made it during the warm-up; all begin at zero
+                    tensor.zero_()
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, self.step.device)
+        if failure:
+            self._warn(failure)
+
+    def close(self) -> None:
+        """Release the graph and all that it holds: NCCL's tear-down waits for graphs that hold an
+        exchange of its (ncclCommDestroy), and would wait for ever.
+        """
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+
+        def reset() -> None:
+            if self.step.device.type == "cuda":
+                torch.cuda.set_device(self.step.device)  # of this thread: each begins with GPU 0
+            graph.reset()
+
+        try:
+            bounded(reset, _RESET_SECONDS)
+        except Exception as error:  # a GPU that is lost; what comes after is bounded, too
+            log.info(f"releasing the captured step: {str(error) or 'the GPU did not answer'}")
+        del self._images, self._labels
+        self.step.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+
+    def _warn(self, failure: RuntimeError) -> None:
+        cause: BaseException = failure
+        while cause.__context__:  # the end of a failed capture fails, too
+            cause = cause.__context__
+        reason = f"the step cannot be captured into a CUDA graph: {str(cause).splitlines()[0]}"
+        if not self.falls_back:
+            raise TrainingError(f"{reason}. Train without one: --cuda-graph off.") from failure
+        self.warning = f"{reason}; training without one, as --cuda-graph off does"
+        log.warning(self.warning)
+
+    def _state(self) -> list[Tensor]:
+        """Return every tensor that a step changes."""
+        states = self.step.optimizer.state.values()
+        kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [*self.model.parameters(), *self.model.buffers(), *kept, *self.step.tally.sums]

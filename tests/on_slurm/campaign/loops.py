@@ -1,0 +1,108 @@
+"""Faults of a script of one's own that has a `Loop`: examples/, plain (DDP) and sharded (FSDP2).
+
+Each strikes at a step that is drawn anew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from tests.on_slurm.campaign.fault import fault
+from tests.on_slurm.campaign.nodes import ON_BOTH, SOON
+from tests.on_slurm.campaign.run import (
+    SCRIPT_PACE,
+    SCRIPT_STEPS,
+    SCRIPTS,
+    Run,
+    Struck,
+    Trial,
+    slurm,
+)
+from tests.on_slurm.campaign.stops import more_time
+
+_draw = random.SystemRandom()
+_PATIENCE = 240.0
+"""Seconds for what begins with the start of a script: it imports torch, and joins by itself."""
+
+
+def _begin(trial: Trial, config: str, *options: str) -> tuple[Run, Struck, str]:
+    """A run whose ranks wait at the end of some step, and that moment's name."""
+    at = _draw.randrange(2, SCRIPT_STEPS)
+    trial.want(moment := f"step-{at}")
+    run = trial.start(*options, config=config, pace=SCRIPT_PACE)
+    trial.held(moment, 2, _PATIENCE)
+    return run, Struck(at - 1, run.struck().time, 1), moment
+
+
+def _end(run: Run, struck: Struck, moment: str, causes: list[str] | None = None) -> str:
+    seen = run.check_same(struck, causes=causes, seconds=240)
+    resumed = [attempt.read_record().step for attempt in run.attempts[1:]]
+    return f"{seen}; struck at {moment}, resumed from {resumed}"
+
+
+def _saved_there(run: Run, struck: Struck) -> None:
+    """The ranks saved where they were told, or at the next step that they took."""
+    step = run.attempts[1].read_record().step
+    if step < struck.step:
+        raise run.differs(f"it resumed from step {step}, but was told to stop at {struck.step}")
+
+
+def _killed(trial: Trial, config: str) -> str:
+    run, struck, moment = _begin(trial, config, "--restart-on-failure", "1")
+    run.gone(run.kill(_draw.randrange(2)))
+    trial.release(moment)
+    return _end(run, struck, moment, ["failed", "done"])
+
+
+def _preempted(trial: Trial, config: str) -> str:
+    run, struck, moment = _begin(trial, config)
+    wrap = ["--parsable", "--wrap", "true", "--output", "/dev/null"]
+    high = slurm(trial, "sbatch", "-p", "high", "-N2", "--exclusive", *wrap).stdout.strip()
+    run.wait_said("got SIGTERM")
+    trial.release(moment)
+    run.wait(lambda: trial.cluster.job_state(high) == "COMPLETED", "the job that preempts")
+    seen = _end(run, struck, moment)
+    _saved_there(run, struck)
+    return seen
+
+
+def _out_of_time(trial: Trial, config: str) -> str:
+    """No signal is asked for: the loop stops by its own clock."""
+    pace = 3.0 + _draw.random()
+    run = trial.start("--time", "2", config=config, pace=pace)
+    stopped = "a stop by its own clock"
+    run.wait(lambda: run.attempts and run.attempts[0].end.exists(), stopped, _PATIENCE)
+    last_word = run.attempts[0].read_last_word()
+    if last_word.reason != "time limit" or last_word.saved != last_word.step:
+        raise run.differs(f"it stopped as {last_word}")
+    struck = run.struck()
+    more_time(run)
+    seen = run.check_same(struck, seconds=400)
+    return f"{seen}; stopped at step {last_word.step}"
+
+
+def _node_lost(trial: Trial, config: str) -> str:
+    run, struck, moment = _begin(trial, config, *ON_BOTH)
+    host = _draw.choice(["h01", "h02"])
+    trial.cluster.kill_host(host)
+    run.wait(lambda: "PENDING" in " ".join(run.queued()), "the job in the queue again")
+    trial.release(moment)
+    trial.cluster.start_slurmd(host)
+    return f"{_end(run, struck, moment)}; without {host}"
+
+
+def _strike(what: Callable[[Trial, str], str], config: str) -> Callable[[Trial], str]:
+    def strike(trial: Trial) -> str:
+        return what(trial, config)
+
+    strike.__module__ = __name__
+    return strike
+
+
+for _config in SCRIPTS:
+    _needs, _quick = (_config,), _config == "loop-fsdp"
+    fault(f"{_config}-killed", needs=_needs, quick=_quick)(_strike(_killed, _config))
+    fault(f"{_config}-preempted", needs=_needs, conf={})(_strike(_preempted, _config))
+    fault(f"{_config}-out-of-time", needs=_needs)(_strike(_out_of_time, _config))
+    fault(f"{_config}-node-lost", needs=_needs, conf=SOON)(_strike(_node_lost, _config))

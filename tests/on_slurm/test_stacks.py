@@ -1,0 +1,106 @@
+"""`clusterddp stacks` on a real Slurm of two hosts: a step beside the job's own looks at each."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.run.run_dir import RunDir
+from tests.cli.commands.test_stacks import JUMPS, PACKAGE, SCRIPT, SHELL
+from tests.event_lines import read_events
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_submit import CLUSTERDDP, submit
+from tests.waiting import wait_for
+
+ASKED = ["--nodes", "2", "--tasks-per-node", "2", "--no-snapshot", "--run-name", "a"]
+AT_THEIR_PLACES = "3 of 4 (ranks 0, 2-3) in waits (train.py:3)"
+
+
+@pytest.fixture
+def go(tmp_path: Path) -> Iterator[Path]:
+    """The pipe to which somebody writes for the ranks to go on; they do at the test's end."""
+    path = tmp_path / "go"
+    os.mkfifo(path)
+    yield path
+    os.close(os.open(path, os.O_RDWR))
+
+
+def stacks(cluster: SlurmCluster, folder: Path, *options: str) -> Any:
+    return cluster.run([*CLUSTERDDP, "stacks", "a", *options], cwd=folder, timeout=200)
+
+
+def started(cluster: SlurmCluster, folder: Path, *argv: str, **kwargs: Any) -> RunDir:
+    """A run whose four ranks wait for `go`."""
+    done = submit(cluster, folder, *ASKED, *argv, **kwargs)
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: len(list(folder.glob("up-*"))) == 4, "all ranks")
+    return RunDir(folder / "jobs/a")
+
+
+def job_of(run: RunDir) -> str:
+    return str(read_events(run)[0]["job_id"])
+
+
+def test_the_ranks_of_both_hosts_are_shown_and_go_on(
+    cluster: SlurmCluster, tmp_path: Path, go: Path
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    # The whole of each node is the step's own: the look at it takes none of that.
+    run = started(
+        cluster, tmp_path, "--gpus-per-node", "4", "--exclusive", "--arm-stacks",
+        "--", sys.executable, "train.py",
+    )  # fmt: skip
+    wait_for(lambda: AT_THEIR_PLACES in stacks(cluster, tmp_path).stdout, AT_THEIR_PLACES)
+    told = stacks(cluster, tmp_path)
+    assert told.returncode == 0, told.stdout + told.stderr
+    lines = told.stdout.splitlines()
+    assert lines[0] == "a: 4 ranks on 2 hosts"
+    assert lines[1].startswith(AT_THEIR_PLACES)
+    assert any(line.startswith("rank 1 on h01 in loads (train.py:5)") for line in lines)
+    one = stacks(cluster, tmp_path, "--rank", "3")
+    assert "rank 3 on h02, process" in one.stdout
+    assert "rank 1" not in one.stdout
+    writer = os.open(go, os.O_RDWR)
+    assert cluster.wait_job(job_of(run)) == "COMPLETED"
+    os.close(writer)
+    assert read_events(run)[-1]["cause"] == "done"
+
+
+@pytest.mark.slow
+def test_a_shell_on_each_host_is_told_of_and_goes_on(
+    cluster: SlurmCluster, tmp_path: Path, go: Path
+) -> None:
+    run = started(cluster, tmp_path, "--", *SHELL)
+    note = "all 4 (ranks 0-3): no Python in it (bash), sleeping"
+    wait_for(lambda: note in stacks(cluster, tmp_path).stdout, note)
+    assert stacks(cluster, tmp_path).returncode == 1
+    writer = os.open(go, os.O_RDWR)
+    assert cluster.wait_job(job_of(run)) == "COMPLETED"
+    os.close(writer)
+
+
+@pytest.mark.slow
+def test_a_silent_command_is_ended_when_asked_and_the_odd_rank_is_named(
+    cluster: SlurmCluster, tmp_path: Path, go: Path
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    hooks, quiet = tmp_path / "hooks", tmp_path / "quiet"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(JUMPS.format(quiet=str(quiet)))
+    run = started(
+        cluster, tmp_path, "--arm-stacks", "--end-silent", "--", sys.executable, "train.py",
+        env={"PYTHONPATH": f"{hooks}:{PACKAGE}"},
+    )  # fmt: skip
+    wait_for(lambda: AT_THEIR_PLACES in stacks(cluster, tmp_path).stdout, AT_THEIR_PLACES)
+    quiet.touch()
+    assert cluster.wait_job(job_of(run)) == "FAILED"
+    log = run.job_log.read_text()
+    assert "no rank has printed anything for 30m00s" in log
+    assert "rank 1 on h01 in loads (train.py:5)" in log
+    last = read_events(run)[-1]
+    assert (last["cause"], last["exit_code"]) == ("failed", 1)
+    assert last["first_failure"]["reason"].startswith("hung: no rank printed anything"), last
+    assert last["first_failure"]["rank"] == 1

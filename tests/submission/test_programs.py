@@ -1,0 +1,226 @@
+"""Programs and interpreters that cannot start are refused, or warned of, before a job queues."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterddp.launchers import sbatch
+from clusterddp.request.spec import DEFAULT_TEMPLATE
+from tests.cli.made_runs import Workplace, workplace
+
+__all__ = ["workplace"]
+
+
+@pytest.fixture
+def tree(workplace: Workplace) -> Path:
+    """The current folder, with a few programs that nobody may run here."""
+    (workplace.folder / "pkg").mkdir()
+    (workplace.folder / "nets.py").write_text("raise SystemExit\n")
+    for name in ("python-of-the-site", "pkg/run.py"):
+        (workplace.folder / name).write_text("#!/bin/false\n")
+        (workplace.folder / name).chmod(0o755)
+    workplace.command("sbatch", "/bin/cat >sent; echo 12")
+    return workplace.folder
+
+
+@pytest.mark.parametrize(
+    ("argv", "missing"),
+    [
+        (["--", "./train.sh"], "./train.sh"),
+        (["--", "python", "trian.py", "--lr", "1"], "trian.py"),
+        (["--", "/usr/bin/python3", "pkg/none.py"], "pkg/none.py"),
+        (["--", f"./{'x' * 300}"], f"./{'x' * 300}"),
+        (["--", "python", "nets.py"], ""),
+        (["--", "python", "-u", "-W", "error", "trian.py"], "trian.py"),
+        (["--", "env", "LR=1", "nice", "-n", "5", "python", "trian.py"], "trian.py"),
+        (["--", "bash", "-e", "trian.sh"], "trian.sh"),
+        (["--", "bash", "-c", "./trian.sh"], ""),
+        (["--", "python", "-c", "trian.py"], ""),
+        (["--", "pkg/run.py"], ""),
+        (["--", "python", "-m", "nets"], ""),
+        (["--setup", "make train.sh", "--", "./train.sh"], ""),
+        (["--launch-prefix", "apptainer exec image", "--", "./train.sh"], ""),
+        (["--srun-args", "--chdir=/else", "--", "./train.sh"], ""),
+        (["--sbatch", "container-image=x", "--", "./train.sh"], ""),
+        (["--dependency", "afterok:7", "--", "./train.sh"], ""),
+        (["--", "./python-of-the-site", "train"], ""),
+        (["--", "python", ""], ""),
+        (["--", "trian.py", "--lr", "1"], "trian.py"),
+        (["--", "env", "LR=1", "trian.sh"], "trian.sh"),
+        (["--setup", "PATH=$PWD:$PATH", "--", "trian.py"], ""),
+        (["--module", "trainers", "--", "trian.py"], ""),
+    ],
+)
+def test_a_command_whose_file_is_not_there_is_refused_and_nothing_is_queued(
+    tree: Path, workplace: Workplace, argv: list[str], missing: str
+) -> None:
+    for name in ("python", "env", "bash"):
+        workplace.command(name, "true")
+    got = workplace.invoke("submit", "--run-name", "one", *argv)
+    assert (got.code, (workplace.root / "one").exists()) == ((2, False) if missing else (0, True))
+    assert (f"COMMAND: there is no {missing} in {tree}" in got.err) == bool(missing)
+    assert "the tasks need it" not in got.err
+
+
+@pytest.mark.parametrize("program", ["no-such-program", "/no/such/program"])
+def test_a_program_that_only_the_nodes_may_have_is_warned_of(
+    tree: Path, workplace: Workplace, program: str
+) -> None:
+    got = workplace.invoke("submit", "--run-name", "one", "--", program, "none.py")
+    assert got.code == 0
+    assert f"warning: {program} of COMMAND is not on this machine: the tasks need it" in got.err
+    got = workplace.invoke("submit", "--run-name", "two", "--module", "x", "--", program, "none.py")
+    assert ("the tasks need it" in got.err) == ("/" in program)
+
+
+@pytest.mark.parametrize("name", ["train.sh", "linked/train.sh"])
+def test_a_file_behind_a_link_may_be_on_the_nodes(
+    tree: Path, workplace: Workplace, name: str
+) -> None:
+    (tree / Path(name).parts[0]).symlink_to("/of/the/nodes")
+    got = workplace.invoke("submit", "--run-name", "one", "--", f"./{name}")
+    assert got.code == 0
+    assert f"warning: ./{name} of COMMAND is not on this machine: the tasks need it" in got.err
+
+
+def test_a_template_of_ones_own_may_bring_the_file_whatever_its_name(
+    tree: Path, workplace: Workplace, tmp_path: Path
+) -> None:
+    templates = tmp_path / "templates"
+    templates.mkdir()
+    shipped = sbatch.shipped_folder() / DEFAULT_TEMPLATE
+    (templates / DEFAULT_TEMPLATE).write_text(f"{shipped.read_text()}# ours\n")
+    argv = ("--template-dir", str(templates), "--", "./train.sh")
+    assert workplace.invoke("submit", "--run-name", "one", *argv).code == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--", "nets.py"], "COMMAND: nets.py is a file in {}, and no program on the PATH"),
+        (["--", "nets.py"], "Type it as: python nets.py."),
+        (["--module", "cuda", "--", "nets.py"], "Type it as: python nets.py."),
+        (["--", "env", "LR=1", "nets.py"], "Type it as: python nets.py."),
+        (["--", "python-of-the-site"], "Type it as: ./python-of-the-site."),
+        (["--", "run.sh"], "Type it as: bash run.sh, or ./run.sh."),
+        (["--", "./nets.py"], "COMMAND: ./nets.py cannot be run by itself"),
+        (["--", "./nets.py"], "itself: it has no execute permission. Type it as: python"),
+        (["--", "./bare.py"], "itself: it names no interpreter in its first line (#!…). Type"),
+        (["--", "./bare.py"], "Type it as: python ./bare.py"),
+        (["--", "weights"], "Type it as: INTERPRETER weights."),
+        (["--", "./pkg"], "COMMAND: ./pkg is a folder, which cannot be run."),
+        (["--", "/usr"], "COMMAND: /usr is a folder, which cannot be run."),
+        (["--", "/usr/bin/python3"], "COMMAND: /usr/bin/python3 is given nothing to run"),
+        (["--", "env", "LR=1", "bash"], "Type it as: bash FILE"),
+    ],
+)
+def test_a_file_that_is_typed_as_if_it_were_a_program_is_refused_with_what_to_type(
+    tree: Path, workplace: Workplace, argv: list[str], words: str
+) -> None:
+    (tree / "run.sh").write_text("#!/bin/sh\n")
+    (tree / "bare.py").write_text("import torch\n")
+    (tree / "weights").write_text("")
+    for name in ("run.sh", "bare.py"):
+        (tree / name).chmod(0o755)
+    got = workplace.invoke("submit", "--run-name", "one", *argv)
+    assert (got.code, workplace.calls) == (2, [])
+    assert words.format(tree) in got.err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--", "train.py"],  # it is on the PATH, too
+        ["--module", "cuda", "--", "train"],  # a module may bring it
+        ["--setup", "PATH=$PWD:$PATH", "--", "nets.py"],
+    ],
+)
+def test_a_file_that_may_be_a_program_as_well_is_none_of_our_business(
+    tree: Path, workplace: Workplace, argv: list[str]
+) -> None:
+    for name in ("train.py", "train"):
+        (tree / name).write_text("")
+    workplace.command("train.py", "true")
+    got = workplace.invoke("submit", "--run-name", "one", *argv)
+    assert got.code == 0, got.err
+
+
+@pytest.mark.parametrize("option", ["--python", "--batch-python"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("venv/bin/python", "cannot run: there is no such file."),
+        ("pkg/", "cannot run: it is a folder."),
+        ("nets.py/../nets.py", "cannot run: it has no execute permission."),
+        ("./nets.py", "cannot run: it has no execute permission."),
+    ],
+)
+def test_an_interpreter_that_cannot_run_is_refused(
+    tree: Path, workplace: Workplace, option: str, value: str, words: str
+) -> None:
+    got = workplace.invoke("submit", "--run-name", "one", option, value, "--", "/bin/true")
+    assert (got.code, workplace.calls) == (2, [])
+    assert f"{option} {tree}/" in got.err and words in got.err
+
+
+@pytest.mark.parametrize("value", ["/of/the/nodes/python", "linked/python", "python-of-a-module"])
+def test_an_interpreter_that_only_the_nodes_may_have_is_a_warning(
+    tree: Path, workplace: Workplace, value: str
+) -> None:
+    (tree / "linked").symlink_to("/of/the/nodes")
+    got = workplace.invoke("submit", "--run-name", "one", "--python", value, "--", "/bin/true")
+    assert got.code == 0
+    assert "warning: --python " in got.err and "the nodes need it" in got.err
+
+
+def test_the_pythons_of_the_tasks_are_started_only_where_that_is_asked_for(
+    tree: Path, workplace: Workplace
+) -> None:
+    workplace.command("python", "echo ModuleNotFoundError: No module named \\'torch\\' >&2; exit 1")
+    typed = ("--run-name", "one", "--", "python", "nets.py")
+    got = workplace.invoke("submit", "--check-python", *typed)
+    assert got.code == 2
+    assert "--check-python: python fails: ModuleNotFoundError: No module named 'torch'" in got.err
+    assert [call.split()[:2] for call in workplace.calls] == [["python", "-c"]]
+    got = workplace.invoke("submit", "--check-python", "--module", "torch", *typed)
+    assert got.code == 0 and "warning: --check-python: python fails here: Module" in got.err
+    asked = len(workplace.calls)
+    got = workplace.invoke("submit", "--run-name", "two", "--", "python", "nets.py")
+    assert got.code == 0
+    assert [call.split()[0] for call in workplace.calls[asked:]] == ["sbatch"]
+
+
+def test_a_python_that_does_not_start_is_refused_and_one_that_has_torch_is_not(
+    tree: Path, workplace: Workplace
+) -> None:
+    (tree / "broken").write_text("#!/no/such/interpreter\n")
+    (tree / "broken").chmod(0o755)
+    argv = ("submit", "--run-name", "one", "--check-python")
+    got = workplace.invoke(*argv, "--python", "./broken", "--", "/bin/true")
+    assert got.code == 2
+    assert f"--check-python: --python {tree}/broken cannot run: No such file" in got.err
+    got = workplace.invoke(*argv, "--", sys.executable, "nets.py")
+    assert got.code == 0, got.err
+
+
+def test_the_oldest_python_is_that_of_our_own_tasks_and_not_of_a_command(
+    tree: Path, workplace: Workplace
+) -> None:
+    """A stand-in for Python 3.9, with a torch."""
+    old = "import sys; sys.version_info = (3, 9, 1); sys.modules['torch'] = sys; exec(sys.argv[1])"
+    (tree / "python3.9").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{old}" "$2"\n')
+    (tree / "python3.9").chmod(0o755)
+    argv = ("submit", "--run-name", "one", "--check-python")
+    got = workplace.invoke(*argv, "--python", "./python3.9", "--", "/bin/true")
+    assert (got.code, workplace.calls) == (2, [])
+    assert "python3.9 fails: it is Python 3.9; the tasks need 3.10 or later." in got.err
+    got = workplace.invoke(*argv, "--", "./python3.9", "nets.py")
+    assert got.code == 0, got.err
+
+
+def test_the_python_of_an_image_is_not_started(tree: Path, workplace: Workplace) -> None:
+    argv = ("submit", "--run-name", "one", "--check-python", "--container-image", "docker://torch")
+    got = workplace.invoke(*argv, "--", "python", "nets.py")
+    assert got.code == 0, got.err
+    assert "warning: --check-python: the tasks' Python is their image's" in got.err

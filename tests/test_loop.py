@@ -1,0 +1,914 @@
+"""A loop of one's own: stopped anywhere it ends in the weights of one that was not."""
+
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from clusterddp import checkpoints
+from clusterddp.checkpoints import catalog
+from clusterddp.distributed.agreement import Poll
+from clusterddp.errors import CheckpointError, RequestError, TrainingError
+from clusterddp.loop import Loop
+from clusterddp.reporting.gather import gather
+from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec, Resources
+from clusterddp.run import loop_variables, stacks
+from clusterddp.run.attempt import Attempt, attempts, begin
+from clusterddp.run.files import read_json_lines
+from clusterddp.run.records import SignOfLife
+from clusterddp.run.run_dir import RunDir, newest_checkpoint
+from clusterddp.run.status import run_status
+from clusterddp.slurm.forms import LOOP_VARIABLE
+from clusterddp.training import stop
+from tests.checkpoints.made_checkpoints import DAMAGE
+from tests.training.ranks import run_ranks
+from tests.waiting import dying_with_us
+
+try:
+    from torch.distributed.fsdp import fully_shard
+
+    on_cpus = True
+except ImportError:  # torch before 2.6, which trains with it on GPUs alone
+    from torch.distributed._composable.fsdp import fully_shard  # type: ignore[no-redef]
+
+    on_cpus = False
+trains_sharded = pytest.mark.skipif(not on_cpus, reason="needs FSDP2 on CPUs: torch 2.6")
+
+EPOCHS, BATCHES = 2, 3
+TASK = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that draw from all three generators each time they are read."""
+
+    def __init__(self, count: int = 12) -> None:
+        self.samples = torch.arange(count * 4.0).reshape(count, 4) / 40
+        self.read = 0
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.read += 1
+        noise = torch.rand(4) + random.random() + np.random.rand()
+        return self.samples[index] + noise, self.samples[index, :1]
+
+
+class Training:
+    """A small training with everything that draws, and what happens in it."""
+
+    def __init__(self, folder: Path, *, workers: int = 0, **options: Any) -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+        self.data = Noisy()
+        self.loader = DataLoader(self.data, batch_size=4, shuffle=True, num_workers=workers)
+        self.events: list[str] = []
+        self.loop = Loop(
+            folder=folder,
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            **options,
+        )
+
+    def run(self, before_step: Callable[[int], object] = lambda _: None) -> list[Tensor]:
+        for epoch in self.loop.epochs(EPOCHS):
+            for samples, targets in self.loop.batches(self.loader):
+                loss = (self.model(samples) - targets).square().mean()
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                self.events.append(f"step {self.loop.steps + 1}")
+                before_step(self.loop.steps + 1)
+                self.loop.step(loss=loss, lr=self.scheduler.get_last_lr()[0])
+            self.scheduler.step()
+            self.events.append(f"end of epoch {epoch}, loss {loss.item() > 0}")
+        self.loop.close()
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No request, handler, job or rank of anybody else's; and a request is seen at its step."""
+    monkeypatch.setattr(Poll, "due", lambda *_: True)
+    for name in (LOOP_VARIABLE, "SLURM_JOB_ID", *TASK, "RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    numbers = [
+        signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+    ]  # fmt: skip
+    before = {number: signal.getsignal(number) for number in numbers}
+    stop.requested.forget()
+    yield
+    stop.requested.forget()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def stops_at(step: int, number: int = signal.SIGUSR1) -> Callable[[int], None]:
+    return lambda now: signal.raise_signal(number) if now == step else None
+
+
+def left(training: Training, before_step: Callable[[int], object]) -> Any:
+    """The exit code of a training that leaves."""
+    with pytest.raises(SystemExit) as leaving:
+        training.run(before_step)
+    training.loop.close()
+    stop.requested.forget()
+    return leaving.value.code
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+# -- alone -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_stopped_at_any_step_it_ends_in_the_weights_of_one_that_was_not(
+    tmp_path: Path, workers: int
+) -> None:
+    """With dropout, a shuffle and noise of three generators in between."""
+    expected = Training(tmp_path / "undisturbed", workers=workers).run()
+    for step in range(1, EPOCHS * BATCHES):
+        folder = tmp_path / str(step)
+        assert left(Training(folder, workers=workers), stops_at(step)) == 75
+        again = Training(folder, workers=workers)
+        assert again.loop.is_resumed and again.loop.steps == step
+        assert same(again.run(), expected), f"stopped at step {step}"
+
+
+def test_each_step_and_each_epochs_own_code_is_run_once(tmp_path: Path) -> None:
+    """A stop at the last batch waits for the code that follows, which needs that batch's loss."""
+    undisturbed = Training(tmp_path / "undisturbed")
+    undisturbed.run()
+    for step in (2, BATCHES):
+        first = Training(tmp_path / str(step))
+        left(first, stops_at(step))
+        second = Training(tmp_path / str(step))
+        second.run()
+        assert first.events + second.events == undisturbed.events
+
+
+def test_what_is_trained_already_is_not_read_again(tmp_path: Path) -> None:
+    left(Training(tmp_path), stops_at(2))
+    again = Training(tmp_path)
+    again.run()
+    assert again.data.read == (EPOCHS * BATCHES - 2) * 4
+
+
+def test_any_iterable_is_gone_through_to_where_it_was(tmp_path: Path) -> None:
+    def seen(stop_at: int) -> list[int]:
+        loop = Loop(folder=tmp_path / "iterable", model=nn.Linear(1, 1))
+        batches = []
+        try:
+            for _ in loop.epochs(1):
+                for batch in loop.batches(iter(range(5))):
+                    batches.append(batch)
+                    stops_at(stop_at)(loop.steps + 1)
+                    loop.step()
+        except SystemExit:
+            pass
+        loop.close()
+        stop.requested.forget()
+        return batches
+
+    assert (seen(3), seen(0)) == ([0, 1, 2], [3, 4])
+
+
+@pytest.mark.parametrize("stop_at", [2, BATCHES, 5])
+def test_generators_of_the_loader_itself_go_on_as_well(tmp_path: Path, stop_at: int) -> None:
+    def order(folder: Path, stop_at: int = 0) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(7)
+        loader = DataLoader(range(12), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
+        loop = Loop(folder=folder, model=nn.Linear(1, 1))
+        seen = []
+        try:
+            for _ in loop.epochs(2):
+                for batch in loop.batches(loader):
+                    seen.append(batch.tolist())
+                    stops_at(stop_at)(loop.steps + 1)
+                    loop.step()
+        except SystemExit:
+            pass
+        loop.close()
+        stop.requested.forget()
+        return seen
+
+    expected = order(tmp_path / "undisturbed")
+    assert order(tmp_path / "stopped", stop_at) + order(tmp_path / "stopped") == expected
+
+
+def test_without_random_states_the_generators_are_left_alone(tmp_path: Path) -> None:
+    left(Training(tmp_path, random_states=False), stops_at(2))
+    content = torch.load(tmp_path / "checkpoints/step-00000002.pt", weights_only=True)
+    assert content["loop"]["random_states"] == [None]
+    Training(tmp_path, random_states=False).loop.close()
+    resumed = torch.get_rng_state()
+    Training(tmp_path / "another").loop.close()
+    assert torch.equal(resumed, torch.get_rng_state())  # as the script had seeded it
+
+
+def test_a_finished_loop_has_nothing_left_to_do(tmp_path: Path, logged: list[str]) -> None:
+    weights = Training(tmp_path).run()
+    again = Training(tmp_path)
+    assert same(again.run(), weights)
+    assert again.events == []
+    assert "resumes from step 6, after epoch 2: step-00000006.pt" in logged
+    assert f"nothing is left to train: epoch 2 is done; remove {tmp_path} to begin anew" in logged
+
+
+def test_after_the_loop_signals_have_their_usual_effect(tmp_path: Path) -> None:
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = [signal.getsignal(number) for number in numbers]
+    loop = Training(tmp_path).loop
+    for _ in range(2):  # what goes on after `finish` listens again
+        loop.step()
+        assert [signal.getsignal(number) for number in numbers] != before
+        loop.finish()
+        assert [signal.getsignal(number) for number in numbers] == before
+    loop.step()
+    loop.close()
+    assert [signal.getsignal(number) for number in numbers] == before
+    signal.raise_signal(signal.SIGUSR1)  # Slurm's, ahead of the end: what follows goes on
+    for wrong in ({"lr": 0.1}, {"model": nn.Linear(1, 1)}):  # no state, another one
+        with pytest.raises((TypeError, CheckpointError)):
+            Loop(folder=tmp_path, **wrong)
+        assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_loop_that_is_left_by_break_is_finished(tmp_path: Path) -> None:
+    """With a stop that waits for the end of the epoch, which does not come."""
+    training = Training(tmp_path)
+    for _ in training.loop.epochs(EPOCHS):
+        for _ in training.loop.batches(training.loader):
+            stops_at(BATCHES)(training.loop.steps + 1)
+            training.loop.step()
+        break
+    with pytest.raises(SystemExit) as leaving:
+        training.loop.finish()
+    training.loop.close()
+    assert (leaving.value.code, training.loop.attempt.read_last_word().saved) == (75, BATCHES)  # type: ignore[union-attr]
+
+
+def test_two_loops_of_a_process_do_not_share_a_folder(tmp_path: Path) -> None:
+    first = Loop(folder=tmp_path, model=nn.Linear(1, 1))
+    with pytest.raises(TrainingError, match=f"this process has a Loop in {tmp_path} already"):
+        Loop(folder=tmp_path, model=nn.Linear(1, 1))
+    first.close()
+    Loop(folder=tmp_path, model=nn.Linear(1, 1)).close()
+
+
+def test_a_checkpoint_loads_without_clusterddp(tmp_path: Path) -> None:
+    weights = Training(tmp_path).run()
+    content = torch.load(tmp_path / f"checkpoints/step-{6:08}.pt", weights_only=True)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    model.load_state_dict(content["model"])
+    assert same(list(model.parameters()), weights)
+
+
+@pytest.mark.parametrize("every", ["2steps", "1epoch"])
+def test_it_saves_when_it_was_told_to(tmp_path: Path, every: str) -> None:
+    training = Training(tmp_path, save_every=every, keep_last=10)
+    training.run()
+    steps = [catalog.step_of(path) for path in catalog.files(training.loop.attempt.checkpoints)]
+    assert steps == {"2steps": [6, 4, 2], "1epoch": [6, 3]}[every]
+
+
+def test_only_so_many_are_kept(tmp_path: Path) -> None:
+    training = Training(tmp_path, save_every="1step", keep_last=2)
+    training.run()
+    steps = [catalog.step_of(path) for path in catalog.files(training.loop.attempt.checkpoints)]
+    assert steps == [6, 5]
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    expected = Training(tmp_path / "undisturbed").run()
+    folder = tmp_path / "damaged"
+    left(Training(folder, save_every="1step"), stops_at(4))
+    DAMAGE["flipped"][0](folder / "checkpoints/step-00000004.pt")
+    again = Training(folder)
+    assert again.loop.steps == 3
+    assert any("passing over step-00000004.pt" in line for line in logged)
+    assert same(again.run(), expected)
+
+
+def test_without_any_valid_checkpoint_it_does_not_begin_anew(tmp_path: Path) -> None:
+    left(Training(tmp_path), stops_at(2))
+    DAMAGE["torn"][0](tmp_path / "checkpoints/step-00000002.pt")
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .* is valid"):
+        Training(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [
+        (signal.SIGTERM, 75, "SIGTERM"),
+        (signal.SIGUSR2, 75, "signal"),
+        (signal.SIGINT, 130, "interrupt"),
+    ],
+)
+def test_it_leaves_with_the_step_that_it_has_saved(
+    tmp_path: Path, number: int, code: int, reason: str, logged: list[str]
+) -> None:
+    training = Training(tmp_path)
+
+    def at_second(step: int) -> None:
+        if step == 2:
+            signal.raise_signal(number)
+
+    assert left(training, at_second) == code
+    assert f"saved step 2 and leaving at step 2: {reason}" in logged
+    last_word = training.loop.attempt.read_last_word()
+    assert last_word and (last_word.cause, last_word.reason) == ("stopped", reason)
+    assert (last_word.step, last_word.saved) == (2, 2)
+
+
+def test_it_leaves_before_the_limit_that_it_knows_of(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    assert left(training, lambda step: step == 2 and training.loop._deadline.set(0.1)) == 75
+    last_word = training.loop.attempt.read_last_word()
+    assert last_word and (last_word.reason, last_word.saved) == ("time limit", 2)
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """Files of at most 2 KB, as a full disk would end one in its middle."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    training = Training(tmp_path, save_every="2steps")
+    with no_room():
+        code = left(training, stops_at(4))
+    assert code == 75
+    last_word = training.loop.attempt.read_last_word()
+    assert last_word and (last_word.step, last_word.saved) == (4, None)
+    assert "File too large" in last_word.trouble
+    assert any("Training continues from memory" in line for line in logged)
+
+
+def test_a_loop_that_cannot_save_its_end_says_so(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    with no_room(), pytest.raises(CheckpointError, match=r"the loop is done, but .*too large"):
+        training.run()
+    training.loop.close()
+
+
+class Odd:
+    """Something with a state that torch.load would have to run code for."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": [self.value]}
+
+    def load_state_dict(self, _: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, r"needs what it is to save"),
+        ({"step": nn.Linear(1, 1)}, r"Loop\(step=…\): a checkpoint has that name"),
+        ({"lr": 0.1}, r"Loop\(lr=…\): a float has no state_dict"),
+        ({"odd": Odd(Path("/"))}, r"Loop\(odd=…\): its state_dict holds .*PosixPath"),
+        ({"odd": Odd(np.float64(1))}, r"Loop\(odd=…\): its state_dict holds .*: numpy\."),
+        ({"odd": Odd(lambda: 0)}, r"Loop\(odd=…\): its state_dict holds .*lambda"),
+        ({"model": nn.Linear(1, 1), "save_every": "10 min"}, r"save_every='10 min': expected"),
+        ({"model": nn.Linear(1, 1), "save_every": "0steps"}, r"save_every='0steps': expected"),
+    ],
+)
+def test_a_mistake_is_named_at_once(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        Loop(folder=tmp_path / "run", **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("variable", TASK)
+def test_ranks_without_a_process_group_are_no_world(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(TrainingError, match=r"one of 2 tasks .*init_process_group\(\) before"):
+        Loop(model=nn.Linear(1, 1))
+
+
+def test_batches_belong_into_an_epoch(tmp_path: Path) -> None:
+    loop = Loop(folder=tmp_path, model=nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"loop\.epochs"):
+        next(loop.batches([1]))
+    loop.close()
+
+
+def test_a_checkpoint_of_other_states_is_refused(tmp_path: Path) -> None:
+    Training(tmp_path).run()
+    with pytest.raises(CheckpointError, match=r"holds model, optimizer, scheduler, and .* model"):
+        Loop(folder=tmp_path, model=nn.Linear(1, 1))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    for kind, words in ((nn.Linear(2, 2), ""), (nn.Linear(3, 3), "does not fit .*size mismatch")):
+        if words:
+            with pytest.raises(CheckpointError, match=f"(?s){words}"):
+                Loop(folder=tmp_path, model=kind)
+        else:
+            loop = Loop(folder=tmp_path, model=kind)
+            loop.finish()
+            loop.close()
+
+
+# -- what the commands read ------------------------------------------------------------------
+
+
+def test_status_report_and_plots_read_what_it_writes(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "own")
+    training = Training(run.path, log_every=2)
+    training.run()
+    training.loop.test(accuracy=np.float32(0.75), loss=torch.tensor(0.5), perplexity=3)
+    lines = list(read_json_lines(run.metrics))
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("train", 2), ("train", 4), ("train", 6), ("eval", 6),
+    ]  # fmt: skip
+    assert lines[0]["lr"] == 0.01 and lines[0]["epoch"] == 1 and lines[0]["images_per_second"] > 0
+    assert lines[-1]["perplexity"] == 3
+    with pytest.raises(TypeError, match=r"the metric lr is no number but \[0\.1, 0\.2\]"):
+        training.loop.test(lr=[0.1, 0.2])
+    status = run_status(run, {})
+    assert (status.state, status.step, status.accuracy) == ("done", 6, 0.75)
+    assert status.loss == lines[2]["loss"]
+    assert status.checkpoint_step == 6 and newest_checkpoint(run.checkpoints)
+    report = gather(run, status)
+    assert [point.step for point in report.points] == [2, 4, 6, 6]
+    assert report.report.images_per_second and report.report.command[1:] == sys.argv
+    [entry] = catalog.listing(run)
+    assert (entry.step, entry.problem, entry.is_next) == (6, "", True)
+
+
+def test_stacks_are_those_of_a_run_that_was_submitted(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "own")
+    loop = Loop(folder=run.path, model=nn.Linear(1, 1))
+    with pytest.raises(RequestError, match="own was started by hand: only of a run that"):
+        stacks.read(run, run_status(run, {}))
+    loop.close()
+
+
+def test_metrics_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    training = Training(run.path, log_every=1, save_every="2steps")
+
+    def fails(step: int) -> None:
+        if step == 6:
+            raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        training.run(fails)
+    training.loop.close()
+    assert training.loop.attempt.read_sign_of_life() == SignOfLife(step=5, saved=4)
+    Training(run.path, log_every=1).run()
+    steps = [line["step"] for line in read_json_lines(run.metrics)]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [attempt.number for attempt in attempts(run)] == [1, 2]
+    record = Attempt(run, 2).read_record()
+    assert record and (record.step, record.starts_in_job) == (4, 1)
+
+
+def test_in_a_run_it_writes_into_the_runs_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    attempt = begin(RunDir(tmp_path / "run"))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv(LOOP_VARIABLE, f"17:{attempt.path}")
+    loop = Loop(model=nn.Linear(1, 1))
+    loop.finish()
+    loop.close()
+    assert loop.attempt == attempt
+    assert not attempt.end.exists()  # a run is done when its command is
+    record = attempt.read_record()
+    assert record and record.job_id == "17"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "{own}"),
+        ("", "{own}"),
+        (":/a:", ":/a::{own}"),
+        ("/r/clusterddp-0.1-a.pyz:/a", "/a:{own}"),
+    ],
+)
+def test_the_runs_clusterddp_comes_behind_a_persons_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
+) -> None:
+    """An empty part is the current folder."""
+    own = str(tmp_path / "clusterddp-0.2-b.pyz")
+    monkeypatch.setattr(loop_variables, "bundle_file", lambda: own)
+    environ = {} if before is None else {"PYTHONPATH": before}
+    loop_variables.show_loop(environ, Attempt(RunDir(tmp_path), 1))
+    assert environ["PYTHONPATH"] == after.format(own=own)
+
+
+def test_two_scripts_of_one_attempt_do_not_share_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = begin(RunDir(tmp_path / "run"))
+    monkeypatch.setenv(LOOP_VARIABLE, f":{attempt.path}")
+    monkeypatch.setattr(sys, "argv", ["/somewhere/pretrain.py"])
+    loop = Loop(model=nn.Linear(1, 1))
+    loop.finish()
+    loop.close()
+    monkeypatch.setattr(sys, "argv", ["finetune.py"])
+    with pytest.raises(CheckpointError, match=r"by pretrain\.py, and this is finetune\.py"):
+        Loop(model=nn.Linear(1, 1))
+    later = begin(attempt.run)  # of a COMMAND that was changed
+    monkeypatch.setenv(LOOP_VARIABLE, f":{later.path}")
+    Loop(model=nn.Linear(1, 1)).close()
+
+
+def in_run_of(
+    tasks: int, path: Path, monkeypatch: pytest.MonkeyPatch, template: str = DEFAULT_TEMPLATE
+) -> None:
+    run = RunDir(path)
+    attempt = begin(run)
+    command, resources = ("python", "own.py"), Resources(tasks_per_node=tasks)
+    spec = JobSpec(
+        "run", str(path), resources, command=command, signal="B:USR1@5", template=template
+    )
+    run.spec.write_text(spec.to_json())
+    monkeypatch.setenv(LOOP_VARIABLE, f":{attempt.path}")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "template"), [("", ""), ("1", ""), ("2", ""), ("1", "torchrun.sbatch.j2")]
+)
+def test_worlds_of_a_runs_tasks_do_not_share_its_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, template: str
+) -> None:
+    """An agent of torchrun's that knows of itself alone, where the run has two tasks.
+
+    With the template for torchrun these are two ranks of one agent.
+    """
+    in_run_of(2, tmp_path / "run", monkeypatch, template or DEFAULT_TEMPLATE)
+    if nodes:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    if nodes == "2" or template:
+        Loop(model=nn.Linear(1, 1)).close()
+    else:
+        with pytest.raises(TrainingError, match=r"has 2 tasks, .* of 1 of them: .*folder=…"):
+            Loop(model=nn.Linear(1, 1))
+
+
+def test_a_signal_that_comes_too_late_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    in_run_of(1, tmp_path / "run", monkeypatch)
+    loop = Loop(model=nn.Linear(1, 1), save_every="1step")
+    loop.step()
+    assert loop._saver and loop._saver.wait()
+    loop.step()
+    loop.close()
+    assert any("Slurm's signal comes 5 s ahead" in line for line in logged)
+
+
+def test_a_job_submitted_from_within_a_run_is_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
+    attempt = begin(RunDir(tmp_path / "run"))
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    monkeypatch.setenv(LOOP_VARIABLE, f"17:{attempt.path}")
+    loop = Loop(model=nn.Linear(1, 1))
+    loop.close()
+    assert loop.attempt.run.path == tmp_path / "jobs/train"
+    assert attempt.read_record() is None
+
+
+def test_an_attempt_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOOP_VARIABLE, f":{tmp_path}/run/attempts/0001")
+    with pytest.raises(TrainingError, match="attempts/0001 is gone"):
+        Loop(model=nn.Linear(1, 1))
+
+
+def test_under_an_agent_in_a_run_it_leaves_with_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun would take 75 for a failure; the run knows by the record."""
+    attempt = begin(RunDir(tmp_path / "run"))
+    monkeypatch.setenv(LOOP_VARIABLE, f":{attempt.path}")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    loop = Loop(model=nn.Linear(1, 1))
+    stop.requested.note("signal")
+    with pytest.raises(SystemExit) as leaving:
+        loop.step()
+    loop.close()
+    assert leaving.value.code == 0
+    last_word = attempt.read_last_word()
+    assert last_word and last_word.cause == "stopped"
+
+
+def test_a_mark_of_the_run_is_heard(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+
+    def mark(step: int) -> None:
+        if step == 2:
+            training.loop.attempt.ask_to_stop("stop")
+            assert training.loop._presence
+            training.loop._presence._look()
+
+    assert left(training, mark) == 75
+    last_word = training.loop.attempt.read_last_word()
+    assert last_word and last_word.reason == "stop"
+
+
+# -- ranks -----------------------------------------------------------------------------------
+
+
+def rank_trains(
+    rank: int, world_size: int, folder: Path, stop_at: int, sharded: bool, epochs: int = 2
+) -> tuple[Any, int, list[list[float]]]:
+    """Exit code, steps and whole weights of one rank; rank 1 alone is asked to stop."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 1))
+    samples = torch.arange(96.0).reshape(24, 4) / 96
+    if sharded:
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+    data = torch.utils.data.TensorDataset(samples)
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=2, sampler=sampler)
+    loop = Loop(folder=folder, model=model, optimizer=optimizer, save_every="3steps")
+    loop._poll.due = lambda _: True  # type: ignore[method-assign]
+    code = None
+    try:
+        for epoch in loop.epochs(epochs):
+            sampler.set_epoch(epoch)
+            for [inputs] in loop.batches(loader):
+                loss = model(inputs).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if loop.steps + 1 == stop_at and rank == 1:
+                    stop.requested.note("signal")
+                loop.step(loss=loss)
+    except SystemExit as leaving:
+        code = leaving.code
+    loop.close()
+    whole = [
+        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        for parameter in model.parameters()
+    ]
+    return code, loop.steps, [each.detach().flatten().tolist() for each in whole]
+
+
+@pytest.mark.parametrize(
+    "sharded",
+    [False, pytest.param(True, marks=[pytest.mark.slow, trains_sharded])],
+    ids=["ddp", "fsdp2"],
+)
+def test_one_ranks_request_stops_all_at_one_step_and_they_end_in_the_same_weights(
+    tmp_path: Path, sharded: bool
+) -> None:
+    undisturbed = run_ranks(2, rank_trains, tmp_path / "undisturbed", 0, sharded)
+    assert undisturbed[0] == undisturbed[1] and undisturbed[0][:2] == (None, 12)
+    stopped = run_ranks(2, rank_trains, tmp_path / "stopped", 4, sharded)
+    assert [each[:2] for each in stopped] == [(75, 4), (75, 4)]
+    assert run_ranks(2, rank_trains, tmp_path / "stopped", 0, sharded) == undisturbed
+    content = torch.load(tmp_path / "stopped/checkpoints/step-00000012.pt", weights_only=True)
+    plain = ["0.weight", "0.bias", "3.weight", "3.bias"]  # and no `module.` of DDP's
+    assert list(content.get("model", {})) == ([] if sharded else plain)
+
+
+def rank_fails(
+    rank: int, world_size: int, folder: Path, stop_at: int, where: str, sharded: bool
+) -> tuple[Any, str]:
+    """Exit code, and what is said on each rank; rank 1 alone has trouble with its files."""
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    if rank == 1 and where:
+        module, name = where.split(".")
+        setattr({"catalog": catalog, "sharded": checkpoints.sharded}[module], name, stale)
+    try:
+        return rank_trains(rank, world_size, folder, stop_at, sharded)[0], ""
+    except CheckpointError as error:
+        return None, str(error)
+
+
+@trains_sharded
+def test_a_sharded_checkpoint_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """On all ranks at the end of the loop; and in the last word of one that leaves."""
+    said = run_ranks(2, rank_fails, tmp_path / "end", 0, "sharded._digests", True)
+    assert said[0] == said[1]
+    assert re.search(r"the loop is done, but .*0012\.pt was not written: .*Stale", said[0][1])
+    assert not list((tmp_path / "end/checkpoints").iterdir())
+    left = run_ranks(2, rank_fails, tmp_path / "left", 4, "sharded._digests", True)
+    assert left == [(75, "")] * 2
+    last_word = Attempt(RunDir(tmp_path / "left"), 1).read_last_word()
+    assert last_word and (last_word.step, last_word.saved) == (4, None)
+    assert "Stale file handle" in last_word.trouble
+
+
+@pytest.mark.parametrize(
+    "sharded",
+    [pytest.param(True, marks=trains_sharded), pytest.param(False, marks=pytest.mark.slow)],
+    ids=["fsdp2", "ddp"],
+)
+def test_what_one_rank_cannot_read_ends_all(tmp_path: Path, sharded: bool) -> None:
+    run_ranks(2, rank_trains, tmp_path, 4, sharded)
+    said = run_ranks(2, rank_fails, tmp_path, 0, "catalog.read", sharded)
+    assert said[0] == said[1]
+    assert re.search("^rank 1 on .*Stale file handle", said[0][1])
+
+
+def rank_gives(rank: int, world_size: int, folder: Path) -> list[str]:
+    """What is said to states of which a rank has a part, and to two other models than the first."""
+    said = []
+    for model in (nn.Linear(4, 4), nn.Linear(5, 4), nn.Sequential(nn.Linear(4, 4))):
+        plain = nn.Linear(4, 4)
+        fully_shard(model)
+        both = torch.optim.SGD([*model.parameters(), *plain.parameters()])
+        average = Odd(next(model.parameters()).detach())
+        for states in ({"average": average}, {"optimizer": both, "plain": plain}, {}):
+            try:
+                loop = Loop(folder=folder, model=model, **states)
+                loop.finish()
+                loop.close()
+            except (TypeError, CheckpointError) as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_sharded_state_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    [said, other] = run_ranks(2, rank_gives, tmp_path)
+    assert said == other and len(said) == 8
+    for refusals in (said[:2], said[2:4], said[5:7]):
+        assert "Loop(average=…)" in refusals[0] and "full_tensor()" in refusals[0]
+        assert "the SGD has parameters of no one module" in refusals[1]
+    for told, words in ((said[4], "size mismatch for model.weight"), (said[7], "model.0.weight")):
+        assert "does not fit what this loop was given: " in told and words in told
+
+
+def rank_counts(rank: int, world_size: int, folder: Path) -> int:
+    """The step that is saved after the second, which is one rank's last batch."""
+    loop = Loop(folder=folder, model=nn.Linear(1, 1), save_every="2steps")
+    for _ in loop.epochs(1):
+        for _ in loop.batches(range(2 + rank)):
+            loop.step()
+            if loop.steps == 2:
+                saved = loop._saved_step
+                break
+    loop.close()
+    return saved
+
+
+def test_loaders_of_different_lengths_save_at_one_step(tmp_path: Path) -> None:
+    assert run_ranks(2, rank_counts, tmp_path) == [2, 2]
+
+
+def rank_begins(rank: int, world_size: int, folder: Path) -> str:
+    try:
+        rank_trains(rank, world_size, folder, 0, sharded=False)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_plain_checkpoint_of_another_number_of_ranks_is_refused_on_every_rank(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, rank_trains, tmp_path, 4, False)
+    said = run_ranks(3, rank_begins, tmp_path)
+    assert len(set(said)) == 1
+    assert "step-00000004.pt is of 2 ranks, and this world has 3" in said[0]
+    assert "Start 2 ranks again" in said[0]
+
+
+def rank_loads(rank: int, world_size: int, folder: Path) -> tuple[int, int, list[list[float]]]:
+    """Steps, batches that are passed over and weights, before anything is trained."""
+    _, steps, weights = rank_trains(rank, world_size, folder, 0, True, epochs=0)
+    return steps, world_size, weights
+
+
+@trains_sharded
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_sharded_checkpoint_resumes_at_another_number_of_ranks(
+    tmp_path: Path, ranks: int
+) -> None:
+    [saved, _] = run_ranks(2, rank_trains, tmp_path, 4, True)
+    loaded = run_ranks(ranks, rank_loads, tmp_path)
+    assert loaded == [(4, ranks, saved[2])] * ranks
+    # And it trains on: 24 samples an epoch, of which 16 are trained in the first.
+    [(_, steps, _), *_] = run_ranks(ranks, rank_trains, tmp_path, 0, True)
+    left_in_first, in_second = {3: (2, 4), 1: (4, 12)}[ranks]
+    assert steps == 4 + left_in_first + in_second
+
+
+@trains_sharded
+@pytest.mark.slow
+def test_a_damaged_shard_is_passed_over_with_its_checkpoint(tmp_path: Path) -> None:
+    undisturbed = run_ranks(2, rank_trains, tmp_path / "undisturbed", 0, True)
+    run_ranks(2, rank_trains, tmp_path / "run", 4, True)
+    [shard] = (tmp_path / "run/checkpoints/step-00000004.shards").glob("__1_*")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    entries = catalog.listing(RunDir(tmp_path / "run"))
+    assert [(entry.step, entry.problem) for entry in entries] == [
+        (4, "shard SHA-256 differs"), (3, ""),
+    ]  # fmt: skip
+    assert run_ranks(2, rank_trains, tmp_path / "run", 0, True) == undisturbed
+
+
+# -- as a process ----------------------------------------------------------------------------
+
+_SCRIPT = """
+import signal, sys
+import torch
+from torch import nn
+from clusterddp.loop import Loop
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loop = Loop(model=model, optimizer=optimizer)
+while loop.steps < 5:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if loop.steps == 2 and "wait" in sys.argv:
+        print("ready", flush=True)
+        sys.stdin.readline()
+    loop.step()
+print([p.tolist() for p in model.parameters()])
+"""
+
+
+def test_a_plain_process_saves_and_exits_with_75(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(_SCRIPT)
+
+    def begin(folder: Path, *words: str) -> "subprocess.Popen[str]":
+        folder.mkdir(exist_ok=True)
+        return subprocess.Popen(
+            [sys.executable, script, *words], cwd=folder, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=dying_with_us(),  # noqa: PLW1509 -- no threads of ours at the fork
+        )  # fmt: skip
+
+    process = begin(tmp_path / "stopped", "wait")
+    assert process.stdout and process.stdin
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate("\n")
+    assert (process.returncode, out) == (75, ""), err
+    assert "clusterddp: saved step 3 and leaving at step 3: SIGTERM\n" in err
+    ends = [begin(tmp_path / name).communicate() for name in ("stopped", "undisturbed")]
+    assert "resumes from step 3" in ends[0][1]
+    assert ends[0][0] == ends[1][0] and ends[0][0], ends
+
+
+def test_it_needs_torch_alone(tmp_path: Path) -> None:
+    """Of what is installed: no numpy, click, jinja2 or tqdm is imported."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['numpy', 'click', 'jinja2', 'tqdm', "
+        "'torchvision', 'submitit'])); import clusterddp.loop; from torch import nn; "
+        "loop = clusterddp.loop.Loop(folder=sys.argv[1], model=nn.Linear(1, 1)); loop.finish()"
+    )
+    argv = [sys.executable, "-W", "ignore", "-c", code, "run"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,107 @@
+"""Rank 0's sign of life, and what it hears beside the training."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from clusterddp.run.attempt import Attempt, begin
+from clusterddp.run.run_dir import RunDir
+from clusterddp.training import presence
+from clusterddp.training.presence import Presence
+from clusterddp.training.stop import StopRequest
+from tests.waiting import wait_for
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "ALIVE_SECONDS", 0.01)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The reasons for which a process would have ended."""
+    reasons: list[str] = []
+    monkeypatch.setattr(Presence, "_end", lambda _, why: reasons.append(why))
+    return reasons
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    return begin(RunDir(tmp_path))
+
+
+@pytest.mark.usefixtures("quickly")
+def test_its_sign_of_life_is_renewed_with_the_step(attempt: Attempt) -> None:
+    steps = iter(range(1000))
+    ours = Presence(attempt, StopRequest())
+    ours.step = lambda: next(steps)
+    with ours:
+        wait_for(lambda: attempt.alive.exists() and _step(attempt) >= 3, "a third sign of life")
+        assert attempt.is_alive()
+    wait_for(lambda: "presence" not in {t.name for t in threading.enumerate()}, "its thread's end")
+    assert sorted(path.name for path in attempt.path.iterdir()) == ["alive", "outcomes"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [('{"reason": "stop"}', "stop"), ("", "signal"), ("{torn", "signal")]
+)
+@pytest.mark.usefixtures("quickly")
+def test_a_request_in_the_attempts_folder_is_noted(
+    attempt: Attempt, content: str, reason: str
+) -> None:
+    request = StopRequest()
+    with Presence(attempt, request):
+        assert request.reason == ""
+        fresh = attempt.path / "fresh"
+        fresh.write_text(content)
+        fresh.replace(attempt.stop)  # in one step: a file that is still empty is a request, too
+        wait_for(lambda: request.reason, "the request")
+    assert request.reason == reason
+
+
+@pytest.mark.usefixtures("quickly")
+def test_an_attempt_that_a_later_one_follows_ends(attempt: Attempt, ends: list[str]) -> None:
+    with Presence(attempt, StopRequest()):
+        wait_for(attempt.alive.exists, "a sign of life")
+        assert not ends
+        begin(attempt.run)
+        wait_for(lambda: ends, "the end")
+    assert ends[0] == "superseded: attempt 2 of the run has begun, and trains on"
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, logged: list[str], ends: list[str]
+) -> None:
+    tries = []
+
+    def full(self: Attempt, step: int, saved: int | None) -> None:
+        tries.append(step)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Attempt, "show_life", full)
+    request = StopRequest()
+    with Presence(attempt, request):
+        wait_for(lambda: len(tries) > 2, "more than one try")
+        attempt.stop.touch()
+        wait_for(lambda: request.reason, "the request")
+        begin(attempt.run)
+        wait_for(lambda: ends, "the end")
+    assert sum("No space left on device" in line for line in logged) == 1
+
+
+@pytest.mark.usefixtures("quickly")
+def test_an_attempt_whose_folder_was_removed_ends(attempt: Attempt, ends: list[str]) -> None:
+    with Presence(attempt, StopRequest()):
+        wait_for(attempt.alive.exists, "a sign of life")
+        while attempt.path.exists():
+            shutil.rmtree(attempt.path, ignore_errors=True)
+        wait_for(lambda: ends, "the end")
+    assert ends[0] == f"{attempt.path} was removed: nothing can be saved any more"
+
+
+def _step(attempt: Attempt) -> int:
+    return int(json.loads(attempt.alive.read_text())["step"])
