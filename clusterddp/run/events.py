@@ -6,7 +6,7 @@ the field's default. Times are seconds since the epoch.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, ParamSpec
 
@@ -171,6 +171,17 @@ class TimeLimitReached(Event):
     """End of a rehearsal's time limit."""
 
     kind: ClassVar[str] = "time_limit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesBlamed(Event):
+    """Nodes that the run's next attempts avoid (`bad_nodes`)."""
+
+    kind: ClassVar[str] = "nodes_blamed"
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    """What was measured or seen, by the node's name."""
+    by: str = ""
+    """What blames them: a word of `bad_nodes`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from clusterddp.run.status import RunStatus, run_status, submission_folder
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import bundle, code_renewal, outlook, snapshot
-from clusterddp.submission.preflight import find_own_functions, is_finished, make_sure, uneven_batch
+from clusterddp.submission.inputs import find_own_functions, is_finished, make_sure, uneven_batch
 from clusterddp.submission.programs import check_command, check_pythons
 from clusterddp.submission.submit import ask_for_partitions, naming_the_job
 from clusterddp.version import of_script
@@ -395,7 +395,7 @@ def _check_progress(run: RunDir, spec: JobSpec, config: TrainConfig) -> None:
             "already, as its newest checkpoint says. Give as many or more, or submit a new run."
         )
     if config.resume and not reached:
-        return  # preflight checks another run's checkpoint
+        return  # `inputs` checks another run's checkpoint
     problem = uneven_batch(run, config, spec.world_size, resumes=bool(reached))
     if problem:
         raise RequestError(f"--nodes and --tasks-per-node: {spec.layout}: {problem}")

@@ -17,7 +17,7 @@ from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.slurm.partitions import Question
 from clusterddp.submission import bundle, outlook
-from clusterddp.submission.preflight import find_own_functions, make_sure
+from clusterddp.submission.inputs import find_own_functions, make_sure
 from clusterddp.submission.programs import check_command, check_pythons
 
 
