@@ -179,7 +179,7 @@ class _Evidence:
         if not self.trains and not self.has_last_word:
             # Only a command's exit code is known, not what it saves without a loop of ours.
             asked = f"the {_ASKED_AGAIN}"
-            return asked if self.paused else "the command did not ask to be started again"
+            return asked if self.paused else "the command has not said whether it saved"
         step, saved = self.last_word.step, self.last_word.saved
         at = f" at step {step}" if step is not None else ""
         if saved not in (-1, step):
