@@ -40,6 +40,7 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
     Exit codes: 0 nothing is bad, 1 something is, 2 a wrong request.
     """
     from clusterddp.run import formatting
+    from clusterddp.submission import diagnosis as found
     from clusterddp.submission import doctor
 
     if write is not None:
@@ -52,7 +53,7 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
     spec = job_spec(ctx, "doctor")
     given_before = _in_force(ctx)
     diagnosis = doctor.examine(spec, template_folder(ctx))
-    text = doctor.site_cfg(diagnosis, given_before)
+    text = found.site_cfg(diagnosis, given_before)
     if as_json:
         checks = [dataclasses.asdict(check) for check in diagnosis.checks]
         record = {"verdict": diagnosis.verdict, "checks": checks, "site_cfg": text}
@@ -64,10 +65,10 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
         ]
         click.echo(formatting.table(rows))
     if write is not None:
-        _write(write, text, doctor.proposed(diagnosis, given_before))
+        _write(write, text, found.proposed(diagnosis, given_before))
         shown = f"clusterddp site --site {shlex.quote(write)}"
         click.echo(f"clusterddp: wrote {write}; read it, then look at: {shown}", err=True)
-    return EXIT_FAILED if diagnosis.verdict == doctor.BAD else EXIT_DONE
+    return EXIT_FAILED if diagnosis.verdict == found.BAD else EXIT_DONE
 
 
 def _words(seen: str, advice: str) -> str:
