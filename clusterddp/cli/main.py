@@ -30,6 +30,7 @@ COMMANDS = {
     "submit": "Render, check and submit a run to Slurm.",
     "check": "Say what will go wrong in scripts of your own.",
     "import": "Print the submit line that does what an sbatch script does.",
+    "doctor": "Check this account, Slurm, folders and Python for runs.",
     "debug": "Train in this very process, or in --procs N of them.",
     "compare": "Train on one device and on several: a table, and a picture.",
     "train": "Train as one rank: in a task of a run, by hand or under torchrun.",

@@ -1,5 +1,6 @@
 """The cluster's partitions, as one call of sinfo shows them: nodes, CPUs, GPUs, time limits."""
 
+import contextlib
 import re
 import threading
 import time
@@ -48,12 +49,21 @@ class Question:
         return self._partitions
 
     def _ask(self) -> None:
-        try:
-            answer = ask(_SINFO, self._environ, PATIENCE_SECONDS)
-        except SlurmError:
-            return
-        if answer.returncode == 0:
-            self._partitions = parse(answer.stdout.splitlines())
+        with contextlib.suppress(SlurmError):
+            self._partitions = read(self._environ, PATIENCE_SECONDS)
+
+
+def read(
+    environ: Mapping[str, str] | None = None, seconds: float | None = None
+) -> dict[str, Partition]:
+    """Return the partitions by name, as sinfo shows them; see `ask` for the defaults.
+
+    Raises SlurmError where it does not answer, or fails.
+    """
+    answer = ask(_SINFO, environ, seconds)
+    if answer.returncode:
+        raise SlurmError(f"sinfo: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
+    return parse(answer.stdout.splitlines())
 
 
 def parse(lines: Iterable[str]) -> dict[str, Partition]:
