@@ -4,10 +4,9 @@ By the ranks' own speeds, which they exchange for each line of metrics anyway: i
 the same time over a step, and only what each computes by itself tells them apart.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from statistics import median
 
 from clusterddp import log
 from clusterddp.run.attempt import Attempt
@@ -69,10 +68,8 @@ class Stragglers:
         if self._seconds < self._patience / _SPANS:
             return
         before = list(self._records)
-        rates = self._paces.images_per_second
-        for rank, rate in enumerate(rates):
-            usual = median(rates[:rank] + rates[rank + 1 :])
-            self._judge(rank, rate / usual if usual else 1.0, step, now)
+        for rank, share in enumerate(shares(self._paces.images_per_second)):
+            self._judge(rank, share, step, now)
         self._begin_span()
         if self._records != before:
             with suppress(OSError):  # a full disk costs the record; the line stands in the log
@@ -145,3 +142,19 @@ class Stragglers:
         """Return a rank's host as its parent has recorded it; empty where it has none."""
         outcome = read_outcome(self._attempt.outcomes, rank)
         return outcome.host if outcome else ""
+
+
+def shares(rates: Sequence[float]) -> list[float]:
+    """Give each rank's speed as a share of the median of the others; 1 where that is 0.
+
+    By one sorted list, as thousands of ranks are looked at beside the training.
+    """
+    ranked = sorted(rates)
+    places = {rate: place for place, rate in enumerate(ranked)}
+    low, high = (len(rates) - 2) // 2, (len(rates) - 1) // 2  # the middle of the others
+
+    def usual(place: int) -> float:
+        return (ranked[low + (low >= place)] + ranked[high + (high >= place)]) / 2
+
+    others = [usual(places[rate]) for rate in rates]
+    return [rate / other if other else 1.0 for rate, other in zip(rates, others, strict=True)]
