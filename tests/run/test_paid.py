@@ -136,9 +136,7 @@ def test_before_the_first_attempt_nothing_is_paid(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("nodelist", ["", "h[01-", "localhost"])
-def test_a_list_of_nodes_that_cannot_be_read_costs_nothing_else(
-    run: RunDir, nodelist: str
-) -> None:
+def test_a_list_of_nodes_that_cannot_be_read_costs_nothing_else(run: RunDir, nodelist: str) -> None:
     attempt_of(run, (0, 1), spent(0, 1, 0, 0), nodelist=nodelist)
     paid = account(run, spec(**TRAINING))
     assert paid is not None

@@ -121,9 +121,7 @@ def test_noise_and_a_hiccup_name_nobody(
     assert (logged, attempt.stragglers.exists()) == ([], False)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"patience": 0.0}, {"rank": 1}, {"steps_a_line": 4}], ids=lambda each: str(each)
-)
+@pytest.mark.parametrize("settings", [{"patience": 0.0}, {"rank": 1}, {"steps_a_line": 4}], ids=str)
 def test_nobody_is_named_where_it_is_off_or_too_few_steps_are_known(
     attempt: Attempt, logged: list[str], settings: dict[str, Any]
 ) -> None:
@@ -138,9 +136,7 @@ def test_unknown_speeds_name_nobody(attempt: Attempt, logged: list[str]) -> None
     assert (logged, attempt.stragglers.exists()) == ([], False)
 
 
-def test_a_full_disk_costs_the_record_and_not_the_line(
-    attempt: Attempt, logged: list[str]
-) -> None:
+def test_a_full_disk_costs_the_record_and_not_the_line(attempt: Attempt, logged: list[str]) -> None:
     attempt.stragglers.mkdir()  # where no file can take its place
     Run(attempt).lines(6, SLOW)
     assert len(logged) == 1
