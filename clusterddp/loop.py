@@ -302,8 +302,8 @@ class Loop:
         """Sum up rank 0's time; what ranks wait for each other is not seen from here."""
         costs = self._saver.costs if self._saver else Costs()
         saving = costs.copy_seconds + costs.blocked_seconds
-        training = max(time.time() - self._began - saving, 0.0)
-        return Spent(round(self._began, 3), round(training, 3), None, round(saving, 3))
+        training = max(time.time() - self._loops_since - saving, 0.0)
+        return Spent(round(self._loops_since, 3), round(training, 3), None, round(saving, 3))
 
     def _stop_listening(self) -> None:
         """Give signals their usual effect again; a late USR1 of Slurm's would end the process."""
@@ -419,7 +419,7 @@ class Loop:
         """Begin what rank 0 does beside the training: saving, signs of life, the time limit."""
         Loop._folders.add(self.attempt.run.path)
         saver = self._saver = Saver(self.attempt, self._keep_last)
-        self._began = time.time()
+        self._loops_since = time.time()
         self._presence = Presence(self.attempt, stop.requested)
         self._presence.step = lambda: self.steps
         self._presence.saved = lambda: saver.last_step

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import events
+from clusterddp.run import events, files
 from clusterddp.run.attempt import Attempt, attempts, summaries
-from clusterddp.run.records import AttemptSummary, Paid, Spent
+from clusterddp.run.records import AttemptSummary, GpuUse, Paid, Spent
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import expand_nodelist
 
@@ -73,9 +73,9 @@ def account(
         return None
     whole = round(seconds / 3600, _DIGITS)
     gpus = spec.resources.gpus_per_node if spec else 0
-    paid = Paid(whole, round(whole * gpus, _DIGITS) if gpus else None)
+    gpu_hours = round(whole * gpus, _DIGITS) if gpus else None
     if not splits:
-        return paid
+        return Paid(whole, gpu_hours, gpu_use=_gpu_use(known))
     if not knows_waiting:
         computing, waiting = computing + waiting, 0.0
     sums = (computing, waiting, starting, saving, redone)
@@ -83,14 +83,23 @@ def account(
     rest = round(max(whole - sum(hours), 0.0), _DIGITS)
     return Paid(
         whole,
-        paid.gpu_hours,
+        gpu_hours,
         computing=hours[0],
         waiting=hours[1] if knows_waiting else None,
         starting=hours[2],
         saving=hours[3],
         redone=hours[4],
+        gpu_use=_gpu_use(known),
         rest=rest,
     )
+
+
+def _gpu_use(known: list[Attempt]) -> float | None:
+    """Return the mean of all samples of all GPUs; None without any."""
+    found = [files.read(GpuUse, path) for each in known for path in each.outcomes.glob("gpus-*")]
+    weights = [(use.gpus * use.samples, use.share) for use in found if use]
+    total = sum(weight for weight, _ in weights)
+    return round(sum(weight * share for weight, share in weights) / total, 4) if total else None
 
 
 def _split(

@@ -295,6 +295,18 @@ class AttemptSummary:
 
 
 @dataclass(frozen=True)
+class GpuUse:
+    """outcomes/gpus-R.json: how busy the GPUs of rank R's node were, by NVML's samples."""
+
+    host: str = ""
+    gpus: int = 0
+    """GPUs that were looked at."""
+    samples: int = 0
+    share: float = 0.0
+    """Mean over GPUs and samples of the time in which a kernel ran, from 0 to 1."""
+
+
+@dataclass(frozen=True)
 class Paid:
     """Hours for which nodes were held, over all attempts, and what they went into.
 
@@ -315,6 +327,8 @@ class Paid:
     """Time for which checkpoints have stopped the training."""
     redone: float | None = None
     """Steps that a later attempt did again, with their waiting."""
+    gpu_use: float | None = None
+    """Share of the time in which the GPUs of a COMMAND were busy; None where nobody looked."""
     rest: float | None = None
     """Evaluation, lines of metrics, the end, and what no record tells of."""
 

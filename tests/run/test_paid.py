@@ -12,7 +12,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.files import write_record
 from clusterddp.run.paid import account
-from clusterddp.run.records import AttemptRecord, LastWord, Paid, Spent
+from clusterddp.run.records import AttemptRecord, GpuUse, LastWord, Paid, Spent
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import add_event
 
@@ -127,6 +127,15 @@ def test_the_last_sign_ends_an_attempt_whose_end_nobody_has_recorded(run: RunDir
 def test_of_a_command_without_a_loop_the_whole_alone_is_known(run: RunDir) -> None:
     attempt_of(run, (0, 3), None, steps=None)
     assert account(run, spec(gpus=0, command=("python", "mine.py"))) == Paid(node_hours=6.0)
+
+
+def test_a_commands_gpus_are_as_busy_as_the_mean_of_all_samples(run: RunDir) -> None:
+    for number, samples in ((0, 30), (1, 10)):
+        made = attempt_of(run, (number, number + 1), None, steps=None)
+        write_record(made.outcomes / "gpus-0.json", GpuUse("h01", 4, samples, 0.5 + number / 2))
+    (made.outcomes / "gpus-4.json").write_text("torn")
+    paid = account(run, spec(command=("python", "mine.py")))
+    assert paid == Paid(node_hours=4.0, gpu_hours=16.0, gpu_use=0.625)
 
 
 def test_before_the_first_attempt_nothing_is_paid(run: RunDir) -> None:

@@ -178,7 +178,8 @@ def _paid(report: RunReport) -> str:
         for name, hours in parts
         if hours is not None and paid.node_hours
     ]
-    return ": ".join(filter(None, (whole, ", ".join(shares))))
+    use = "" if paid.gpu_use is None else f"GPUs were busy {paid.gpu_use:.1%} of the time (NVML)"
+    return "; ".join(filter(None, (": ".join(filter(None, (whole, ", ".join(shares)))), use)))
 
 
 def _slow_ranks(report: RunReport) -> list[tuple[str, str]]:

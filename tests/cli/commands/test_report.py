@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import write_record
-from clusterddp.run.records import SlowRank, SlowRanks, Spent
+from clusterddp.run.records import GpuUse, SlowRank, SlowRanks, Spent
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_reports import achieve, attempt, measure
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
@@ -172,6 +173,20 @@ def test_what_was_paid_and_who_was_slow_stand_in_the_account(workplace: Workplac
     assert report["paid"]["node_hours"] == 20.0
     assert report["paid"]["gpu_hours"] == 80.0
     assert report["attempts"][0]["stragglers"][0]["host"] == "h\033[31m02"
+
+
+def test_of_a_command_the_whole_is_told_and_how_busy_its_gpus_were(workplace: Workplace) -> None:
+    run = workplace.run("mine", submitted("12"))
+    spec = json.loads(run.spec.read_text())
+    run.spec.write_text(json.dumps({**spec, "train": None, "command": ["python", "mine.py"]}))
+    for event, began in (("started", 1_700_000_000.0), ("ended", 1_700_001_800.0)):
+        add_event(run, event, time=began, job_id="12", attempt=1, nodelist="h01")
+    folder = Attempt(run, 1).outcomes
+    folder.mkdir(parents=True)
+    assert account(workplace)["paid"] == "0.5000 node-hours, 2.00 GPU-hours"
+    write_record(folder / "gpus-0.json", GpuUse("h01", 4, 360, 0.631))
+    told = "0.5000 node-hours, 2.00 GPU-hours; GPUs were busy 63.1% of the time (NVML)"
+    assert account(workplace)["paid"] == told
 
 
 def test_a_start_that_was_interrupted_or_failed_by_hand_says_so(workplace: Workplace) -> None:
