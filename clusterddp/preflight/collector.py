@@ -28,7 +28,7 @@ FIRST_SECONDS = 60.0
 """Time for the first node to answer: Slurm may hold a step back."""
 PATIENCE_SECONDS = 15.0
 """Time for the others after it, and for each further answer of all."""
-_END_SECONDS = 5.0
+_END_SECONDS = 3.0
 """Time for srun to end by itself; a probe that is stopped keeps it waiting."""
 _MOST_CONNECTIONS = 4096
 
@@ -97,10 +97,10 @@ def collect(
     hosts: names of the nodes, as Slurm knows them. has_ended: whether the probes have ended.
     """
     with contextlib.closing(_Collector(server, hosts, nonce, has_ended)) as collector:
-        collector.await_all(FIRST_SECONDS, one_is_enough=True)
+        collector.await_all(hosts, FIRST_SECONDS, one_is_enough=True)
         if not collector.probes:
             return Collection(trouble="no node has answered")
-        collector.await_all(PATIENCE_SECONDS)
+        collector.await_all(hosts, PATIENCE_SECONDS)
         collector.measure_together()
         if verdict.judge(collector.nodes(), collector.silent()).comparisons:
             collector.measure_together()  # once more: it may have been a moment's load
@@ -165,10 +165,12 @@ class _Collector:
         for number, probe in enumerate(probes):
             probe.is_due, probe.at = True, "its exchange with the other nodes"
             self._send(probe, {"peers": peers, "own": number})
-        self.await_all(PATIENCE_SECONDS)
+        self.await_all(self._peers, PATIENCE_SECONDS)
 
-    def await_all(self, seconds: float, *, one_is_enough: bool = False) -> None:
-        """Wait until every node has answered, and no longer than this, or than the probes run."""
+    def await_all(
+        self, hosts: Sequence[str], seconds: float, *, one_is_enough: bool = False
+    ) -> None:
+        """Wait until these nodes have answered, and no longer than this, or than the probes run."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             is_over = self._has_ended()
@@ -181,7 +183,7 @@ class _Collector:
                 return
             if all(
                 (probe := self.probes.get(host)) and (not probe.is_due or probe.has_gone)
-                for host in self._hosts
+                for host in hosts
             ):
                 return
 
