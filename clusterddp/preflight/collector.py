@@ -152,7 +152,7 @@ class _Collector:
         return {
             host: f"answered, and then nothing: it was at {probe.at}"
             if (probe := self.probes.get(host))
-            else f"no answer within {PATIENCE_SECONDS:g} s of the first node's"
+            else f"{verdict.NO_ANSWER} within {PATIENCE_SECONDS:g} s of the first node's"
             for host in self._hosts
             if host not in self.probes or self.probes[host].is_due
         }

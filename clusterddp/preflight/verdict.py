@@ -28,6 +28,9 @@ QUICK_BYTES_PER_SECOND = 250e6
 """… unless it is quicker than this."""
 CLOCK_SECONDS = 5.0
 """Difference from the median of at least three clocks."""
+NO_ANSWER = "no answer"
+"""Beginning of what is known of a node that has not answered at all."""
+_MOST_REMARKS = 10
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def judge(nodes: Sequence[Node], silent: Mapping[str, str]) -> Verdict:
             failed.setdefault(host, []).append(reason)
         return bool(found)
 
-    blame(silent, "no answer")
+    blame(_silent(nodes, silent), "no answer")
     for what, check in _CHECKS.items():
         blame({node.host: why for node in nodes if (why := check(node, nodes))}, what)
     for what, culprits in (
@@ -90,7 +93,10 @@ def judge(nodes: Sequence[Node], silent: Mapping[str, str]) -> Verdict:
         ("slow transfers", _slow(nodes)),
     ):
         comparisons = blame(culprits, what) or comparisons
-    remarks += _unexplained(nodes, failed)
+    unexplained = [*_unexplained(nodes, failed)]
+    remarks += unexplained[:_MOST_REMARKS]
+    if len(unexplained) > _MOST_REMARKS:
+        remarks.append(f"{len(unexplained) - _MOST_REMARKS} more pairs are like that")
     return Verdict(
         {host: "; ".join(reasons) for host, reasons in failed.items()}, tuple(remarks), comparisons
     )
@@ -144,6 +150,16 @@ def table(
     none = ("-",) * (len(rows[0]) - 2)
     rows += [(host, *none, "silent") for host in silent]
     return rows
+
+
+def _silent(nodes: Sequence[Node], silent: Mapping[str, str]) -> Mapping[str, str]:
+    """Return those that a lack of answers tells of: others reach the batch host, which may be one.
+
+    Where no other node than this has answered, nobody may be able to reach it.
+    """
+    if len(nodes) > 1:
+        return silent
+    return {host: why for host, why in silent.items() if not why.startswith(NO_ANSWER)}
 
 
 def _gpus(node: Node, nodes: Sequence[Node]) -> str:
