@@ -50,6 +50,7 @@ COMMANDS = {
     "site": "Show each setting in force and where it came from.",
     "completion": "Print the completion script of a shell.",
     "batch": "",
+    "probe": "",
     "begin": "",
     "finish": "",
     "watch-step": "",

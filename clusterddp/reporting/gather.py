@@ -138,6 +138,8 @@ class RunReport:
     hosts: list[str] = field(default_factory=list)
     where: list[str] = field(default_factory=list)
     """Devices of the ranks: `ranks 0-1 on h01: cpu`."""
+    preflight: str = ""
+    """Line on the checks of the nodes ahead of the latest attempt's tasks; empty without them."""
     device: str = ""
     precision: str = ""
     backend: str = ""
@@ -227,6 +229,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         num_nodes=report.num_nodes or status.nodes,
         hosts=list(dict.fromkeys(settled.hosts)) or status.hosts,
         where=list(resolved.where),
+        preflight=status.preflight,
         device=report.device or resolved.kind,
         precision=settled.precision,
         backend=settled.backend,

@@ -27,6 +27,7 @@ SPEC_FORMAT = 1
 MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
+NO_PREFLIGHT, QUICK = PREFLIGHTS = ("none", "quick")
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Variable by which NCCL takes several ranks on one GPU."""
 SHARING = f"{SHARED_GPUS}=1 with NCCL 2.30 or later"
@@ -321,6 +322,14 @@ class JobSpec:
         group=table.INTERRUPTED,
     )
     end_silent: bool = option(False, "End the job then, as failed.", group=table.INTERRUPTED)
+    preflight: str | None = option(
+        None,
+        "Check the job's nodes against each other before its tasks start: quick takes a second or "
+        "two. A node that fails is named, and no task starts.",
+        Choice(PREFLIGHTS),
+        shown="quick for more than one node",
+        group=table.INTERRUPTED,
+    )
 
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
@@ -619,6 +628,17 @@ class JobSpec:
         return bool(self.command or (self.train and self.train.own_functions))
 
     @property
+    def node_checks(self) -> str:
+        """Return the checks of nodes ahead of the tasks, one of `PREFLIGHTS`.
+
+        A rehearsal has one node, whatever is asked for.
+        """
+        if self.launcher == "local":
+            return NO_PREFLIGHT
+        is_usual = self.launcher == "sbatch" and self.resources.nodes > 1
+        return self.preflight or (QUICK if is_usual else NO_PREFLIGHT)
+
+    @property
     def requeues(self) -> bool:
         """Return whether the script puts the job back into the queue by itself."""
         return bool(self.requeue)
@@ -650,6 +670,8 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
+        if self.preflight is None:  # nor do those before the checks of nodes
+            del fields["preflight"]
         for name in _OF_COMMANDS:  # nor do those before them
             if getattr(self, name) == self._default(name):
                 del fields[name]

@@ -85,6 +85,10 @@ class Attempt:
     """Rank 0's sign of life: its time of change; in it the step, and the newest one saved."""
     end = PathIn("end.json")
     """Record of how the ranks left together."""
+    preflight = PathIn("preflight.json")
+    """Record of what the nodes measured ahead of the tasks."""
+    preflight_log = PathIn("preflight.log")
+    """Output of these checks, which is of interest where they could not run."""
     reserve = PathIn("reserve")
     """Room on the disk for the last records of the attempt, should the disk be full by then."""
     stragglers = PathIn("stragglers.json")

@@ -15,6 +15,7 @@ import secrets
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -25,9 +26,17 @@ from clusterddp import log, version
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, ClusterDDPError
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.dist_env import master_port
-from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.request.spec import JobSpec
-from clusterddp.run import batch_script, events, formatting, silence, step_watch
+from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
+from clusterddp.request.spec import NO_PREFLIGHT, JobSpec
+from clusterddp.run import (
+    bad_nodes,
+    batch_script,
+    events,
+    formatting,
+    preflight,
+    silence,
+    step_watch,
+)
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.batch_script import RunIsDone
 from clusterddp.run.files import write_atomically
@@ -35,7 +44,7 @@ from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
-from clusterddp.slurm.forms import ATTEMPT_VARIABLE, NONCE_VARIABLE
+from clusterddp.slurm.forms import ATTEMPT_VARIABLE, NONCE_VARIABLE, expand_nodelist
 
 EXIT_NO_RUN = 73
 """EX_CANTCREAT of sysexits.h: the run's directory cannot be made, or was removed."""
@@ -188,6 +197,8 @@ class Controller:
         self._attempt: Attempt | None = None
         self._unsent: list[str] = []
         """Signals for srun, which may not listen yet."""
+        self._is_ending = False
+        """True where Slurm has begun to end the job."""
 
     def run(
         self,
@@ -228,7 +239,9 @@ class Controller:
             try:
                 if ended is None:
                     carry(self._run)
-                    code = self._step(self._attempt, argv)
+                    nodes = expand_nodelist(nodelist) if nodelist else []
+                    failed = self._preflight(self._attempt, nodes)
+                    code = EXIT_FAILED if failed else self._step(self._attempt, argv)
                 else:
                     code = ended
                     if code:
@@ -282,6 +295,31 @@ class Controller:
         policy = Policy.of(self._spec)
         return batch_script.finish(attempt, code, self._job_id, self._restart, policy)
 
+    def _preflight(self, attempt: Attempt, nodes: Sequence[str]) -> dict[str, str]:
+        """Check the nodes ahead of the tasks; returns those that fail, with what was measured.
+
+        These are blamed. Where the checks cannot run, or the job is being ended meanwhile, there
+        are none.
+        """
+        if self._spec.node_checks == NO_PREFLIGHT or not nodes or is_rehearsal(os.environ):
+            return {}
+        own = self._run.bundle
+        program = [sys.executable, *([str(own)] if own.exists() else ["-m", "clusterddp"])]
+        names = (host_name(os.environ), os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+        gpus = self._spec.resources.gpus_per_node
+        record = preflight.check(attempt, nodes, program, names, gpus, _reset_signals())
+        while self._script.has_more and not self._script.has_gone:
+            signals = self._script.read_signals()
+            self._is_ending = self._is_ending or "TERM" in signals
+            self._handle(signals)
+        if not record.failed or self._is_ending or self._script.has_gone:
+            return {}
+        try:
+            bad_nodes.blame(attempt, self._job_id, record.failed, bad_nodes.BY_PREFLIGHT)
+        except OSError as error:
+            log.info(f"cannot record the nodes that have failed: {error.strerror}")
+        return dict(record.failed)
+
     def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Start the tasks, and wait for them; returns srun's exit code."""
         while self._script.has_more and not self._script.has_gone:
@@ -290,16 +328,10 @@ class Controller:
             return 128 + signal.SIGTERM
         if self._unsent and self._spec.command:
             return EXIT_PAUSED  # asked before there was anything to stop
-        parent, own = os.getpid(), self._run.bundle
+        own = self._run.bundle
         if not own.exists():  # it could not be carried: the tasks use what is installed
             words = [["-m", "clusterddp"] if word == str(own) else [word] for word in argv]
             argv = [word for several in words for word in several]
-
-        def reset_signals() -> None:
-            for name in SIGNALS:
-                signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
-            die_with_parent(parent, signal.SIGTERM)
-
         environ = {
             "PYTHONUNBUFFERED": "1",  # what a rank prints reaches its log line by line
             **os.environ,
@@ -314,7 +346,7 @@ class Controller:
                 argv,
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                preexec_fn=reset_signals,  # noqa: PLW1509 -- no threads yet
+                preexec_fn=_reset_signals(),  # noqa: PLW1509 -- no threads yet
             )
         except OSError as error:
             log.info(
@@ -398,6 +430,18 @@ class Controller:
             args=(attempt, spec.world_size, spec.silence * 60, end if spec.end_silent else None),
             daemon=True,
         ).start()
+
+
+def _reset_signals() -> Callable[[], None]:
+    """Return what gives srun its signals back, in its process, and ends it with this one."""
+    parent = os.getpid()
+
+    def reset() -> None:
+        for name in SIGNALS:
+            signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
+        die_with_parent(parent, signal.SIGTERM)
+
+    return reset
 
 
 def _end_of(pid: int) -> int:

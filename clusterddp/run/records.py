@@ -5,7 +5,7 @@ the field's default. Times are seconds since the epoch. `events` has the lines o
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from clusterddp.errors import EXIT_PAUSED
 from clusterddp.run.files import Loss
@@ -69,6 +69,22 @@ class Spent:
     """Part of `training` in which the ranks, on average, waited for others; None where unknown."""
     saving: float = 0.0
     """Time for which checkpoints have stopped the training."""
+
+
+@dataclass(frozen=True)
+class PreflightRecord:
+    """preflight.json: checks of the nodes ahead of an attempt's tasks, as a person reads them.
+
+    Beside these fields it has what each node measured: `nodes`.
+    """
+
+    summary: str = ""
+    """Line that says how it went."""
+    seconds: float | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """What was measured, by the name of a node that has failed."""
+    remarks: tuple[str, ...] = ()
+    """What is no fault of one node."""
 
 
 @dataclass(frozen=True)

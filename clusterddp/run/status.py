@@ -21,7 +21,7 @@ from clusterddp.run import events, files, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
-from clusterddp.run.records import AttemptRecord, MetricsLine, Report
+from clusterddp.run.records import AttemptRecord, MetricsLine, PreflightRecord, Report
 from clusterddp.run.run_dir import RunDir, find_runs, newest_checkpoint
 from clusterddp.run.state import (
     CANCELLED,
@@ -69,6 +69,8 @@ class RunStatus:
     layout: str = ""
     """`2 nodes x 4 tasks = 8 ranks`."""
     hosts: list[str] = field(default_factory=list)
+    preflight: str = ""
+    """Line on the checks of its nodes ahead of the latest attempt's tasks; empty without them."""
     attempt: int | None = None
     """Number of the latest attempt, over all jobs of the run."""
     restarts: int = 0
@@ -148,6 +150,7 @@ def run_status(
         world_size=spec.world_size if spec else None,
         layout=spec.layout if spec else "",
         hosts=_hosts(started.nodelist),
+        preflight=_preflight(run, known.attempt),
         attempt=known.attempt,
         restarts=known.restarts,
         restart_reasons=list(known.reasons),
@@ -212,6 +215,11 @@ def latest_report(run: RunDir, attempt: int | None) -> Report | None:
     if report is None or report.attempt is None or attempt is None:
         return report
     return None if report.attempt < attempt else report
+
+
+def _preflight(run: RunDir, attempt: int | None) -> str:
+    record = files.read(PreflightRecord, Attempt(run, attempt or 0).preflight)
+    return record.summary if record else ""
 
 
 def _failure(

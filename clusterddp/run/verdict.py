@@ -10,7 +10,7 @@ from functools import cached_property
 
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
 from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.run import events, files, restart_policy, step_watch
+from clusterddp.run import bad_nodes, events, files, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt
@@ -69,6 +69,7 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
         or _cancelled(evidence)
         or _stopped(evidence)
         or _ended_by_slurm(evidence)
+        or _preflight_failed(evidence)
         or _killed(evidence)
         or _signalled(evidence)
         or _failed(evidence)
@@ -256,6 +257,22 @@ def _ended_by_slurm(evidence: _Evidence) -> End | None:
         saved=evidence.has_left or bool(gained(evidence.attempt)),
         lines=(f"{cause}; {evidence.was_saved}",),
     )
+
+
+def _preflight_failed(evidence: _Evidence) -> End | None:
+    """Judge an attempt whose nodes have failed the checks ahead of its tasks."""
+    number = evidence.attempt.number
+    blamed = [
+        event.nodes
+        for event in events.read(evidence.run.events)
+        if isinstance(event, events.NodesBlamed)
+        and (event.attempt, event.by) == (number, bad_nodes.BY_PREFLIGHT)
+    ]
+    if not blamed or evidence.outcomes:
+        return None
+    named = "; ".join(f"{host}: {reason}" for host, reason in blamed[-1].items())
+    line = f"no task has started, for a node has failed its checks. {named}"
+    return End(restart_policy.PREFLIGHT, EXIT_FAILED, saved=False, lines=(line,), remark=named)
 
 
 def _killed(evidence: _Evidence) -> End | None:

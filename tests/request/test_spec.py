@@ -295,6 +295,32 @@ def test_no_silence_can_end_a_command_where_none_counts() -> None:
         spec(command=("a",), silence=-1.0)
 
 
+@pytest.mark.parametrize(
+    ("asked", "nodes", "launcher", "checks"),
+    [
+        (None, 1, "sbatch", "none"),
+        (None, 2, "sbatch", "quick"),
+        (None, 2, "submitit", "none"),
+        ("quick", 2, "submitit", "quick"),
+        ("quick", 1, "sbatch", "quick"),
+        ("none", 2, "sbatch", "none"),
+        ("quick", 2, "local", "none"),
+    ],
+)
+def test_the_nodes_are_checked_where_there_are_several_or_where_it_is_asked_for(
+    asked: str | None, nodes: int, launcher: str, checks: str
+) -> None:
+    asking = spec(preflight=asked, launcher=launcher, resources=Resources(nodes=nodes))
+    assert asking.node_checks == checks
+    assert JobSpec.from_json(asking.to_json()) == asking
+
+
+@pytest.mark.parametrize("value", [*CARRIED, *REFUSED, "full"])
+def test_no_other_checks_of_nodes_can_be_asked_for(value: str) -> None:
+    with pytest.raises(OptionError, match=r"--preflight: .* is not one of none, quick"):
+        spec(preflight=value)
+
+
 FIELDS_OF_0_1_0 = {
     "run_name", "run_dir", "resources", "python", "train", "command", "job_name", "launcher",
     "template", "sbatch", "omit_directives", "srun_args", "environment", "pass_environment",

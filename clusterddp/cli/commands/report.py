@@ -76,6 +76,7 @@ def describe(report: RunReport) -> str:
         ("result", _result(report)),
         ("training", _training(report)),
         ("ranks", _ranks(report)),
+        ("nodes", report.preflight and f"preflight: {report.preflight}"),
         ("with", _machinery(report)),
         ("memory", formatting.known(("peak of any rank {}", memory))),
         ("model", _model(report)),

@@ -55,6 +55,7 @@ def describe(status: RunStatus) -> str:
         ("attempt", _attempt(status)),
         ("asked", status.layout),
         ("hosts", formatting.some(status.hosts, 8)),
+        ("preflight", status.preflight),
         ("submitted", _time(status.submitted_time)),
         ("started", formatting.known(("{}", _time(status.started_time)), (took, elapsed))),
         ("ended", _time(status.ended_time)),
