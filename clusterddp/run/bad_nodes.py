@@ -152,7 +152,7 @@ def among(
 ) -> Choice:
     """Choose, of a partition's nodes, the bad ones to leave out, the latest blamed first.
 
-    Enough others stay for the request. A node that Slurm cannot give now takes none away.
+    Enough others stay that Slurm can give now: one that is down may be needed once it is back.
     """
     demanded, unwanted = set(_hosts(asked.nodelist)), set(_hosts(asked.exclude))
     fitting = {node.name for node in nodes if _fits(node, asked)} - unwanted
@@ -165,7 +165,7 @@ def among(
             continue  # Slurm would not give it anyway; an unknown name it refuses
         if node.host in demanded:
             remarks.append(f"{node.host} is bad ({node.reason}), but --nodelist demands it")
-        elif node.host in fitting and room <= 0:
+        elif room < (node.host in fitting):
             remarks.append(
                 f"{node.host} is bad ({node.reason}), but is not left out: of {len(fitting)} nodes "
                 f"that fit, the job needs {count}"

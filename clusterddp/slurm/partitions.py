@@ -14,6 +14,7 @@ PATIENCE_SECONDS = 1.0
 """Time that a submission has for the answer, from the moment of the question."""
 # Exact (-e): nodes of different CPUs or GPUs stand on lines of their own. Hidden ones (-a) too.
 _SINFO = ["sinfo", "-h", "-a", "-e", "-o", "%P|%l|%c|%D|%G"]
+# All partitions, of which hidden ones show with -a alone, which goes with no -p (22.05).
 _SINFO_NODES = ["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%T|%c|%G|%f"]
 _NOT_GIVEN = ("drain", "fail", "error", "unk", "future", "inval", "maint", "reboot")
 _FEATURE = re.compile(r"[A-Za-z0-9_.-]+")
@@ -111,17 +112,16 @@ def nodes(names: str, environ: Mapping[str, str], seconds: float | None = None) 
 
     names: `gpu,long`; empty for the default. seconds: bound on sinfo's answer.
     """
-    of = ["-p", names] if names else []
-    answer = ask([*_SINFO_NODES, *of], environ, seconds)
+    answer = ask(_SINFO_NODES, environ, seconds)
     if answer.returncode:
         raise SlurmError(f"sinfo: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
-    found: dict[str, Node] = {}
+    asked, found = names.split(","), dict[str, Node]()
     for line in answer.stdout.splitlines():
         values = line.strip().split("|")
         if len(values) != 6 or not values[3].isdecimal():
             continue  # `CLUSTER: name`, or a site's remark
         name, partition, state, cpus, gres, features = values
-        if names or partition.endswith("*"):
+        if partition.rstrip("*") in asked or (not names and partition.endswith("*")):
             words = frozenset(features.split(","))
             found[name] = Node(name, state, int(cpus), gpus_of(gres), words)
     return list(found.values())
