@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from clusterddp import log, version
-from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmError
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmError
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import JobSpec, submission_comment
@@ -49,7 +49,7 @@ _MOST_STARTS_IN_VAIN = 2
 class BackInQueue(NotStarted):
     """Slurm has given a bad node, and the job is back in the queue without it."""
 
-    exit_code = EXIT_DONE
+    exit_code = EXIT_PAUSED  # a script of 0.1.0 would go on after 0
 
 
 class RunIsDone(NotStarted):
@@ -490,7 +490,7 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
         return
     try:
         spec, history = run.load_spec(), events.read(run.events)
-        _blame_lost_script(run, history, job_id)
+        _blame_lost_script(run, history)
         bad = [host for host in _hosts(nodelist) if host in bad_nodes.read(run.path.parent)]
         if not bad or restart_policy.withdrawn(history, job_id):
             return
@@ -525,10 +525,10 @@ def _starts_in_vain(history: Sequence[events.Event]) -> int:
     return len(starts) - 1 - max(begun, default=-1)
 
 
-def _blame_lost_script(run: RunDir, history: Sequence[events.Event], job_id: str) -> None:
+def _blame_lost_script(run: RunDir, history: Sequence[events.Event]) -> None:
     """Blame the nodes of an attempt that nobody judged, if they are lost: its script was with them.
 
-    srun has seen them fail, or they are down now. Raises OSError and SlurmError.
+    srun has seen them fail, or they are down now. Raises OSError.
     """
     causes = restart_policy.causes_of(history)
     number = max(causes, default=0)
@@ -538,8 +538,9 @@ def _blame_lost_script(run: RunDir, history: Sequence[events.Event], job_id: str
     blamed = [e.nodes for e in history if isinstance(e, events.NodesBlamed) and e.attempt == number]
     text = files.read_tail(run.job_log, _LOG_TAIL_BYTES).decode(errors="replace")
     lost = set(nodes_lost(text.rpartition(f", job {before.job_id} on ")[2]))
-    partition = slurm.job_nodes(own_name(os.environ, job_id)).partition
-    lost |= {node.name for node in partitions.nodes(partition, os.environ) if node.is_lost}
+    with contextlib.suppress(SlurmError):
+        partition = os.environ.get("SLURM_JOB_PARTITION", "")
+        lost |= {node.name for node in partitions.nodes(partition, os.environ) if node.is_lost}
     named = [host for host in _hosts(before.nodelist) if host in lost]
     new = [host for host in named if not any(host in nodes for nodes in blamed)]
     if new:

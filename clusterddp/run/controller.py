@@ -29,7 +29,7 @@ from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import batch_script, events, formatting, silence, step_watch
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.batch_script import RunIsDone
+from clusterddp.run.batch_script import BackInQueue, RunIsDone
 from clusterddp.run.files import write_atomically
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.restart_policy import Policy
@@ -220,7 +220,7 @@ class Controller:
             )
         except ClusterDDPError as error:
             log.info(str(error))
-            code = EXIT_DONE if isinstance(error, RunIsDone) else error.exit_code
+            code = EXIT_DONE if isinstance(error, RunIsDone | BackInQueue) else error.exit_code
         self._script.take_output()
         log.info(f"this is clusterddp {version.described()}")
         self._compare_version()

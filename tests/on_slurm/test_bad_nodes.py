@@ -30,10 +30,10 @@ if start == "0":
 
 
 @pytest.fixture(scope="module")
-def four(slurm_available: None) -> Iterator[SlurmCluster]:
-    """Four hosts, a lost one of which is noticed within seconds."""
+def three(slurm_available: None) -> Iterator[SlurmCluster]:
+    """Three hosts, a lost one of which is noticed within seconds."""
     with SlurmCluster(
-        hosts=4, root=DEFAULT_ROOT or Path("/"), conf={"SlurmdTimeout": "5"}
+        hosts=3, root=DEFAULT_ROOT or Path("/"), conf={"SlurmdTimeout": "5"}
     ) as cluster:
         yield cluster
 
@@ -67,55 +67,55 @@ def job_of(run: RunDir) -> str:
 
 @pytest.mark.timeout(300)
 def test_a_lost_node_is_left_out_of_the_next_start_of_an_ordinary_users_job(
-    four: SlurmCluster, home: Path
+    three: SlurmCluster, home: Path
 ) -> None:
-    run = submit(four, home, "lost", WAITING, "--nodes", "2", "--requeue")
+    run = submit(three, home, "lost", WAITING, "--nodes", "2", "--requeue")
     wait_for(lambda: len(list(home.glob("up-0-*"))) == 2, "both ranks")
     assert read_events(run)[-1]["nodelist"] == "h[01-02]"
-    four.kill_host("h02")
+    three.kill_host("h02")
     wait_for(lambda: "nodes_left_out" in kinds(run), "the verdict")
-    shown = json.loads(typed(four, home, *CLUSTERDDP, "status", "lost", "--json").stdout)
+    shown = json.loads(typed(three, home, *CLUSTERDDP, "status", "lost", "--json").stdout)
     assert shown["left_out"] == {"h02": "lost during attempt 1"}
-    four.start_slurmd("h02")  # and it could be given again
-    assert four.wait_job(job_of(run)) == "COMPLETED", run.job_log.read_text()
+    three.start_slurmd("h02")  # and it could be given again
+    assert three.wait_job(job_of(run)) == "COMPLETED", run.job_log.read_text()
     started = [event["nodelist"] for event in read_events(run) if event["event"] == "started"]
     assert started == ["h[01-02]", "h[01,03]"]
-    job = four.run(["scontrol", "show", "job", "-o", job_of(run)], check=True).stdout
+    job = three.run(["scontrol", "show", "job", "-o", job_of(run)], check=True).stdout
     assert " ExcNodeList=h02 " in job
 
-    [node] = json.loads(typed(four, home, *CLUSTERDDP, "nodes", "--json").stdout)
+    [node] = json.loads(typed(three, home, *CLUSTERDDP, "nodes", "--json").stdout)
     assert (node["host"], node["by"], node["run"]) == ("h02", "lost", "lost")
 
     # Another run of the same folder leaves it out from its submission on.
-    other = submit(four, home, "other", "pass", "--nodes", "2", "--exclude", "h01")
-    assert four.wait_job(job_of(other)) == "COMPLETED", other.job_log.read_text()
-    assert [e["nodelist"] for e in read_events(other) if e["event"] == "started"] == ["h[03-04]"]
+    other = submit(three, home, "other", "pass", "--nodes", "1", "--exclude", "h01")
+    assert three.wait_job(job_of(other)) == "COMPLETED", other.job_log.read_text()
+    assert [e["nodelist"] for e in read_events(other) if e["event"] == "started"] == ["h03"]
     assert "#SBATCH --exclude=h01\n" in other.script.read_text()
     demanding = ["submit", "--nodes", "2", "--nodelist", "h02", "--", "true"]
-    refused = typed(four, home, *CLUSTERDDP, *demanding, check=False)
+    refused = typed(three, home, *CLUSTERDDP, *demanding, check=False)
     assert refused.returncode == 2
     assert "'clusterddp nodes clear h02'" in refused.stderr
-    typed(four, home, *CLUSTERDDP, "nodes", "clear", "h02")
-    last = submit(four, home, "last", "pass", "--nodes", "1", "--nodelist", "h02")
-    assert four.wait_job(job_of(last)) == "COMPLETED", last.job_log.read_text()
+    typed(three, home, *CLUSTERDDP, "nodes", "clear", "h02")
+    last = submit(three, home, "last", "pass", "--nodes", "1", "--nodelist", "h02")
+    assert three.wait_job(job_of(last)) == "COMPLETED", last.job_log.read_text()
 
 
 @pytest.mark.timeout(300)
 def test_a_bad_node_that_slurm_gives_all_the_same_is_given_back_without_an_attempt(
-    four: SlurmCluster, home: Path
+    three: SlurmCluster, home: Path
 ) -> None:
     (home / "jobs").mkdir()
     os.chown(home / "jobs", NOBODY, NOBODY)
     # As a job that waited while another run blamed the node.
     waiting = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.1)\n"
-    first = submit(four, home, "first", waiting, "--nodes", "4", "--exclusive")
+    first = submit(three, home, "first", waiting, "--nodes", "3", "--exclusive")
     wait_for(lambda: "started" in kinds(first), "the first run")
-    second = submit(four, home, "second", "pass", "--nodes", "1", "--requeue", "--exclusive")
+    second = submit(three, home, "second", "pass", "--nodes", "1", "--requeue", "--exclusive")
     line = {"host": "h01", "reason": "slow", "by": "preflight", "expires": 4e9, "time": 1.0}
     append_json_line(home / "jobs/bad-nodes.jsonl", line)
     os.chown(home / "jobs/bad-nodes.jsonl", NOBODY, NOBODY)
     (home / "go").touch()
-    assert four.wait_job(job_of(second)) == "COMPLETED", second.job_log.read_text()
+    assert three.wait_job(job_of(second)) == "COMPLETED", second.job_log.read_text()
     events = read_events(second)
     assert [e["event"] for e in events] == [
         "submitted", "not_started", "requeued", "nodes_left_out", "started", "ended",
@@ -125,7 +125,9 @@ def test_a_bad_node_that_slurm_gives_all_the_same_is_given_back_without_an_attem
 
 
 @pytest.mark.timeout(300)
-def test_a_program_that_raises_at_every_start_blames_nobody(four: SlurmCluster, home: Path) -> None:
+def test_a_program_that_raises_at_every_start_blames_nobody(
+    three: SlurmCluster, home: Path
+) -> None:
     program = """
 import os
 for step in range(100):
@@ -133,15 +135,15 @@ for step in range(100):
         raise RuntimeError("CUDA-like trouble of rank 3 at step 50")
 """
     run = submit(
-        four, home, "raises", program, "--nodes", "2", "--tasks-per-node", "2",
+        three, home, "raises", program, "--nodes", "2", "--tasks-per-node", "2",
         "--requeue", "--restart-on-failure", "3",
     )  # fmt: skip
-    assert four.wait_job(job_of(run)) == "FAILED", run.job_log.read_text()
+    assert three.wait_job(job_of(run)) == "FAILED", run.job_log.read_text()
     events = read_events(run)
     failed = [e["first_failure"] for e in events if e["event"] == "ended"]
     assert [failure["rank"] for failure in failed] == [3, 3, 3, 3]
     assert {failure["host"] for failure in failed} == {"h02"}
     assert "nodes_blamed" not in kinds(run)
     assert not (home / "jobs/bad-nodes.jsonl").exists()
-    listed = typed(four, home, *CLUSTERDDP, "nodes")
+    listed = typed(three, home, *CLUSTERDDP, "nodes")
     assert "no bad nodes" in listed.stderr

@@ -1,5 +1,6 @@
 """Bad nodes: their file, which of them a job leaves out, and what blames one."""
 
+import json
 import os
 import signal
 import threading
@@ -19,8 +20,8 @@ from clusterddp.run.events import Failure
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.partitions import Node
-from tests.cli.made_runs import Workplace, workplace  # noqa: F401
-from tests.event_lines import read_events
+from tests.cli.made_runs import Workplace, submitted, workplace
+from tests.event_lines import add_event, read_events
 from tests.hostile import CARRIED, REFUSED
 
 
@@ -152,7 +153,7 @@ def test_what_is_left_out_is_merged_with_the_persons_and_forgets_the_cleared() -
     assert bad_nodes.merged(asked, before, ["h02"], known) == ["h07", "h08", "h05", "h02"]
 
 
-def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) -> None:  # noqa: F811
+def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) -> None:
     lines = [f"h0{n}|{where}|idle|16|gpu:4|(null)" for n in (1, 2, 3) for where in ("main*", "big")]
     workplace.command("sinfo", "\n".join(f"echo '{line}'" for line in lines))
     asked = Resources(nodes=2, gpus_per_node=4)
@@ -175,7 +176,7 @@ def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) 
     ],
 )
 def test_where_nothing_can_be_told_nothing_is_left_out_and_it_says_so(
-    workplace: Workplace,  # noqa: F811
+    workplace: Workplace,
     sinfo: str | None,
     asked: dict[str, Any],
     words: str,
@@ -352,3 +353,164 @@ def test_ranks_that_crash_there_again_and_got_further_elsewhere_blame_the_node(
 )  # fmt: skip
 def test_what_may_be_the_programs_blames_nobody(trials: list[Trial]) -> None:
     assert bad_nodes.failed_again(trials) == ""
+
+
+# -- what a job does -----------------------------------------------------------------------------
+
+LOST = "srun: error: Node failure on h02\n"
+
+
+def begun(place: Workplace, launched: str = "") -> RunDir:
+    """A run whose first attempt has started on h01 and h02."""
+    run = place.run("a", submitted("17"))
+    Attempt(run, 1).outcomes.mkdir(parents=True)
+    add_event(run, "started", job_id="17", restart=0, attempt=1, nodelist="h[01-02]")
+    run.job_log.write_text(f"clusterddp: a, job 17 on h[01-02], today\n{launched}")
+    return run
+
+
+def cluster_says(
+    place: Workplace,
+    excluded: str = "(null)",
+    down: str = "",
+    requeue: str = "exit 0",
+    update: str = "exit 0",
+) -> None:
+    job = (
+        "JobId=17 JobName=x JobState=RUNNING Restarts=0 RunTime=00:01:00 TimeLimit=00:10:00 "
+        f"PreemptTime=None Partition=main ExcNodeList={excluded} Command=y"
+    )
+    place.command(
+        "scontrol",
+        f'case "$1" in requeue) {requeue};; update) {update};; *) echo "{job}";; esac',
+    )
+    states = {name: "down*" if name == down else "idle" for name in ("h01", "h02", "h03", "h04")}
+    lines = [f"echo '{name}|main*|{state}|64|gpu:4|x'" for name, state in states.items()]
+    place.command("sinfo", "\n".join(lines))
+
+
+def finish(place: Workplace, run: RunDir, code: int, *options: str) -> str:
+    return place.invoke(
+        "finish", str(run.path), f"--exit-code={code}", "--job-id=17", "--restart=0",
+        "--attempt=1", "--max-requeues=20", "--requeue", *options,
+    ).out  # fmt: skip
+
+
+def begin(place: Workplace, run: RunDir, nodelist: str = "h[01-02]") -> int:
+    return place.invoke(
+        "begin", str(run.path), "--job-id=17", "--restart=0", "--max-requeues=20",
+        f"--nodelist={nodelist}",
+    ).code  # fmt: skip
+
+
+def updates(place: Workplace) -> list[str]:
+    return [call for call in place.calls if call.startswith("scontrol update")]
+
+
+def test_a_lost_node_is_blamed_and_left_out_once_the_job_is_back(workplace: Workplace) -> None:
+    run = begun(workplace, LOST)
+    cluster_says(workplace, excluded="h[07-08]")
+    finish(workplace, run, 1)
+    assert bad_nodes.read(workplace.root)["h02"].by == bad_nodes.BY_LOSS
+    assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h07,h08,h02"]
+    order = [call for call in workplace.calls if "requeue" in call or "update" in call]
+    assert order[0] == "scontrol requeue 17"  # while it runs Slurm would refuse the other
+    assert read_events(run)[-1]["nodes"] == {"h02": "lost during attempt 1"}
+
+
+def test_a_job_without_bad_nodes_asks_slurm_nothing_more(workplace: Workplace) -> None:
+    run = begun(workplace)
+    cluster_says(workplace)
+    Attempt(run, 1).end.write_text('{"cause": "stopped", "reason": "signal", "step": 40}')
+    finish(workplace, run, 75)
+    assert "scontrol requeue 17" in workplace.calls
+    assert not any(call.startswith("sinfo") for call in workplace.calls)
+    assert updates(workplace) == []
+
+
+def test_a_cleared_node_comes_back(workplace: Workplace) -> None:
+    run = begun(workplace, LOST)
+    cluster_says(workplace, excluded="h[03,09]")
+    bad_nodes.blame(Attempt(run, 1), "17", {"h03": "slow"}, bad_nodes.BY_PREFLIGHT)
+    bad_nodes.clear(workplace.root, ["h03"])
+    finish(workplace, run, 1)
+    assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h09,h02"]
+
+
+def test_a_refused_update_costs_the_exclusion_alone(workplace: Workplace) -> None:
+    run = begun(workplace, LOST)
+    cluster_says(workplace, update="echo 'Job is no longer pending execution' >&2; exit 1")
+    said = finish(workplace, run, 1)
+    assert "bad nodes cannot be left out" in said and "no longer pending" in said
+    assert [e["event"] for e in read_events(run)][-1] == "requeued"
+
+
+def test_the_job_in_its_place_leaves_it_out_and_the_script_stays(workplace: Workplace) -> None:
+    run = begun(workplace, LOST)
+    cluster_says(workplace, requeue="echo disabled >&2; exit 1")
+    workplace.command("sbatch", "/bin/cat >sent; echo 18")
+    workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
+    run.script.write_text("#!/bin/bash\n")
+    finish(workplace, run, 1)
+    assert "sbatch --parsable --exclude=h02" in workplace.calls
+    assert (workplace.folder / "sent").read_text() == run.script.read_text() == "#!/bin/bash\n"
+    assert read_events(run)[-1]["job_id"] == "18"
+
+
+def test_a_rank_that_dies_of_hardware_blames_its_node(workplace: Workplace) -> None:
+    run = begun(workplace)
+    cluster_says(workplace)
+    error = {"type": TORCH, "message": "CUDA error: uncorrectable ECC error encountered"}
+    content = {
+        "rank": 3, "local_rank": 1, "node_rank": 1, "host": "h02", "pid": 1, "job_id": "17",
+        "restart": 0, "step_id": "0", "started": 1.0, "ended": 2.0, "exit_code": 1, "error": error,
+    }  # fmt: skip
+    (Attempt(run, 1).outcomes / "rank-3.json").write_text(json.dumps(content))
+    finish(workplace, run, 1, "--restart-on-failure=1")
+    node = bad_nodes.read(workplace.root)["h02"]
+    assert node.by == bad_nodes.BY_HARDWARE
+    assert node.reason.startswith("rank 3 died: uncorrectable ECC error: CUDA error")
+    assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h02"]
+
+
+def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace) -> None:
+    run = begun(workplace)
+    add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
+    bad_nodes.blame(Attempt(run, 1), "17", {"h02": "slow"}, bad_nodes.BY_PREFLIGHT)
+    cluster_says(workplace)
+    assert [begin(workplace, run) for _ in range(3)] == [75, 75, 0]
+    kinds = [event["event"] for event in read_events(run)]
+    assert kinds.count("not_started") == kinds.count("requeued") == 2
+    assert kinds[-1] == "started"
+    assert workplace.calls.count("scontrol requeue 17") == 2
+    assert begin(workplace, run, "h[03-04]") == 0
+
+
+@pytest.mark.parametrize("why", ["requeue refused", "not enough nodes", "cleared", "cancelled"])
+def test_a_start_on_a_bad_node_goes_on_where_giving_it_back_is_of_no_use(
+    workplace: Workplace, why: str
+) -> None:
+    run = begun(workplace)
+    add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
+    bad_nodes.blame(Attempt(run, 1), "17", {"h02": "slow"}, bad_nodes.BY_PREFLIGHT)
+    cluster_says(workplace, requeue="exit 1" if why == "requeue refused" else "exit 0")
+    if why == "not enough nodes":
+        workplace.monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    if why == "cleared":
+        bad_nodes.clear(workplace.root, ["h02"])
+    if why == "cancelled":
+        add_event(run, "cancelled", job_id="17")
+    assert begin(workplace, run) == (75 if why == "cancelled" else 0)
+    assert "not_started" not in [event["event"] for event in read_events(run)]
+
+
+@pytest.mark.parametrize("how", ["its node is down", "srun has said so", "neither"])
+def test_the_node_of_a_script_that_was_lost_is_blamed_at_the_next_start(
+    workplace: Workplace, how: str
+) -> None:
+    run = begun(workplace, LOST if how == "srun has said so" else "")
+    cluster_says(workplace, down="h02" if how == "its node is down" else "h04")
+    assert begin(workplace, run, "h[01,03]") == 0
+    blamed = [event["nodes"] for event in read_events(run) if event["event"] == "nodes_blamed"]
+    reason = "lost during attempt 1, whose end nobody recorded"
+    assert blamed == ([] if how == "neither" else [{"h02": reason}])
