@@ -24,6 +24,8 @@ from tests.cli.made_runs import Workplace, submitted, workplace
 from tests.event_lines import add_event, read_events
 from tests.hostile import CARRIED, REFUSED
 
+__all__ = ["workplace"]
+
 
 def run_in(root: Path, name: str = "a") -> Attempt:
     run = RunDir(root / name)

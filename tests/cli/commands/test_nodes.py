@@ -13,6 +13,8 @@ from tests.cli.made_runs import Workplace, submitted, workplace
 from tests.event_lines import add_event
 from tests.hostile import CARRIED, REFUSED
 
+__all__ = ["workplace"]
+
 
 def blamed(root: Path, host: str, age: float = 60, **fields: Any) -> None:
     line = {"host": host, "reason": "lost", "by": "lost", "run": "a", "attempt": 1}
