@@ -33,6 +33,7 @@ SUBMITIT_SETUP = "_submitit.sbatch.j2"
 _HANDED_OVER = re.compile(r"^[^#\n]*\blaunch\s", re.MULTILINE)
 _QUOTED = re.compile(r"^\s*#.*|'[^']*'", re.MULTILINE)
 """Text that bash leaves as it is: words in single quotes, and comments."""
+_EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)", re.MULTILINE)
 _OF_TASKS = re.compile(r"\$\{?(MASTER_PORT|CLUSTERDDP_(NONCE|ATTEMPT))\b")
 _EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
@@ -74,16 +75,22 @@ prepare = render
 
 def submit(spec: JobSpec, script: str, run: "RunDir") -> SentJob:
     """Queue the script, and record its job id in the run."""
-    from clusterddp.run import events  # these three: not needed for a dry run
+    from clusterddp.run import bad_nodes, events  # these three: not needed for a dry run
     from clusterddp.slurm.client import check_expedite, sbatch
 
     if spec.requeue == EXPEDITE:
         check_expedite(os.environ)
     comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
-    job_id = sbatch(script, os.environ, comment=comment)
+    choice = bad_nodes.choose_for_submission(spec)
+    # The argument takes the place of a line that the person may have edited.
+    own = [host for text in _EXCLUDE.findall(script) for host in forms.expand_nodelist(text)]
+    exclude = [*dict.fromkeys([*own, *choice.nodes])] if choice.nodes else ()
+    job_id = sbatch(script, os.environ, comment=comment, exclude=exclude)
     events.add(
         run.events, events.Submitted, job_id=job_id, launcher="sbatch", folder=str(Path.cwd())
     )
+    if choice.nodes:
+        events.add(run.events, events.NodesLeftOut, job_id=job_id, nodes=choice.nodes)
     return SentJob(job_id)
 
 

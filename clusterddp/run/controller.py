@@ -38,7 +38,7 @@ from clusterddp.run import (
     step_watch,
 )
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.batch_script import RunIsDone
+from clusterddp.run.batch_script import BackInQueue, RunIsDone
 from clusterddp.run.files import write_atomically
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.restart_policy import Policy
@@ -231,7 +231,7 @@ class Controller:
             )
         except ClusterDDPError as error:
             log.info(str(error))
-            code = EXIT_DONE if isinstance(error, RunIsDone) else error.exit_code
+            code = EXIT_DONE if isinstance(error, RunIsDone | BackInQueue) else error.exit_code
         self._script.take_output()
         log.info(f"this is clusterddp {version.described()}")
         self._compare_version()

@@ -185,6 +185,15 @@ class NodesBlamed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodesLeftOut(Event):
+    """Bad nodes that the job's next start leaves out."""
+
+    kind: ClassVar[str] = "nodes_left_out"
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    """Reasons by the node's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CodeChanged(Event):
     """Difference of an attempt's code from what was submitted, where no copy was made of it."""
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
 from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.run import bad_nodes, events, files, restart_policy, step_watch
+from clusterddp.run import bad_nodes, events, files, hardware, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt
@@ -25,6 +25,7 @@ from clusterddp.run.records import LastWord, Outcome, Report
 from clusterddp.run.restart_policy import gained, starts_since_submission, withdrawn
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import Ending, ending
+from clusterddp.slurm.forms import expand_nodelist
 
 _ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
 # srun's lines stand at the log's end; a set-up can have written a great deal before them.
@@ -53,6 +54,10 @@ class End:
     """Error with which its last checkpoint or its records could not be written."""
     remark: str = ""
     """What a person should know beside the cause."""
+    lost_nodes: tuple[str, ...] = ()
+    """Nodes that srun has seen fail."""
+    hardware: str = ""
+    """Hardware that the first failure names, of its node."""
 
 
 def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: str = "") -> End:
@@ -75,7 +80,12 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
         or _failed(evidence)
         or _unexplained(evidence)
     )
-    end = dataclasses.replace(end, step=evidence.last_word.step)
+    end = dataclasses.replace(
+        end,
+        step=evidence.last_word.step,
+        lost_nodes=evidence.lost_nodes,
+        hardware=_hardware(evidence, end),
+    )
     if remark := _own_worlds(evidence.outcomes):
         remarks = "; ".join(filter(None, (end.remark, remark)))
         end = dataclasses.replace(end, lines=(*end.lines, remark), remark=remarks)
@@ -90,6 +100,29 @@ def stop_asked(attempt: Attempt, job_id: str) -> bool:
     if attempt.asked_to_stop() == "stop":
         return True
     return withdrawn(events.read(attempt.run.events), job_id) == restart_policy.STOPPED
+
+
+def nodes_lost(job_log: str) -> tuple[str, ...]:
+    """Return the nodes that srun has seen fail, by its lines in a job's log."""
+    lists = _NODE_LOST.findall(job_log)
+    return tuple(dict.fromkeys(host for text in lists for host in _hosts(text)))
+
+
+def _hosts(nodelist: str) -> list[str]:
+    try:
+        return expand_nodelist(nodelist)
+    except RequestError:
+        return [nodelist]
+
+
+def _hardware(evidence: "_Evidence", end: End) -> str:
+    """Name the hardware of which the rank died that failed first; empty where nothing does."""
+    failure = end.failure
+    if end.cause != restart_policy.FAILED or failure is None or not failure.host:
+        return ""
+    outcome = next((each for each in evidence.outcomes if each.rank == failure.rank), None)
+    log = of_attempt(evidence.run.path / failure.log, evidence.attempt.number)
+    return hardware.named(outcome.error if outcome else None, failure.exit_code, log)
 
 
 class _Evidence:
@@ -162,6 +195,11 @@ class _Evidence:
         return text.rpartition(f", job {self.job_id} on ")[2] if self.job_id else text
 
     @cached_property
+    def lost_nodes(self) -> tuple[str, ...]:
+        """Nodes that srun has seen fail since this job, or its latest restart, has started."""
+        return nodes_lost(self.job_log)
+
+    @cached_property
     def slurms_word(self) -> Ending:
         """Reason for which the job ends, as recorded by its people or asked of slurmctld."""
         of_job = [event for event in events.read(self.run.events) if event.job_id == self.job_id]
@@ -216,7 +254,7 @@ def _superseded(evidence: _Evidence) -> End | None:
 
 
 def _node_lost(evidence: _Evidence) -> End | None:
-    lost = _NODE_LOST.search(evidence.job_log)
+    lost = evidence.lost_nodes
     silent = (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN)
     if not lost or evidence.slurms_word not in silent:
         return None
@@ -226,7 +264,7 @@ def _node_lost(evidence: _Evidence) -> End | None:
         evidence.asked_code or EXIT_FAILED,
         evidence.failure,
         saved=evidence.has_left or bool(gained(evidence.attempt)),
-        lines=(f"node {lost[1]} is lost; {evidence.was_saved}",),
+        lines=(f"node {', '.join(lost)} is lost; {evidence.was_saved}",),
     )
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from clusterddp.slurm.forms import (
     LOOP_VARIABLE,
     NONCE_VARIABLE,
     RANK_VARIABLES,
+    expand_nodelist,
     time_seconds,
 )
 from clusterddp.slurm.states import JobState, State, other_word, parse_exit_code, parse_state
@@ -63,11 +64,14 @@ _SCONTROL = re.compile(
 )
 
 
-def sbatch(script: str, environ: Mapping[str, str], *, comment: str) -> str:
+def sbatch(
+    script: str, environ: Mapping[str, str], *, comment: str, exclude: Sequence[str] = ()
+) -> str:
     """Queue a script and return the job id.
 
     comment: the job comment that the script itself sets; a submission whose answer was lost is
         looked for by it, among this user's jobs of the last minutes.
+    exclude: nodes to leave out, in place of those that the script itself leaves out.
 
     Raises RequestError when there is no sbatch or it refuses, with its own words; SlurmError when
     it is not known whether the job was queued.
@@ -76,7 +80,8 @@ def sbatch(script: str, environ: Mapping[str, str], *, comment: str) -> str:
 
     started = time.time()
     try:
-        answer = call(["sbatch", "--parsable"], environ, SBATCH_SECONDS, stdin=script)
+        argv = ["sbatch", "--parsable", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
+        answer = call(argv, environ, SBATCH_SECONDS, stdin=script)
     except _NOT_ON_PATH:
         raise RequestError(
             "no sbatch on PATH: this machine has no Slurm. Submit from a login node of a cluster, "
@@ -381,6 +386,33 @@ def signal_script(job_id: str) -> None:
 def forbid_requeue(job_id: str) -> None:
     """Forbid Slurm to requeue a job. Raises SlurmError with scontrol's own words."""
     _change(["scontrol", "update", f"JobId={job_id}", "Requeue=0"])
+
+
+@dataclass(frozen=True)
+class JobNodes:
+    """Partition of a job, and the nodes that it leaves out."""
+
+    partition: str = ""
+    excluded: tuple[str, ...] = ()
+
+
+def job_nodes(job_id: str) -> JobNodes:
+    """Return where a job may start. Raises SlurmError where Slurm does not tell."""
+    fields = _job_fields(job_id)
+    if "Partition" not in fields:
+        raise SlurmError(f"Slurm does not say where job {job_id} may start")
+    excluded = fields.get("ExcNodeList", "(null)")
+    hosts = () if excluded in ("(null)", "") else tuple(expand_nodelist(excluded))
+    return JobNodes(fields["Partition"], hosts)
+
+
+def exclude_nodes(job_id: str, hosts: Sequence[str]) -> None:
+    """Have a job leave out these nodes from its next start on, and no others.
+
+    Slurm takes it of the user's own job that waits or completes, as after a requeue, and refuses it
+    of one that runs (seen on 22.05). Raises SlurmError with scontrol's own words.
+    """
+    _change(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(hosts)}"])
 
 
 def requeue(job_id: str) -> None:

@@ -17,7 +17,7 @@ from clusterddp.errors import CheckpointError, RequestError
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events, formatting
+from clusterddp.run import bad_nodes, events, formatting
 from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
@@ -271,6 +271,7 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 
 
 def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> None:
+    bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(

@@ -14,6 +14,7 @@ from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
+from clusterddp.run import bad_nodes
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.slurm.partitions import Question
 from clusterddp.submission import bundle, outlook
@@ -41,6 +42,7 @@ def submit(
         raise RequestError(
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
         )
+    bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
     question = ask_for_partitions(spec)
     _warn_of_launcher(spec)
     check_command(spec, script)
