@@ -118,10 +118,12 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
         # The script opens its own log, in a folder that it makes itself: with a folder that is
         # not there yet, Slurm would end the job without a word.
         "output": "/dev/null",
-        "nodes": str(resources.nodes),
-        "ntasks": str(resources.nodes * tasks_per_node),
+        "nodes": str(resources.job_nodes),
+        "ntasks": str(resources.job_nodes * tasks_per_node),
         "ntasks-per-node": str(tasks_per_node),
     }
+    if resources.spare_nodes:
+        wanted["no-kill"] = None  # a lost node leaves the job, which goes on
     if agents and (cpus := agent_cpus(spec)):
         wanted["cpus-per-task"] = str(cpus)
     elif resources.cpus_per_task:

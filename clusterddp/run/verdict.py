@@ -10,7 +10,7 @@ from functools import cached_property
 
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
 from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.run import events, files, restart_policy, step_watch
+from clusterddp.run import bad_nodes, events, files, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt
@@ -161,6 +161,19 @@ class _Evidence:
         return text.rpartition(f", job {self.job_id} on ")[2] if self.job_id else text
 
     @cached_property
+    def lost_nodes(self) -> list[str]:
+        """Nodes that were lost: by the controller's own watch, else the first by srun's lines."""
+        blamed = [
+            node
+            for event in events.read(self.run.events)
+            if isinstance(event, events.NodesBlamed)
+            and (event.attempt, event.by) == (self.attempt.number, bad_nodes.BY_LOSS)
+            for node in event.nodes
+        ]
+        said = _NODE_LOST.search(self.job_log)
+        return blamed or ([said[1]] if said else [])
+
+    @cached_property
     def slurms_word(self) -> Ending:
         """Reason for which the job ends, as recorded by its people or asked of slurmctld."""
         of_job = [event for event in events.read(self.run.events) if event.job_id == self.job_id]
@@ -215,17 +228,18 @@ def _superseded(evidence: _Evidence) -> End | None:
 
 
 def _node_lost(evidence: _Evidence) -> End | None:
-    lost = _NODE_LOST.search(evidence.job_log)
+    lost = evidence.lost_nodes
     silent = (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN)
     if not lost or evidence.slurms_word not in silent:
         return None
+    named = f"node {lost[0]} is" if len(lost) == 1 else f"nodes {', '.join(lost)} are"
     # Which of the tasks that ended with it was seen first is chance, and so is their code.
     return End(
         restart_policy.NODE_LOST,
         evidence.asked_code or EXIT_FAILED,
         evidence.failure,
         saved=evidence.has_left or bool(gained(evidence.attempt)),
-        lines=(f"node {lost[1]} is lost; {evidence.was_saved}",),
+        lines=(f"{named} lost; {evidence.was_saved}",),
     )
 
 
