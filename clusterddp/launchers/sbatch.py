@@ -122,8 +122,6 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
         "ntasks": str(resources.job_nodes * tasks_per_node),
         "ntasks-per-node": str(tasks_per_node),
     }
-    if resources.spare_nodes:
-        wanted["no-kill"] = None  # a lost node leaves the job, which goes on
     if agents and (cpus := agent_cpus(spec)):
         wanted["cpus-per-task"] = str(cpus)
     elif resources.cpus_per_task:

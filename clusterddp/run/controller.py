@@ -252,7 +252,7 @@ class Controller:
                 good = self._allocation.choose(spares.bad(self._run))
                 self._nodes = good or self._allocation.choose(())
             nodelist = ",".join(self._nodes)
-            idle = [node for node in self._allocation.nodes if node not in self._nodes]
+            idle = [node for node in self._allocation.left if node not in self._nodes]
         self._attempt = None
         try:
             self._attempt = batch_script.begin(
@@ -302,6 +302,7 @@ class Controller:
         self._allocation.lost |= fresh.keys()
         if fresh:
             spares.blame(attempt, self._job_id, fresh)
+            spares.give_back(own_name(os.environ, self._job_id), self._allocation)
 
     def _others(self) -> list[str]:
         """Return the nodes of the step but for this one, which does not lose itself."""

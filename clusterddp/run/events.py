@@ -82,7 +82,7 @@ class Started(Event):
     clusterddp: str = ""
     """Version that runs the attempt, and the run's own file or `installed`."""
     spares: tuple[str, ...] = ()
-    """Nodes of the job on which no task runs: spares, and those that were lost."""
+    """Nodes of the job on which no task runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ SILENT_SECONDS = 5 * SIGN_SECONDS
 """Without a sign of life for so long, a node is asked for one."""
 _LOOK_SECONDS = 2.0
 _ANSWER_SECONDS = 3.0
-_LEAVE_SECONDS = 10.0
+_LEAVE_SECONDS = 5.0
 """Time for the ranks that are left to end by themselves: what they compute is lost anyway."""
 _KILL_SECONDS = 5.0
 _MOST_AT_ONCE = 32
@@ -42,9 +42,14 @@ class Allocation:
         """Nodes that were lost since the job started."""
         self._needed = needed
 
+    @property
+    def left(self) -> list[str]:
+        """Nodes that were not lost, in Slurm's order."""
+        return [node for node in self.nodes if node not in self.lost]
+
     def choose(self, bad: Collection[str]) -> list[str]:
         """Choose the nodes of the next step, in Slurm's order; empty where too few are good."""
-        good = [node for node in self.nodes if node not in self.lost and node not in bad]
+        good = [node for node in self.left if node not in bad]
         return good[: self._needed] if len(good) >= self._needed else []
 
 
@@ -103,6 +108,7 @@ class NodeWatch:
         if not outcomes:
             return {}  # a prolog can take its time
         failed = any(outcome.failed for outcome in outcomes)
+        explained = any(_failed_by_itself(outcome) for outcome in outcomes)
         suspects = {}
         for node in self._nodes:
             of_node = [outcome for outcome in outcomes if outcome.host == node]
@@ -111,10 +117,13 @@ class NodeWatch:
             if sign != before:
                 since = now
             self._signs[node] = sign, since
-            if of_node and all(outcome.ended is not None for outcome in of_node):
+            ended = bool(of_node) and all(outcome.ended is not None for outcome in of_node)
+            if failed and not (ended and explained):
+                suspects[node] = (
+                    f"ranks have failed, and its own have {'' if ended else 'not '}ended"
+                )
+            elif ended:
                 continue
-            if failed:
-                suspects[node] = "a rank elsewhere has failed, and its own left no record of an end"
             elif now - since > SILENT_SECONDS:
                 suspects[node] = f"it gave no sign of life for {SILENT_SECONDS:g} s"
         mute = set(suspects) - set(self._answering(suspects)) if suspects else set()
@@ -131,21 +140,25 @@ class NodeWatch:
 def find_lost(attempt: Attempt, nodes: Sequence[str], exit_code: int) -> dict[str, str]:
     """Return the nodes that a step which has ended has lost, and what was seen of them.
 
-    nodes: those of the step, but for this one. exit_code: srun's. Where a rank has failed of its
-    own error, only nodes are asked that left no record of an end.
+    nodes: those of the step, but for this one. exit_code: srun's. Where a rank has failed of an
+    error of its own, only nodes are asked whose ranks left no record of an end.
     """
     if exit_code in (0, EXIT_PAUSED) or attempt.read_last_word():
         return {}
     outcomes = read_outcomes(attempt.outcomes)
-    own = any(each.failed and each.error and not each.peer_lost for each in outcomes)
+    explained = any(_failed_by_itself(outcome) for outcome in outcomes)
     ended = {each.host for each in outcomes} - {o.host for o in outcomes if o.ended is None}
-    suspects = [node for node in nodes if not own or node not in ended]
+    suspects = [node for node in nodes if not explained or node not in ended]
     for last in (False, True):
         answering = ask_nodes(suspects) if suspects else ()
         suspects = [node for node in suspects if node not in answering]
         if suspects and not last:
             time.sleep(_LOOK_SECONDS)  # a slurmd that is being restarted tells nobody
     return {node: _and_no_answer("its step has ended with a failure") for node in suspects}
+
+
+def _failed_by_itself(outcome: Outcome) -> bool:
+    return outcome.failed and outcome.error is not None and not outcome.peer_lost
 
 
 def _and_no_answer(why: str) -> str:
@@ -205,6 +218,21 @@ def blame(attempt: Attempt, job_id: str, lost: dict[str, str]) -> None:
         log.info(f"node {node} is lost: {why}")
     with suppress(OSError):
         bad_nodes.blame(attempt, job_id, lost, bad_nodes.BY_LOSS)
+
+
+def give_back(job: str, allocation: Allocation) -> None:
+    """Give a job's lost nodes back, for which Slurm would requeue it after SlurmdTimeout.
+
+    Not by --no-kill: a job that has lost its script's node would then run to its time limit, with
+    no script (seen on 22.05). Where too few are left for a step, the job keeps them: it is
+    requeued, and would ask for no more than it has.
+    """
+    if not allocation.choose(()):
+        return
+    try:
+        slurm.give_back(job, allocation.left)
+    except SlurmError as error:
+        log.info(f"{error}; Slurm may requeue the job once it knows of the loss")
 
 
 def blamed(attempt: Attempt) -> set[str]:

@@ -234,10 +234,12 @@ def _node_lost(evidence: _Evidence) -> End | None:
         return None
     named = f"node {lost[0]} is" if len(lost) == 1 else f"nodes {', '.join(lost)} are"
     # Which of the tasks that ended with it was seen first is chance, and so is their code.
+    gone = (o for o in evidence.outcomes if o.host in lost and o.ended is None)
+    first = next(map(failure_of, gone), evidence.failure)
     return End(
         restart_policy.NODE_LOST,
         evidence.asked_code or EXIT_FAILED,
-        evidence.failure,
+        first,
         saved=evidence.has_left or bool(gained(evidence.attempt)),
         lines=(f"{named} lost; {evidence.was_saved}",),
     )

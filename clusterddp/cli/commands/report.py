@@ -82,6 +82,7 @@ def describe(report: RunReport) -> str:
         ("settings", _settings(report)),
         ("versions", ", ".join(f"{name} {value}" for name, value in report.versions.items())),
         *_attempts(report),
+        ("spares", formatting.known(("idle for {:.4g} node-hours", report.spare_node_hours))),
         *(("straggler", rank.describe()) for rank in report.stragglers[:_MOST_NAMED]),
         ("confused", "; ".join(pair.describe() for pair in report.confusions[:_MOST_NAMED])),
         *(("warning", text) for text in report.warnings),
