@@ -125,8 +125,8 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
         # The script opens its own log, in a folder that it makes itself: with a folder that is
         # not there yet, Slurm would end the job without a word.
         "output": "/dev/null",
-        "nodes": str(resources.nodes),
-        "ntasks": str(resources.nodes * tasks_per_node),
+        "nodes": str(resources.job_nodes),
+        "ntasks": str(resources.job_nodes * tasks_per_node),
         "ntasks-per-node": str(tasks_per_node),
     }
     if agents and (cpus := agent_cpus(spec)):

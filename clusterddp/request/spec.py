@@ -38,6 +38,10 @@ _BASH_OWNS = (
     "EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD IFS LINENO PIPESTATUS POSIXLY_CORRECT PPID RANDOM "
     "SECONDS SHELLOPTS SHLVL SRANDOM UID"
 )
+_SPARES_OWN = (
+    "--nodes -N --nodelist -w --exclude -x --relative -r --exclusive --overlap --nodefile -F"
+)
+"""Arguments of srun that decide on which nodes of the job a step runs."""
 _SCRIPTS_OWN = "run_dir task prefix agent srun"
 _REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 110
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
@@ -67,6 +71,9 @@ class Resources:
     """Nodes, GPUs, tasks, time and place to ask Slurm for; empty or None is the site's choice."""
 
     nodes: int = option(1, "Number of nodes.", COUNT, "--nodes -N")
+    spare_nodes: int = option(
+        0, "Further nodes of the job, idle until one takes the place of a lost one.", WHOLE
+    )
     gpus_per_node: int = option(
         0, "GPUs on each node.", WHOLE, "--gpus-per-node SBATCH_GPUS_PER_NODE [TYPE:]N", type=str
     )
@@ -139,17 +146,28 @@ class Resources:
             )
         wanted = set(forms.expand_nodelist(self.nodelist) if self.nodelist else ())
         unwanted = forms.expand_nodelist(self.exclude) if self.exclude else ()
-        if len(wanted) > self.nodes:
+        if len(wanted) > self.job_nodes:
             raise OptionError(
                 f"--nodelist {self.nodelist}",
                 f" names {len(wanted)} hosts, but --nodes asks for {self.nodes}: Slurm gives a job "
                 f"every host of its list. Use --nodes {len(wanted)} or a shorter list.",
+            )
+        if self.spare_nodes and len(wanted) == self.nodes:
+            raise OptionError(
+                f"--spare-nodes {self.spare_nodes}",
+                f" against --nodelist {self.nodelist}, which names all {self.nodes} nodes of "
+                "--nodes: a spare would be another one. Name the spares too, fewer hosts, or none.",
             )
         both = next((host for host in unwanted if host in wanted), None)
         if both:
             raise OptionError(
                 f"--nodelist {self.nodelist}", f" and --exclude {self.exclude} both name {both}."
             )
+
+    @property
+    def job_nodes(self) -> int:
+        """Return the number of nodes to ask Slurm for: those of the tasks, and the spares."""
+        return self.nodes + self.spare_nodes
 
     @property
     def num_tasks(self) -> int:
@@ -371,6 +389,8 @@ class JobSpec:
             forms.text("COMMAND", word)
         if self.command and not self.command[0]:
             raise RequestError("COMMAND is empty; give a program to run after '--'.")
+        if self.resources.spare_nodes:
+            self._check_spares()
         self._check_environment()
         self._check_container()
         gpus, tasks = self.resources.gpus_per_node, self.resources.tasks_per_node
@@ -419,6 +439,30 @@ class JobSpec:
         if train.profile and int(train.profile) >= self.world_size:
             raise OptionError(
                 "--profile", f" {train.profile}: there is no such rank; {self.layout}, from 0."
+            )
+
+    def _check_spares(self) -> None:
+        """Refuse spare nodes where the batch controller does not choose the step's nodes."""
+        asked = f"--spare-nodes {self.resources.spare_nodes}"
+        if self.launcher != "sbatch":
+            raise OptionError(
+                asked,
+                f" against --launcher {self.launcher}: the nodes of a step are chosen by the "
+                "script of --launcher sbatch alone. Use that one, or no spares.",
+            )
+        if self.restart_in_job:
+            raise OptionError(
+                asked,
+                f" against --restart-in-job {self.restart_in_job}: torchrun's agents start their "
+                "ranks again on the nodes that they have. Leave one of them out.",
+            )
+        words = [word.partition("=")[0] for text in self.srun_args for word in shlex.split(text)]
+        taken = next((word for word in words if word in _SPARES_OWN.split()), "")
+        if taken:
+            raise OptionError(
+                asked,
+                f" against --srun-args {taken}: the job chooses the nodes of each step. Leave one "
+                "of them out.",
             )
 
     def _check_container(self) -> None:

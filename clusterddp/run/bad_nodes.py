@@ -64,6 +64,16 @@ def blame(attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str) -> N
         files.append_json_line(run.path.parent / FILE_NAME, vars(node))
 
 
+def blamed(attempt: Attempt) -> set[str]:
+    """Return the nodes that were blamed in an attempt, whatever for. Raises OSError."""
+    return {
+        node
+        for event in events.read(attempt.run.events)
+        if isinstance(event, events.NodesBlamed) and event.attempt == attempt.number
+        for node in event.nodes
+    }
+
+
 def clear(root: Path, hosts: Collection[str]) -> None:
     """Take nodes off the list of an output root. Raises OSError."""
     for host in hosts:

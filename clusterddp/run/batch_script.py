@@ -9,6 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from clusterddp import log, version
@@ -22,7 +23,14 @@ from clusterddp.run.attempt import Attempt, NotStarted, Superseded
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt, print_to_job_log
 from clusterddp.run.records import LastWord
-from clusterddp.run.restart_policy import Policy, Start, decide, gained, starts_since_submission
+from clusterddp.run.restart_policy import (
+    Decision,
+    Policy,
+    Start,
+    decide,
+    gained,
+    starts_since_submission,
+)
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.verdict import End, judge, nodes_lost, stop_asked
 from clusterddp.slurm import client as slurm
@@ -64,11 +72,13 @@ def begin(
     max_requeues: int,
     patience: float,
     code_changes: Callable[[RunDir], Sequence[str]],
+    spares: Sequence[str] = (),
 ) -> Attempt:
     """Make the next attempt of the run.
 
     restart: SLURM_RESTART_COUNT. patience: seconds to wait for an attempt that still trains.
     code_changes: lists what differs from the submitted code, where the run uses no copy of it.
+    spares: the job's nodes beside those of `nodelist`.
     Raises RunIsDone, BackInQueue where Slurm has given a bad node that the next start leaves out,
     and ClusterDDPError where the attempt is refused; all are recorded.
     """
@@ -77,6 +87,8 @@ def begin(
     job["clusterddp"] = version.described()
     if name != job_id:
         job["array_element"] = name
+    if spares:
+        job["spares"] = tuple(spares)
     if restart and _is_done(run, job_id):
         words = f"{run.name} is done, so this start of job {job_id} has nothing left to do"
         _record(
@@ -114,41 +126,15 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     exit_code: srun's. restart: SLURM_RESTART_COUNT. Returns the job's exit code.
     """
     run = attempt.run
-    trouble = attempt.trouble_writing()
-    attempt.give_room_back()  # to what is recorded from here on
-    end = judge(attempt, exit_code, job_id, restart, trouble)
-    if end.failure:
-        _show_last_words(attempt, end.failure)
-    for line in end.lines:
-        log.info(line)
-    is_stop_asked = stop_asked(attempt, job_id)
-    earlier = [start for start in starts_since_submission(run) if start.attempt != attempt.number]
-    starts = [*earlier, Start(attempt.number, end.cause, gained(attempt))]
-    decision = decide(policy, end.cause, starts, stop_asked=is_stop_asked, how=end.how)
-    _record(
-        run,
-        events.Ended,
-        job_id=job_id,
-        restart=restart,
-        attempt=attempt.number,
-        exit_code=end.exit_code,
-        cause=end.cause,
-        how=end.how,
-        step=end.step,
-        saved=end.saved,
-        first_failure=end.failure,
-        trouble=end.trouble,
-        remark=end.remark,
-        why="" if decision.go_on or end.cause == restart_policy.DONE else decision.why,
-    )
-    attempt.remove_leftovers()
-    _blame_nodes(attempt, job_id, end)
+    verdict = _judge(attempt, exit_code, job_id, restart, policy)
+    end, decision = verdict.end, verdict.decision
+    _conclude(attempt, verdict, job_id, restart)
     if decision.go_on:
         requeued = _start_again(run, attempt, job_id, restart, decision.why)
         # A job that is over must not say that the run is done: an afterok would believe it.
         return 0 if requeued else end.exit_code
     if end.cause == restart_policy.REQUEUED:
-        if is_stop_asked:
+        if verdict.is_stop_asked:
             _withdraw(run, job_id)
         else:
             _leave_out(run, job_id, attempt.number)
@@ -166,6 +152,82 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     if end.exit_code and end.cause != restart_policy.CANCELLED and not is_rehearsal(os.environ):
         _warn_of_requeue_exit(run, end.exit_code)
     return end.exit_code
+
+
+def resume_in_job(
+    attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: Policy, nodelist: str
+) -> bool:
+    """Print and record how an attempt ended whose successor begins at once, on nodes of this job.
+
+    nodelist: those nodes. The others are as of `finish`, but that no requeue has to be allowed.
+    Returns False, with nothing recorded, where none is due, or the job itself is ending.
+    """
+    run, name = attempt.run, own_name(os.environ, job_id)
+    verdict = _judge(attempt, exit_code, job_id, restart, replace(policy, requeue=True))
+    is_withdrawn = restart_policy.withdrawn(events.read(run.events), job_id)
+    if not verdict.decision.go_on or is_withdrawn or ending(name, restart) is not Ending.NONE:
+        return False
+    _conclude(attempt, verdict, job_id, restart)
+    why = verdict.decision.why
+    _record(
+        run,
+        events.ResumedInJob,
+        job_id=job_id,
+        attempt=attempt.number,
+        why=why,
+        nodelist=nodelist,
+    )
+    # The verdict on the next attempt reads srun's lines from here on.
+    log.info(f"{why}: {run.name}, job {job_id} on {nodelist}, goes on without the queue")
+    return True
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """How an attempt ended, and what follows."""
+
+    end: End
+    decision: Decision
+    is_stop_asked: bool
+
+
+def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: Policy) -> _Verdict:
+    trouble = attempt.trouble_writing()
+    attempt.give_room_back()  # to what is recorded from here on
+    end = judge(attempt, exit_code, job_id, restart, trouble)
+    is_stop_asked = stop_asked(attempt, job_id)
+    known = starts_since_submission(attempt.run)
+    earlier = [start for start in known if start.attempt != attempt.number]
+    starts = [*earlier, Start(attempt.number, end.cause, gained(attempt))]
+    decision = decide(policy, end.cause, starts, stop_asked=is_stop_asked, how=end.how)
+    return _Verdict(end, decision, is_stop_asked)
+
+
+def _conclude(attempt: Attempt, verdict: _Verdict, job_id: str, restart: int) -> None:
+    """Print and record how an attempt ended."""
+    end, decision = verdict.end, verdict.decision
+    if end.failure:
+        _show_last_words(attempt, end.failure)
+    for line in end.lines:
+        log.info(line)
+    _record(
+        attempt.run,
+        events.Ended,
+        job_id=job_id,
+        restart=restart,
+        attempt=attempt.number,
+        exit_code=end.exit_code,
+        cause=end.cause,
+        how=end.how,
+        step=end.step,
+        saved=end.saved,
+        first_failure=end.failure,
+        trouble=end.trouble,
+        remark=end.remark,
+        why="" if decision.go_on or end.cause == restart_policy.DONE else decision.why,
+    )
+    attempt.remove_leftovers()
+    _blame_nodes(attempt, job_id, end)
 
 
 def go_to_submission_folder() -> None:
@@ -398,8 +460,10 @@ def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
     """Blame the nodes that were lost, that hardware names, or on which ranks crash again."""
     if is_rehearsal(os.environ):
         return
-    lost = dict.fromkeys(end.lost_nodes, f"lost during attempt {attempt.number}")
     try:
+        blamed = bad_nodes.blamed(attempt)  # by the checks ahead, and as the loss was seen
+        new = [host for host in end.lost_nodes if host not in blamed]
+        lost = dict.fromkeys(new, f"lost during attempt {attempt.number}")
         if lost:
             bad_nodes.blame(attempt, job_id, lost, bad_nodes.BY_LOSS)
         if end.failure and end.hardware:

@@ -81,6 +81,8 @@ class Started(Event):
     nodelist: str = ""
     clusterddp: str = ""
     """Version that runs the attempt, and the run's own file or `installed`."""
+    spares: tuple[str, ...] = ()
+    """Nodes of the job on which no task runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,15 @@ class Requeued(Event):
 
     kind: ClassVar[str] = "requeued"
     why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedInJob(Event):
+    """Decision to begin the next attempt within the job, on nodes that are left of it."""
+
+    kind: ClassVar[str] = "resumed_in_job"
+    why: str = ""
+    nodelist: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

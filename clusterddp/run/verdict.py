@@ -196,8 +196,15 @@ class _Evidence:
 
     @cached_property
     def lost_nodes(self) -> tuple[str, ...]:
-        """Nodes that srun has seen fail since this job, or its latest restart, has started."""
-        return nodes_lost(self.job_log)
+        """Nodes that were lost: by the controller's own watch, else those srun has seen fail."""
+        blamed = tuple(
+            node
+            for event in events.read(self.run.events)
+            if isinstance(event, events.NodesBlamed)
+            and (event.attempt, event.by) == (self.attempt.number, bad_nodes.BY_LOSS)
+            for node in event.nodes
+        )
+        return blamed or nodes_lost(self.job_log)
 
     @cached_property
     def slurms_word(self) -> Ending:
@@ -258,13 +265,16 @@ def _node_lost(evidence: _Evidence) -> End | None:
     silent = (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN)
     if not lost or evidence.slurms_word not in silent:
         return None
+    named = f"node {lost[0]} is" if len(lost) == 1 else f"nodes {', '.join(lost)} are"
     # Which of the tasks that ended with it was seen first is chance, and so is their code.
+    gone = (o for o in evidence.outcomes if o.host in lost and o.ended is None)
+    first = next(map(failure_of, gone), evidence.failure)
     return End(
         restart_policy.NODE_LOST,
         evidence.asked_code or EXIT_FAILED,
-        evidence.failure,
+        first,
         saved=evidence.has_left or bool(gained(evidence.attempt)),
-        lines=(f"node {', '.join(lost)} is lost; {evidence.was_saved}",),
+        lines=(f"{named} lost; {evidence.was_saved}",),
     )
 
 

@@ -575,3 +575,29 @@ def test_a_record_without_the_batch_scripts_interpreter_names_none_of_an_image(
     same = spec(python="/same/python", batch_python="/same/python", **image)
     assert JobSpec.from_json(same.to_json()) == same
     assert JobSpec.from_script("\n".join(same.to_script()), same.run_dir) == same
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"launcher": "submitit"}, "--spare-nodes 1 against --launcher submitit"),
+        ({"launcher": "local"}, "--spare-nodes 1 against --launcher local"),
+        ({"restart_in_job": 2}, "--spare-nodes 1 against --restart-in-job 2"),
+        ({"srun_args": ("--mem=1G -w h07",)}, "--spare-nodes 1 against --srun-args -w"),
+        ({"srun_args": ("--exclusive",)}, "--spare-nodes 1 against --srun-args --exclusive"),
+    ],
+)
+def test_spares_are_refused_where_the_job_chooses_no_nodes(
+    fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)):
+        spec(resources=Resources(nodes=2, spare_nodes=1), **fields)
+
+
+def test_a_nodelist_of_a_job_with_spares_names_fewer_nodes_or_spares_too() -> None:
+    for hosts in ("h01", "h[01-03]", "h[01-04]"):
+        assert Resources(nodes=2, spare_nodes=2, nodelist=hosts).job_nodes == 4
+    for hosts in ("h[01-02]", "h[01-05]"):
+        with pytest.raises(RequestError, match=re.escape(hosts)):
+            Resources(nodes=2, spare_nodes=2, nodelist=hosts)
+    assert Resources(nodes=2, nodelist="h[01-02]").job_nodes == 2

@@ -85,6 +85,7 @@ def describe(report: RunReport) -> str:
         *_attempts(report),
         ("paid", _paid(report)),
         *_slow_ranks(report),
+        ("spares", formatting.known(("idle for {:.4g} node-hours", report.spare_node_hours))),
         *(("straggler", rank.describe()) for rank in report.stragglers[:_MOST_NAMED]),
         ("confused", "; ".join(pair.describe() for pair in report.confusions[:_MOST_NAMED])),
         *(("warning", text) for text in report.warnings),
