@@ -138,7 +138,7 @@ def choose(
         nodes = partitions.nodes(partition or asked.partition, environ, seconds)
     except SlurmError as error:
         return Choice(remarks=(f"{names} cannot be left out: {error}",))
-    return among(bad, asked, nodes, count or asked.nodes)
+    return among(bad, asked, nodes, count or asked.nodes + asked.spare_nodes)
 
 
 def choose_for_submission(spec: JobSpec) -> Choice:
