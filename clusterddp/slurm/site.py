@@ -3,9 +3,12 @@
 The number of nodes and GPUs of a partition is sinfo's to say (`slurm.partitions`).
 """
 
+import contextlib
+import grp
 import os
 import pwd
 import re
+from collections.abc import Collection, Mapping
 
 from clusterddp.errors import SlurmError
 from clusterddp.slurm.client import ask
@@ -39,6 +42,35 @@ def partition_settings() -> dict[str, dict[str, str]]:
         raise SlurmError(f"scontrol: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
     records = (dict(_FIELD.findall(line)) for line in answer.stdout.splitlines())
     return {record["PartitionName"]: record for record in records if "PartitionName" in record}
+
+
+def why_closed(
+    partition: Mapping[str, str], groups: Collection[str], accounts: Collection[str]
+) -> str:
+    """Return why a partition takes no job of a user, by its settings; empty where it may.
+
+    groups, accounts: the user's; none where they are not known. sbatch does not always refuse such
+    a job: seen on 24.11 with EnforcePartLimits=NO, where one of a user who is in none of
+    AllowGroups is queued, and waits for ever. 22.05 refuses it.
+    """
+    for key, own in (("AllowGroups", groups), ("AllowAccounts", accounts)):
+        allowed = partition.get(key, "ALL")
+        if own and not {"ALL", *own} & set(allowed.split(",")):
+            return f"{key}={allowed}: none of these is yours"
+    return ""
+
+
+def groups() -> set[str]:
+    """Return the names of this user's groups; none of root's, whom no partition keeps out."""
+    names = set[str]()
+    if os.getuid() == 0:
+        return names
+    with contextlib.suppress(KeyError):
+        user = pwd.getpwuid(os.getuid())
+        for group in os.getgrouplist(user.pw_name, user.pw_gid):
+            with contextlib.suppress(KeyError):
+                names.add(grp.getgrgid(group).gr_name)
+    return names
 
 
 def check_accounting() -> None:

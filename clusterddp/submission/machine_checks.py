@@ -1,5 +1,7 @@
 """Checks of the machine that submits: the folders and their room, the dataset, the Python."""
 
+import atexit
+import functools
 import json
 import os
 import re
@@ -190,11 +192,15 @@ def _started(argv: Sequence[str]) -> tuple[int, str, str]:
         errors="replace",
         start_new_session=True,
     ) as process:
+        end = functools.partial(os.killpg, process.pid, signal.SIGKILL)
+        atexit.register(end)  # a Ctrl-C ends the command, and reaches no other session
         try:
             output, errors = process.communicate(timeout=IMPORT_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            end()
             raise
+        finally:
+            atexit.unregister(end)
     return process.returncode, output, errors
 
 

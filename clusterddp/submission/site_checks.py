@@ -59,36 +59,49 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
     except SlurmError as error:
         advice = "ask the site's staff, or try again later; 'scontrol ping' shows slurmctld"
         return Diagnosis((Check("slurm", BAD, formatting.line(str(error)), advice),), {})
+    own = [spec.resources.account] if spec.resources.account else accounts.result()
+    groups = site.groups()
+    closed = {name: site.why_closed(records.get(name, {}), groups, own) for name in known}
     names = _in_order(known, spec.resources.partition)
     forecasts = {name: forecast(_one_node(spec, known[name])) for name in names[:MOST_PARTITIONS]}
-    with_gpus = next((name for name in names if known[name].gpus), "")
+    with_gpus = min((n for n in names if known[n].gpus), key=lambda n: bool(closed[n]), default="")
     kinds = ("", *sorted(filter(None, known[with_gpus].gpus))[:1]) if with_gpus else ()
     gpu_forms = {
         (form, kind): forecast(_one_node(spec, known[with_gpus], form, kind))
         for kind in kinds
         for form in _FORMS
     }
-    version, cluster = config["SLURM_VERSION"], config.get("ClusterName", "")
-    facts = {"version": version, "cluster": cluster}
-    checks = [Check("slurm", GOOD, f"Slurm {version}, cluster {cluster}, answers", facts=facts)]
-    checks.append(_submission(_outcome(submission), accounts.result(), spec))
     outcomes = {form: _outcome(asked) for form, asked in gpu_forms.items()}
     tried = {name: _outcome(asked) for name, asked in forecasts.items()}
     # A job of one GPU may be refused for the form alone.
     if taken := next(filter(lambda outcome: outcome[0], outcomes.values()), None):
         tried[with_gpus] = taken
-    checks += [_partition(known[name], records.get(name, {}), tried.get(name)) for name in names]
+    tried |= {name: (False, f"{why}, a job waits for ever") for name, why in closed.items() if why}
+    asked_for = spec.resources.partition.split(",")
+    of_job = (n for n in names if n in asked_for or (asked_for == [""] and known[n].is_default))
+    used = [name for name in of_job if name in records]
+    submitted = _outcome(submission)
+    if submitted[0] and used and all(closed[name] for name in used):
+        submitted = tried[used[0]]
+
+    version, cluster = config["SLURM_VERSION"], config.get("ClusterName", "")
+    facts = {"version": version, "cluster": cluster}
     gpus, settings = _gpus(with_gpus, outcomes, spec.resources.gpu_request)
-    checks += [gpus, _accounting(accounting, accounts.result(), config)]
-    usual = [name for name in names if known[name].is_default]
-    used = [name for name in spec.resources.partition.split(",") if name in records] or usual
-    checks += [_requeue(config), _preemption(config, records, used), _signals(config)]
-    takes_gpus = any(known[name].gpus for name in used)
-    if not spec.resources.partition and not takes_gpus and tried.get(with_gpus, (False,))[0]:
-        settings["partition"] = with_gpus
-    if set(filter(None, spec.resources.partition.split(","))) - known.keys():
+    checks = [
+        Check("slurm", GOOD, f"Slurm {version}, cluster {cluster}, answers", facts=facts),
+        _submission(submitted, accounts.result(), spec),
+        *(_partition(known[name], records.get(name, {}), tried.get(name)) for name in names),
+        gpus,
+        _accounting(accounting, accounts.result(), config),
+        _requeue(config),
+        _preemption(config, records, used),
+        _signals(config),
+    ]
+    if not spec.resources.partition and not any(known[name].gpus for name in used):
+        settings |= {"partition": with_gpus} if tried.get(with_gpus, (False,))[0] else {}
+    if set(filter(None, asked_for)) - known.keys():
         settings["partition"] = ""
-    remarks = [f"Slurm {version}, cluster {cluster}", *map(_described, map(known.get, names))]
+    remarks = [f"Slurm {version}, cluster {cluster}", *(_described(known[name]) for name in names)]
     return Diagnosis(tuple(checks), settings, tuple(remarks))
 
 
@@ -149,17 +162,16 @@ def _submission(outcome: tuple[bool, str], accounts: Sequence[str], spec: JobSpe
         starts = _STARTS.search(words)
         seen = f"{asked}: accepted" + (f", would start at {starts[1]}" if starts else "")
         return Check("submission", GOOD, seen, facts={"accepted": True})
-    advice = "read the lines of the partitions; name another with --partition"
-    if re.search(r"account|association|permi", words, re.IGNORECASE):
+    advice = "see the lines of the partitions; name another with --partition"
+    if re.search(r"account|association|permi|group|yours", words, re.IGNORECASE):
         own = f" (yours: {formatting.some(accounts, 10, ', ')})" if accounts else ""
         advice = f"name an account with --account{own}, or ask the site's staff for access"
     facts = {"accepted": False, "accounts": list(accounts)}
     return Check("submission", _refusal(words), f"{asked}: {words}", advice, facts)
 
 
-def _described(partition: Partition | None) -> str:
+def _described(partition: Partition) -> str:
     """Describe a partition in one line: nodes, CPUs, GPUs and limit."""
-    assert partition is not None
     gpus = [f"{count} {kind}" for kind, count in sorted(partition.gpus.items()) if kind]
     number = partition.gpus.get("", 0)
     return (

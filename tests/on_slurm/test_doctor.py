@@ -118,6 +118,7 @@ def test_an_ordinary_user_sees_what_is_open_to_them_and_a_site_of_another_kind(
         assert "JobRequeue=0" in checks["requeue"]["seen"]
         assert "RequeueExit=75" in checks["requeue"]["seen"]
         assert "PreemptMode=CANCEL" in checks["preemption"]["seen"]
+        # 24.11 queues such a job, which waits for ever; 22.05 refuses it.
         closed = diagnosis(site, home, "--partition", "high", who=AS_NOBODY)
         assert closed["code"] == 1 and closed["submission"]["verdict"] == BAD
         elsewhere = diagnosis(site, home, "--output-root", "/root-of-others", who=AS_NOBODY)

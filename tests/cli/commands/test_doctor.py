@@ -1,6 +1,10 @@
 """`clusterddp doctor` on sites whose Slurm answers as some do: no booted one is like them."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 from clusterddp.submission.diagnosis import BAD, GOOD, WARNING
 from tests import hostile
 from tests.cli.made_runs import Workplace, workplace
+from tests.waiting import PATIENCE, has_gone, wait_for
 
 __all__ = ["workplace"]
 
@@ -180,6 +185,17 @@ def test_a_refused_account_is_answered_with_the_accounts_that_there_are(site: Si
     assert check["verdict"] == BAD and "yours: physics, chemistry" in check["advice"]
 
 
+def test_a_partition_of_other_accounts_is_closed_although_slurm_takes_the_job(site: Site) -> None:
+    site.scontrol(mode="OFF AllowAccounts=maths,history")
+    diagnosis = site.diagnosis(code=1)
+    checks = {check["name"]: check for check in diagnosis["checks"]}
+    assert checks["submission"]["verdict"] == BAD
+    assert checks["partition cpu"]["verdict"] == WARNING
+    assert "AllowAccounts=maths,history" in checks["partition cpu"]["seen"]
+    assert checks["partition gpu"]["verdict"] == GOOD
+    assert site.check("submission", "--account", "maths")["verdict"] == GOOD
+
+
 def test_a_slurm_that_does_not_answer_leaves_the_other_checks(site: Site) -> None:
     words = "slurm_load_ctl_conf error: Unable to contact slurm controller"
     site.workplace.command("scontrol", f"echo '{words}' >&2; exit 1")
@@ -269,3 +285,16 @@ def test_a_hostile_folder_is_carried_or_refused(site: Site, value: str) -> None:
 def test_a_wrong_request_is_refused_before_anything_is_asked(site: Site, argv: list[str]) -> None:
     assert site.workplace.invoke("doctor", *argv).code == 2
     assert site.workplace.calls == []
+
+
+def test_an_interrupted_doctor_leaves_no_python_behind(tmp_path: Path) -> None:
+    pid, python = tmp_path / "pid", tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ >{pid}.new\nmv {pid}.new {pid}\nexec sleep 600\n")
+    python.chmod(0o755)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    words = [sys.executable, "-m", "clusterddp", "doctor", "--python", str(python)]
+    with subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL) as doctor:
+        wait_for(pid.exists, "the start of the python")
+        doctor.send_signal(signal.SIGINT)
+        assert doctor.wait(PATIENCE) == 130
+    assert has_gone(int(pid.read_text()))
