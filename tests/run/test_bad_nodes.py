@@ -497,6 +497,8 @@ def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace)
     assert kinds.count("not_started") == kinds.count("requeued") == 2
     assert kinds[-1] == "started"
     assert workplace.calls.count("scontrol requeue 17") == 2
+    assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h02"] * 2
+    assert sum(call.startswith("sinfo") for call in workplace.calls) == 3  # one a start
     assert begin(workplace, run, "h[03-04]") == 0
 
 
