@@ -307,6 +307,12 @@ class JobSpec:
         WHOLE,
         group=table.INTERRUPTED,
     )
+    bad_node_hours: float = option(
+        24.0,
+        "Hours for which a node that this run blames is left out of the next starts.",
+        table.POSITIVE,
+        group=table.INTERRUPTED,
+    )
     snapshot: bool | None = option(
         None,
         "Copy this folder's files, except those that git ignores, into the run: every attempt "
@@ -714,9 +720,7 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
-        if self.preflight is None:  # nor do those before the checks of nodes
-            del fields["preflight"]
-        for name in _OF_COMMANDS:  # nor do those before them
+        for name in (*_OF_COMMANDS, "bad_node_hours", "preflight"):  # nor do those before them
             if getattr(self, name) == self._default(name):
                 del fields[name]
         if self.train and self.train.numa_binding == "none":

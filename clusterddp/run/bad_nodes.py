@@ -31,7 +31,6 @@ BY_REPETITION = "repetition"
 """Ranks crashed there again that got further elsewhere."""
 
 FILE_NAME = "bad-nodes.jsonl"
-EXPIRES_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,10 @@ def blame(attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str) -> N
     events.add(
         run.events, events.NodesBlamed, job_id=job_id, attempt=attempt.number, nodes=nodes, by=by
     )
+    spec = run.read_spec()
+    expires = now + 3600 * (spec.bad_node_hours if spec else JobSpec.bad_node_hours)
     for host, reason in nodes.items():
-        node = BadNode(
-            host, reason, by, run.name, job_id, attempt.number, now, now + EXPIRES_SECONDS
-        )
+        node = BadNode(host, reason, by, run.name, job_id, attempt.number, now, expires)
         files.append_json_line(run.path.parent / FILE_NAME, vars(node))
 
 

@@ -461,10 +461,15 @@ def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
     if is_rehearsal(os.environ):
         return
     try:
-        blamed = bad_nodes.blamed(attempt)  # by the checks ahead, and as the loss was seen
-        new = [host for host in end.lost_nodes if host not in blamed]
-        lost = dict.fromkeys(new, f"lost during attempt {attempt.number}")
-        if lost:
+        blamed = bad_nodes.read(attempt.run.path.parent) if end.lost_nodes else {}
+        new = [
+            # A job's log can tell of an earlier attempt in the same job.
+            host
+            for host in end.lost_nodes
+            if host not in blamed or blamed[host].job_id != job_id
+        ]
+        if new:
+            lost = dict.fromkeys(new, f"lost during attempt {attempt.number}")
             bad_nodes.blame(attempt, job_id, lost, bad_nodes.BY_LOSS)
         if end.failure and end.hardware:
             named = {end.failure.host: f"rank {end.failure.rank} died: {end.hardware}"}
@@ -493,7 +498,7 @@ def _trials(run: RunDir) -> list[bad_nodes.Trial]:
     return trials
 
 
-def _leave_out(run: RunDir, job_id: str, number: int | None = None) -> None:
+def _leave_out(run: RunDir, job_id: str, number: int) -> None:
     """Have a job in the queue leave out the bad nodes; where that fails it is logged.
 
     number: of the attempt that has ended.
@@ -555,10 +560,11 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
     try:
         spec, history = run.load_spec(), events.read(run.events)
         _blame_lost_script(run, history)
-        bad = [host for host in _hosts(nodelist) if host in bad_nodes.read(run.path.parent)]
+        blamed = bad_nodes.read(run.path.parent)
+        bad = [host for host in _hosts(nodelist) if host in blamed]
         if not bad or restart_policy.withdrawn(history, job_id):
             return
-        choice, _ = _nodes_to_leave_out(run, spec, job_id)
+        choice, hosts = _nodes_to_leave_out(run, spec, job_id)
         given = [host for host in bad if host in choice.nodes]
         words = f"Slurm has given {', '.join(given or bad)}, which is bad"
         if not given:
@@ -578,7 +584,11 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
     _record(run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words)
     _record(run, events.Requeued, job_id=job_id, why=words)
     _heed_withdrawal(run, job_id, job_id)
-    _leave_out(run, job_id)
+    try:
+        slurm.exclude_nodes(own_name(os.environ, job_id), hosts)
+        _note_left_out(run, job_id, None, choice)
+    except SlurmError as error:
+        log.info(f"bad nodes cannot be left out: {error}")
     raise BackInQueue(f"{words}: job {job_id} is back in the queue")
 
 

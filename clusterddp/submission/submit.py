@@ -42,7 +42,8 @@ def submit(
         raise RequestError(
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
         )
-    bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
+    if spec.launcher != "local":
+        bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
     question = ask_for_partitions(spec)
     _warn_of_launcher(spec)
     check_command(spec, script)

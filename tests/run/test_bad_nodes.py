@@ -1,5 +1,6 @@
 """Bad nodes: their file, which of them a job leaves out, and what blames one."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -26,6 +27,8 @@ from tests.hostile import CARRIED, REFUSED
 
 __all__ = ["workplace"]
 
+DAY = 24 * 3600.0
+
 
 def run_in(root: Path, name: str = "a") -> Attempt:
     run = RunDir(root / name)
@@ -42,7 +45,7 @@ def test_a_blamed_node_is_read_until_it_is_cleared(tmp_path: Path) -> None:
     bad = bad_nodes.read(tmp_path)
     assert sorted(bad) == ["h02", "h03"]
     assert (bad["h02"].reason, bad["h02"].run, bad["h02"].attempt) == ("lost", "a", 1)
-    assert bad["h02"].expires - bad["h02"].time == bad_nodes.EXPIRES_SECONDS
+    assert bad["h02"].expires - bad["h02"].time == DAY
     bad_nodes.clear(tmp_path, ["h02"])
     assert list(bad_nodes.read(tmp_path)) == ["h03"]
     assert bad_nodes.known(tmp_path) == {"h02", "h03"}
@@ -55,9 +58,18 @@ def test_a_node_is_used_again_after_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad_nodes.blame(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
-    later = time.time() + bad_nodes.EXPIRES_SECONDS + 1
+    later = time.time() + DAY + 1
     monkeypatch.setattr(time, "time", lambda: later)
     assert bad_nodes.read(tmp_path) == {}
+
+
+def test_the_time_is_that_which_the_run_asks_for(workplace: Workplace) -> None:
+    run = workplace.run("a")
+    spec = dataclasses.replace(run.load_spec(), bad_node_hours=0.5)
+    run.spec.write_text(spec.to_json())
+    bad_nodes.blame(Attempt(run, 1), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    node = bad_nodes.read(workplace.root)["h02"]
+    assert node.expires - node.time == 1800
 
 
 def test_torn_and_foreign_lines_take_nothing_from_the_others(tmp_path: Path) -> None:
@@ -485,6 +497,8 @@ def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace)
     assert kinds.count("not_started") == kinds.count("requeued") == 2
     assert kinds[-1] == "started"
     assert workplace.calls.count("scontrol requeue 17") == 2
+    assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h02"] * 2
+    assert sum(call.startswith("sinfo") for call in workplace.calls) == 3  # one a start
     assert begin(workplace, run, "h[03-04]") == 0
 
 

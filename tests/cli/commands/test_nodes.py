@@ -15,18 +15,20 @@ from tests.hostile import CARRIED, REFUSED
 
 __all__ = ["workplace"]
 
+DAY = 24 * 3600.0
+
 
 def blamed(root: Path, host: str, age: float = 60, **fields: Any) -> None:
     line = {"host": host, "reason": "lost", "by": "lost", "run": "a", "attempt": 1}
     then = time.time() - age
-    line |= {"time": then, "expires": then + bad_nodes.EXPIRES_SECONDS, **fields}
+    line |= {"time": then, "expires": then + DAY, **fields}
     append_json_line(root / bad_nodes.FILE_NAME, line)
 
 
 def test_the_latest_blamed_stands_first(workplace: Workplace) -> None:
     blamed(workplace.root, "h01", age=3600)
     blamed(workplace.root, "h02", by="preflight", reason="link at 90 Mb/s")
-    blamed(workplace.root, "old", age=2 * bad_nodes.EXPIRES_SECONDS)
+    blamed(workplace.root, "old", age=2 * DAY)
     answer = workplace.invoke("nodes")
     assert answer.code == 0
     header, *rows = [line.split(maxsplit=6) for line in answer.out.splitlines()]
