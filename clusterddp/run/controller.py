@@ -265,9 +265,7 @@ class Controller:
         spec, nodelist = self._spec, os.environ.get("SLURM_JOB_NODELIST", "")
         idle: list[str] = []
         if self._allocation:
-            if not self._nodes:  # with a bad node, where Slurm gave too few others
-                good = self._allocation.choose(spares.bad(self._run))
-                self._nodes = good or self._allocation.choose(())
+            self._nodes = self._nodes or self._allocation.choose_first(spares.bad(self._run))
             nodelist = ",".join(self._nodes)
             idle = [node for node in self._allocation.left if node not in self._nodes]
         self._attempt = None
@@ -304,7 +302,8 @@ class Controller:
         attempt, allocation = self._attempt, self._allocation
         if not (attempt and allocation) or self._signals_seen or self._script.has_gone:
             return False
-        self._note_lost(attempt, spares.find_lost(attempt, self._others(), code))
+        others = [node for node in self._others() if node not in allocation.lost]
+        self._note_lost(attempt, spares.find_lost(attempt, others, code))
         if not bad_nodes.blamed(attempt):
             return False
         nodes = allocation.choose(spares.bad(self._run))

@@ -5,9 +5,11 @@ within seconds: a rank has failed, or a node's small parent renews its record no
 node is lost is then asked of its slurmd, by a connection to its port.
 """
 
+import os
+import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -16,19 +18,20 @@ from clusterddp import log
 from clusterddp.errors import EXIT_PAUSED, RequestError, SlurmError
 from clusterddp.run import bad_nodes, step_watch
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.bad_nodes import BadNode
 from clusterddp.run.outcome import SIGN_SECONDS, read_outcomes
 from clusterddp.run.records import Outcome
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.forms import expand_nodelist
 
-SILENT_SECONDS = 5 * SIGN_SECONDS
+SILENT_SECONDS = 3 * SIGN_SECONDS
 """Without a sign of life for so long, a node is asked for one."""
 _LOOK_SECONDS = 2.0
 _ANSWER_SECONDS = 3.0
 _LEAVE_SECONDS = 5.0
 """Time for the ranks that are left to end by themselves: what they compute is lost anyway."""
-_KILL_SECONDS = 5.0
+_KILL_SECONDS = 2.0
 _MOST_AT_ONCE = 32
 
 
@@ -51,6 +54,18 @@ class Allocation:
         """Choose the nodes of the next step, in Slurm's order; empty where too few are good."""
         good = [node for node in self.left if node not in bad]
         return good[: self._needed] if len(good) >= self._needed else []
+
+    def choose_first(self, bad: Mapping[str, BadNode]) -> list[str]:
+        """Choose the nodes of the job's first step: bad ones where Slurm gave too few others.
+
+        Those that were lost come last, as slurmctld may not know of it yet.
+        """
+
+        def badness(node: str) -> int:
+            return (1 + (bad[node].by == bad_nodes.BY_LOSS)) if node in bad else 0
+
+        chosen = sorted(self.left, key=badness)[: self._needed]
+        return [node for node in self.left if node in chosen]
 
 
 def step_words(words: Sequence[str], nodes: Sequence[str]) -> list[str]:
@@ -105,8 +120,6 @@ class NodeWatch:
         now: seconds of a clock that nobody sets.
         """
         outcomes = read_outcomes(self._attempt.outcomes)
-        if not outcomes:
-            return {}  # a prolog can take its time
         failed = any(outcome.failed for outcome in outcomes)
         explained = any(_failed_by_itself(outcome) for outcome in outcomes)
         suspects = {}
@@ -200,6 +213,10 @@ def end_step(
         return srun() if any(outcome.ended is None for outcome in left) else None
 
     step = step_watch.step_name(attempt, job)
+    if not step and (pid := srun()):  # no task has recorded its start: srun alone knows of some
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        step_watch.await_end(srun, _LEAVE_SECONDS)
     try:
         if step:
             slurm.cancel(step)
@@ -224,21 +241,18 @@ def give_back(job: str, allocation: Allocation) -> None:
     """Give a job's lost nodes back, for which Slurm would requeue it after SlurmdTimeout.
 
     Not by --no-kill: a job that has lost its script's node would then run to its time limit, with
-    no script (seen on 22.05). Where too few are left for a step, the job keeps them: it is
-    requeued, and would ask for no more than it has.
+    no script (seen on 22.05). A requeue asks for as many nodes as the job had at first.
     """
-    if not allocation.choose(()):
-        return
     try:
         slurm.give_back(job, allocation.left)
     except SlurmError as error:
         log.info(f"{error}; Slurm may requeue the job once it knows of the loss")
 
 
-def bad(run: RunDir) -> set[str]:
+def bad(run: RunDir) -> dict[str, BadNode]:
     """Return the nodes that the runs of this output root avoid; none where that cannot be read."""
     try:
-        return set(bad_nodes.read(run.path.parent))
+        return bad_nodes.read(run.path.parent)
     except OSError as error:
         log.info(f"the list of bad nodes cannot be read: {error}")
-        return set()
+        return {}

@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RequestError
+from clusterddp.reporting.gather import spare_node_hours
+from clusterddp.request.spec import Resources
 from clusterddp.run import bad_nodes, events, outcome, spares
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
+from clusterddp.run.state import judge, latest_submission
 from clusterddp.slurm import client
+from clusterddp.slurm.states import JobState, State
 from tests.hostile import CARRIED
+from tests.made_events import ended, started, submitted
+from tests.request.test_spec import spec
 
 RAISED = {"type": "ValueError", "message": "boom"}
 PEER_LOST = {"type": "RuntimeError", "message": "closed by peer", "peer_lost": True}
@@ -59,6 +65,15 @@ def test_bad_and_lost_nodes_are_passed_over_in_slurms_order() -> None:
     assert allocation.choose(("h01", "h04")) == []
 
 
+def test_at_first_bad_nodes_do_where_there_are_no_others() -> None:
+    allocation = spares.Allocation("h[01-04]", 2)
+    lost, slow = bad_nodes.BadNode("h01", by="lost"), bad_nodes.BadNode("h03", by="preflight")
+    assert allocation.choose_first({}) == ["h01", "h02"]
+    assert allocation.choose_first({"h01": lost, "h03": slow}) == ["h02", "h04"]
+    assert allocation.choose_first({"h01": lost, "h02": lost, "h03": slow}) == ["h03", "h04"]
+    assert allocation.choose_first(dict.fromkeys(allocation.nodes, lost)) == ["h01", "h02"]
+
+
 @pytest.mark.parametrize("prefix", [[], ["env", "-uA"], ["/opt/slurm/bin"]])
 def test_srun_is_told_its_nodes_ahead_of_all_else(prefix: list[str]) -> None:
     srun = f"{prefix.pop()}/srun" if prefix and prefix[0].startswith("/") else "srun"
@@ -101,7 +116,7 @@ def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt) -> None:
     assert [watch.look(now) for now in (late / 2, late)] == [{}, {}]
     [(lost, why)] = watch.look(late + 1).items()  # it has not even recorded a start
     assert (lost, nodes.asked) == ("h03", {"h03"})
-    assert why == "it gave no sign of life for 25 s, and its slurmd does not answer"
+    assert why == "it gave no sign of life for 15 s, and its slurmd does not answer"
 
 
 def test_an_error_of_the_program_has_no_node_asked(attempt: Attempt) -> None:
@@ -181,9 +196,9 @@ def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blamed_and_bad_nodes_are_read_from_the_records(attempt: Attempt) -> None:
-    assert (spares.blamed(attempt), spares.bad(attempt.run)) == (set(), set())
+    assert (spares.blamed(attempt), spares.bad(attempt.run)) == (set(), {})
     spares.blame(attempt, "17", {"h02": "gone"})
-    assert (spares.blamed(attempt), spares.bad(attempt.run)) == ({"h02"}, {"h02"})
+    assert (spares.blamed(attempt), list(spares.bad(attempt.run))) == ({"h02"}, ["h02"])
     assert spares.blamed(Attempt(attempt.run, 2)) == set()
     [event] = [e for e in events.read(attempt.run.events) if isinstance(e, events.NodesBlamed)]
     assert event.by == bad_nodes.BY_LOSS
@@ -211,3 +226,28 @@ def test_one_task_of_each_node_renews_its_record(
         (run.outcomes).rename(tmp_path / "gone")  # it costs nobody anything
     else:
         assert path.stat().st_mtime == 5
+
+
+def test_the_nodes_without_tasks_are_summed_up_in_node_hours(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a")
+    run.path.mkdir()
+    lines = [
+        started(time=1000, attempt=1, spares=["h03", "h04"]),
+        ended(1, time=2800, attempt=1),
+        started(time=2800, attempt=2, spares=["h04"]),
+        started(time=6400, restart=1, attempt=3),  # nobody recorded the end before
+        ended(0, time=9999, restart=1, attempt=3),
+    ]
+    run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = spec(resources=Resources(nodes=2, spare_nodes=2))
+    assert spare_node_hours(run, asked) == 2.0
+    assert spare_node_hours(run, spec(resources=Resources(nodes=2))) is None
+
+
+def test_between_the_attempts_of_a_job_the_run_is_running() -> None:
+    lost = ended(1, cause="node lost", attempt=1)
+    resumed = {"event": "resumed_in_job", "job_id": "7", "attempt": 1, "nodelist": "h01,h03"}
+    history = [events.parse(e) for e in (submitted(), started(attempt=1), lost, resumed)]
+    found = latest_submission(history)
+    state, _ = judge(found, None, JobState(State.RUNNING), None, 180.0)
+    assert state == "running"
