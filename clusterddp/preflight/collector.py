@@ -74,7 +74,7 @@ def words(
     return [
         *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
         f"--nodelist={','.join(nodes)}",
-        *("--distribution=block", "--cpus-per-task=1", "--mpi=none", "--overlap", "--export=ALL"),
+        *("--distribution=block", "--mpi=none", "--overlap", "--export=ALL"),
         *("--kill-on-bad-exit=0", "--input=none", "--", *program, "probe"),
         *(f"--collector={address}" for address in addresses),
         *(f"--port={port}", f"--gpus={gpus}"),
