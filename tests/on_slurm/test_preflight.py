@@ -78,6 +78,8 @@ def slow_link(cluster: SlurmCluster) -> Callable[[], object]:
 
 
 def blocked_port(cluster: SlurmCluster) -> Callable[[], object]:
+    if cluster.run_on(BAD, ["sh", "-c", "command -v iptables"]).returncode:
+        pytest.skip("apt-get install iptables")
     rule = ["INPUT", "-p", "tcp", "--syn", "!", "--dport", "6818", "-j", "DROP"]
     cluster.run_on(BAD, ["iptables", "-A", *rule], check=True)
     return lambda: cluster.run_on(BAD, ["iptables", "-D", *rule], check=True)
