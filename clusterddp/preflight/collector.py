@@ -57,6 +57,8 @@ class Collection:
     nodes: list[Node] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
     """Where a node was that has not answered in time, by its name."""
+    remarks: tuple[str, ...] = ()
+    """What is known of nodes whose probe has ended by itself."""
     trouble: str = ""
     """Reason for which the checks could not run."""
 
@@ -72,7 +74,7 @@ def words(
     return [
         *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
         f"--nodelist={','.join(nodes)}",
-        *("--distribution=block", "--cpus-per-task=1", "--mpi=none", "--overlap", "--export=ALL"),
+        *("--distribution=block", "--mpi=none", "--overlap", "--export=ALL"),
         *("--kill-on-bad-exit=0", "--input=none", "--", *program, "probe"),
         *(f"--collector={address}" for address in addresses),
         *(f"--port={port}", f"--gpus={gpus}"),
@@ -104,7 +106,9 @@ def collect(
         collector.measure_together()
         if verdict.judge(collector.nodes(), collector.silent()).comparisons:
             collector.measure_together()  # once more: it may have been a moment's load
-        return Collection(collector.nodes(), collector.silent())
+        if collector.was_ended:  # the job is being ended, or srun: it tells of no node
+            return Collection(trouble="the probes were ended before all had answered")
+        return Collection(collector.nodes(), collector.silent(), collector.remarks())
 
 
 class _Collector:
@@ -126,6 +130,8 @@ class _Collector:
         self._server = server
         self._selector.register(server, selectors.EVENT_READ)
         self._connections = 0
+        self.was_ended = False
+        """True where the probes have ended while an answer was awaited."""
         self._peers: list[str] = []
         """Nodes that measure together, by their number."""
 
@@ -144,7 +150,10 @@ class _Collector:
         return [
             Node(host, probe.node, probe.load or LoadMeasurements(), probe.pairs)
             for host in self._hosts
-            if host not in silent and (probe := self.probes.get(host)) and probe.node
+            if host not in silent
+            and (probe := self.probes.get(host))
+            and probe.node
+            and not probe.has_gone
         ]
 
     def silent(self) -> dict[str, str]:
@@ -154,8 +163,16 @@ class _Collector:
             if (probe := self.probes.get(host))
             else f"{verdict.NO_ANSWER} within {PATIENCE_SECONDS:g} s of the first node's"
             for host in self._hosts
-            if host not in self.probes or self.probes[host].is_due
+            if not (probe := self.probes.get(host)) or (probe.is_due and not probe.has_gone)
         }
+
+    def remarks(self) -> tuple[str, ...]:
+        """Name the nodes whose probe has ended by itself, which may be a fault of ours."""
+        return tuple(
+            f"{each.host}: its probe ended at {each.at}, see preflight.log"
+            for each in self.probes.values()
+            if each.has_gone
+        )
 
     def measure_together(self) -> None:
         """Have all nodes that answer measure at one time, and keep the better of two answers."""
@@ -179,12 +196,15 @@ class _Collector:
                     self._accept()
                 else:
                     self._hear(*key.data)
-            if (one_is_enough and self.probes) or is_over:
+            if one_is_enough and self.probes:
                 return
             if all(
                 (probe := self.probes.get(host)) and (not probe.is_due or probe.has_gone)
                 for host in hosts
             ):
+                return
+            if is_over:
+                self.was_ended = True
                 return
 
     def _taking_part(self) -> list[_Probe]:

@@ -382,7 +382,11 @@ class Controller:
         program = [sys.executable, *([str(own)] if own.exists() else ["-m", "clusterddp"])]
         names = (host_name(os.environ), os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
         gpus = self._spec.resources.gpus_per_node
-        record = preflight.check(attempt, nodes, program, names, gpus, _reset_signals())
+        try:
+            record = preflight.check(attempt, nodes, program, names, gpus, _reset_signals())
+        except Exception:  # a fault of ours costs the checks alone
+            log.info(traceback.format_exc())
+            return {}
         while self._script.has_more and not self._script.has_gone:
             signals = self._script.read_signals()
             self._is_ending = self._is_ending or "TERM" in signals

@@ -44,17 +44,20 @@ def check(
         collection = Collection(trouble=error.strerror or str(error))
     took = round(time.monotonic() - began, 3)
     judged = verdict.judge(collection.nodes, collection.silent)
+    remarks = (*collection.remarks, *judged.remarks)
     if collection.trouble:
         why = f"{collection.trouble}; {_last_words(attempt)}".rstrip("; ")
         record = PreflightRecord(f"could not run: {why}", took)
     else:
         rows = verdict.table(collection.nodes, collection.silent, judged)
         print_to_job_log(formatting.clean(formatting.table(rows)))
-        passed = formatting.count(len(nodes) - len(judged.failed), "node")
+        passed = formatting.count(
+            len({n.host for n in collection.nodes} - {*judged.failed}), "node"
+        )
         summary = f"{passed} passed in {took:.1f} s"
         if judged.failed:
             summary = f"failed: {', '.join(judged.failed)}; {summary}"
-        record = PreflightRecord(summary, took, judged.failed, judged.remarks)
+        record = PreflightRecord(summary, took, judged.failed, remarks)
     for line in (record.summary, *record.remarks):
         log.info(f"preflight: {formatting.line(line)}")
     for host, reason in record.failed.items():

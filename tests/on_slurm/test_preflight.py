@@ -52,7 +52,7 @@ def idle(four: SlurmCluster) -> Iterator[None]:
 def checked(cluster: SlurmCluster, folder: Path, *args: str, **more: Any) -> tuple[RunDir, Any]:
     """A run of four nodes without requeue, and its status."""
     submit(cluster, folder, "--nodes", "4", "--run-name", "a", "--no-snapshot", "--no-requeue",
-           "--wait", *args, "--", "touch", "started", **more)  # fmt: skip
+           "--wait", "--preflight", "quick", *args, "--", "touch", "started", **more)  # fmt: skip
     answer = cluster.run([*CLUSTERDDP, "status", "a", "--json"], cwd=folder, check=True)
     return RunDir(folder / "jobs/a"), json.loads(answer.stdout)
 
@@ -78,6 +78,8 @@ def slow_link(cluster: SlurmCluster) -> Callable[[], object]:
 
 
 def blocked_port(cluster: SlurmCluster) -> Callable[[], object]:
+    if cluster.run_on(BAD, ["sh", "-c", "command -v iptables"]).returncode:
+        pytest.skip("apt-get install iptables")
     rule = ["INPUT", "-p", "tcp", "--syn", "!", "--dport", "6818", "-j", "DROP"]
     cluster.run_on(BAD, ["iptables", "-A", *rule], check=True)
     return lambda: cluster.run_on(BAD, ["iptables", "-D", *rule], check=True)
@@ -116,8 +118,8 @@ def busy_core(cluster: SlurmCluster) -> Callable[[], object]:
 
 
 def skewed_clock(cluster: SlurmCluster) -> Callable[[], object]:
-    if not FAKETIME.exists():
-        pytest.skip("apt-get install faketime")
+    if not FAKETIME.exists() or cluster.root:
+        pytest.skip("apt-get install faketime, on this machine")
     prolog = cluster.run(["scontrol", "show", "config"], check=True).stdout
     path = next(line.split()[-1] for line in prolog.splitlines() if line.startswith("TaskProlog"))
     mark = Path(f"{path}.on")

@@ -87,10 +87,10 @@ def test_json_is_a_list_with_stable_names(workplace: Workplace) -> None:
         "command", "model", "dataset", "strategy", "parameters", "train_images", "test_images",
         "accuracy", "loss", "train_loss", "step", "epoch", "train_seconds", "total_seconds",
         "capture_seconds",
-        "images_per_second", "world_size", "num_nodes", "hosts", "where", "device", "precision",
-        "backend", "threads", "cuda_graph", "versions", "peak_memory_bytes", "ranks", "stragglers",
-        "starts", "steps_done_twice", "seconds_lost", "attempts", "paid", "confusions",
-        "settings", "warnings", "weights_sha256", "finished",
+        "images_per_second", "world_size", "num_nodes", "hosts", "where", "preflight", "device",
+        "precision", "backend", "threads", "cuda_graph", "versions", "peak_memory_bytes", "ranks",
+        "stragglers", "starts", "steps_done_twice", "seconds_lost", "attempts", "paid",
+        "confusions", "settings", "warnings", "weights_sha256", "finished",
     ]  # fmt: skip
     assert (one["name"], one["complete"], one["accuracy"]) == ("one", True, 0.9876)
     assert one["ranks"][3] == {
