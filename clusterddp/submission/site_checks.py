@@ -65,7 +65,9 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
     names = _in_order(known, spec.resources.partition)
     forecasts = {name: forecast(_one_node(spec, known[name])) for name in names[:MOST_PARTITIONS]}
     with_gpus = min((n for n in names if known[n].gpus), key=lambda n: bool(closed[n]), default="")
-    kinds = ("", *sorted(filter(None, known[with_gpus].gpus))[:1]) if with_gpus else ()
+    types = sorted(filter(None, known[with_gpus].gpus)) if with_gpus else []
+    asked_type = spec.resources.gpu_type or "".join(types[:1])
+    kinds = dict.fromkeys(("", asked_type)) if with_gpus else ()
     gpu_forms = {
         (form, kind): forecast(_one_node(spec, known[with_gpus], form, kind))
         for kind in kinds
@@ -86,7 +88,7 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
 
     version, cluster = config["SLURM_VERSION"], config.get("ClusterName", "")
     facts = {"version": version, "cluster": cluster}
-    gpus, settings = _gpus(with_gpus, outcomes, spec.resources.gpu_request)
+    gpus, settings = _gpus(with_gpus, outcomes, spec.resources)
     checks = [
         Check("slurm", GOOD, f"Slurm {version}, cluster {cluster}, answers", facts=facts),
         _submission(submitted, accounts.result(), spec),
@@ -218,29 +220,30 @@ def _partition(
 
 
 def _gpus(
-    partition: str, outcomes: Mapping[tuple[str, str], tuple[bool, str]], asked: str
+    partition: str, outcomes: Mapping[tuple[str, str], tuple[bool, str]], resources: Resources
 ) -> tuple[Check, dict[str, str]]:
     """Check which directives ask for a GPU; return also the settings that follow from it.
 
-    asked: the directive that a submission uses.
+    resources: what a submission asks for.
     """
+    asked = (resources.gpu_request, resources.gpu_type)
     if not partition:
         return Check("GPUs", GOOD, "no partition has any: ranks meet by gloo"), {}
     taken = [form for form, outcome in outcomes.items() if outcome[0]]
     facts = {"partition": partition, "forms": [_gpu_directive(*form) for form in taken]}
     shown = ", ".join(_gpu_directive(*form) for form in taken)
-    if (asked, "") in taken:
+    if asked in taken:
         return Check("GPUs", GOOD, f"{partition} takes {shown}", facts=facts), {}
-    words = outcomes[asked, ""][1]
-    seen = f"{partition} refuses {_gpu_directive(asked, '')}: {words}"
+    seen = f"{partition} refuses {_gpu_directive(*asked)}: {outcomes[asked][1]}"
     if not taken:
         advice = "ask the site's staff how its GPUs are asked for, or try when nodes are up"
-        return Check("GPUs", _refusal(words), f"{seen}; no form is taken", advice, facts), {}
-    form, kind = min(taken, key=lambda form: (form[1], form[0] != asked))
-    advice = f"use --gpu-request {form}" if form != asked else ""
+        return Check("GPUs", _refusal(seen), f"{seen}; no form is taken", advice, facts), {}
+    form, kind = min(taken, key=lambda form: (form[1], form[0] != asked[0]))
+    advice = f"use --gpu-request {form}" if form != asked[0] else ""
     if kind:
         advice = f"{advice or 'name the type'}: --gpus-per-node {kind}:N"
-    settings = {"gpu-request": form} if form != asked else {}
+    advice = advice or "leave the type out of --gpus-per-node"
+    settings = {"gpu-request": form} if form != asked[0] else {}
     return Check("GPUs", BAD, f"{seen}; it takes {shown}", advice, facts), settings
 
 

@@ -1,10 +1,6 @@
 """`clusterddp doctor` on sites whose Slurm answers as some do: no booted one is like them."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,6 @@ import pytest
 from clusterddp.submission.diagnosis import BAD, GOOD, WARNING
 from tests import hostile
 from tests.cli.made_runs import Workplace, workplace
-from tests.waiting import PATIENCE, has_gone, wait_for
 
 __all__ = ["workplace"]
 
@@ -136,6 +131,11 @@ def test_the_form_in_which_gpus_are_asked_for_is_found_out(
     [check] = [check for check in diagnosis["checks"] if check["name"] == "GPUs"]
     assert check["verdict"] == verdict and seen in check["seen"]
     assert (f"\ngpu-request = {setting}\n" in diagnosis["site_cfg"]) == (setting is not None)
+
+
+def test_a_type_that_is_asked_for_is_one_that_is_tried(site: Site) -> None:
+    site.sbatch("(gpu:|gpus-per-(node|task)=)1$", "error: name a type")
+    assert site.check("GPUs", "--gpus-per-node", "a100:4")["verdict"] == GOOD
 
 
 @pytest.mark.parametrize(
@@ -285,16 +285,3 @@ def test_a_hostile_folder_is_carried_or_refused(site: Site, value: str) -> None:
 def test_a_wrong_request_is_refused_before_anything_is_asked(site: Site, argv: list[str]) -> None:
     assert site.workplace.invoke("doctor", *argv).code == 2
     assert site.workplace.calls == []
-
-
-def test_an_interrupted_doctor_leaves_no_python_behind(tmp_path: Path) -> None:
-    pid, python = tmp_path / "pid", tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho $$ >{pid}.new\nmv {pid}.new {pid}\nexec sleep 600\n")
-    python.chmod(0o755)
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    words = [sys.executable, "-m", "clusterddp", "doctor", "--python", str(python)]
-    with subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL) as doctor:
-        wait_for(pid.exists, "the start of the python")
-        doctor.send_signal(signal.SIGINT)
-        assert doctor.wait(PATIENCE) == 130
-    assert has_gone(int(pid.read_text()))
