@@ -155,8 +155,6 @@ class RunReport:
     starts: int = 0
     steps_done_twice: int = 0
     seconds_lost: float = 0.0
-    spare_node_hours: float | None = None
-    """Node-hours of the job's nodes on which no task ran; None for a run without spares."""
     attempts: list[AttemptReport] = field(default_factory=list)
     paid: records.Paid | None = None
     confusions: list[Confusion] = field(default_factory=list)
@@ -244,7 +242,6 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         starts=report.starts or len(starts) or (status.restarts + 1 if status.started_time else 0),
         steps_done_twice=sum(start.steps_done_twice for start in starts),
         seconds_lost=round(sum(start.seconds_lost for start in starts), 3),
-        spare_node_hours=spare_node_hours(run, spec),
         attempts=starts,
         paid=_paid(run, spec, status),
         confusions=evaluation.confusions()[:_MOST_CONFUSIONS],
@@ -349,24 +346,6 @@ def _grey_values(record: records.WorstImage) -> bytes | None:
         return None
     sound = 0 < height <= _LARGEST_SIDE and 0 < width <= _LARGEST_SIDE
     return pixels if sound and len(pixels) == height * width else None
-
-
-def spare_node_hours(run: RunDir, spec: JobSpec | None) -> float | None:
-    """Sum up the node-hours of nodes that a run's jobs had and no task used.
-
-    An attempt whose end nobody recorded counts up to the next one's start. None where no spares
-    were asked for.
-    """
-    if spec is None or not spec.resources.spare_nodes:
-        return None
-    seconds, since, idle = 0.0, time.time(), 0
-    history = [e for e in events.read(run.events) if isinstance(e, events.Started | events.Ended)]
-    for event in history:
-        now = event.time or since
-        seconds += idle * max(now - since, 0.0)
-        since, idle = now, len(event.spares) if isinstance(event, events.Started) else 0
-    seconds += idle * max(time.time() - since, 0.0)
-    return round(seconds / 3600, 4)
 
 
 def _starts(

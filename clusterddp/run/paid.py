@@ -49,7 +49,7 @@ def account(
     known = attempts(run)
     met = {each.attempt: each for each in summaries(run)}
     splits = bool(met) or (spec is not None and spec.train is not None)
-    seconds = computing = waiting = starting = saving = redone = 0.0
+    seconds = computing = waiting = starting = saving = redone = idle = 0.0
     knows_waiting, is_any = True, False
     happened = events.read(run.events)
     for attempt in known:
@@ -63,7 +63,9 @@ def account(
         parts = _split(span, met.get(attempt.number), own)
         knows_waiting &= parts.waiting is not None
         fresh = (1 - parts.redone) * nodes
-        seconds += parts.whole * nodes
+        spares = _spares(attempt, happened)
+        seconds += parts.whole * (nodes + spares)
+        idle += parts.whole * spares
         starting += parts.starting * nodes
         saving += parts.saving * nodes
         redone += parts.redone * parts.training * nodes
@@ -74,13 +76,15 @@ def account(
     whole = round(seconds / 3600, _DIGITS)
     gpus = spec.resources.gpus_per_node if spec else 0
     gpu_hours = round(whole * gpus, _DIGITS) if gpus else None
+    has_spares = spec is not None and spec.resources.spare_nodes > 0
+    of_spares = round(idle / 3600, _DIGITS) if has_spares else None
     if not splits:
-        return Paid(whole, gpu_hours, gpu_use=_gpu_use(known))
+        return Paid(whole, gpu_hours, idle=of_spares, gpu_use=_gpu_use(known))
     if not knows_waiting:
         computing, waiting = computing + waiting, 0.0
     sums = (computing, waiting, starting, saving, redone)
     hours = [round(each / 3600, _DIGITS) for each in sums]
-    rest = round(max(whole - sum(hours), 0.0), _DIGITS)
+    rest = round(max(whole - sum(hours) - (of_spares or 0.0), 0.0), _DIGITS)
     return Paid(
         whole,
         gpu_hours,
@@ -89,6 +93,7 @@ def account(
         starting=hours[2],
         saving=hours[3],
         redone=hours[4],
+        idle=of_spares,
         gpu_use=_gpu_use(known),
         rest=rest,
     )
@@ -150,13 +155,19 @@ def _changes(attempt: Attempt) -> Iterator[float]:
             yield min(path.stat().st_mtime, time.time())
 
 
+def _spares(attempt: Attempt, happened: list[events.Event]) -> int:
+    """Count the nodes that an attempt's job had beside those of its tasks."""
+    started = (e for e in happened if isinstance(e, events.Started) and e.attempt == attempt.number)
+    return next((len(event.spares) for event in started), 0)
+
+
 def _nodes(
     attempt: Attempt,
     summary: AttemptSummary | None,
     happened: list[events.Event],
     spec: JobSpec | None,
 ) -> int:
-    """Count the nodes that an attempt held, by Slurm's list of them, else by its ranks' hosts."""
+    """Count the nodes of an attempt's tasks, by Slurm's list of them, else by its ranks' hosts."""
     for event in happened:
         if isinstance(event, events.Started) and event.attempt == attempt.number:
             with suppress(RequestError):

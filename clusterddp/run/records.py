@@ -343,6 +343,8 @@ class Paid:
     """Time for which checkpoints have stopped the training."""
     redone: float | None = None
     """Steps that a later attempt did again, with their waiting."""
+    idle: float | None = None
+    """Spare nodes, on which no task ran; None without any, and known of every run."""
     gpu_use: float | None = None
     """Share of the time in which the GPUs of a COMMAND were busy; None where nobody looked."""
     rest: float | None = None

@@ -33,6 +33,9 @@ LOCAL_TYPES = (
 )
 """Types of file systems as /proc/self/mountinfo names them, proc(5)."""
 _IMPORT = """\
+import os, threading
+# Its input ends with the command that started it.
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 import json, platform, torch
 try:
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -183,24 +186,21 @@ def _started(argv: Sequence[str]) -> tuple[int, str, str]:
     Raises OSError, and subprocess.TimeoutExpired once it and what it started are killed.
     """
     pipe = subprocess.PIPE
-    with subprocess.Popen(
+    theirs, ours = os.pipe()
+    with open(theirs, "rb") as its_input, open(ours, "wb"), subprocess.Popen(
         argv,
-        stdin=subprocess.DEVNULL,
+        stdin=its_input,  # it ends with this process, be that by Ctrl-C: see _IMPORT
         stdout=pipe,
         stderr=pipe,
         text=True,
         errors="replace",
         start_new_session=True,
     ) as process:
-        end = functools.partial(os.killpg, process.pid, signal.SIGKILL)
-        atexit.register(end)  # a Ctrl-C ends the command, and reaches no other session
         try:
             output, errors = process.communicate(timeout=IMPORT_SECONDS)
         except subprocess.TimeoutExpired:
-            end()
+            os.killpg(process.pid, signal.SIGKILL)
             raise
-        finally:
-            atexit.unregister(end)
     return process.returncode, output, errors
 
 

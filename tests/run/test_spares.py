@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RequestError
-from clusterddp.reporting.gather import spare_node_hours
 from clusterddp.request.spec import Resources
 from clusterddp.run import bad_nodes, events, outcome, spares
 from clusterddp.run.attempt import Attempt
@@ -239,9 +238,12 @@ def test_the_nodes_without_tasks_are_summed_up_in_node_hours(tmp_path: Path) -> 
         ended(0, time=9999, restart=1, attempt=3),
     ]
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    asked = spec(resources=Resources(nodes=2, spare_nodes=2))
-    assert spare_node_hours(run, asked) == 2.0
-    assert spare_node_hours(run, spec(resources=Resources(nodes=2))) is None
+    for number in (1, 2, 3):
+        Attempt(run, number).path.mkdir(parents=True)
+    paid = account(run, spec(resources=Resources(nodes=2, spare_nodes=2)))
+    assert paid is not None and (paid.idle, paid.node_hours) == (IDLE, WHOLE)
+    without = account(run, spec(resources=Resources(nodes=2)))
+    assert without is not None and without.idle is None
 
 
 def test_between_the_attempts_of_a_job_the_run_is_running() -> None:

@@ -85,7 +85,6 @@ def describe(report: RunReport) -> str:
         *_attempts(report),
         ("paid", _paid(report)),
         *_slow_ranks(report),
-        ("spares", formatting.known(("idle for {:.4g} node-hours", report.spare_node_hours))),
         *(("straggler", rank.describe()) for rank in report.stragglers[:_MOST_NAMED]),
         ("confused", "; ".join(pair.describe() for pair in report.confusions[:_MOST_NAMED])),
         *(("warning", text) for text in report.warnings),
@@ -173,6 +172,7 @@ def _paid(report: RunReport) -> str:
         ("starting", paid.starting),
         ("saving", paid.saving),
         ("redone after faults", paid.redone),
+        ("idle spares", paid.idle),
         ("rest", paid.rest),
     )
     shares = [
