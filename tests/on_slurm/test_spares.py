@@ -120,7 +120,8 @@ def test_a_node_that_froze_is_replaced_and_publishes_nothing_when_it_is_back(
     done = submit(hosts, tmp_path, "--run-name", "alone", *argv, env=env)
     assert done.returncode == 0, done.stderr
     alone = RunDir(tmp_path / "jobs/alone")
-    wait_ended(alone, 1)
+    [job] = of_kind(alone, "submitted")
+    assert hosts.wait_job(job["job_id"]) == "COMPLETED"
     done = submit(hosts, tmp_path, "--run-name", "spare", "--spare-nodes", "1", *argv, env=env)
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "jobs/spare")
