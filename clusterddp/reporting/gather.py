@@ -15,7 +15,7 @@ from statistics import median
 
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run import events, files, records
+from clusterddp.run import files, records
 from clusterddp.run.attempt import Attempt, attempts, summaries
 from clusterddp.run.files import read_lines
 from clusterddp.run.outcome import first_failure, read_outcomes

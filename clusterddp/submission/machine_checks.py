@@ -1,7 +1,5 @@
 """Checks of the machine that submits: the folders and their room, the dataset, the Python."""
 
-import atexit
-import functools
 import json
 import os
 import re
@@ -187,15 +185,19 @@ def _started(argv: Sequence[str]) -> tuple[int, str, str]:
     """
     pipe = subprocess.PIPE
     theirs, ours = os.pipe()
-    with open(theirs, "rb") as its_input, open(ours, "wb"), subprocess.Popen(
-        argv,
-        stdin=its_input,  # it ends with this process, be that by Ctrl-C: see _IMPORT
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
+    with (
+        open(theirs, "rb") as its_input,
+        open(ours, "wb"),
+        subprocess.Popen(
+            argv,
+            stdin=its_input,  # it ends with this process, be that by Ctrl-C: see _IMPORT
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process,
+    ):
         try:
             output, errors = process.communicate(timeout=IMPORT_SECONDS)
         except subprocess.TimeoutExpired:

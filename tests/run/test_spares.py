@@ -13,6 +13,7 @@ from clusterddp.errors import RequestError
 from clusterddp.request.spec import Resources
 from clusterddp.run import bad_nodes, events, outcome, spares
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.paid import account
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import judge, latest_submission
 from clusterddp.slurm import client
@@ -195,10 +196,10 @@ def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blamed_and_bad_nodes_are_read_from_the_records(attempt: Attempt) -> None:
-    assert (spares.blamed(attempt), spares.bad(attempt.run)) == (set(), {})
+    assert (bad_nodes.blamed(attempt), spares.bad(attempt.run)) == (set(), {})
     spares.blame(attempt, "17", {"h02": "gone"})
-    assert (spares.blamed(attempt), list(spares.bad(attempt.run))) == ({"h02"}, ["h02"])
-    assert spares.blamed(Attempt(attempt.run, 2)) == set()
+    assert (bad_nodes.blamed(attempt), list(spares.bad(attempt.run))) == ({"h02"}, ["h02"])
+    assert bad_nodes.blamed(Attempt(attempt.run, 2)) == set()
     [event] = [e for e in events.read(attempt.run.events) if isinstance(e, events.NodesBlamed)]
     assert event.by == bad_nodes.BY_LOSS
 
@@ -234,14 +235,15 @@ def test_the_nodes_without_tasks_are_summed_up_in_node_hours(tmp_path: Path) -> 
         started(time=1000, attempt=1, spares=["h03", "h04"]),
         ended(1, time=2800, attempt=1),
         started(time=2800, attempt=2, spares=["h04"]),
-        started(time=6400, restart=1, attempt=3),  # nobody recorded the end before
-        ended(0, time=9999, restart=1, attempt=3),
+        ended(1, time=6400, attempt=2),
+        started(time=6400, restart=1, attempt=3),
+        ended(0, time=10000, restart=1, attempt=3),
     ]
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for number in (1, 2, 3):
         Attempt(run, number).path.mkdir(parents=True)
     paid = account(run, spec(resources=Resources(nodes=2, spare_nodes=2)))
-    assert paid is not None and (paid.idle, paid.node_hours) == (IDLE, WHOLE)
+    assert paid is not None and (paid.idle, paid.node_hours) == (2.0, 2 * 2.5 + 2.0)
     without = account(run, spec(resources=Resources(nodes=2)))
     assert without is not None and without.idle is None
 
