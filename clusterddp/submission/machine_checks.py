@@ -186,8 +186,8 @@ def _started(argv: Sequence[str]) -> tuple[int, str, str]:
     pipe = subprocess.PIPE
     theirs, ours = os.pipe()
     with (
-        open(theirs, "rb") as its_input,
-        open(ours, "wb"),
+        os.fdopen(theirs) as its_input,
+        os.fdopen(ours, "w"),
         subprocess.Popen(
             argv,
             stdin=its_input,  # it ends with this process, be that by Ctrl-C: see _IMPORT
