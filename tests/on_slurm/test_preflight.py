@@ -161,6 +161,27 @@ def test_a_fault_is_named_with_its_node_and_no_task_starts(
 
 
 @pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_node_that_fails(four: SlurmCluster, tmp_path: Path) -> None:
+    undo = full_disk(four)
+    try:
+        submit(four, tmp_path, "--nodes", "3", "--spare-nodes", "1", "--run-name", "a",
+               "--no-snapshot", "--no-requeue", "--wait", "--preflight", "quick", "--",
+               "touch", "started")  # fmt: skip
+    finally:
+        undo()
+    run = RunDir(tmp_path / "jobs/a")
+    said = run.job_log.read_text()
+    happened = read_events(run)
+    assert [each["cause"] for each in happened if each["event"] == "ended"] == [
+        "preflight", "done",
+    ], said  # fmt: skip
+    started = [each for each in happened if each["event"] == "started"]
+    assert [each["nodelist"] for each in started] == ["h01,h02,h03", "h01,h02,h04"]
+    assert len({(each["job_id"], each["restart"]) for each in started}) == 1
+    assert list(blamed(run)) == [BAD]
+
+
+@pytest.mark.slow
 def test_a_node_that_answers_and_then_does_nothing_is_named_with_what_it_was_at(
     four: SlurmCluster, tmp_path: Path
 ) -> None:

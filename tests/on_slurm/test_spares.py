@@ -161,14 +161,14 @@ def test_a_program_error_takes_no_spare_and_a_bad_node_is_one(
     bad = BadNode("h02", "a test says so", "preflight", time=now, expires=now + 600)
     append_json_line(jobs / FILE_NAME, vars(bad))
     error = "import sys; sys.exit(3)"
-    done = submit(hosts, tmp_path, "--run-name", "wrong", "--nodes", "2", "--spare-nodes", "1",
-                  "--nodelist", "h[01-03]", "--", sys.executable, "-c", error, env=ENV)  # fmt: skip
+    done = submit(hosts, tmp_path, "--run-name", "wrong", "--nodes", "3", "--spare-nodes", "1",
+                  "--", sys.executable, "-c", error, env=ENV)  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = RunDir(jobs / "wrong")
     wait_ended(run, 1)
     job_id = of_kind(run, "started")[0]["job_id"]
     assert hosts.wait_job(job_id) == "FAILED"
     [started], [ended] = of_kind(run, "started"), of_kind(run, "ended")
-    assert (started["nodelist"], started["spares"]) == ("h01,h03", ["h02"])
+    assert (started["nodelist"], started["spares"]) == ("h01,h03,h04", ["h02"])
     assert (ended["cause"], ended["exit_code"]) == ("failed", 3)
     assert of_kind(run, "nodes_blamed") == []
