@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +372,16 @@ def test_what_may_be_the_programs_blames_nobody(trials: list[Trial]) -> None:
 # -- what a job does -----------------------------------------------------------------------------
 
 LOST = "srun: error: Node failure on h02\n"
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """`finish` is the last call of a batch script, and is deaf from then on."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 def begun(place: Workplace, launched: str = "") -> RunDir:
