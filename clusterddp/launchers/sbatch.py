@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,6 +19,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.bccache import Bucket
 
+from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.launchers import SentJob
 from clusterddp.request.options import EXPEDITE
@@ -83,8 +85,15 @@ def submit(spec: JobSpec, script: str, run: "RunDir") -> SentJob:
     comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
     choice = bad_nodes.choose_for_submission(spec)
     # The argument takes the place of a line that the person may have edited.
-    own = [host for text in _EXCLUDE.findall(script) for host in forms.expand_nodelist(text)]
-    exclude = [*dict.fromkeys([*own, *choice.nodes])] if choice.nodes else ()
+    exclude: Sequence[str] = ()
+    if choice.nodes:
+        try:
+            lists = [text.strip("\"'") for text in _EXCLUDE.findall(script)]
+            own = [host for text in lists for host in forms.expand_nodelist(text)]
+            exclude = [*dict.fromkeys([*own, *choice.nodes])]
+        except RequestError as error:  # a file of names, say, which sbatch takes as well
+            log.warning(f"no bad node is left out: {error}")
+            choice = bad_nodes.Choice()
     job_id = sbatch(script, os.environ, comment=comment, exclude=exclude)
     events.add(
         run.events, events.Submitted, job_id=job_id, launcher="sbatch", folder=str(Path.cwd())

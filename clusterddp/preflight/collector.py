@@ -6,6 +6,7 @@ until it names this attempt's nonce, and only numbers and short texts after that
 """
 
 import contextlib
+import re
 import selectors
 import socket
 import subprocess
@@ -26,8 +27,13 @@ from clusterddp.preflight.verdict import Node
 
 FIRST_SECONDS = 60.0
 """Time for the first node to answer: Slurm may hold a step back."""
-PATIENCE_SECONDS = 15.0
-"""Time for the others after it, and for each further answer of all."""
+PATIENCE_SECONDS = 30.0
+"""Time without any further answer, and for each answer of all to the next question."""
+UNREACHED = 69
+"""Exit code of a probe that reached no address of the batch host (EX_UNAVAILABLE of sysexits.h)."""
+_ENDED = re.compile(
+    r"^srun: error: ([^\s:]+): tasks? [\d,-]+: Exited with exit code (\d+)\s*$", re.MULTILINE
+)
 _END_SECONDS = 3.0
 """Time for srun to end by itself; a probe that is stopped keeps it waiting."""
 _MOST_CONNECTIONS = 4096
@@ -92,13 +98,18 @@ def listen() -> socket.socket:
 
 
 def collect(
-    server: socket.socket, hosts: Sequence[str], nonce: str, has_ended: Callable[[], bool]
+    server: socket.socket,
+    hosts: Sequence[str],
+    nonce: str,
+    has_ended: Callable[[], bool],
+    exit_codes: Callable[[], Mapping[str, int]] = dict,
 ) -> Collection:
     """Gather the measurements of the nodes; closes the connections.
 
     hosts: names of the nodes, as Slurm knows them. has_ended: whether the probes have ended.
+    exit_codes: those of probes that have failed, by their node.
     """
-    with contextlib.closing(_Collector(server, hosts, nonce, has_ended)) as collector:
+    with contextlib.closing(_Collector(server, hosts, nonce, has_ended, exit_codes)) as collector:
         collector.await_all(hosts, FIRST_SECONDS, one_is_enough=True)
         if not collector.probes:
             return Collection(trouble="no node has answered")
@@ -120,8 +131,10 @@ class _Collector:
         hosts: Sequence[str],
         nonce: str,
         has_ended: Callable[[], bool],
+        exit_codes: Callable[[], Mapping[str, int]],
     ) -> None:
         self._hosts, self._nonce, self._has_ended = list(hosts), nonce, has_ended
+        self._exit_codes = exit_codes
         self.probes: dict[str, _Probe] = {}
         self._seen_at = ""
         """Address of the batch host as the other nodes have it."""
@@ -132,6 +145,7 @@ class _Collector:
         self._connections = 0
         self.was_ended = False
         """True where the probes have ended while an answer was awaited."""
+        self._answers = 0
         self._peers: list[str] = []
         """Nodes that measure together, by their number."""
 
@@ -161,9 +175,10 @@ class _Collector:
         return {
             host: f"answered, and then nothing: it was at {probe.at}"
             if (probe := self.probes.get(host))
-            else f"{verdict.NO_ANSWER} within {PATIENCE_SECONDS:g} s of the first node's"
+            else f"{verdict.NO_ANSWER} within {FIRST_SECONDS:g} s"
             for host in self._hosts
-            if not (probe := self.probes.get(host)) or (probe.is_due and not probe.has_gone)
+            if ((probe := self.probes.get(host)) and probe.is_due and not probe.has_gone)
+            or (not probe and self._exit_codes().get(host, UNREACHED) == UNREACHED)
         }
 
     def remarks(self) -> tuple[str, ...]:
@@ -172,6 +187,10 @@ class _Collector:
             f"{each.host}: its probe ended at {each.at}, see preflight.log"
             for each in self.probes.values()
             if each.has_gone
+        ) + tuple(
+            f"{host}: its probe ended with exit code {code}, see preflight.log"
+            for host, code in self._exit_codes().items()
+            if host in self._hosts and host not in self.probes and code != UNREACHED
         )
 
     def measure_together(self) -> None:
@@ -187,9 +206,19 @@ class _Collector:
     def await_all(
         self, hosts: Sequence[str], seconds: float, *, one_is_enough: bool = False
     ) -> None:
-        """Wait until these nodes have answered, and no longer than this, or than the probes run."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
+        """Wait until these nodes have answered, or for so long without any answer.
+
+        A prolog, a cold file system and the GPUs' driver take their time on one node more than on
+        another. It ends after FIRST_SECONDS in any case, and with the probes.
+        """
+        now = time.monotonic()
+        last, deadline, answers = now + FIRST_SECONDS, now + seconds, self._answers
+        while True:
+            until = last if self._is_missing(hosts) else min(deadline, last)
+            if (left := until - time.monotonic()) <= 0:
+                return
+            if self._answers > answers:
+                deadline, answers = time.monotonic() + seconds, self._answers
             is_over = self._has_ended()
             for key, _ in self._selector.select(0 if is_over else min(left, 0.1)):
                 if key.data is None:
@@ -198,14 +227,19 @@ class _Collector:
                     self._hear(*key.data)
             if one_is_enough and self.probes:
                 return
-            if all(
-                (probe := self.probes.get(host)) and (not probe.is_due or probe.has_gone)
+            if not self._is_missing(hosts) and not any(
+                (probe := self.probes.get(host)) and probe.is_due and not probe.has_gone
                 for host in hosts
             ):
                 return
             if is_over:
                 self.was_ended = True
                 return
+
+    def _is_missing(self, hosts: Sequence[str]) -> bool:
+        """Return whether the first answer of one of these is awaited whose probe has not failed."""
+        missing = [host for host in hosts if host not in self.probes]
+        return bool(missing) and not {*missing} <= self._exit_codes().keys()
 
     def _taking_part(self) -> list[_Probe]:
         """Return the probes that have measured their node, in the job's order."""
@@ -248,6 +282,7 @@ class _Collector:
     ) -> bool:
         """Take an answer; returns False for a stranger's."""
         probe = holder[0]
+        self._answers += probe is not None or said.get("nonce") == self._nonce
         if probe is None:
             host, local, port = (said.get(name) for name in ("host", "local", "port"))
             if said.get("nonce") != self._nonce or host not in self._hosts or host in self.probes:
@@ -282,6 +317,13 @@ class _Collector:
 
 def _is_local(address: str) -> bool:
     return address.startswith("127.") or address in ("::1", "0.0.0.0", "::", "")
+
+
+def exit_codes(log: Path) -> dict[str, int]:
+    """Return the exit codes of the probes that have failed, by their nodes, from srun's lines."""
+    with contextlib.suppress(OSError):
+        return {host: int(code) for host, code in _ENDED.findall(log.read_text(errors="replace"))}
+    return {}
 
 
 @contextlib.contextmanager

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.preflight import gpus
+from clusterddp.preflight.collector import listen
 from clusterddp.preflight.measurements import Lines, LoadMeasurements, NodeMeasurements, Pair
 
-LIFE_SECONDS = 90
+LIFE_SECONDS = 240
 TRANSFER_BYTES = 4 << 20
 TRANSFER_SECONDS = 0.3
 """Most of a transfer, whichever comes first."""
@@ -37,6 +38,10 @@ _SPIN_TURNS = 2_000_000
 _CHUNK = bytes(64 << 10)
 _SIOCGIFADDR = 0x8915
 _SYSFS_NET = Path("/sys/class/net")
+
+
+class Unreached(OSError):
+    """No address of the batch host takes a connection."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,7 @@ def _connected(names: Sequence[str], port: int) -> socket.socket:
         stream.settimeout(None)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return stream
-    raise trouble
+    raise Unreached(str(trouble))
 
 
 def _listening(stream: socket.socket, environ: Mapping[str, str]) -> socket.socket:
@@ -205,6 +210,8 @@ def _listening(stream: socket.socket, environ: Mapping[str, str]) -> socket.sock
     own = stream.getsockname()[0]
     named = environ.get("GLOO_SOCKET_IFNAME", "")
     address = address_of(named) or ("" if own.startswith("127.") or own == "::1" else own)
+    if not address:
+        return listen()
     server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     server.bind((address, 0))
     server.listen(64)

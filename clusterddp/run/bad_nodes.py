@@ -31,6 +31,14 @@ BY_REPETITION = "repetition"
 """Ranks crashed there again that got further elsewhere."""
 
 FILE_NAME = "bad-nodes.jsonl"
+_DECIDING = {
+    *("batch", "constraint", "contiguous", "cores-per-socket", "cpus-per-gpu", "exclude"),
+    *("extra-node-info", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"),
+    *("licenses", "mem", "mem-per-cpu", "mem-per-gpu", "mincpus", "nodefile", "nodelist", "nodes"),
+    *("ntasks-per-gpu", "partition", "prefer", "reservation", "sockets-per-node", "switches"),
+    *("threads-per-core", "tmp"),
+}
+"""Options of sbatch that decide which nodes can serve a job, besides those that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +124,14 @@ def choose(
     *,
     count: int = 0,
     partition: str = "",
+    others: Collection[str] = (),
     seconds: float | None = None,
 ) -> Choice:
     """Choose the bad nodes of an output root that a job can leave out; asks sinfo once, if at all.
 
     count: nodes that the job needs, if other than asked for. partition: that of the job.
-    seconds: bound on sinfo. Where nothing can be told, nothing is left out, and a remark says so.
+    others: sbatch's further options in the request. seconds: bound on sinfo. Where nothing can be
+    told, nothing is left out, and a remark says so.
     """
     try:
         bad = read(root)
@@ -130,8 +140,14 @@ def choose(
     if not bad:
         return Choice()
     names = ", ".join(bad)
+    why = ""
     if asked.reservation:
         why = f"which nodes reservation {asked.reservation} has is not known"
+    elif "," in asked.partition:
+        why = f"which of {asked.partition} the job gets is not known"
+    elif deciding := sorted(_DECIDING & {*others}):
+        why = f"which nodes can serve --{deciding[0]} is not known"
+    if why:
         return Choice(remarks=(f"{names} cannot be left out: {why}",))
     try:
         nodes = partitions.nodes(partition or asked.partition, environ, seconds)
@@ -148,7 +164,13 @@ def choose_for_submission(spec: JobSpec) -> Choice:
     root = Path(spec.run_dir).parent
     if "exclude" in spec.omit_directives or "clusters" in dict(spec.sbatch):
         return Choice()
-    choice = choose(root, spec.resources, os.environ, seconds=partitions.PATIENCE_SECONDS * 5)
+    choice = choose(
+        root,
+        spec.resources,
+        os.environ,
+        others=dict(spec.sbatch),
+        seconds=partitions.PATIENCE_SECONDS * 5,
+    )
     for remark in choice.remarks:
         log.warning(remark)
     if choice.nodes:
@@ -256,9 +278,18 @@ def _fits(node: Node, asked: Resources) -> bool:
     return (
         node.is_usable
         and node.cpus >= cpus
+        and node.memory >= _megabytes(asked.mem)
         and node.gpus.get(asked.gpu_type, 0) >= asked.gpus_per_node
         and wanted <= node.features
     )
+
+
+def _megabytes(size: str) -> int:
+    """Return the memory of a node that --mem asks for; 0 where it says nothing."""
+    if not size:
+        return 0
+    number, unit = (size[:-1], size[-1].upper()) if size[-1].isalpha() else (size, "M")
+    return int(number) * {"K": 1, "M": 1 << 10, "G": 1 << 20, "T": 1 << 30}[unit] >> 10
 
 
 def _hosts(nodelist: str) -> list[str]:

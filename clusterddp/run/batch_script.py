@@ -536,6 +536,7 @@ def _nodes_to_leave_out(
         os.environ,
         count=int(count) if count.isdecimal() else 0,
         partition=job.partition,
+        others=dict(spec.sbatch),
     )
     return choice, bad_nodes.merged(spec.resources, job.excluded, choice.nodes, known)
 

@@ -210,6 +210,7 @@ class Controller:
         """Those of the step, where they are chosen."""
         self._starts = 0
         """Attempts that have ended in this start of the job."""
+        self._noting_lost = threading.Lock()
         self._signals_seen = False
         self._unsent: list[str] = []
         """Signals for srun, which may not listen yet."""
@@ -305,7 +306,8 @@ class Controller:
         attempt, allocation = self._attempt, self._allocation
         if not (attempt and allocation) or self._signals_seen or self._script.has_gone:
             return False
-        others = [node for node in self._others() if node not in allocation.lost]
+        with self._noting_lost:  # a watch that has seen a loss has recorded it
+            others = [node for node in self._others() if node not in allocation.lost]
         self._note_lost(attempt, spares.find_lost(attempt, others, code))
         if not bad_nodes.blamed(attempt):
             return False
@@ -322,12 +324,14 @@ class Controller:
         return True
 
     def _note_lost(self, attempt: Attempt, lost: Mapping[str, str]) -> None:
+        """Record nodes as lost, and give them back; from any thread."""
         assert self._allocation
-        fresh = {node: why for node, why in lost.items() if node not in self._allocation.lost}
-        self._allocation.lost |= fresh.keys()
-        if fresh:
-            spares.blame(attempt, self._job_id, fresh)
-            spares.give_back(own_name(os.environ, self._job_id), self._allocation)
+        with self._noting_lost:
+            fresh = {node: why for node, why in lost.items() if node not in self._allocation.lost}
+            self._allocation.lost |= fresh.keys()
+            if fresh:
+                spares.blame(attempt, self._job_id, fresh)
+                spares.give_back(own_name(os.environ, self._job_id), self._allocation)
 
     def _others(self) -> list[str]:
         """Return the nodes of the step but for this one, which does not lose itself."""
@@ -395,6 +399,11 @@ class Controller:
             self._is_ending = self._is_ending or "TERM" in signals
             self._handle(signals)
         if not record.failed or self._is_ending or self._script.has_gone:
+            return {}
+        known = spares.bad(self._run)
+        if all(host in known for host in record.failed):
+            # Slurm has given them all the same, as the request cannot do without them.
+            log.info(f"the job has no better nodes than {', '.join(record.failed)}: they are used")
             return {}
         try:
             bad_nodes.blame(attempt, self._job_id, record.failed, bad_nodes.BY_PREFLIGHT)

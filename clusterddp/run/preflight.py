@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from clusterddp import log
 from clusterddp.preflight import collector, verdict
@@ -39,7 +40,8 @@ def check(
             names = list(filter(None, batch_host))
             argv = collector.words(nodes, program, names, server.getsockname()[1], gpus)
             with collector.started(argv, environ, attempt.preflight_log, prepare) as has_ended:
-                collection = collector.collect(server, nodes, nonce, has_ended)
+                codes = partial(collector.exit_codes, attempt.preflight_log)
+                collection = collector.collect(server, nodes, nonce, has_ended, codes)
     except OSError as error:
         collection = Collection(trouble=error.strerror or str(error))
     took = round(time.monotonic() - began, 3)

@@ -91,11 +91,12 @@ def await_loss(
     nodes: those of the step, but for this one. Empty once `at_work` returns nothing.
     """
     watch = NodeWatch(attempt, nodes)
-    while at_work():
+    while True:
+        time.sleep(_LOOK_SECONDS)  # the records lie on a file system shared by hosts
+        if not at_work():  # first asked when `env`, say, has become srun
+            return {}
         if lost := watch.look(time.monotonic()):
             return lost
-        time.sleep(_LOOK_SECONDS)  # the records lie on a file system shared by hosts
-    return {}
 
 
 class NodeWatch:

@@ -37,8 +37,8 @@ def watch(
     srun: returns its process, or None once that has ended.
     """
     why = _await_the_end(attempt, ranks, grace_seconds)
-    if srun() is None:
-        return
+    if srun() is None or attempt.is_superseded:
+        return  # an orphan's step has the number of another one by now
     step = step_name(attempt, job)
     step_id = step.rpartition(".")[2]
     log.info(

@@ -16,7 +16,7 @@ PATIENCE_SECONDS = 1.0
 # Exact (-e): nodes of different CPUs or GPUs stand on lines of their own. Hidden ones (-a) too.
 _SINFO = ["sinfo", "-h", "-a", "-e", "-o", "%P|%l|%c|%D|%G"]
 # All partitions, of which hidden ones show with -a alone, which goes with no -p (22.05).
-_SINFO_NODES = ["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%T|%c|%G|%f"]
+_SINFO_NODES = ["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%T|%c|%G|%f|%m"]
 _NOT_GIVEN = ("drain", "fail", "error", "unk", "future", "inval", "maint", "reboot")
 _FEATURE = re.compile(r"[A-Za-z0-9_.-]+")
 _GRES = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??:(?P<count>\d{1,9})(?=[(,]|$)")
@@ -105,6 +105,8 @@ class Node:
     cpus: int = 0
     gpus: Mapping[str, int] = field(default_factory=dict)
     features: frozenset[str] = frozenset()
+    memory: int = 0
+    """Megabytes."""
 
     @property
     def is_lost(self) -> bool:
@@ -128,12 +130,13 @@ def nodes(names: str, environ: Mapping[str, str], seconds: float | None = None) 
     asked, found = names.split(","), dict[str, Node]()
     for line in answer.stdout.splitlines():
         values = line.strip().split("|")
-        if len(values) != 6 or not values[3].isdecimal():
+        if len(values) != 7 or not values[3].isdecimal():
             continue  # `CLUSTER: name`, or a site's remark
-        name, partition, state, cpus, gres, features = values
+        name, partition, state, cpus, gres, features, memory = values
         if partition.rstrip("*") in asked or (not names and partition.endswith("*")):
             words = frozenset(features.split(","))
-            found[name] = Node(name, state, int(cpus), gpus_of(gres), words)
+            size = int(memory) if memory.isdecimal() else 0
+            found[name] = Node(name, state, int(cpus), gpus_of(gres), words, size)
     return list(found.values())
 
 

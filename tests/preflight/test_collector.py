@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,13 @@ class Job:
         )
         return self.probes[-1]
 
-    def collect(self, *hosts: str, has_ended: Callable[[], bool] = lambda: False) -> Collection:
-        return collector.collect(self.server, hosts, NONCE, has_ended)
+    def collect(
+        self,
+        *hosts: str,
+        has_ended: Callable[[], bool] = lambda: False,
+        codes: Mapping[str, int] | None = None,
+    ) -> Collection:
+        return collector.collect(self.server, hosts, NONCE, has_ended, lambda: codes or {})
 
 
 @pytest.fixture
@@ -102,6 +107,7 @@ def test_a_node_that_never_answers_and_one_that_stops_are_told_apart(
     job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(collector, "PATIENCE_SECONDS", 6.0)
+    monkeypatch.setattr(collector, "FIRST_SECONDS", 15.0)
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\nos.statvfs = lambda folder: os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
@@ -112,9 +118,24 @@ def test_a_node_that_never_answers_and_one_that_stops_are_told_apart(
     found = job.collect("a", "b", "c", "d")
     assert found.silent == {
         "b": f"answered, and then nothing: it was at its local disk, {tmp_path}",
-        "c": "no answer within 6 s of the first node's",
+        "c": "no answer within 15 s",
     }
     assert [node.host for node in found.nodes] == ["a", "d"]
+
+
+def test_a_probe_that_fails_before_it_answers_tells_of_no_node(job: Job, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "srun: error: c: task 2: Exited with exit code 1\nsrun: error: d: tasks 3-4: "
+        f"Exited with exit code {collector.UNREACHED}\nsrun: error: e: task 5: Killed\n"
+    )
+    codes = collector.exit_codes(log)
+    assert codes == {"c": 1, "d": collector.UNREACHED}
+    for host in ("a", "b"):
+        job.probe(host)
+    found = job.collect("a", "b", "c", "d", codes=codes)
+    assert list(found.silent) == ["d"]  # it has reached nobody
+    assert found.remarks == ("c: its probe ended with exit code 1, see preflight.log",)
 
 
 def test_where_the_probes_end_without_an_answer_that_is_said(job: Job) -> None:

@@ -117,7 +117,7 @@ def bad(*hosts: str) -> Mapping[str, BadNode]:
 
 def cluster(count: int, **states: str) -> list[Node]:
     names = [f"h{n:02}" for n in range(1, count + 1)]
-    return [Node(name, states.get(name, "idle"), 16, {"": 4}) for name in names]
+    return [Node(name, states.get(name, "idle"), 16, {"": 4}, memory=64000) for name in names]
 
 
 def chosen(asked: Resources, nodes: list[Node], *hosts: str) -> list[str]:
@@ -151,6 +151,9 @@ def test_only_nodes_that_fit_count_as_others() -> None:
     assert chosen(Resources(nodes=3, gpus_per_node=1), [*cluster(3), small], "h01") == []
     assert chosen(Resources(nodes=3, cpus_per_task=4), [*cluster(3), small], "h01") == []
     assert chosen(Resources(nodes=3, constraint="big&(x|y)"), [*cluster(3), small], "h01") == []
+    assert chosen(Resources(nodes=3, mem="2G"), [*cluster(3), small], "h01") == []
+    assert chosen(Resources(nodes=2, mem="62G"), cluster(3), "h01") == ["h01"]
+    assert chosen(Resources(nodes=2, mem="63G"), cluster(3), "h01") == []
     assert chosen(Resources(nodes=3, exclude="h04"), [*cluster(3), small], "h01") == []
 
 
@@ -168,7 +171,9 @@ def test_what_is_left_out_is_merged_with_the_persons_and_forgets_the_cleared() -
 
 
 def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) -> None:
-    lines = [f"h0{n}|{where}|idle|16|gpu:4|(null)" for n in (1, 2, 3) for where in ("main*", "big")]
+    lines = [
+        f"h0{n}|{where}|idle|16|gpu:4|(null)|64000" for n in (1, 2, 3) for where in ("main*", "big")
+    ]
     workplace.command("sinfo", "\n".join(f"echo '{line}'" for line in lines))
     asked = Resources(nodes=2, gpus_per_node=4)
     assert bad_nodes.choose(workplace.root, asked, os.environ).nodes == {}
@@ -187,6 +192,7 @@ def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) 
         ("echo no >&2; exit 1", {}, "h02 cannot be left out: sinfo: no"),
         (None, {}, "h02 cannot be left out: no sinfo on PATH"),
         ("", {"reservation": "night"}, "which nodes reservation night has is not known"),
+        ("", {"partition": "a,b"}, "which of a,b the job gets is not known"),
     ],
 )
 def test_where_nothing_can_be_told_nothing_is_left_out_and_it_says_so(
@@ -201,6 +207,13 @@ def test_where_nothing_can_be_told_nothing_is_left_out_and_it_says_so(
     choice = bad_nodes.choose(workplace.root, Resources(**asked), os.environ)
     assert choice.nodes == {}
     assert words in choice.remarks[0]
+
+
+def test_an_option_that_decides_which_nodes_fit_has_none_left_out(workplace: Workplace) -> None:
+    bad_nodes.blame(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    choice = bad_nodes.choose(workplace.root, Resources(), os.environ, others=["gres", "nice"])
+    assert choice.nodes == {}
+    assert "which nodes can serve --gres is not known" in choice.remarks[0]
 
 
 def test_a_nodelist_that_demands_a_bad_node_is_refused(tmp_path: Path) -> None:
@@ -409,7 +422,7 @@ def cluster_says(
         f'case "$1" in requeue) {requeue};; update) {update};; *) echo "{job}";; esac',
     )
     states = {name: "down*" if name == down else "idle" for name in ("h01", "h02", "h03", "h04")}
-    lines = [f"echo '{name}|main*|{state}|64|gpu:4|x'" for name, state in states.items()]
+    lines = [f"echo '{name}|main*|{state}|64|gpu:4|x|64000'" for name, state in states.items()]
     place.command("sinfo", "\n".join(lines))
 
 

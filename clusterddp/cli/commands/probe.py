@@ -5,6 +5,7 @@ import os
 import click
 
 from clusterddp.preflight import probe
+from clusterddp.preflight.collector import UNREACHED
 from clusterddp.ranks.variables import host_name
 from clusterddp.slurm.forms import NONCE_VARIABLE
 
@@ -20,4 +21,5 @@ def command(collector: tuple[str, ...], port: int, gpus: int) -> None:
         probe.run(collector, port, gpus, nonce, host_name(os.environ))
     except OSError as error:
         where = f"{', '.join(collector)}, port {port}"
-        raise click.ClickException(f"the batch host ({where}): {error}") from None
+        click.echo(f"the batch host ({where}): {error}", err=True)
+        raise SystemExit(UNREACHED if isinstance(error, probe.Unreached) else 1) from None
