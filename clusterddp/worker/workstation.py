@@ -280,7 +280,10 @@ def _call(
 
 
 def _fail(folder: Path, rank: int, words: str) -> NoReturn:
-    (folder / f"failure-{rank}").write_bytes(pickle.dumps((time.time(), rank, words)))
+    # Whole or not at all: the rank is ended at any moment, once another has failed.
+    draft = folder / f".failure-{rank}"
+    draft.write_bytes(pickle.dumps((time.time(), rank, words)))
+    draft.replace(folder / f"failure-{rank}")
     sys.stdout.flush()
     # Past what the function's libraries do at an exit: a process group that has lost a peer may
     # hang there.

@@ -56,6 +56,27 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback(method: str) -> 
     assert "called.py" in words and "workstation.py" not in words
 
 
+def test_a_rank_that_is_ended_as_it_records_its_failure_hides_no_other(tmp_path: Path) -> None:
+    half_written = tmp_path / "half written"
+
+    def fails() -> None:
+        if os.environ["RANK"] == "0":
+            wait_for(half_written.exists, "the other rank")
+            raise ValueError("boom")
+
+        def write_half(path: Path, _: bytes) -> int:
+            path.touch()
+            half_written.touch()
+            signal.pause()
+            return 0
+
+        Path.write_bytes = write_half  # type: ignore[assignment]
+        raise ValueError("late")
+
+    with pytest.raises(TrainingError, match=r"^rank 0 of 2 failed first:[^$]*boom$"):
+        launch(fails, procs=2)
+
+
 @pytest.mark.parametrize(
     ("function", "args", "said"),
     [
