@@ -24,6 +24,7 @@ BENCHMARKS = {
     "step": "benchmarks.step",
     "scaling": "benchmarks.scaling",
     "growth": "benchmarks.growth",
+    "preflight": "benchmarks.preflight",
     "gpu": "benchmarks.gpu",
 }
 _VERSIONS = ("clusterddp", "click", "jinja2", "torch", "torchvision", "numpy")

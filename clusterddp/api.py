@@ -30,7 +30,7 @@ from clusterddp.run.status import DEFAULT_ROOT, RunStatus, statuses
 from clusterddp.run.stop import Cancellation, Stop
 from clusterddp.submission import resubmit as resubmission
 from clusterddp.submission import submit as submitting
-from clusterddp.submission.preflight import make_sure
+from clusterddp.submission.inputs import make_sure
 from clusterddp.submission.resubmit import Resubmission, Terms
 from clusterddp.worker import workstation
 

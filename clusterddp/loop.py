@@ -50,7 +50,7 @@ from clusterddp.run import attempt as attempts
 from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.loop_variables import attempt_at, attempt_here
-from clusterddp.run.records import LastWord, MetricsLine
+from clusterddp.run.records import LastWord, MetricsLine, Spent
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay, stop
@@ -295,8 +295,15 @@ class Loop:
             self._presence.__exit__()
             self._presence = None
             with suppress(OSError):
-                self.attempt.show_life(self.steps, self._saver.last_step)
+                self.attempt.show_life(self.steps, self._saver.last_step, self._spent())
             self.attempt.end_life()
+
+    def _spent(self) -> Spent:
+        """Sum up rank 0's time; what ranks wait for each other is not seen from here."""
+        costs = self._saver.costs if self._saver else Costs()
+        saving = costs.copy_seconds + costs.blocked_seconds
+        training = max(time.time() - self._loops_since - saving, 0.0)
+        return Spent(round(self._loops_since, 3), round(training, 3), None, round(saving, 3))
 
     def _stop_listening(self) -> None:
         """Give signals their usual effect again; a late USR1 of Slurm's would end the process."""
@@ -412,9 +419,11 @@ class Loop:
         """Begin what rank 0 does beside the training: saving, signs of life, the time limit."""
         Loop._folders.add(self.attempt.run.path)
         saver = self._saver = Saver(self.attempt, self._keep_last)
+        self._loops_since = time.time()
         self._presence = Presence(self.attempt, stop.requested)
         self._presence.step = lambda: self.steps
         self._presence.saved = lambda: saver.last_step
+        self._presence.spent = self._spent
         self._presence.__enter__()
         spec = self.attempt.run.read_spec() if self._in_run else None
         self._deadline = Deadline(spec.signal_lead if spec else 0)

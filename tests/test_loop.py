@@ -491,7 +491,9 @@ def test_metrics_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="of its own"):
         training.run(fails)
     training.loop.close()
-    assert training.loop.attempt.read_sign_of_life() == SignOfLife(step=5, saved=4)
+    sign = training.loop.attempt.read_sign_of_life()
+    assert sign == SignOfLife(step=5, saved=4, spent=sign.spent)
+    assert sign.spent and sign.spent.first_step and sign.spent.waiting is None
     Training(run.path, log_every=1).run()
     steps = [line["step"] for line in read_json_lines(run.metrics)]
     assert steps == [1, 2, 3, 4, 5, 6]

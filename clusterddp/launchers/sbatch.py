@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,6 +19,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.bccache import Bucket
 
+from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.launchers import SentJob
 from clusterddp.request.options import EXPEDITE
@@ -33,6 +35,7 @@ SUBMITIT_SETUP = "_submitit.sbatch.j2"
 _HANDED_OVER = re.compile(r"^[^#\n]*\blaunch\s", re.MULTILINE)
 _QUOTED = re.compile(r"^\s*#.*|'[^']*'", re.MULTILINE)
 """Text that bash leaves as it is: words in single quotes, and comments."""
+_EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)", re.MULTILINE)
 _OF_TASKS = re.compile(r"\$\{?(MASTER_PORT|CLUSTERDDP_(NONCE|ATTEMPT))\b")
 _EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
@@ -74,16 +77,29 @@ prepare = render
 
 def submit(spec: JobSpec, script: str, run: "RunDir") -> SentJob:
     """Queue the script, and record its job id in the run."""
-    from clusterddp.run import events  # these three: not needed for a dry run
+    from clusterddp.run import bad_nodes, events  # these three: not needed for a dry run
     from clusterddp.slurm.client import check_expedite, sbatch
 
     if spec.requeue == EXPEDITE:
         check_expedite(os.environ)
     comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
-    job_id = sbatch(script, os.environ, comment=comment)
+    choice = bad_nodes.choose_for_submission(spec)
+    # The argument takes the place of a line that the person may have edited.
+    exclude: Sequence[str] = ()
+    if choice.nodes:
+        try:
+            lists = [text.strip("\"'") for text in _EXCLUDE.findall(script)]
+            own = [host for text in lists for host in forms.expand_nodelist(text)]
+            exclude = [*dict.fromkeys([*own, *choice.nodes])]
+        except RequestError as error:  # a file of names, say, which sbatch takes as well
+            log.warning(f"no bad node is left out: {error}")
+            choice = bad_nodes.Choice()
+    job_id = sbatch(script, os.environ, comment=comment, exclude=exclude)
     events.add(
         run.events, events.Submitted, job_id=job_id, launcher="sbatch", folder=str(Path.cwd())
     )
+    if choice.nodes:
+        events.add(run.events, events.NodesLeftOut, job_id=job_id, nodes=choice.nodes)
     return SentJob(job_id)
 
 
@@ -118,8 +134,8 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
         # The script opens its own log, in a folder that it makes itself: with a folder that is
         # not there yet, Slurm would end the job without a word.
         "output": "/dev/null",
-        "nodes": str(resources.nodes),
-        "ntasks": str(resources.nodes * tasks_per_node),
+        "nodes": str(resources.job_nodes),
+        "ntasks": str(resources.job_nodes * tasks_per_node),
         "ntasks-per-node": str(tasks_per_node),
     }
     if agents and (cpus := agent_cpus(spec)):

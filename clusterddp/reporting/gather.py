@@ -7,6 +7,7 @@ figures.
 
 import base64
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,11 +19,11 @@ from clusterddp.run import files, records
 from clusterddp.run.attempt import Attempt, attempts, summaries
 from clusterddp.run.files import read_lines
 from clusterddp.run.outcome import first_failure, read_outcomes
+from clusterddp.run.paid import account
 from clusterddp.run.run_dir import RunDir
+from clusterddp.run.state import RUNNING
 from clusterddp.run.status import RunStatus, first_known, latest_report
 
-SLOW = 0.8
-"""Share of the other ranks' median speed below which a rank is a straggler."""
 _LARGEST_SIDE = 512
 _MOST_CONFUSIONS = 20
 
@@ -137,6 +138,8 @@ class RunReport:
     hosts: list[str] = field(default_factory=list)
     where: list[str] = field(default_factory=list)
     """Devices of the ranks: `ranks 0-1 on h01: cpu`."""
+    preflight: str = ""
+    """Line on the checks of the nodes ahead of the latest attempt's tasks; empty without them."""
     device: str = ""
     precision: str = ""
     backend: str = ""
@@ -153,6 +156,7 @@ class RunReport:
     steps_done_twice: int = 0
     seconds_lost: float = 0.0
     attempts: list[AttemptReport] = field(default_factory=list)
+    paid: records.Paid | None = None
     confusions: list[Confusion] = field(default_factory=list)
     """Most common mistakes on the test set, the most common first."""
     settings: dict[str, object] = field(default_factory=dict)
@@ -225,6 +229,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         num_nodes=report.num_nodes or status.nodes,
         hosts=list(dict.fromkeys(settled.hosts)) or status.hosts,
         where=list(resolved.where),
+        preflight=status.preflight,
         device=report.device or resolved.kind,
         precision=settled.precision,
         backend=settled.backend,
@@ -238,6 +243,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         steps_done_twice=sum(start.steps_done_twice for start in starts),
         seconds_lost=round(sum(start.seconds_lost for start in starts), 3),
         attempts=starts,
+        paid=_paid(run, spec, status),
         confusions=evaluation.confusions()[:_MOST_CONFUSIONS],
         settings=changed_settings(train) if train else {},
         warnings=list(settled.warnings),
@@ -245,6 +251,13 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         finished=report.finished,
     )
     return Gathered(run, account, points, evaluation, spec)
+
+
+def _paid(run: RunDir, spec: JobSpec | None, status: RunStatus) -> records.Paid | None:
+    until = time.time() if status.state == RUNNING else None
+    with contextlib.suppress(OSError):
+        return account(run, spec, until=until)
+    return None
 
 
 def changed_settings(config: TrainConfig) -> dict[str, object]:
@@ -310,7 +323,7 @@ def stragglers(ranks: Sequence[records.RankReport]) -> list[Straggler]:
     slow = []
     for index, (rate, number, host) in enumerate(known):
         others = rates[:index] + rates[index + 1 :]
-        if not others or rate >= SLOW * (usual := median(others)):
+        if not others or rate >= records.SLOW * (usual := median(others)):
             break  # the next one is no slower
         slow.append(Straggler(number, host, rate, usual))
     return slow

@@ -27,6 +27,7 @@ SPEC_FORMAT = 1
 MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
+NO_PREFLIGHT, QUICK = PREFLIGHTS = ("none", "quick")
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Variable by which NCCL takes several ranks on one GPU."""
 SHARING = f"{SHARED_GPUS}=1 with NCCL 2.30 or later"
@@ -37,6 +38,10 @@ _BASH_OWNS = (
     "EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD IFS LINENO PIPESTATUS POSIXLY_CORRECT PPID RANDOM "
     "SECONDS SHELLOPTS SHLVL SRANDOM UID"
 )
+_SPARES_OWN = (
+    "--nodes -N --nodelist -w --exclude -x --relative -r --exclusive --overlap --nodefile -F"
+)
+"""Arguments of srun that decide on which nodes of the job a step runs."""
 _SCRIPTS_OWN = "run_dir task prefix agent srun"
 _REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 110
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
@@ -66,6 +71,9 @@ class Resources:
     """Nodes, GPUs, tasks, time and place to ask Slurm for; empty or None is the site's choice."""
 
     nodes: int = option(1, "Number of nodes.", COUNT, "--nodes -N")
+    spare_nodes: int = option(
+        0, "Further nodes of the job, idle until one takes the place of a lost one.", WHOLE
+    )
     gpus_per_node: int = option(
         0, "GPUs on each node.", WHOLE, "--gpus-per-node SBATCH_GPUS_PER_NODE [TYPE:]N", type=str
     )
@@ -138,17 +146,28 @@ class Resources:
             )
         wanted = set(forms.expand_nodelist(self.nodelist) if self.nodelist else ())
         unwanted = forms.expand_nodelist(self.exclude) if self.exclude else ()
-        if len(wanted) > self.nodes:
+        if len(wanted) > self.job_nodes:
             raise OptionError(
                 f"--nodelist {self.nodelist}",
                 f" names {len(wanted)} hosts, but --nodes asks for {self.nodes}: Slurm gives a job "
                 f"every host of its list. Use --nodes {len(wanted)} or a shorter list.",
+            )
+        if self.spare_nodes and len(wanted) == self.nodes:
+            raise OptionError(
+                f"--spare-nodes {self.spare_nodes}",
+                f" against --nodelist {self.nodelist}, which names all {self.nodes} nodes of "
+                "--nodes: a spare would be another one. Name the spares too, fewer hosts, or none.",
             )
         both = next((host for host in unwanted if host in wanted), None)
         if both:
             raise OptionError(
                 f"--nodelist {self.nodelist}", f" and --exclude {self.exclude} both name {both}."
             )
+
+    @property
+    def job_nodes(self) -> int:
+        """Return the number of nodes to ask Slurm for: those of the tasks, and the spares."""
+        return self.nodes + self.spare_nodes
 
     @property
     def num_tasks(self) -> int:
@@ -288,6 +307,12 @@ class JobSpec:
         WHOLE,
         group=table.INTERRUPTED,
     )
+    bad_node_hours: float = option(
+        24.0,
+        "Hours for which a node that this run blames is left out of the next starts.",
+        table.POSITIVE,
+        group=table.INTERRUPTED,
+    )
     snapshot: bool | None = option(
         None,
         "Copy this folder's files, except those that git ignores, into the run: every attempt "
@@ -321,6 +346,14 @@ class JobSpec:
         group=table.INTERRUPTED,
     )
     end_silent: bool = option(False, "End the job then, as failed.", group=table.INTERRUPTED)
+    preflight: str | None = option(
+        None,
+        "Check the job's nodes against each other before its tasks start: quick takes a second or "
+        "two. A node that fails is named, and no task starts.",
+        Choice(PREFLIGHTS),
+        shown="quick for more than one node",
+        group=table.INTERRUPTED,
+    )
 
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
@@ -362,6 +395,8 @@ class JobSpec:
             forms.text("COMMAND", word)
         if self.command and not self.command[0]:
             raise RequestError("COMMAND is empty; give a program to run after '--'.")
+        if self.resources.spare_nodes:
+            self._check_spares()
         self._check_environment()
         self._check_container()
         gpus, tasks = self.resources.gpus_per_node, self.resources.tasks_per_node
@@ -410,6 +445,30 @@ class JobSpec:
         if train.profile and int(train.profile) >= self.world_size:
             raise OptionError(
                 "--profile", f" {train.profile}: there is no such rank; {self.layout}, from 0."
+            )
+
+    def _check_spares(self) -> None:
+        """Refuse spare nodes where the batch controller does not choose the step's nodes."""
+        asked = f"--spare-nodes {self.resources.spare_nodes}"
+        if self.launcher != "sbatch":
+            raise OptionError(
+                asked,
+                f" against --launcher {self.launcher}: the nodes of a step are chosen by the "
+                "script of --launcher sbatch alone. Use that one, or no spares.",
+            )
+        if self.restart_in_job:
+            raise OptionError(
+                asked,
+                f" against --restart-in-job {self.restart_in_job}: torchrun's agents start their "
+                "ranks again on the nodes that they have. Leave one of them out.",
+            )
+        words = [word.partition("=")[0] for text in self.srun_args for word in shlex.split(text)]
+        taken = next((word for word in words if word in _SPARES_OWN.split()), "")
+        if taken:
+            raise OptionError(
+                asked,
+                f" against --srun-args {taken}: the job chooses the nodes of each step. Leave one "
+                "of them out.",
             )
 
     def _check_container(self) -> None:
@@ -619,6 +678,17 @@ class JobSpec:
         return bool(self.command or (self.train and self.train.own_functions))
 
     @property
+    def node_checks(self) -> str:
+        """Return the checks of nodes ahead of the tasks, one of `PREFLIGHTS`.
+
+        A rehearsal has one node, whatever is asked for.
+        """
+        if self.launcher == "local":
+            return NO_PREFLIGHT
+        is_usual = self.launcher == "sbatch" and self.resources.nodes > 1
+        return self.preflight or (QUICK if is_usual else NO_PREFLIGHT)
+
+    @property
     def requeues(self) -> bool:
         """Return whether the script puts the job back into the queue by itself."""
         return bool(self.requeue)
@@ -650,7 +720,7 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
-        for name in _OF_COMMANDS:  # nor do those before them
+        for name in (*_OF_COMMANDS, "bad_node_hours", "preflight"):  # nor do those before them
             if getattr(self, name) == self._default(name):
                 del fields[name]
         if self.train and self.train.numa_binding == "none":

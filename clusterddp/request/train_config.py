@@ -187,6 +187,12 @@ class TrainConfig:
     watchdog: int = option(
         60, "Seconds without progress until the hanging rank is named; 0 is never.", NUMBER
     )
+    straggler_seconds: int = option(
+        60,
+        "Seconds for which a rank computes at less than 80 % of the others' speed until it is "
+        "named; 0 is never.",
+        NUMBER,
+    )
 
     def __post_init__(self) -> None:
         table.check_fields(self)

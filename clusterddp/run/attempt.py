@@ -37,6 +37,8 @@ from clusterddp.run.records import (
     ClaimHolder,
     LastWord,
     SignOfLife,
+    SlowRanks,
+    Spent,
     StopRequest,
 )
 from clusterddp.run.run_dir import PathIn, RunDir
@@ -83,8 +85,14 @@ class Attempt:
     """Rank 0's sign of life: its time of change; in it the step, and the newest one saved."""
     end = PathIn("end.json")
     """Record of how the ranks left together."""
+    preflight = PathIn("preflight.json")
+    """Record of what the nodes measured ahead of the tasks."""
+    preflight_log = PathIn("preflight.log")
+    """Output of these checks, which is of interest where they could not run."""
     reserve = PathIn("reserve")
     """Room on the disk for the last records of the attempt, should the disk be full by then."""
+    stragglers = PathIn("stragglers.json")
+    """Record of the ranks that were slower than the others."""
     agents = PathIn("torchelastic")
     """Folder of torchrun's agents, which nobody needs once they have ended."""
 
@@ -181,15 +189,15 @@ class Attempt:
         request = files.read(StopRequest, self.stop)
         return (request.reason if request else "") or "signal"
 
-    def show_life(self, step: int, saved: int | None = None) -> None:
-        """Renew the sign of life, and say how far the training is, and what it has saved.
+    def show_life(self, step: int, saved: int | None = None, spent: Spent | None = None) -> None:
+        """Renew the sign of life: how far the training is, what it has saved, and its time.
 
         Raises OSError.
 
         By a rename, after which a network file system looks at this folder anew, and so at `stop`.
         """
         fresh = self.alive.with_name(f".{self.alive.name}.{os.getpid()}")
-        sign = dataclasses.asdict(SignOfLife(step, saved))
+        sign = dataclasses.asdict(SignOfLife(step, saved, spent))
         fresh.write_text(json.dumps(sign))  # nobody waits for the disk
         fresh.replace(self.alive)
 
@@ -390,6 +398,7 @@ def summaries(run: RunDir) -> list[AttemptSummary]:
             cause=causes.get(attempt.number) or last_word.cause or ("killed" if after else ""),
             steps_done_twice=reached - resumed_step if after else 0,
             seconds_lost=round(seconds_lost, 3),
+            stragglers=(files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers,
         )
         made.append(summary)
     return made

@@ -9,24 +9,34 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from clusterddp import log, version
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmError
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import EXPEDITE
-from clusterddp.request.spec import submission_comment
+from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events, logs, restart_policy
+from clusterddp.run import bad_nodes, events, files, logs, restart_policy
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt, print_to_job_log
 from clusterddp.run.records import LastWord
-from clusterddp.run.restart_policy import Policy, Start, decide, gained, starts_since_submission
+from clusterddp.run.restart_policy import (
+    Decision,
+    Policy,
+    Start,
+    decide,
+    gained,
+    starts_since_submission,
+)
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.verdict import judge, stop_asked
+from clusterddp.run.verdict import End, judge, nodes_lost, stop_asked
 from clusterddp.slurm import client as slurm
+from clusterddp.slurm import partitions
 from clusterddp.slurm.client import Ending, ending, requeued_after_grace, sbatch
+from clusterddp.slurm.forms import expand_nodelist
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -38,6 +48,16 @@ ANOTHER_ATTEMPT_SECONDS = 300.0
 _PAUSE_SECONDS = 5.0
 _MOST_CHANGES = 20
 _LAST_LINES = 10
+_LONGEST_REASON = 300
+_LOG_TAIL_BYTES = 1 << 20
+_MOST_STARTS_IN_VAIN = 2
+"""Starts in a row that put the job back for a bad node; the next one uses what it was given."""
+
+
+class BackInQueue(NotStarted):
+    """Slurm has given a bad node, and the job is back in the queue without it."""
+
+    exit_code = EXIT_PAUSED  # a script of 0.1.0 would go on after 0
 
 
 class RunIsDone(NotStarted):
@@ -52,24 +72,30 @@ def begin(
     max_requeues: int,
     patience: float,
     code_changes: Callable[[RunDir], Sequence[str]],
+    spares: Sequence[str] = (),
 ) -> Attempt:
     """Make the next attempt of the run.
 
     restart: SLURM_RESTART_COUNT. patience: seconds to wait for an attempt that still trains.
     code_changes: lists what differs from the submitted code, where the run uses no copy of it.
-    Raises RunIsDone, and ClusterDDPError where the attempt is refused; both are recorded.
+    spares: the job's nodes beside those of `nodelist`.
+    Raises RunIsDone, BackInQueue where Slurm has given a bad node that the next start leaves out,
+    and ClusterDDPError where the attempt is refused; all are recorded.
     """
     name = own_name(os.environ, job_id)
     job: dict[str, Any] = {"job_id": job_id, "restart": restart, "nodelist": nodelist}
     job["clusterddp"] = version.described()
     if name != job_id:
         job["array_element"] = name
+    if spares:
+        job["spares"] = tuple(spares)
     if restart and _is_done(run, job_id):
         words = f"{run.name} is done, so this start of job {job_id} has nothing left to do"
         _record(
             run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words
         )
         raise RunIsDone(words)
+    _avoid_bad_nodes(run, job_id, restart, nodelist)
     try:
         attempt = _make_attempt(run, job_id, max_requeues, patience)
     except Exception as error:
@@ -100,19 +126,92 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     exit_code: srun's. restart: SLURM_RESTART_COUNT. Returns the job's exit code.
     """
     run = attempt.run
+    verdict = _judge(attempt, exit_code, job_id, restart, policy)
+    end, decision = verdict.end, verdict.decision
+    _conclude(attempt, verdict, job_id, restart)
+    if decision.go_on:
+        requeued = _start_again(run, attempt, job_id, restart, decision.why)
+        # A job that is over must not say that the run is done: an afterok would believe it.
+        return 0 if requeued else end.exit_code
+    if end.cause == restart_policy.REQUEUED:
+        if verdict.is_stop_asked:
+            _withdraw(run, job_id)
+        else:
+            _leave_out(run, job_id, attempt.number)
+        log.info(decision.why)
+        return 0
+    # Of a failure Slurm itself decides whether it was the hardware's, and starts the job again.
+    if end.cause not in (restart_policy.DONE, restart_policy.FAILED, restart_policy.SUPERSEDED):
+        _let_job_end(run, job_id, preempted=end.cause == restart_policy.PREEMPTED)
+    if end.cause == restart_policy.CANCELLED:
+        log.info(f"resume with: {run.resubmission}")
+    elif end.cause not in (restart_policy.DONE, restart_policy.SUPERSEDED):
+        log.info(f"the run does not resume by itself: {decision.why}")
+        if end.cause != restart_policy.FAILED or gained(attempt) is not None:
+            log.info(f"resume with: {run.resubmission}")
+    if end.exit_code and end.cause != restart_policy.CANCELLED and not is_rehearsal(os.environ):
+        _warn_of_requeue_exit(run, end.exit_code)
+    return end.exit_code
+
+
+def resume_in_job(
+    attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: Policy, nodelist: str
+) -> bool:
+    """Print and record how an attempt ended whose successor begins at once, on nodes of this job.
+
+    nodelist: those nodes. The others are as of `finish`, but that no requeue has to be allowed.
+    Returns False, with nothing recorded, where none is due, or the job itself is ending.
+    """
+    run, name = attempt.run, own_name(os.environ, job_id)
+    verdict = _judge(attempt, exit_code, job_id, restart, replace(policy, requeue=True))
+    is_withdrawn = restart_policy.withdrawn(events.read(run.events), job_id)
+    if not verdict.decision.go_on or is_withdrawn or ending(name, restart) is not Ending.NONE:
+        return False
+    _conclude(attempt, verdict, job_id, restart)
+    why = verdict.decision.why
+    _record(
+        run,
+        events.ResumedInJob,
+        job_id=job_id,
+        attempt=attempt.number,
+        why=why,
+        nodelist=nodelist,
+    )
+    # The verdict on the next attempt reads srun's lines from here on.
+    log.info(f"{why}: {run.name}, job {job_id} on {nodelist}, goes on without the queue")
+    return True
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """How an attempt ended, and what follows."""
+
+    end: End
+    decision: Decision
+    is_stop_asked: bool
+
+
+def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: Policy) -> _Verdict:
     trouble = attempt.trouble_writing()
     attempt.give_room_back()  # to what is recorded from here on
     end = judge(attempt, exit_code, job_id, restart, trouble)
+    is_stop_asked = stop_asked(attempt, job_id)
+    known = starts_since_submission(attempt.run)
+    earlier = [start for start in known if start.attempt != attempt.number]
+    starts = [*earlier, Start(attempt.number, end.cause, gained(attempt))]
+    decision = decide(policy, end.cause, starts, stop_asked=is_stop_asked, how=end.how)
+    return _Verdict(end, decision, is_stop_asked)
+
+
+def _conclude(attempt: Attempt, verdict: _Verdict, job_id: str, restart: int) -> None:
+    """Print and record how an attempt ended."""
+    end, decision = verdict.end, verdict.decision
     if end.failure:
         _show_last_words(attempt, end.failure)
     for line in end.lines:
         log.info(line)
-    is_stop_asked = stop_asked(attempt, job_id)
-    earlier = [start for start in starts_since_submission(run) if start.attempt != attempt.number]
-    starts = [*earlier, Start(attempt.number, end.cause, gained(attempt))]
-    decision = decide(policy, end.cause, starts, stop_asked=is_stop_asked, how=end.how)
     _record(
-        run,
+        attempt.run,
         events.Ended,
         job_id=job_id,
         restart=restart,
@@ -128,27 +227,7 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
         why="" if decision.go_on or end.cause == restart_policy.DONE else decision.why,
     )
     attempt.remove_leftovers()
-    if decision.go_on:
-        requeued = _start_again(run, attempt, job_id, restart, decision.why)
-        # A job that is over must not say that the run is done: an afterok would believe it.
-        return 0 if requeued else end.exit_code
-    if end.cause == restart_policy.REQUEUED:
-        if is_stop_asked:
-            _withdraw(run, job_id)
-        log.info(decision.why)
-        return 0
-    # Of a failure Slurm itself decides whether it was the hardware's, and starts the job again.
-    if end.cause not in (restart_policy.DONE, restart_policy.FAILED, restart_policy.SUPERSEDED):
-        _let_job_end(run, job_id, preempted=end.cause == restart_policy.PREEMPTED)
-    if end.cause == restart_policy.CANCELLED:
-        log.info(f"resume with: {run.resubmission}")
-    elif end.cause not in (restart_policy.DONE, restart_policy.SUPERSEDED):
-        log.info(f"the run does not resume by itself: {decision.why}")
-        if end.cause != restart_policy.FAILED or gained(attempt) is not None:
-            log.info(f"resume with: {run.resubmission}")
-    if end.exit_code and end.cause != restart_policy.CANCELLED and not is_rehearsal(os.environ):
-        _warn_of_requeue_exit(run, end.exit_code)
-    return end.exit_code
+    _blame_nodes(attempt, job_id, end)
 
 
 def go_to_submission_folder() -> None:
@@ -271,6 +350,7 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
         _record(run, events.Requeued, job_id=job_id, attempt=attempt.number, why=why)
         log.info(f"{why}: {how}")
         _heed_withdrawal(run, job_id, job_id)
+        _leave_out(run, job_id, attempt.number)
 
     if why == restart_policy.PREEMPTED and requeued_after_grace(own_name(os.environ, job_id)):
         requeued(f"Slurm puts job {job_id} back into the queue")
@@ -333,7 +413,13 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
             raise SlurmError("a job in the place of an array's element would be no element")
         comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
         script = run.script.read_text()
-        successor = _patiently(attempt, lambda: sbatch(script, os.environ, comment=comment))
+        try:
+            choice, exclude = _nodes_to_leave_out(run, spec, job_id)
+        except SlurmError as error:
+            choice, exclude = bad_nodes.Choice(remarks=(f"no bad node is left out: {error}",)), []
+        successor = _patiently(
+            attempt, lambda: sbatch(script, os.environ, comment=comment, exclude=exclude)
+        )
         if successor == job_id:
             raise SlurmError("sbatch gave no answer, and Slurm shows no other job of this run")
     except (ClusterDDPError, OSError) as error:
@@ -349,6 +435,7 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         why=why,
     )
     log.info(f"job {successor} goes on in place of job {job_id}")
+    _note_left_out(run, successor, attempt.number, choice)
     _heed_withdrawal(run, job_id, successor)
 
 
@@ -367,6 +454,182 @@ def _withdraw(run: RunDir, job_id: str) -> None:
     except SlurmError as error:
         log.info(str(error))
     log.info(f"job {job_id} is cancelled: a person has taken it back")
+
+
+def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
+    """Blame the nodes that were lost, that hardware names, or on which ranks crash again."""
+    if is_rehearsal(os.environ):
+        return
+    try:
+        blamed = bad_nodes.read(attempt.run.path.parent) if end.lost_nodes else {}
+        new = [
+            # A job's log can tell of an earlier attempt in the same job.
+            host
+            for host in end.lost_nodes
+            if host not in blamed or blamed[host].job_id != job_id
+        ]
+        if new:
+            lost = dict.fromkeys(new, f"lost during attempt {attempt.number}")
+            bad_nodes.blame(attempt, job_id, lost, bad_nodes.BY_LOSS)
+        if end.failure and end.hardware:
+            named = {end.failure.host: f"rank {end.failure.rank} died: {end.hardware}"}
+            bad_nodes.blame(attempt, job_id, named, bad_nodes.BY_HARDWARE)
+        elif end.failure and (host := bad_nodes.failed_again(_trials(attempt.run))):
+            why = f"ranks crash there again that got further elsewhere: {end.failure.reason}"
+            again = {host: why.partition("\n")[0][:_LONGEST_REASON]}
+            bad_nodes.blame(attempt, job_id, again, bad_nodes.BY_REPETITION)
+    except OSError as error:
+        log.info(f"bad nodes cannot be recorded: {error}")
+
+
+def _trials(run: RunDir) -> list[bad_nodes.Trial]:
+    """Return the run's attempts since a person last submitted it, the latest last."""
+    history = events.read(run.events)
+    started = {e.attempt: e for e in history if isinstance(e, events.Started)}
+    ended = {e.attempt: e for e in history if isinstance(e, events.Ended)}
+    trials = []
+    for number in restart_policy.causes_of(history):
+        end, attempt = ended.get(number, events.Ended()), Attempt(run, number)
+        more, record = gained(attempt), attempt.read_record()
+        begin_step = (record.step or 0) if record else 0
+        reached = None if more is None else begin_step + more
+        hosts = _hosts(started[number].nodelist)
+        trials.append(bad_nodes.Trial(hosts, end.first_failure, reached))
+    return trials
+
+
+def _leave_out(run: RunDir, job_id: str, number: int) -> None:
+    """Have a job in the queue leave out the bad nodes; where that fails it is logged.
+
+    number: of the attempt that has ended.
+    """
+    if not (run.path.parent / bad_nodes.FILE_NAME).exists():
+        return
+    try:
+        spec = run.load_spec()
+        name = own_name(os.environ, job_id)
+        choice, hosts = _nodes_to_leave_out(run, spec, job_id)
+        if set(hosts) != set(slurm.job_nodes(name).excluded):
+            slurm.exclude_nodes(name, hosts)
+    except (ClusterDDPError, OSError) as error:
+        log.info(f"bad nodes cannot be left out: {error}")
+        return
+    _note_left_out(run, job_id, number, choice)
+
+
+def _nodes_to_leave_out(
+    run: RunDir, spec: JobSpec, job_id: str
+) -> tuple[bad_nodes.Choice, list[str]]:
+    """Return the bad nodes that the next start can do without, and all that it leaves out.
+
+    Raises OSError, and SlurmError where Slurm does not say what the job leaves out so far.
+    """
+    root = run.path.parent
+    known = bad_nodes.known(root)
+    if not known:
+        return bad_nodes.Choice(), []
+    job = slurm.job_nodes(own_name(os.environ, job_id))
+    count = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    choice = bad_nodes.choose(
+        root,
+        spec.resources,
+        os.environ,
+        count=int(count) if count.isdecimal() else 0,
+        partition=job.partition,
+        others=dict(spec.sbatch),
+    )
+    return choice, bad_nodes.merged(spec.resources, job.excluded, choice.nodes, known)
+
+
+def _note_left_out(run: RunDir, job_id: str, number: int | None, choice: bad_nodes.Choice) -> None:
+    for remark in choice.remarks:
+        log.info(remark)
+    if choice.nodes:
+        _record(run, events.NodesLeftOut, job_id=job_id, attempt=number, nodes=choice.nodes)
+        log.info(choice.line)
+
+
+def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> None:
+    """Put a job back into the queue that Slurm has started on a bad node. Raises BackInQueue.
+
+    As where Slurm has requeued it by itself, or it waited when the node was blamed. No attempt is
+    begun. Where that is of no use the start goes on: a few times in a row, with requeue off, where
+    the request needs the node.
+    """
+    if is_rehearsal(os.environ):
+        return
+    try:
+        spec, history = run.load_spec(), events.read(run.events)
+        _blame_lost_script(run, history)
+        blamed = bad_nodes.read(run.path.parent)
+        bad = [host for host in _hosts(nodelist) if host in blamed]
+        if not bad or restart_policy.withdrawn(history, job_id):
+            return
+        choice, hosts = _nodes_to_leave_out(run, spec, job_id)
+        given = [host for host in bad if host in choice.nodes]
+        words = f"Slurm has given {', '.join(given or bad)}, which is bad"
+        if not given:
+            for remark in choice.remarks:
+                log.info(remark)
+            return
+        if not spec.requeues:
+            log.info(f"{restart_policy.requeue_is_off(words)}: it is used all the same")
+            return
+        if _starts_in_vain(history) >= _MOST_STARTS_IN_VAIN:
+            log.info(f"{words}, once more: it is used all the same")
+            return
+        _requeue(own_name(os.environ, job_id), restart)
+    except (ClusterDDPError, OSError) as error:
+        log.info(f"bad nodes cannot be avoided: {error}")
+        return
+    _record(run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words)
+    _record(run, events.Requeued, job_id=job_id, why=words)
+    _heed_withdrawal(run, job_id, job_id)
+    try:
+        slurm.exclude_nodes(own_name(os.environ, job_id), hosts)
+        _note_left_out(run, job_id, None, choice)
+    except SlurmError as error:
+        log.info(f"bad nodes cannot be left out: {error}")
+    raise BackInQueue(f"{words}: job {job_id} is back in the queue")
+
+
+def _starts_in_vain(history: Sequence[events.Event]) -> int:
+    """Count the latest starts in a row that began no attempt."""
+    starts = [e for e in history if isinstance(e, events.Started | events.StartedInVain)]
+    begun = [index for index, event in enumerate(starts) if isinstance(event, events.Started)]
+    return len(starts) - 1 - max(begun, default=-1)
+
+
+def _blame_lost_script(run: RunDir, history: Sequence[events.Event]) -> None:
+    """Blame the nodes of an attempt that nobody judged, if they are lost: its script was with them.
+
+    srun has seen them fail, or they are down now. Raises OSError.
+    """
+    causes = restart_policy.causes_of(history)
+    number = max(causes, default=0)
+    if not number or causes[number]:
+        return
+    before = {e.attempt: e for e in history if isinstance(e, events.Started)}[number]
+    blamed = [e.nodes for e in history if isinstance(e, events.NodesBlamed) and e.attempt == number]
+    text = files.read_tail(run.job_log, _LOG_TAIL_BYTES).decode(errors="replace")
+    lost = set(nodes_lost(text.rpartition(f", job {before.job_id} on ")[2]))
+    with contextlib.suppress(SlurmError):
+        partition = os.environ.get("SLURM_JOB_PARTITION", "")
+        lost |= {node.name for node in partitions.nodes(partition, os.environ) if node.is_lost}
+    named = [host for host in _hosts(before.nodelist) if host in lost]
+    new = [host for host in named if not any(host in nodes for nodes in blamed)]
+    if new:
+        reason = f"lost during attempt {number}, whose end nobody recorded"
+        bad_nodes.blame(
+            Attempt(run, number), before.job_id, dict.fromkeys(new, reason), bad_nodes.BY_LOSS
+        )
+
+
+def _hosts(nodelist: str) -> list[str]:
+    try:
+        return expand_nodelist(nodelist) if nodelist else []
+    except ClusterDDPError:
+        return []
 
 
 def _let_job_end(run: RunDir, job_id: str, *, preempted: bool) -> None:

@@ -15,27 +15,42 @@ import secrets
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from clusterddp import log, version
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, ClusterDDPError
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.dist_env import master_port
-from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.request.spec import JobSpec
-from clusterddp.run import batch_script, events, formatting, silence, step_watch
+from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
+from clusterddp.request.spec import NO_PREFLIGHT, JobSpec
+from clusterddp.run import (
+    bad_nodes,
+    batch_script,
+    events,
+    formatting,
+    preflight,
+    silence,
+    spares,
+    step_watch,
+)
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.batch_script import RunIsDone
+from clusterddp.run.batch_script import BackInQueue, RunIsDone
 from clusterddp.run.files import write_atomically
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
-from clusterddp.slurm.forms import ATTEMPT_VARIABLE, NONCE_VARIABLE
+from clusterddp.slurm.forms import (
+    ATTEMPT_VARIABLE,
+    NONCE_VARIABLE,
+    SPARES_VARIABLE,
+    expand_nodelist,
+)
 
 EXIT_NO_RUN = 73
 """EX_CANTCREAT of sysexits.h: the run's directory cannot be made, or was removed."""
@@ -186,8 +201,21 @@ class Controller:
         self._job_id = os.environ["SLURM_JOB_ID"]
         self._restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self._attempt: Attempt | None = None
+        self._allocation: spares.Allocation | None = None
+        """The job's nodes, where it has some to spare."""
+        if spec.resources.spare_nodes:
+            nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
+            self._allocation = spares.Allocation(nodelist, spec.resources.nodes)
+        self._nodes: list[str] = []
+        """Those of the step, where they are chosen."""
+        self._starts = 0
+        """Attempts that have ended in this start of the job."""
+        self._noting_lost = threading.Lock()
+        self._signals_seen = False
         self._unsent: list[str] = []
         """Signals for srun, which may not listen yet."""
+        self._is_ending = False
+        """True where Slurm has begun to end the job."""
 
     def run(
         self,
@@ -202,25 +230,9 @@ class Controller:
         takes it. carry: has the run keep this clusterddp, where it keeps none. Exceptions of the
         attempt's refusal are logged.
         """
-        nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
-        spec, code = self._spec, 0
-        try:
-            if ended is not None and (said := self._said()):  # `launch` was in a subshell
-                return ended if isinstance(said[-1], events.Ended) else EXIT_FAILED
-            self._attempt = batch_script.begin(
-                self._run,
-                self._job_id,
-                self._restart,
-                nodelist,
-                spec.max_requeues,
-                spec.train.rendezvous_timeout
-                if spec.train
-                else batch_script.ANOTHER_ATTEMPT_SECONDS,
-                code_changes,
-            )
-        except ClusterDDPError as error:
-            log.info(str(error))
-            code = EXIT_DONE if isinstance(error, RunIsDone) else error.exit_code
+        if ended is not None and (said := self._said()):  # `launch` was in a subshell
+            return ended if isinstance(said[-1], events.Ended) else EXIT_FAILED
+        code = self._begin(code_changes)
         self._script.take_output()
         log.info(f"this is clusterddp {version.described()}")
         self._compare_version()
@@ -228,7 +240,11 @@ class Controller:
             try:
                 if ended is None:
                     carry(self._run)
-                    code = self._step(self._attempt, argv)
+                    code = self._start(self._attempt, argv)
+                    while self._resumes_in_job(code):
+                        code = self._begin(code_changes)
+                        if self._attempt:
+                            code = self._start(self._attempt, argv)
                 else:
                     code = ended
                     if code:
@@ -241,6 +257,85 @@ class Controller:
         if self._attempt is None or self._script.has_gone:
             return code  # the job is over: its next start judges the attempt
         return self._finish(self._attempt, code)
+
+    def _begin(self, code_changes: Callable[[RunDir], Sequence[str]]) -> int:
+        """Begin the next attempt; returns the job's exit code where it is refused, else 0.
+
+        What refuses it is logged.
+        """
+        spec, nodelist = self._spec, os.environ.get("SLURM_JOB_NODELIST", "")
+        idle: list[str] = []
+        if self._allocation:
+            self._nodes = self._nodes or self._allocation.choose_first(spares.bad(self._run))
+            nodelist = ",".join(self._nodes)
+            idle = [node for node in self._allocation.left if node not in self._nodes]
+        self._attempt = None
+        try:
+            self._attempt = batch_script.begin(
+                self._run,
+                self._job_id,
+                self._restart,
+                nodelist,
+                spec.max_requeues,
+                spec.train.rendezvous_timeout
+                if spec.train
+                else batch_script.ANOTHER_ATTEMPT_SECONDS,
+                code_changes,
+                idle,
+            )
+        except ClusterDDPError as error:
+            log.info(str(error))
+            return EXIT_DONE if isinstance(error, RunIsDone | BackInQueue) else error.exit_code
+        return 0
+
+    def _start(self, attempt: Attempt, argv: Sequence[str]) -> int:
+        """Check the nodes and start the tasks; returns srun's exit code."""
+        nodes = self._nodes
+        if not nodes:
+            with contextlib.suppress(ClusterDDPError):  # a list that nobody can read is not checked
+                nodes = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))
+        failed = self._preflight(attempt, nodes)
+        return EXIT_FAILED if failed else self._step(attempt, argv)
+
+    def _resumes_in_job(self, code: int) -> bool:
+        """Choose the nodes of another attempt in this job, and record the end of this one.
+
+        code: srun's. Returns False, with nothing recorded, where the attempt ends as any other:
+        no node was lost or blamed, too few good ones are left, or the job itself is to end.
+        """
+        attempt, allocation = self._attempt, self._allocation
+        if not (attempt and allocation) or self._signals_seen or self._script.has_gone:
+            return False
+        with self._noting_lost:  # a watch that has seen a loss has recorded it
+            others = [node for node in self._others() if node not in allocation.lost]
+        self._note_lost(attempt, spares.find_lost(attempt, others, code))
+        if not bad_nodes.blamed(attempt):
+            return False
+        nodes = allocation.choose(spares.bad(self._run))
+        if not nodes:
+            log.info("too few good nodes are left in the job to go on in it")
+            return False
+        policy, nodelist = Policy.of(self._spec), ",".join(nodes)
+        if not batch_script.resume_in_job(
+            attempt, code, self._job_id, self._restart, policy, nodelist
+        ):
+            return False
+        self._nodes, self._starts = nodes, self._starts + 1
+        return True
+
+    def _note_lost(self, attempt: Attempt, lost: Mapping[str, str]) -> None:
+        """Record nodes as lost, and give them back; from any thread."""
+        assert self._allocation
+        with self._noting_lost:
+            fresh = {node: why for node, why in lost.items() if node not in self._allocation.lost}
+            self._allocation.lost |= fresh.keys()
+            if fresh:
+                spares.blame(attempt, self._job_id, fresh)
+                spares.give_back(own_name(os.environ, self._job_id), self._allocation)
+
+    def _others(self) -> list[str]:
+        """Return the nodes of the step but for this one, which does not lose itself."""
+        return [node for node in self._nodes if node != os.environ.get("SLURMD_NODENAME")]
 
     def _name_set_up(self, code: int) -> None:
         """Log that the script's lines ahead of the step have failed, and which these are."""
@@ -282,6 +377,40 @@ class Controller:
         policy = Policy.of(self._spec)
         return batch_script.finish(attempt, code, self._job_id, self._restart, policy)
 
+    def _preflight(self, attempt: Attempt, nodes: Sequence[str]) -> dict[str, str]:
+        """Check the nodes ahead of the tasks; returns those that fail, with what was measured.
+
+        These are blamed. Where the checks cannot run, or the job is being ended meanwhile, there
+        are none.
+        """
+        if self._spec.node_checks == NO_PREFLIGHT or not nodes or is_rehearsal(os.environ):
+            return {}
+        own = self._run.bundle
+        program = [sys.executable, *([str(own)] if own.exists() else ["-m", "clusterddp"])]
+        names = (host_name(os.environ), os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+        gpus = self._spec.resources.gpus_per_node
+        try:
+            record = preflight.check(attempt, nodes, program, names, gpus, _reset_signals())
+        except Exception:  # a fault of ours costs the checks alone
+            log.info(traceback.format_exc())
+            return {}
+        while self._script.has_more and not self._script.has_gone:
+            signals = self._script.read_signals()
+            self._is_ending = self._is_ending or "TERM" in signals
+            self._handle(signals)
+        if not record.failed or self._is_ending or self._script.has_gone:
+            return {}
+        known = spares.bad(self._run)
+        if all(host in known for host in record.failed):
+            # Slurm has given them all the same, as the request cannot do without them.
+            log.info(f"the job has no better nodes than {', '.join(record.failed)}: they are used")
+            return {}
+        try:
+            bad_nodes.blame(attempt, self._job_id, record.failed, bad_nodes.BY_PREFLIGHT)
+        except OSError as error:
+            log.info(f"cannot record the nodes that have failed: {error.strerror}")
+        return dict(record.failed)
+
     def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Start the tasks, and wait for them; returns srun's exit code."""
         while self._script.has_more and not self._script.has_gone:
@@ -290,31 +419,35 @@ class Controller:
             return 128 + signal.SIGTERM
         if self._unsent and self._spec.command:
             return EXIT_PAUSED  # asked before there was anything to stop
-        parent, own = os.getpid(), self._run.bundle
+        own = self._run.bundle
         if not own.exists():  # it could not be carried: the tasks use what is installed
             words = [["-m", "clusterddp"] if word == str(own) else [word] for word in argv]
             argv = [word for several in words for word in several]
-
-        def reset_signals() -> None:
-            for name in SIGNALS:
-                signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
-            die_with_parent(parent, signal.SIGTERM)
-
+        if self._allocation:
+            try:
+                argv = spares.step_words(argv, self._nodes)
+            except ClusterDDPError as error:
+                log.info(str(error))
+                return error.exit_code
         environ = {
             "PYTHONUNBUFFERED": "1",  # what a rank prints reaches its log line by line
             **os.environ,
             "MASTER_PORT": os.environ.get("MASTER_PORT")
-            or str(free_master_port(int(self._job_id), self._restart)),
+            or str(free_master_port(int(self._job_id), self._restart, self._starts)),
             # Lets the ranks of this attempt recognise each other: torch's store is open to all.
             NONCE_VARIABLE: secrets.token_hex(16),
             ATTEMPT_VARIABLE: str(attempt.number),
         }
+        if self._allocation:
+            environ[SPARES_VARIABLE] = str(self._spec.resources.spare_nodes)
+            if environ.get("MASTER_ADDR", "") == environ.get("SLURMD_NODENAME"):
+                environ["MASTER_ADDR"] = self._nodes[0]  # this node may be a spare
         try:
             srun = subprocess.Popen(
                 argv,
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                preexec_fn=reset_signals,  # noqa: PLW1509 -- no threads yet
+                preexec_fn=_reset_signals(),  # noqa: PLW1509 -- threads only wait then
             )
         except OSError as error:
             log.info(
@@ -325,6 +458,8 @@ class Controller:
         try:
             if not is_rehearsal(os.environ):
                 self._watch_step(attempt, srun.pid)
+                if self._allocation:
+                    self._watch_nodes(attempt, srun.pid)
             if self._spec.command and self._spec.silence:
                 self._watch_output(attempt, srun)
             return self._await(srun)
@@ -354,6 +489,7 @@ class Controller:
 
     def _handle(self, names: list[str]) -> None:
         """Take signals: the ranks learn of them by a mark, a COMMAND by the signal itself."""
+        self._signals_seen = self._signals_seen or bool(names)
         for name in names:
             if name in ("HUP", "INT"):
                 log.info(f"job {self._job_id} got SIG{name}, ending the step")
@@ -382,6 +518,21 @@ class Controller:
             daemon=True,
         ).start()
 
+    def _watch_nodes(self, attempt: Attempt, srun: int) -> None:
+        """End the step once it has lost a node, from a thread of its own."""
+        parent, nodes = os.getpid(), self._others()
+
+        def at_work() -> int | None:
+            return srun if step_watch.is_srun(srun, parent) else None
+
+        def watch() -> None:
+            if lost := spares.await_loss(attempt, nodes, at_work):
+                self._note_lost(attempt, lost)
+                job = own_name(os.environ, self._job_id)
+                spares.end_step(attempt, job, lost, at_work)
+
+        threading.Thread(target=watch, daemon=True).start()
+
     def _watch_output(self, attempt: Attempt, srun: "subprocess.Popen[bytes]") -> None:
         """Print the ranks' stacks once they print nothing, from a thread of its own."""
         spec = self._spec
@@ -398,6 +549,18 @@ class Controller:
             args=(attempt, spec.world_size, spec.silence * 60, end if spec.end_silent else None),
             daemon=True,
         ).start()
+
+
+def _reset_signals() -> Callable[[], None]:
+    """Return what gives srun its signals back, in its process, and ends it with this one."""
+    parent = os.getpid()
+
+    def reset() -> None:
+        for name in SIGNALS:
+            signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
+        die_with_parent(parent, signal.SIGTERM)
+
+    return reset
 
 
 def _end_of(pid: int) -> int:
@@ -436,9 +599,10 @@ def _listens(pid: int, number: int) -> bool:
     return any(int(masks[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigBlk"))
 
 
-def free_master_port(job_id: int, restart: int) -> int:
+def free_master_port(job_id: int, restart: int, starts: int = 0) -> int:
     """Choose the port on which rank 0 will listen: jobs that share a node get different ones.
 
+    starts: attempts that this start of the job has begun before.
     From the job id, and moved on while somebody listens there (state 0A of proc(5)'s net/tcp).
     """
     listening = set()
@@ -448,5 +612,5 @@ def free_master_port(job_id: int, restart: int) -> int:
                 _, address, _, state, *_ = line.split()
                 if state == "0A":
                     listening.add(int(address.rpartition(":")[2], 16))
-    ports = [master_port(job_id, 0, restart, candidate) for candidate in range(5)]
+    ports = [master_port(job_id, starts, restart, candidate) for candidate in range(5)]
     return next((port for port in ports if port not in listening), ports[-1])

@@ -6,7 +6,7 @@ the field's default. Times are seconds since the epoch.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, ParamSpec
 
@@ -81,6 +81,8 @@ class Started(Event):
     nodelist: str = ""
     clusterddp: str = ""
     """Version that runs the attempt, and the run's own file or `installed`."""
+    spares: tuple[str, ...] = ()
+    """Nodes of the job on which no task runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,15 @@ class Requeued(Event):
 
     kind: ClassVar[str] = "requeued"
     why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedInJob(Event):
+    """Decision to begin the next attempt within the job, on nodes that are left of it."""
+
+    kind: ClassVar[str] = "resumed_in_job"
+    why: str = ""
+    nodelist: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +182,26 @@ class TimeLimitReached(Event):
     """End of a rehearsal's time limit."""
 
     kind: ClassVar[str] = "time_limit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesBlamed(Event):
+    """Nodes that the run's next attempts avoid (`bad_nodes`)."""
+
+    kind: ClassVar[str] = "nodes_blamed"
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    """What was measured or seen, by the node's name."""
+    by: str = ""
+    """What blames them: a word of `bad_nodes`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesLeftOut(Event):
+    """Bad nodes that the job's next start leaves out."""
+
+    kind: ClassVar[str] = "nodes_left_out"
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    """Reasons by the node's name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,13 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
+def hours(value: float | None) -> str:
+    """Format hours to their size: `0.0123`, `4.56`, `1,234.5`."""
+    if value is None:
+        return "-"
+    return f"{value:,.{4 if value < 1 else 2 if value < 100 else 1}f}"
+
+
 def rate(value: float | None) -> str:
     """Format images per second: `8,422`."""
     return "-" if value is None else f"{value:,.0f}"

@@ -30,7 +30,10 @@ from clusterddp.run.events import Failure
 from clusterddp.run.formatting import clean, signal_name
 from clusterddp.run.records import HungRanks, Outcome, OwnWorld, TaskError
 from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.forms import SPARES_VARIABLE
 
+SIGN_SECONDS = 5.0
+"""Between two signs of life of a node, in a job that has spare ones."""
 _HUNG = "hung.json"
 _CLOCKS = "clocks.json"
 
@@ -319,6 +322,19 @@ class TaskRecord:
             "started": round(time.time(), 3),
         }
         self._write()
+        if SPARES_VARIABLE in os.environ and self._fields["local_rank"] == 0:
+            threading.Thread(target=self._show_life, daemon=True).start()
+
+    def _show_life(self) -> None:
+        """Renew the record's time, which tells the controller that this node lives."""
+        while True:
+            time.sleep(SIGN_SECONDS)
+            with suppress(OSError):  # it may be gone
+                os.utime(self._path)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"rank-{self._fields['rank']}.json"
 
     def ended(self, status: int, explain: Callable[[int], TaskError | None]) -> int:
         """Record the end and the error behind it; `status` is wait(2)'s, and is returned."""
@@ -342,12 +358,11 @@ class TaskRecord:
     def _write(self) -> None:
         """A run directory that is gone or full costs the record, never the task."""
         try:
-            path = self._folder / f"rank-{self._fields['rank']}.json"
             if self._attempt:
-                self._attempt.write_last_word(path, self._fields)
+                self._attempt.write_last_word(self._path, self._fields)
             else:
                 self._run.make(self._folder)  # an attempt's is there, or the attempt is gone
-                files.write_record(path, self._fields)
+                files.write_record(self._path, self._fields)
         except OSError as error:
             log.info(
                 f"rank {self._fields['rank']} on {self._fields['host']} cannot record its outcome "

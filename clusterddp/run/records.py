@@ -5,12 +5,14 @@ the field's default. Times are seconds since the epoch. `events` has the lines o
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from clusterddp.errors import EXIT_PAUSED
 from clusterddp.run.files import Loss
 
 ATTEMPT_FORMAT = 1
+SLOW = 0.8
+"""Share of the other ranks' median speed below which a rank is a straggler."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,76 @@ class LastWord:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """Use of an attempt's time so far; seconds but for `first_step`."""
+
+    first_step: float | None = None
+    """Time at which the first step began; None before."""
+    training: float = 0.0
+    """Steps: reading batches, forward, backward, exchange, update."""
+    waiting: float | None = None
+    """Part of `training` in which the ranks, on average, waited for others; None where unknown."""
+    saving: float = 0.0
+    """Time for which checkpoints have stopped the training."""
+
+
+@dataclass(frozen=True)
+class PreflightRecord:
+    """preflight.json: checks of the nodes ahead of an attempt's tasks, as a person reads them.
+
+    Beside these fields it has what each node measured: `nodes`.
+    """
+
+    summary: str = ""
+    """Line that says how it went."""
+    seconds: float | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """What was measured, by the name of a node that has failed."""
+    remarks: tuple[str, ...] = ()
+    """What is no fault of one node."""
+
+
+@dataclass(frozen=True)
 class SignOfLife:
     """alive: how far rank 0 has come; renewed every two seconds."""
 
     step: int | None = None
     saved: int | None = None
     """Step of the newest checkpoint."""
+    spent: Spent | None = None
+    """None of a COMMAND."""
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """Rank that was slower than the others for long enough to be named."""
+
+    rank: int
+    host: str = ""
+    share: float = 0.0
+    """Share of the other ranks' median speed that it had."""
+    seconds: float = 0.0
+    """Seconds of training for which it was slow."""
+    steps: int = 0
+    """Steps in these seconds."""
+    first_step: int = 0
+    """Step after which it was slow."""
+    since: float | None = None
+    """Time from which on it was slow."""
+    until: float | None = None
+    """Time from which on it kept up again; None where it never did."""
+
+    @property
+    def name(self) -> str:
+        """`rank 3 on h02`."""
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class SlowRanks:
+    """stragglers.json: ranks that were named for being slow, in the order of their naming."""
+
+    stragglers: tuple[SlowRank, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -240,6 +306,49 @@ class AttemptSummary:
     steps_done_twice: int = 0
     seconds_lost: float = 0.0
     """Seconds from the saving of what the next attempt resumed until that one's ranks had met."""
+    stragglers: tuple[SlowRank, ...] = ()
+    """Ranks that were named for being slow."""
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """outcomes/gpus-R.json: how busy the GPUs of rank R's node were, by NVML's samples."""
+
+    host: str = ""
+    gpus: int = 0
+    """GPUs that were looked at."""
+    samples: int = 0
+    share: float = 0.0
+    """Mean over GPUs and samples of the time in which a kernel ran, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Paid:
+    """Hours for which nodes were held, over all attempts, and what they went into.
+
+    The parts are node-hours and add up to the whole; None where nothing is known of them, as of a
+    COMMAND without a Loop.
+    """
+
+    node_hours: float = 0.0
+    gpu_hours: float | None = None
+    """The same times the GPUs asked for on a node; None without GPUs."""
+    computing: float | None = None
+    """Steps that counted, without the waiting; with it where `waiting` is not known."""
+    waiting: float | None = None
+    """Waiting of ranks for others in these steps, by the mean over all ranks."""
+    starting: float | None = None
+    """From the start of the job's attempt to its first step."""
+    saving: float | None = None
+    """Time for which checkpoints have stopped the training."""
+    redone: float | None = None
+    """Steps that a later attempt did again, with their waiting."""
+    idle: float | None = None
+    """Spare nodes, on which no task ran; None without any, and known of every run."""
+    gpu_use: float | None = None
+    """Share of the time in which the GPUs of a COMMAND were busy; None where nobody looked."""
+    rest: float | None = None
+    """Evaluation, lines of metrics, the end, and what no record tells of."""
 
 
 @dataclass(frozen=True)
@@ -319,6 +428,7 @@ class Report:
     """Seconds from each last checkpoint until training went on: work done again, queue, start."""
     attempts: tuple[AttemptSummary, ...] = ()
     saving: SavingReport | None = None
+    paid: Paid | None = None
     job_id: str = ""
     restart: int = 0
     finished: float | None = None

@@ -24,14 +24,16 @@ PREEMPTED = "preempted"
 REQUEUED = "requeued"
 """Slurm has put the job back by itself: preemption, a lost node, `scontrol requeue`."""
 NODE_LOST = "node lost"
+PREFLIGHT = "preflight"
+"""A node has failed its checks ahead of the tasks, which were not started."""
 SUPERSEDED = "superseded"
 """A later attempt has begun, as beside a lost node's orphan."""
 
 STOP_ASKED = "'clusterddp stop' asked for it"
 NO_RESTART = "a failed run starts again only with --restart-on-failure"
 
-_GOES_ON = (SIGNAL, TIME_LIMIT, PREEMPTED, NODE_LOST)
-_NOT_COUNTED = (PREEMPTED, REQUEUED, NODE_LOST, SUPERSEDED)
+_GOES_ON = (SIGNAL, TIME_LIMIT, PREEMPTED, NODE_LOST, PREFLIGHT)
+_NOT_COUNTED = (PREEMPTED, REQUEUED, NODE_LOST, PREFLIGHT, SUPERSEDED)
 _FRUITLESS_STARTS = 2
 
 

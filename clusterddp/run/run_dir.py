@@ -14,6 +14,7 @@ A run is one directory below the output root. What is in it:
     logs/rank-R.log      what rank R printed (logs/node-N.log: a torchrun agent)
     attempts/0001/       one start of the run, which alone writes there (see `attempt`):
         attempt.json     who trains, and from which checkpoint
+        preflight.json   what the nodes measured ahead of the tasks
         checkpoints/     step-00001200.pt and its .sha256, those of earlier attempts included
         metrics.jsonl    loss, accuracy, images/s, learning rate since the run's first step
         outcomes/        rank-R.json: how rank R ended; beside them what `outcome` notes, and

@@ -39,6 +39,8 @@ def watch(
     before, silent = _printed(attempt.run), 0.0
     while silent < seconds:
         sleep(pause)
+        if attempt.is_superseded:
+            return  # by one in the same job
         # Not by a clock: in a job that was suspended nobody could print.
         silent += pause
         now = _printed(attempt.run)

@@ -19,6 +19,7 @@ from clusterddp.run.events import (
     Event,
     Requeued,
     RequeueFailed,
+    ResumedInJob,
     Started,
     StopAsked,
     StopFailed,
@@ -212,6 +213,8 @@ def _after(before: Submission, event: Event) -> Submission:
         if event.cause == restart_policy.REQUEUED:
             after = replace(after, put_back=event.cause, put_back_time=event.time)
         return after
+    if isinstance(event, ResumedInJob):
+        return replace(before, end=None)  # the next attempt begins
     if isinstance(event, Requeued):
         return replace(before, put_back=event.why or "?", put_back_time=event.time)
     if isinstance(event, RequeueFailed):

@@ -17,11 +17,11 @@ from typing import TypeVar
 
 from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError, RequestError
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import events, files, restart_policy
+from clusterddp.run import bad_nodes, events, files, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
-from clusterddp.run.records import AttemptRecord, MetricsLine, Report
+from clusterddp.run.records import AttemptRecord, MetricsLine, PreflightRecord, Report
 from clusterddp.run.run_dir import RunDir, find_runs, newest_checkpoint
 from clusterddp.run.state import (
     CANCELLED,
@@ -69,6 +69,8 @@ class RunStatus:
     layout: str = ""
     """`2 nodes x 4 tasks = 8 ranks`."""
     hosts: list[str] = field(default_factory=list)
+    preflight: str = ""
+    """Line on the checks of its nodes ahead of the latest attempt's tasks; empty without them."""
     attempt: int | None = None
     """Number of the latest attempt, over all jobs of the run."""
     restarts: int = 0
@@ -85,6 +87,8 @@ class RunStatus:
     """Loss of the training, the latest in metrics.jsonl."""
     accuracy: float | None = None
     """Accuracy on the test set: from the report if there is one, else the latest evaluation."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Bad nodes that the run's next start leaves out, and why; without those cleared since."""
     warnings: list[str] = field(default_factory=list)
     created_time: float | None = None
     submitted_time: float | None = None
@@ -148,6 +152,7 @@ def run_status(
         world_size=spec.world_size if spec else None,
         layout=spec.layout if spec else "",
         hosts=_hosts(started.nodelist),
+        preflight=_preflight(run, known.attempt),
         attempt=known.attempt,
         restarts=known.restarts,
         restart_reasons=list(known.reasons),
@@ -158,6 +163,7 @@ def run_status(
         epoch=first_known(figures.epochs, latest.epoch),
         loss=latest.loss,
         accuracy=first_known(figures.accuracy, latest.accuracy),
+        left_out=_left_out(run, known.job_id),
         warnings=[*figures.warnings, *([ended.remark] if ended and ended.remark else [])],
         created_time=_created(run),
         submitted_time=known.submitted,
@@ -174,6 +180,22 @@ def run_status(
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
+
+
+def _left_out(run: RunDir, job_id: str) -> Mapping[str, str]:
+    """Return the bad nodes that the job leaves out, as last recorded."""
+    of_job = [
+        event
+        for event in events.read(run.events)
+        if isinstance(event, events.NodesLeftOut) and event.job_id == job_id
+    ]
+    if not of_job:
+        return {}
+    try:
+        bad = bad_nodes.read(run.path.parent)
+    except OSError:
+        return of_job[-1].nodes
+    return {host: reason for host, reason in of_job[-1].nodes.items() if host in bad}
 
 
 def submission_folder(run: RunDir) -> Path | None:
@@ -212,6 +234,11 @@ def latest_report(run: RunDir, attempt: int | None) -> Report | None:
     if report is None or report.attempt is None or attempt is None:
         return report
     return None if report.attempt < attempt else report
+
+
+def _preflight(run: RunDir, attempt: int | None) -> str:
+    record = files.read(PreflightRecord, Attempt(run, attempt or 0).preflight)
+    return record.summary if record else ""
 
 
 def _failure(

@@ -37,8 +37,8 @@ def watch(
     srun: returns its process, or None once that has ended.
     """
     why = _await_the_end(attempt, ranks, grace_seconds)
-    if srun() is None:
-        return
+    if srun() is None or attempt.is_superseded:
+        return  # an orphan's step has the number of another one by now
     step = step_name(attempt, job)
     step_id = step.rpartition(".")[2]
     log.info(
@@ -56,12 +56,22 @@ def watch(
     try:
         if step:
             slurm.cancel(step)
-            deadline = time.monotonic() + _CANCEL_SECONDS
-            while srun() and time.monotonic() < deadline:
-                time.sleep(min(_POLL_SECONDS, 0.5))  # srun is no child of this process
+            await_end(srun, _CANCEL_SECONDS)
     except SlurmError as error:
         # The hosts have told slurmctld that the step is over: srun alone does not know.
         log.info(str(error))
+    kill(srun)
+
+
+def await_end(srun: Callable[[], int | None], seconds: float) -> None:
+    """Wait until srun has ended, for so long at most; it may be no child of this process."""
+    deadline = time.monotonic() + seconds
+    while srun() and time.monotonic() < deadline:
+        time.sleep(min(_POLL_SECONDS, 0.5))
+
+
+def kill(srun: Callable[[], int | None]) -> None:
+    """Kill an srun that has not ended with its step."""
     if pid := srun():
         log.info("killing srun, which does not end with its step")
         with suppress(ProcessLookupError):
@@ -93,7 +103,7 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
     before: tuple[object, ...] = ()
     since = time.monotonic()
     first_at_work = 0
-    while True:
+    while not attempt.is_superseded:
         while first_at_work < ranks and _has_ended(attempt, first_at_work):
             first_at_work += 1
         has_last_word = attempt.end.exists()
@@ -109,6 +119,7 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
         elif has_last_word and quiet >= _REPORT_SECONDS:
             return f"the training has ended, without a sign of life for {_REPORT_SECONDS:g} s"
         time.sleep(_POLL_SECONDS)  # the records lie on a file system shared by hosts
+    return "a later attempt has begun"  # in the same job, whose srun is another one
 
 
 def _has_ended(attempt: Attempt, rank: int) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
 from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.run import events, files, restart_policy, step_watch
+from clusterddp.run import bad_nodes, events, files, hardware, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt
@@ -25,6 +25,7 @@ from clusterddp.run.records import LastWord, Outcome, Report
 from clusterddp.run.restart_policy import gained, starts_since_submission, withdrawn
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import Ending, ending
+from clusterddp.slurm.forms import expand_nodelist
 
 _ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
 # srun's lines stand at the log's end; a set-up can have written a great deal before them.
@@ -53,6 +54,10 @@ class End:
     """Error with which its last checkpoint or its records could not be written."""
     remark: str = ""
     """What a person should know beside the cause."""
+    lost_nodes: tuple[str, ...] = ()
+    """Nodes that srun has seen fail."""
+    hardware: str = ""
+    """Hardware that the first failure names, of its node."""
 
 
 def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: str = "") -> End:
@@ -69,12 +74,18 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
         or _cancelled(evidence)
         or _stopped(evidence)
         or _ended_by_slurm(evidence)
+        or _preflight_failed(evidence)
         or _killed(evidence)
         or _signalled(evidence)
         or _failed(evidence)
         or _unexplained(evidence)
     )
-    end = dataclasses.replace(end, step=evidence.last_word.step)
+    end = dataclasses.replace(
+        end,
+        step=evidence.last_word.step,
+        lost_nodes=evidence.lost_nodes,
+        hardware=_hardware(evidence, end),
+    )
     if remark := _own_worlds(evidence.outcomes):
         remarks = "; ".join(filter(None, (end.remark, remark)))
         end = dataclasses.replace(end, lines=(*end.lines, remark), remark=remarks)
@@ -89,6 +100,29 @@ def stop_asked(attempt: Attempt, job_id: str) -> bool:
     if attempt.asked_to_stop() == "stop":
         return True
     return withdrawn(events.read(attempt.run.events), job_id) == restart_policy.STOPPED
+
+
+def nodes_lost(job_log: str) -> tuple[str, ...]:
+    """Return the nodes that srun has seen fail, by its lines in a job's log."""
+    lists = _NODE_LOST.findall(job_log)
+    return tuple(dict.fromkeys(host for text in lists for host in _hosts(text)))
+
+
+def _hosts(nodelist: str) -> list[str]:
+    try:
+        return expand_nodelist(nodelist)
+    except RequestError:
+        return [nodelist]
+
+
+def _hardware(evidence: "_Evidence", end: End) -> str:
+    """Name the hardware of which the rank died that failed first; empty where nothing does."""
+    failure = end.failure
+    if end.cause != restart_policy.FAILED or failure is None or not failure.host:
+        return ""
+    outcome = next((each for each in evidence.outcomes if each.rank == failure.rank), None)
+    log = of_attempt(evidence.run.path / failure.log, evidence.attempt.number)
+    return hardware.named(outcome.error if outcome else None, failure.exit_code, log)
 
 
 class _Evidence:
@@ -161,6 +195,18 @@ class _Evidence:
         return text.rpartition(f", job {self.job_id} on ")[2] if self.job_id else text
 
     @cached_property
+    def lost_nodes(self) -> tuple[str, ...]:
+        """Nodes that were lost: by the controller's own watch, else those srun has seen fail."""
+        blamed = tuple(
+            node
+            for event in events.read(self.run.events)
+            if isinstance(event, events.NodesBlamed)
+            and (event.attempt, event.by) == (self.attempt.number, bad_nodes.BY_LOSS)
+            for node in event.nodes
+        )
+        return blamed or nodes_lost(self.job_log)
+
+    @cached_property
     def slurms_word(self) -> Ending:
         """Reason for which the job ends, as recorded by its people or asked of slurmctld."""
         of_job = [event for event in events.read(self.run.events) if event.job_id == self.job_id]
@@ -179,7 +225,7 @@ class _Evidence:
         if not self.trains and not self.has_last_word:
             # Only a command's exit code is known, not what it saves without a loop of ours.
             asked = f"the {_ASKED_AGAIN}"
-            return asked if self.paused else "the command did not ask to be started again"
+            return asked if self.paused else "the command has not said whether it saved"
         step, saved = self.last_word.step, self.last_word.saved
         at = f" at step {step}" if step is not None else ""
         if saved not in (-1, step):
@@ -215,17 +261,20 @@ def _superseded(evidence: _Evidence) -> End | None:
 
 
 def _node_lost(evidence: _Evidence) -> End | None:
-    lost = _NODE_LOST.search(evidence.job_log)
+    lost = evidence.lost_nodes
     silent = (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN)
     if not lost or evidence.slurms_word not in silent:
         return None
+    named = f"node {lost[0]} is" if len(lost) == 1 else f"nodes {', '.join(lost)} are"
     # Which of the tasks that ended with it was seen first is chance, and so is their code.
+    gone = (o for o in evidence.outcomes if o.host in lost and o.ended is None)
+    first = next(map(failure_of, gone), evidence.failure)
     return End(
         restart_policy.NODE_LOST,
         evidence.asked_code or EXIT_FAILED,
-        evidence.failure,
+        first,
         saved=evidence.has_left or bool(gained(evidence.attempt)),
-        lines=(f"node {lost[1]} is lost; {evidence.was_saved}",),
+        lines=(f"{named} lost; {evidence.was_saved}",),
     )
 
 
@@ -256,6 +305,22 @@ def _ended_by_slurm(evidence: _Evidence) -> End | None:
         saved=evidence.has_left or bool(gained(evidence.attempt)),
         lines=(f"{cause}; {evidence.was_saved}",),
     )
+
+
+def _preflight_failed(evidence: _Evidence) -> End | None:
+    """Judge an attempt whose nodes have failed the checks ahead of its tasks."""
+    number = evidence.attempt.number
+    blamed = [
+        event.nodes
+        for event in events.read(evidence.run.events)
+        if isinstance(event, events.NodesBlamed)
+        and (event.attempt, event.by) == (number, bad_nodes.BY_PREFLIGHT)
+    ]
+    if not blamed or evidence.outcomes:
+        return None
+    named = "; ".join(f"{host}: {reason}" for host, reason in blamed[-1].items())
+    line = f"no task has started, for a node has failed its checks. {named}"
+    return End(restart_policy.PREFLIGHT, EXIT_FAILED, saved=False, lines=(line,), remark=named)
 
 
 def _killed(evidence: _Evidence) -> End | None:

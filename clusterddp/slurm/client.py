@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ from clusterddp.slurm.forms import (
     LOOP_VARIABLE,
     NONCE_VARIABLE,
     RANK_VARIABLES,
+    SPARES_VARIABLE,
+    expand_nodelist,
     time_seconds,
 )
 from clusterddp.slurm.states import JobState, State, other_word, parse_exit_code, parse_state
@@ -56,6 +58,7 @@ MOST_SCONTROL_CALLS = 8
 _NOT_ON_PATH = (FileNotFoundError, PermissionError)
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 _REQUEUE_EXIT = re.compile(r"^(RequeueExit(?:Hold)?)\s*=\s*([\d,-]+)\s*$", re.MULTILINE)
+_SLURMD_PORT = 6818  # SlurmdPort of slurm.conf(5)
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 _SCONTROL = re.compile(
     r"JobState=\w+ Reason=.*? Dependency=.* Reboot=\d+ ExitCode=(\d+:\d+) RunTime=",
@@ -63,11 +66,14 @@ _SCONTROL = re.compile(
 )
 
 
-def sbatch(script: str, environ: Mapping[str, str], *, comment: str) -> str:
+def sbatch(
+    script: str, environ: Mapping[str, str], *, comment: str, exclude: Sequence[str] = ()
+) -> str:
     """Queue a script and return the job id.
 
     comment: the job comment that the script itself sets; a submission whose answer was lost is
         looked for by it, among this user's jobs of the last minutes.
+    exclude: nodes to leave out, in place of those that the script itself leaves out.
 
     Raises RequestError when there is no sbatch or it refuses, with its own words; SlurmError when
     it is not known whether the job was queued.
@@ -76,7 +82,8 @@ def sbatch(script: str, environ: Mapping[str, str], *, comment: str) -> str:
 
     started = time.time()
     try:
-        answer = call(["sbatch", "--parsable"], environ, SBATCH_SECONDS, stdin=script)
+        argv = ["sbatch", "--parsable", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
+        answer = call(argv, environ, SBATCH_SECONDS, stdin=script)
     except _NOT_ON_PATH:
         raise RequestError(
             "no sbatch on PATH: this machine has no Slurm. Submit from a login node of a cluster, "
@@ -372,6 +379,35 @@ def cancel(job_id: str, environ: Mapping[str, str] | None = None) -> None:
     _change(["scancel", job_id], environ)
 
 
+def kill_step(step: str) -> None:
+    """Kill a step's tasks at once. Raises SlurmError with scancel's own words."""
+    _change(["scancel", "--signal=KILL", step])
+
+
+def give_back(job_id: str, kept: Sequence[str]) -> None:
+    """Have a job keep these nodes alone; its steps end on the others. Raises SlurmError.
+
+    Seen on 22.05: at once, though a node is lost, and its loss then ends no job any more. scontrol
+    would write scripts into this folder, but for the missing SLURM_JOB_ID.
+    """
+    _change(["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"])
+
+
+def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """Return where each node's slurmd listens; none where slurmctld does not answer.
+
+    Slurm shows a node's port where it is not that of slurm.conf (seen on 22.05).
+    """
+    usual = re.search(r"^SlurmdPort\s*=\s*(\d+)", _config(), re.MULTILINE)
+    addresses = {}
+    for line in _answer(["scontrol", "show", "node", "-o", ",".join(hosts)]).splitlines():
+        fields = dict(re.findall(r"\b(NodeName|NodeAddr|Port)=(\S+)", line))
+        if fields.get("NodeName") in hosts and "NodeAddr" in fields:
+            port = fields.get("Port") or (usual[1] if usual else _SLURMD_PORT)
+            addresses[fields["NodeName"]] = fields["NodeAddr"], int(port)
+    return addresses
+
+
 def signal_script(job_id: str) -> None:
     """Send USR1 to a job's batch script alone. Raises SlurmError with scancel's own words."""
     # For a job that does not run, scancel complains and may yet exit with 0.
@@ -381,6 +417,33 @@ def signal_script(job_id: str) -> None:
 def forbid_requeue(job_id: str) -> None:
     """Forbid Slurm to requeue a job. Raises SlurmError with scontrol's own words."""
     _change(["scontrol", "update", f"JobId={job_id}", "Requeue=0"])
+
+
+@dataclass(frozen=True)
+class JobNodes:
+    """Partition of a job, and the nodes that it leaves out."""
+
+    partition: str = ""
+    excluded: tuple[str, ...] = ()
+
+
+def job_nodes(job_id: str) -> JobNodes:
+    """Return where a job may start. Raises SlurmError where Slurm does not tell."""
+    fields = _job_fields(job_id)
+    if "Partition" not in fields:
+        raise SlurmError(f"Slurm does not say where job {job_id} may start")
+    excluded = fields.get("ExcNodeList", "(null)")
+    hosts = () if excluded in ("(null)", "") else tuple(expand_nodelist(excluded))
+    return JobNodes(fields["Partition"], hosts)
+
+
+def exclude_nodes(job_id: str, hosts: Sequence[str]) -> None:
+    """Have a job leave out these nodes from its next start on, and no others.
+
+    Slurm takes it of the user's own job that waits or completes, as after a requeue, and refuses it
+    of one that runs (seen on 22.05). Raises SlurmError with scontrol's own words.
+    """
+    _change(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(hosts)}"])
 
 
 def requeue(job_id: str) -> None:
@@ -401,7 +464,8 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
     surrounding job would reach the new one (an inherited SLURM_CPU_BIND crowds its tasks).
     """
     kept, prefixes = _CONFIGURATION.split(), tuple(_JOB_PREFIXES.split())
-    dropped = {*RANK_VARIABLES, ATTEMPT_VARIABLE, LOOP_VARIABLE, NONCE_VARIABLE}
+    own = ATTEMPT_VARIABLE, LOOP_VARIABLE, NONCE_VARIABLE, SPARES_VARIABLE
+    dropped = {*RANK_VARIABLES, *own}
     if "SLURM_JOB_ID" in environ:
         dropped.update(_DEVICES.split())
     return {

@@ -41,6 +41,8 @@ NONCE_VARIABLE = "CLUSTERDDP_NONCE"
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Variable with the number of the attempt, which a batch script gives to its tasks."""
 
+SPARES_VARIABLE = "CLUSTERDDP_SPARE_NODES"
+"""Variable of the tasks of a job with spare nodes: they show their nodes' life."""
 LOOP_VARIABLE = "CLUSTERDDP_LOOP"
 """Variable by which a COMMAND's loop finds its attempt (`run.loop_variables`)."""
 

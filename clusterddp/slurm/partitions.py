@@ -1,5 +1,6 @@
 """The cluster's partitions, as one call of sinfo shows them: nodes, CPUs, GPUs, time limits."""
 
+import contextlib
 import re
 import threading
 import time
@@ -14,6 +15,10 @@ PATIENCE_SECONDS = 1.0
 """Time that a submission has for the answer, from the moment of the question."""
 # Exact (-e): nodes of different CPUs or GPUs stand on lines of their own. Hidden ones (-a) too.
 _SINFO = ["sinfo", "-h", "-a", "-e", "-o", "%P|%l|%c|%D|%G"]
+# All partitions, of which hidden ones show with -a alone, which goes with no -p (22.05).
+_SINFO_NODES = ["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%T|%c|%G|%f|%m"]
+_NOT_GIVEN = ("drain", "fail", "error", "unk", "future", "inval", "maint", "reboot")
+_FEATURE = re.compile(r"[A-Za-z0-9_.-]+")
 _GRES = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??:(?P<count>\d{1,9})(?=[(,]|$)")
 
 
@@ -48,12 +53,21 @@ class Question:
         return self._partitions
 
     def _ask(self) -> None:
-        try:
-            answer = ask(_SINFO, self._environ, PATIENCE_SECONDS)
-        except SlurmError:
-            return
-        if answer.returncode == 0:
-            self._partitions = parse(answer.stdout.splitlines())
+        with contextlib.suppress(SlurmError):
+            self._partitions = read(self._environ, PATIENCE_SECONDS)
+
+
+def read(
+    environ: Mapping[str, str] | None = None, seconds: float | None = None
+) -> dict[str, Partition]:
+    """Return the partitions by name, as sinfo shows them; see `ask` for the defaults.
+
+    Raises SlurmError where it does not answer, or fails.
+    """
+    answer = ask(_SINFO, environ, seconds)
+    if answer.returncode:
+        raise SlurmError(f"sinfo: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
+    return parse(answer.stdout.splitlines())
 
 
 def parse(lines: Iterable[str]) -> dict[str, Partition]:
@@ -79,6 +93,56 @@ def parse(lines: Iterable[str]) -> dict[str, Partition]:
             gpus,
         )
     return partitions
+
+
+@dataclass(frozen=True)
+class Node:
+    """Node of a partition, as sinfo shows it."""
+
+    name: str
+    state: str = "idle"
+    """In sinfo's words, `down*` say: the sign of a node that does not answer."""
+    cpus: int = 0
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    features: frozenset[str] = frozenset()
+    memory: int = 0
+    """Megabytes."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether it is down or does not answer."""
+        return self.state.startswith("down") or self.state.endswith("*")
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether Slurm gives it to jobs."""
+        return not self.is_lost and not self.state.startswith(_NOT_GIVEN)
+
+
+def nodes(names: str, environ: Mapping[str, str], seconds: float | None = None) -> list[Node]:
+    """Return the nodes of some partitions, or of the default one. Raises SlurmError.
+
+    names: `gpu,long`; empty for the default. seconds: bound on sinfo's answer.
+    """
+    answer = ask(_SINFO_NODES, environ, seconds)
+    if answer.returncode:
+        raise SlurmError(f"sinfo: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
+    asked, found = names.split(","), dict[str, Node]()
+    for line in answer.stdout.splitlines():
+        values = line.strip().split("|")
+        if len(values) != 7 or not values[3].isdecimal():
+            continue  # `CLUSTER: name`, or a site's remark
+        name, partition, state, cpus, gres, features, memory = values
+        if partition.rstrip("*") in asked or (not names and partition.endswith("*")):
+            words = frozenset(features.split(","))
+            size = int(memory) if memory.isdecimal() else 0
+            found[name] = Node(name, state, int(cpus), gpus_of(gres), words, size)
+    return list(found.values())
+
+
+def features_of(constraint: str) -> frozenset[str]:
+    """Return all features that a constraint names, whatever joins them: a node with all fits."""
+    return frozenset(word for word in _FEATURE.findall(constraint) if not word.isdecimal())
 
 
 def gpus_of(gres: str) -> dict[str, int]:

@@ -51,8 +51,9 @@ def check_partitions(spec: JobSpec, partitions: Mapping[str, Partition]) -> None
             f"--cpus-per-task {asked.cpus_per_task} for {asked.tasks_per_node} tasks a node is "
             f"{cpus} CPUs: no node of {where} has more than {most_cpus}"
         )
-    if asked.nodes > most_nodes:
-        problems.append(f"--nodes {asked.nodes}: {where} has {most_nodes}")
+    if asked.job_nodes > most_nodes:
+        spares = f" and --spare-nodes {asked.spare_nodes}" if asked.spare_nodes else ""
+        problems.append(f"--nodes {asked.nodes}{spares}: {where} has {most_nodes}")
     if longest.limit_seconds and asked.time and (limit or math.inf) > longest.limit_seconds:
         problems.append(f"--time {asked.time}: the limit of {where} is {longest.limit}")
     for problem in problems:

@@ -17,7 +17,7 @@ from clusterddp.errors import CheckpointError, RequestError
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events, formatting
+from clusterddp.run import bad_nodes, events, formatting
 from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
@@ -26,7 +26,7 @@ from clusterddp.run.status import RunStatus, run_status, submission_folder
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
 from clusterddp.submission import bundle, code_renewal, outlook, snapshot
-from clusterddp.submission.preflight import find_own_functions, is_finished, make_sure, uneven_batch
+from clusterddp.submission.inputs import find_own_functions, is_finished, make_sure, uneven_batch
 from clusterddp.submission.programs import check_command, check_pythons
 from clusterddp.submission.submit import ask_for_partitions, naming_the_job
 from clusterddp.version import of_script
@@ -34,7 +34,7 @@ from clusterddp.version import of_script
 CHANGEABLE = (
     *("resources", "train", "signal", "job_name", "python", "batch_python"),
     *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
-    *("arm_stacks", "silence", "end_silent"),
+    *("arm_stacks", "silence", "end_silent", "bad_node_hours"),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
 """Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
@@ -271,6 +271,7 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 
 
 def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> None:
+    bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(
@@ -395,7 +396,7 @@ def _check_progress(run: RunDir, spec: JobSpec, config: TrainConfig) -> None:
             "already, as its newest checkpoint says. Give as many or more, or submit a new run."
         )
     if config.resume and not reached:
-        return  # preflight checks another run's checkpoint
+        return  # `inputs` checks another run's checkpoint
     problem = uneven_batch(run, config, spec.world_size, resumes=bool(reached))
     if problem:
         raise RequestError(f"--nodes and --tasks-per-node: {spec.layout}: {problem}")

@@ -121,7 +121,8 @@ def place_of_code(run: RunDir, tree: Path) -> dict[str, object]:
         files: int | None = Snapshot.read(run.code_record).files
     except RequestError:  # it is submitted; whoever compares the code reports that
         files = None
-    return {"code": str(run.code if is_copy else tree), "code_files": files, "is_copy": is_copy}
+    place = (run.code if is_copy else tree).absolute()
+    return {"code": str(place), "code_files": files, "is_copy": is_copy}
 
 
 def described(place: Mapping[str, object], tree: Path) -> str:

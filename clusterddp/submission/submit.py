@@ -14,10 +14,11 @@ from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
+from clusterddp.run import bad_nodes
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.slurm.partitions import Question
 from clusterddp.submission import bundle, outlook
-from clusterddp.submission.preflight import find_own_functions, make_sure
+from clusterddp.submission.inputs import find_own_functions, make_sure
 from clusterddp.submission.programs import check_command, check_pythons
 
 
@@ -41,6 +42,8 @@ def submit(
         raise RequestError(
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
         )
+    if spec.launcher != "local":
+        bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
     question = ask_for_partitions(spec)
     _warn_of_launcher(spec)
     check_command(spec, script)

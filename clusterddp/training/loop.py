@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -21,13 +22,14 @@ from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.records import Agreement, MetricsLine, RankReport
+from clusterddp.run.records import Agreement, MetricsLine, RankReport, Spent
 from clusterddp.training import evaluation
 from clusterddp.training.learner import Learner, poor_statistics
 from clusterddp.training.metrics import Journal, Paces, of_ranks
 from clusterddp.training.profiling import Profiler
 from clusterddp.training.step import Schedule
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
+from clusterddp.training.stragglers import Stragglers
 
 # Until then an attempt has saved once, so that it knows what that costs.
 _FIRST_SAVE_SECONDS = 40.0
@@ -120,6 +122,9 @@ class Training:
             self.profiler = Profiler(attempt.path / "profile", rank, self.device)
         self.checkpoints = Checkpoints(self.learner, attempt, rank, self.progress)
         self.paces = Paces()
+        self.stragglers = Stragglers(attempt, rank, config.straggler_seconds)
+        self._trained, self._waited = 0.0, 0.0  # seconds of this attempt; NaN where unknown
+        self._first_step: float | None = None
         self.ranks: list[RankReport] = []
         """Host, memory and throughput of each rank, once all is done."""
         self.result = evaluation.Result(math.nan, math.nan, torch.zeros(0, 0))
@@ -172,6 +177,7 @@ class Training:
             if learner.warning:
                 self.warnings.append(learner.warning)
         self.capture_seconds = time.perf_counter() - began
+        self._first_step = time.time()
         learner.tally.lap()
 
     def rest_of_epoch(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -216,6 +222,23 @@ class Training:
             self.deadline.check_lead(self._lead_seconds())
         return REASONS[code]
 
+    def spent(self) -> Spent:
+        """Sum up what this attempt's time has gone into, from any thread of rank 0.
+
+        Steps since the last line of metrics count as those before them.
+        """
+        trained, waited = self._trained, self._waited
+        part = min(max(waited / trained, 0.0), 1.0) if trained else 0.0
+        if Phase.DATA <= self.progress.place.phase <= Phase.UPDATE:
+            trained += self.learner.tally.elapsed
+        costs = self.checkpoints.costs
+        return Spent(
+            self._first_step and round(self._first_step, 3),
+            round(trained, 3),
+            None if math.isnan(part) else round(part * trained, 3),
+            round(costs.copy_seconds + costs.blocked_seconds, 3),
+        )
+
     def _lead_seconds(self) -> float:
         """Seconds from a request to stop to the last byte on the disk, judged by those before."""
         return 2 * self.poll.step_seconds + 1.0 + 2 * self.checkpoints.costs.longest_seconds
@@ -239,10 +262,16 @@ class Training:
         self.progress.mark(position.step, Phase.LOG)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        steps = tally.steps
         loss, accuracy, paces = tally.collect(self.learner.waiting.take())
         seconds = tally.lap()
         position.seconds += seconds
+        self._trained += seconds
+        self._waited += seconds - fmean(paces.seconds)
         self.paces += paces
+        self.stragglers.add(
+            paces, steps=steps, seconds=seconds, step=position.step, now=time.time()
+        )
         rates = tuple(round(rate, 1) for rate in paces.images_per_second)
         self._record("train", loss, accuracy, sum(paces.images) / seconds, rates)
 

@@ -215,6 +215,11 @@ class Tally:
         count = sum(images)
         return sum(losses) / count, sum(correct) / count, Paces(images, seconds)
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the lap began."""
+        return time.perf_counter() - self._began
+
     def lap(self) -> float:
         """Begin a lap: what lay before is left out of it. Returns the seconds of the last one."""
         now = time.perf_counter()

@@ -14,6 +14,7 @@ from clusterddp import log
 from clusterddp.errors import EXIT_FAILED
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
+from clusterddp.run.records import Spent
 from clusterddp.slurm import client as slurm
 from clusterddp.training.stop import Deadline, StopRequest
 
@@ -28,6 +29,8 @@ class Presence:
         """Returns the training's step."""
         self.saved: Callable[[], int | None] = lambda: None
         """Returns the step of its newest checkpoint, if it has one."""
+        self.spent: Callable[[], Spent | None] = lambda: None
+        """Returns what its time was spent on, where that is known."""
         self._attempt = attempt
         self._request = request
         self._over = threading.Event()
@@ -42,6 +45,9 @@ class Presence:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(ALIVE_SECONDS)  # a file system that hangs must not keep the process
+        if not self._thread.is_alive():
+            with suppress(OSError):
+                self._attempt.show_life(self.step(), self.saved(), self.spent())
 
     def _stay(self) -> None:
         self._look()
@@ -50,7 +56,7 @@ class Presence:
 
     def _look(self) -> None:
         try:
-            self._attempt.show_life(self.step(), self.saved())
+            self._attempt.show_life(self.step(), self.saved(), self.spent())
             self._gone = 0
         except FileNotFoundError:
             self._gone += 1

@@ -12,6 +12,7 @@ from clusterddp.checkpoints.state import weights_sha256
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.attempt import summaries
 from clusterddp.run.files import write_record
+from clusterddp.run.paid import account
 from clusterddp.run.records import Report, SavingReport
 from clusterddp.training.loop import Training
 from clusterddp.version import __version__
@@ -91,6 +92,12 @@ def _report(
         seconds_lost=round(sum(each.seconds_lost for each in attempts), 3),
         attempts=attempts,
         saving=SavingReport(**saving),
+        paid=account(
+            training.attempt.run,
+            training.attempt.run.read_spec(),
+            until=finished,
+            spent=training.spent(),
+        ),
         job_id=environ.get("SLURM_JOB_ID", ""),
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
         finished=round(finished, 3),

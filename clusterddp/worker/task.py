@@ -339,6 +339,7 @@ def _train(
         saver = training.checkpoints.saver
         presence.step = lambda: training.position.step
         presence.saved = lambda: saver.last_step if saver else None
+        presence.spent = training.spent
         try:
             reason = train(training)
         except BaseException as error:

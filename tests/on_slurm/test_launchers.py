@@ -160,7 +160,7 @@ def test_the_stand_in_gives_the_variables_of_a_real_step(
     for launcher in ("sbatch", "local"):
         done = submit(
             cluster, tmp_path, *request_, "--launcher", launcher, "--run-name", launcher, "--wait",
-            "--", sys.executable, "-c", show,
+            "--preflight", "none", "--", sys.executable, "-c", show,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     ranks = sorted(p.name for p in (tmp_path / "jobs/sbatch/logs").glob("rank-*.log"))

@@ -295,6 +295,32 @@ def test_no_silence_can_end_a_command_where_none_counts() -> None:
         spec(command=("a",), silence=-1.0)
 
 
+@pytest.mark.parametrize(
+    ("asked", "nodes", "launcher", "checks"),
+    [
+        (None, 1, "sbatch", "none"),
+        (None, 2, "sbatch", "quick"),
+        (None, 2, "submitit", "none"),
+        ("quick", 2, "submitit", "quick"),
+        ("quick", 1, "sbatch", "quick"),
+        ("none", 2, "sbatch", "none"),
+        ("quick", 2, "local", "none"),
+    ],
+)
+def test_the_nodes_are_checked_where_there_are_several_or_where_it_is_asked_for(
+    asked: str | None, nodes: int, launcher: str, checks: str
+) -> None:
+    asking = spec(preflight=asked, launcher=launcher, resources=Resources(nodes=nodes))
+    assert asking.node_checks == checks
+    assert JobSpec.from_json(asking.to_json()) == asking
+
+
+@pytest.mark.parametrize("value", [*CARRIED, *REFUSED, "full"])
+def test_no_other_checks_of_nodes_can_be_asked_for(value: str) -> None:
+    with pytest.raises(OptionError, match=r"--preflight: .* is not one of none, quick"):
+        spec(preflight=value)
+
+
 FIELDS_OF_0_1_0 = {
     "run_name", "run_dir", "resources", "python", "train", "command", "job_name", "launcher",
     "template", "sbatch", "omit_directives", "srun_args", "environment", "pass_environment",
@@ -549,3 +575,29 @@ def test_a_record_without_the_batch_scripts_interpreter_names_none_of_an_image(
     same = spec(python="/same/python", batch_python="/same/python", **image)
     assert JobSpec.from_json(same.to_json()) == same
     assert JobSpec.from_script("\n".join(same.to_script()), same.run_dir) == same
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"launcher": "submitit"}, "--spare-nodes 1 against --launcher submitit"),
+        ({"launcher": "local"}, "--spare-nodes 1 against --launcher local"),
+        ({"restart_in_job": 2}, "--spare-nodes 1 against --restart-in-job 2"),
+        ({"srun_args": ("--mem=1G -w h07",)}, "--spare-nodes 1 against --srun-args -w"),
+        ({"srun_args": ("--exclusive",)}, "--spare-nodes 1 against --srun-args --exclusive"),
+    ],
+)
+def test_spares_are_refused_where_the_job_chooses_no_nodes(
+    fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)):
+        spec(resources=Resources(nodes=2, spare_nodes=1), **fields)
+
+
+def test_a_nodelist_of_a_job_with_spares_names_fewer_nodes_or_spares_too() -> None:
+    for hosts in ("h01", "h[01-03]", "h[01-04]"):
+        assert Resources(nodes=2, spare_nodes=2, nodelist=hosts).job_nodes == 4
+    for hosts in ("h[01-02]", "h[01-05]"):
+        with pytest.raises(RequestError, match=re.escape(hosts)):
+            Resources(nodes=2, spare_nodes=2, nodelist=hosts)
+    assert Resources(nodes=2, nodelist="h[01-02]").job_nodes == 2

@@ -78,7 +78,7 @@ def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
 ) -> None:
     tries = []
 
-    def full(self: Attempt, step: int, saved: int | None) -> None:
+    def full(self: Attempt, step: int, *_: object) -> None:
         tries.append(step)
         raise OSError(28, "No space left on device")
 

@@ -81,7 +81,7 @@ def test_a_single_process_trains_and_reports(
         "resumed_from", "attempt", "starts", "steps_done_twice", "seconds_lost", "attempts",
         "saving", "job_id", "restart", "finished", "precision", "cuda_graph", "strategy",
         "capture_seconds",
-        "peak_memory_bytes", "ranks",
+        "peak_memory_bytes", "ranks", "paid",
     }  # fmt: skip
     [rank] = report["ranks"]
     assert (rank["rank"], rank["host"]) == (0, socket.gethostname())
@@ -97,6 +97,11 @@ def test_a_single_process_trains_and_reports(
     assert report["hosts"] == [socket.gethostname()]
     assert (report["parameters"], report["steps"], report["world_size"]) == (28_938, 3, 1)
     assert report["total_seconds"] > report["train_seconds"] > 0
+    paid = report["paid"]  # to the hundredth of a second; started by hand, from when ranks had met
+    trained = 3600 * (paid["computing"] + paid["waiting"])
+    assert trained == pytest.approx(report["train_seconds"], abs=0.01)
+    assert 0 < paid["computing"] < paid["node_hours"] < report["total_seconds"] / 3600
+    assert read_json(run.current / "alive")["spent"]["first_step"] > 0  # type: ignore[index]
     assert report["resumed_from"] is None
     out = capsys.readouterr().out
     host = socket.gethostname()

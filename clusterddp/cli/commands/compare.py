@@ -27,7 +27,7 @@ from clusterddp.run import formatting
 from clusterddp.run.state import DONE
 from clusterddp.run.status import DEFAULT_ROOT
 from clusterddp.slurm import forms
-from clusterddp.submission.preflight import find_own_functions, make_sure
+from clusterddp.submission.inputs import find_own_functions, make_sure
 
 # Values of the options of `submit` that a row decides, or that a comparison has no use for.
 _FIXED: dict[str, object] = {

@@ -19,7 +19,7 @@ from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
-from clusterddp.submission.preflight import make_sure
+from clusterddp.submission.inputs import make_sure
 
 
 @click.command(cls=SettingsCommand)

@@ -116,6 +116,7 @@ def _supervised(
     from clusterddp.run.outcome import ERROR_FILE_VARIABLE, TaskRecord, Traces
     from clusterddp.run.records import OwnWorld
     from clusterddp.run.run_dir import RunDir
+    from clusterddp.worker import gpu_use
     from clusterddp.worker.supervise import supervise
 
     if attempt is not None:  # an agent's own file is left to the agent, which reads it
@@ -139,6 +140,8 @@ def _supervised(
             record.found(OwnWorld(world.size, launcher.name if launcher else ""))
 
         worlds.watch(pid, environ, found)
+        if attempt is not None:
+            gpu_use.watch(Attempt(RunDir(run_dir), attempt).outcomes, env, environ)
 
     return supervise(
         run_dir,

@@ -76,12 +76,15 @@ def describe(report: RunReport) -> str:
         ("result", _result(report)),
         ("training", _training(report)),
         ("ranks", _ranks(report)),
+        ("nodes", report.preflight and f"preflight: {report.preflight}"),
         ("with", _machinery(report)),
         ("memory", formatting.known(("peak of any rank {}", memory))),
         ("model", _model(report)),
         ("settings", _settings(report)),
         ("versions", ", ".join(f"{name} {value}" for name, value in report.versions.items())),
         *_attempts(report),
+        ("paid", _paid(report)),
+        *_slow_ranks(report),
         *(("straggler", rank.describe()) for rank in report.stragglers[:_MOST_NAMED]),
         ("confused", "; ".join(pair.describe() for pair in report.confusions[:_MOST_NAMED])),
         *(("warning", text) for text in report.warnings),
@@ -152,6 +155,47 @@ def _attempts(report: RunReport) -> list[tuple[str, str]]:
             steps = f"steps {attempt.first_step:,} to {attempt.last_step or attempt.first_step:,}"
         lines.append(("", f"{attempt.attempt}  {'; '.join(filter(None, (steps, attempt.ended)))}"))
     return lines
+
+
+def _paid(report: RunReport) -> str:
+    """Format the whole in hours, and its parts as shares of it."""
+    paid = report.paid
+    if paid is None:
+        return ""
+    whole = formatting.known(
+        ("{} node-hours", formatting.hours(paid.node_hours)),
+        ("{} GPU-hours", formatting.hours(paid.gpu_hours)),
+    )
+    parts = (
+        ("computing" if paid.waiting is not None else "computing and waiting", paid.computing),
+        ("waiting for others", paid.waiting),
+        ("starting", paid.starting),
+        ("saving", paid.saving),
+        ("redone after faults", paid.redone),
+        ("idle spares", paid.idle),
+        ("rest", paid.rest),
+    )
+    shares = [
+        f"{name} {hours / paid.node_hours:.1%}"
+        for name, hours in parts
+        if hours is not None and paid.node_hours
+    ]
+    use = "" if paid.gpu_use is None else f"GPUs were busy {paid.gpu_use:.1%} of the time (NVML)"
+    return "; ".join(filter(None, (": ".join(filter(None, (whole, ", ".join(shares)))), use)))
+
+
+def _slow_ranks(report: RunReport) -> list[tuple[str, str]]:
+    """A line for each rank that was named for being slow while it trained, the latest last."""
+    spells = [(attempt, slow) for attempt in report.attempts for slow in attempt.stragglers]
+    return [
+        (
+            "was slow",
+            f"{slow.name}, attempt {attempt.attempt}: {slow.share:.0%} of the other ranks' median "
+            f"speed for {formatting.duration(slow.seconds)} and {slow.steps:,} steps from step "
+            f"{slow.first_step:,} on{'' if slow.until is None else ', then kept up again'}",
+        )
+        for attempt, slow in spells[-_MOST_NAMED:]
+    ]
 
 
 def _settings(report: RunReport) -> str:

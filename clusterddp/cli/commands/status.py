@@ -55,6 +55,7 @@ def describe(status: RunStatus) -> str:
         ("attempt", _attempt(status)),
         ("asked", status.layout),
         ("hosts", formatting.some(status.hosts, 8)),
+        ("preflight", status.preflight),
         ("submitted", _time(status.submitted_time)),
         ("started", formatting.known(("{}", _time(status.started_time)), (took, elapsed))),
         ("ended", _time(status.ended_time)),
@@ -63,6 +64,7 @@ def describe(status: RunStatus) -> str:
     if status.checkpoint_step is not None:
         age = formatting.duration(time.time() - (status.checkpoint_time or 0.0))
         lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
+    lines += [("left out", f"{host}: {reason}") for host, reason in status.left_out.items()]
     lines += [("warning", text) for text in status.warnings]
     lines += [("files", status.directory)]
     if status.works_in:

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.files import write_record
+from clusterddp.run.records import GpuUse, SlowRank, SlowRanks, Spent
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_reports import achieve, attempt, measure
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
@@ -84,10 +87,10 @@ def test_json_is_a_list_with_stable_names(workplace: Workplace) -> None:
         "command", "model", "dataset", "strategy", "parameters", "train_images", "test_images",
         "accuracy", "loss", "train_loss", "step", "epoch", "train_seconds", "total_seconds",
         "capture_seconds",
-        "images_per_second", "world_size", "num_nodes", "hosts", "where", "device", "precision",
-        "backend", "threads", "cuda_graph", "versions", "peak_memory_bytes", "ranks", "stragglers",
-        "starts", "steps_done_twice", "seconds_lost", "attempts", "confusions", "settings",
-        "warnings", "weights_sha256", "finished",
+        "images_per_second", "world_size", "num_nodes", "hosts", "where", "preflight", "device",
+        "precision", "backend", "threads", "cuda_graph", "versions", "peak_memory_bytes", "ranks",
+        "stragglers", "starts", "steps_done_twice", "seconds_lost", "attempts", "paid",
+        "confusions", "settings", "warnings", "weights_sha256", "finished",
     ]  # fmt: skip
     assert (one["name"], one["complete"], one["accuracy"]) == ("one", True, 0.9876)
     assert one["ranks"][3] == {
@@ -143,6 +146,47 @@ def test_starts_are_told_with_why_each_ended(workplace: Workplace) -> None:
     [report] = objects(workplace)
     assert [one["cause"] for one in report["attempts"]] == ["time limit", "killed", "running"]
     assert (report["starts"], report["steps_done_twice"]) == (3, 10)
+
+
+def test_what_was_paid_and_who_was_slow_stand_in_the_account(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("12"))
+    began = 1_700_000_000.0
+    for number, hour in ((1, 0), (2, 10)):
+        times = {"attempt": number, "job_id": "12", "restart": number - 1}
+        add_event(run, "started", time=began + 3600 * hour, nodelist="h[01-02]", **times)
+        add_event(run, "ended", time=began + 3600 * (hour + 5), cause="failed", **times)
+    slow = SlowRank(3, "h\033[31m02", 0.412, 92.0, 610, 690, began)
+    for number, spent in ((1, Spent(began + 3600, 7200, 1800, 60)), (2, None)):
+        made = attempt(run, number, step=0 if number == 1 else 30, last=40)
+        made.show_life(40, None, spent)
+        write_record(made.stragglers, SlowRanks((slow,) if number == 1 else ()))
+    lines = account(workplace)
+    assert lines["paid"] == (
+        "20.00 node-hours, 80.00 GPU-hours: computing 11.2%, waiting for others 3.8%, "
+        "starting 10.0%, saving 0.2%, redone after faults 5.0%, rest 69.8%"
+    )
+    assert lines["was slow"] == (
+        "rank 3 on h\\x1b[31m02, attempt 1: 41% of the other ranks' median speed for 1m32s and 610 "
+        "steps from step 690 on"
+    )
+    [report] = objects(workplace)
+    assert report["paid"]["node_hours"] == 20.0
+    assert report["paid"]["gpu_hours"] == 80.0
+    assert report["attempts"][0]["stragglers"][0]["host"] == "h\033[31m02"
+
+
+def test_of_a_command_the_whole_is_told_and_how_busy_its_gpus_were(workplace: Workplace) -> None:
+    run = workplace.run("mine", submitted("12"))
+    spec = json.loads(run.spec.read_text())
+    run.spec.write_text(json.dumps({**spec, "train": None, "command": ["python", "mine.py"]}))
+    for event, began in (("started", 1_700_000_000.0), ("ended", 1_700_001_800.0)):
+        add_event(run, event, time=began, job_id="12", attempt=1, nodelist="h01")
+    folder = Attempt(run, 1).outcomes
+    folder.mkdir(parents=True)
+    assert account(workplace)["paid"] == "0.5000 node-hours, 2.00 GPU-hours"
+    write_record(folder / "gpus-0.json", GpuUse("h01", 4, 360, 0.631))
+    told = "0.5000 node-hours, 2.00 GPU-hours; GPUs were busy 63.1% of the time (NVML)"
+    assert account(workplace)["paid"] == told
 
 
 def test_a_start_that_was_interrupted_or_failed_by_hand_says_so(workplace: Workplace) -> None:

@@ -40,6 +40,7 @@ SCRIPTS: dict[str, list[str]] = {
         "--sbatch", 'comment=it\'s "quoted" \\ # $(x)', "--omit-directive", "mem",
         "--job-name", "my job",
     ],
+    "spares": [*EIGHT, "--spare-nodes", "2"],
     "gres": [*EIGHT, "--gpu-request", "gres"],
     "gpus-per-task": [*EIGHT, "--gpu-request", "gpus-per-task"],
     "environment": [

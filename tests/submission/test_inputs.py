@@ -14,7 +14,7 @@ from clusterddp.errors import DataError, RequestError
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
-from clusterddp.submission.preflight import make_sure
+from clusterddp.submission.inputs import make_sure
 from tests.checkpoints import made_checkpoints
 from tests.cli.made_runs import Workplace, workplace
 from tests.cli.test_imports import HEAVY, watched

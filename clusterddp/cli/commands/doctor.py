@@ -1,0 +1,119 @@
+"""`clusterddp doctor`: what to mend on this machine and site before runs are submitted."""
+
+import dataclasses
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from clusterddp.cli.commands import submit
+from clusterddp.cli.job_spec import interpreter, job_spec, template_folder
+from clusterddp.cli.options import options, source
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, RequestError
+from clusterddp.request.options import read_site
+from clusterddp.request.spec import OPTIONS
+
+_NAMES = (
+    *("partition", "account", "qos", "nodes", "gpus-per-node", "gpu-request"),
+    *("python", "output-root", "dataset", "data-dir"),
+)
+_PROPOSED = tuple(name for name in _NAMES if name not in ("nodes", "gpus-per-node"))
+
+
+@click.command(name="doctor")
+@options([OPTIONS[name] for name in _NAMES], settings=False, defaults=False)
+@click.option("--site", metavar="FILE", help="The site.cfg to use.")
+@click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
+@click.option("--write", metavar="FILE", help="Propose a site.cfg; never overwrites.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
+def command(write: str | None, as_json: bool, **given: object) -> int:
+    """Check this account, Slurm, the folders and the Python for runs; nothing is queued.
+
+    To be run on a login node; elsewhere it checks what can be checked without Slurm. Settings that
+    are not given here are those of a submission: variables, site.cfg, defaults. It takes a minute
+    at most. What each line means: docs/doctor.md.
+
+    Exit codes: 0 nothing is bad, 1 something is, 2 a wrong request.
+    """
+    from clusterddp.run import formatting
+    from clusterddp.submission import diagnosis as found
+    from clusterddp.submission import doctor
+
+    if write is not None:
+        _check_place(write)
+    args = [f"--{name.replace('_', '-')}={v}" for name, v in given.items() if v is not None]
+    try:
+        ctx = submit.command.make_context("submit", args)
+    except click.UsageError as error:
+        raise RequestError(error.format_message()) from None
+    spec = job_spec(ctx, "doctor")
+    given_before = _in_force(ctx)
+    diagnosis = doctor.examine(spec, template_folder(ctx))
+    text = found.site_cfg(diagnosis, given_before)
+    if as_json:
+        checks = [dataclasses.asdict(check) for check in diagnosis.checks]
+        record = {"verdict": diagnosis.verdict, "checks": checks, "site_cfg": text}
+        click.echo(json.dumps(record, indent=2))
+    else:
+        rows = [
+            (check.verdict, check.name, formatting.line(_words(check.seen, check.advice)))
+            for check in diagnosis.checks
+        ]
+        click.echo(formatting.table(rows))
+    if write is not None:
+        _write(write, text, found.proposed(diagnosis, given_before))
+        shown = f"clusterddp site --site {shlex.quote(write)}"
+        click.echo(f"clusterddp: wrote {write}; read it, then look at: {shown}", err=True)
+    return EXIT_FAILED if diagnosis.verdict == found.BAD else EXIT_DONE
+
+
+def _words(seen: str, advice: str) -> str:
+    return f"{seen}. To do: {advice}" if advice else seen
+
+
+def _in_force(ctx: click.Context) -> dict[str, str]:
+    """Return the settings that somebody has given, with paths as they are meant from here."""
+    rows = [OPTIONS[name] for name in _PROPOSED]
+    given = {
+        row.name: str(ctx.params[row.parameter])
+        for row in rows
+        if source(ctx, row.parameter) != "default" and ctx.params[row.parameter]
+    }
+    for name in ("output-root", "data-dir"):
+        if name in given:
+            given[name] = os.path.abspath(given[name])
+    if "python" in given:
+        given["python"] = interpreter(given["python"])
+    return given
+
+
+def _check_place(name: str) -> None:
+    """Refuse, before anything is checked, a file that cannot be written or is there already."""
+    if os.path.lexists(name):
+        raise RequestError(
+            f"--write: {name!r} is there already, and is left as it is. Name another."
+        )
+    if not name or not Path(name).parent.is_dir():
+        raise RequestError(f"--write: the folder of {name!r} is not there. Make it first.")
+
+
+def _write(name: str, text: str, settings: Mapping[str, str]) -> None:
+    """Write a new file that says these settings; raises RequestError, and then leaves nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder, "site.cfg")
+        draft.write_text(text, encoding="utf-8")
+        read = read_site(draft, None, OPTIONS).values
+    for key, value in settings.items():
+        if read.get(key) != value:
+            raise RequestError(f"--write: site.cfg cannot carry {key} = {value!r}. Leave it out.")
+    try:
+        with open(name, "x", encoding="utf-8") as file:  # noqa: PTH123 -- never over a file
+            file.write(text)
+    except FileExistsError:
+        raise RequestError(f"--write: {name!r} is there already, and is left as it is.") from None
+    except OSError as error:
+        raise RequestError(f"--write: {name!r} cannot be written: {error.strerror}.") from None

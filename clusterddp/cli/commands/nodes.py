@@ -1,0 +1,103 @@
+"""`clusterddp nodes`: the nodes that the runs of an output root leave out as bad; `clear` them."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import click
+
+from clusterddp.cli.options import SettingsCommand
+from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, echo_json
+from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.run import bad_nodes, formatting
+from clusterddp.run.bad_nodes import BadNode
+from clusterddp.slurm.forms import expand_nodelist, text
+
+_HEADER = ("NODE", "BY", "AGE", "LEFT", "RUN", "ATTEMPT", "WHY")
+
+
+class NodesGroup(SettingsCommand, click.Group):
+    """A group that has options of its own, from site.cfg too."""
+
+
+@click.group(name="nodes", cls=NodesGroup, invoke_without_command=True)
+@OUTPUT_ROOT_OPTION
+@JSON_OPTION
+@click.pass_context
+def command(ctx: click.Context, output_root: Path, as_json: bool) -> None:
+    """List the nodes that runs leave out as bad, the latest blamed first.
+
+    BY says what blames a node: preflight, lost, hardware, repetition; LEFT is the time until it is
+    used again. 'clusterddp nodes clear HOST' clears it at once.
+
+    Exit codes: 0 listed, 1 the list cannot be read, 2 a wrong request.
+    """
+    if ctx.invoked_subcommand:
+        return
+    nodes = sorted(_read(output_root).values(), key=lambda node: node.time, reverse=True)
+    if as_json:
+        echo_json([dataclasses.asdict(node) for node in nodes])
+    elif not nodes:
+        click.echo(f"no bad nodes below {output_root}", err=True)
+    else:
+        click.echo(formatting.table([_HEADER, *(_row(node, time.time()) for node in nodes)]))
+
+
+@command.command(name="clear", cls=SettingsCommand)
+@click.argument("hosts", nargs=-1, metavar="[HOST…]")
+@click.option("--all", "is_all", is_flag=True, help="Clear all of them.")
+@OUTPUT_ROOT_OPTION
+@click.pass_context
+def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, output_root: Path) -> None:
+    """Clear HOST…: runs may use these nodes again. A HOST may be a list, gpu[01-03].
+
+    A job that leaves one out already does so until it is next put back into the queue.
+
+    Exit codes: 0 cleared, 1 the list cannot be written, 2 a HOST is not on it.
+    """
+    if bool(hosts) == is_all:
+        raise click.UsageError("Name the nodes to clear, or give --all.", ctx)
+    source = ctx.get_parameter_source("output_root")
+    if ctx.parent and source is click.core.ParameterSource.DEFAULT:
+        output_root = ctx.parent.params["output_root"]
+    bad = _read(output_root)
+    names = [name for host in hosts for name in expand_nodelist(text("HOST", host))]
+    unknown = [name for name in names if name not in bad]
+    if unknown:
+        on_it = formatting.some(list(bad), 20, ", ") or "no node"
+        raise RequestError(
+            f"{formatting.line(unknown[0])} is not left out below {output_root}; on the list is "
+            f"{on_it}."
+        )
+    cleared = list(dict.fromkeys(names)) or list(bad)
+    try:
+        bad_nodes.clear(output_root, cleared)
+    except OSError as error:
+        raise _Unreadable(output_root, error) from None
+    click.echo(f"cleared {', '.join(cleared)}" if cleared else "there was no bad node to clear")
+
+
+class _Unreadable(ClusterDDPError):
+    """The list of bad nodes cannot be read or written."""
+
+    def __init__(self, root: Path, error: OSError) -> None:
+        super().__init__(f"{root / bad_nodes.FILE_NAME}: {error.strerror}.")
+
+
+def _read(root: Path) -> dict[str, BadNode]:
+    try:
+        return bad_nodes.read(root)
+    except OSError as error:
+        raise _Unreadable(root, error) from None
+
+
+def _row(node: BadNode, now: float) -> tuple[str, ...]:
+    return (
+        formatting.line(node.host),
+        formatting.line(node.by),
+        formatting.duration(now - node.time),
+        formatting.duration(node.expires - now),
+        formatting.line(node.run),
+        "-" if node.attempt is None else str(node.attempt),
+        formatting.line(node.reason),
+    )

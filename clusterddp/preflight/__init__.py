@@ -1,0 +1,1 @@
+"""Checks of the nodes of a job, ahead of its tasks."""

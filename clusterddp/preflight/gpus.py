@@ -1,0 +1,97 @@
+"""Checks a node's NVIDIA GPUs through NVML, the driver's own library, without CUDA or torch.
+
+Names, numbers and structures are those of nvml.h (NVIDIA's NVML API Reference Guide). Never run on
+a GPU: its tests have a stand-in for the library.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+LIBRARY = "libnvidia-ml.so.1"
+_XID_EVENT = 0x8
+"""nvmlEventTypeXidCriticalError."""
+_UNCORRECTED, _VOLATILE = 1, 0
+"""nvmlMemoryErrorType_t, nvmlEccCounterType_t: since the driver was loaded."""
+_SLOWED = {0x8: "hardware slowdown", 0x40: "thermal slowdown", 0x80: "power brake"}
+"""Bits of nvmlClocksThrottleReason* that no healthy idle GPU shows."""
+
+
+class _Event(ctypes.Structure):
+    """nvmlEventData_t."""
+
+    _fields_ = (
+        ("device", ctypes.c_void_p),
+        ("kind", ctypes.c_ulonglong),
+        ("data", ctypes.c_ulonglong),
+        ("instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+def check(granted: int, visible: Sequence[str], library: Any = None) -> tuple[int, str]:
+    """Return how many GPUs answer, and what is wrong with those of the job; -1 without NVML.
+
+    granted: GPUs of the job on this node; with 0 nothing is looked at. visible: the numbers and
+    UUIDs of CUDA_VISIBLE_DEVICES. Where the node shows more GPUs than the job's, these name them.
+    """
+    if not granted:
+        return -1, ""
+    try:
+        nvml = library or ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        return -1, f"no NVML: {error}"
+    if code := nvml.nvmlInit_v2():
+        return -1, f"NVML does not start (nvmlInit_v2: {code})"
+    try:
+        count = ctypes.c_uint()
+        if code := nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return -1, f"NVML counts no GPUs (nvmlDeviceGetCount_v2: {code})"
+        numbers = list(range(count.value))
+        if count.value > granted:
+            named = [int(name) for name in visible if name.isdigit()]
+            numbers = [number for number in numbers if number in named] or numbers[:granted]
+        faults = [(number, _fault(nvml, number)) for number in numbers]
+        lost = sum(fault.startswith("does not answer") for _, fault in faults)
+        return len(numbers) - lost, "; ".join(f"GPU {n} {fault}" for n, fault in faults if fault)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _fault(nvml: Any, number: int) -> str:
+    """Name what is wrong with a GPU; what a GPU does not support is passed over."""
+    device = ctypes.c_void_p()
+    if code := nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)):
+        return f"does not answer (NVML {code})"  # 15: it has fallen off the bus
+    faults = []
+    errors = ctypes.c_ulonglong()
+    failed = nvml.nvmlDeviceGetTotalEccErrors(device, _UNCORRECTED, _VOLATILE, ctypes.byref(errors))
+    if not failed and errors.value:
+        faults.append(f"has {errors.value} uncorrected ECC errors")
+    corrected, uncorrected, pending, broken = (ctypes.c_uint() for _ in range(4))
+    counters = map(ctypes.byref, (corrected, uncorrected, pending, broken))
+    if not nvml.nvmlDeviceGetRemappedRows(device, *counters):
+        if broken.value:
+            faults.append("could not remap a row of its memory")
+        elif pending.value:
+            faults.append("waits for a reset to remap a row of its memory")
+    reasons = ctypes.c_ulonglong()
+    if not nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device, ctypes.byref(reasons)):
+        faults += [f"shows {name}" for bit, name in _SLOWED.items() if reasons.value & bit]
+    if xid := _xid(nvml, device):
+        faults.append(f"has raised Xid {xid}")
+    return ", ".join(faults)
+
+
+def _xid(nvml: Any, device: ctypes.c_void_p) -> int:
+    """Return the Xid that a GPU raises while it is looked at; 0 without one."""
+    events, event = ctypes.c_void_p(), _Event()
+    if nvml.nvmlEventSetCreate(ctypes.byref(events)):
+        return 0
+    try:
+        if nvml.nvmlDeviceRegisterEvents(device, ctypes.c_ulonglong(_XID_EVENT), events):
+            return 0
+        silent = nvml.nvmlEventSetWait_v2(events, ctypes.byref(event), 10)  # ms
+        return 0 if silent else int(event.data)
+    finally:
+        nvml.nvmlEventSetFree(events)

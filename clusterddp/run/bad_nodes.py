@@ -1,0 +1,296 @@
+"""Bad nodes, in a file of the output root that all its runs share.
+
+A node is blamed with what was measured or seen, and is left out of the next starts until a person
+clears it or its time is over. It is left out of a job only as far as the partition has enough other
+nodes for the request.
+"""
+
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clusterddp import log
+from clusterddp.errors import OptionError, SlurmError
+from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.run import events, files, hardware
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.events import Failure
+from clusterddp.slurm import partitions
+from clusterddp.slurm.forms import expand_nodelist
+from clusterddp.slurm.partitions import Node
+
+BY_PREFLIGHT = "preflight"
+"""It failed a check ahead of the tasks, or answered none."""
+BY_LOSS = "lost"
+"""It was lost while tasks ran there."""
+BY_HARDWARE = "hardware"
+"""A rank there died of something that names hardware (`hardware`)."""
+BY_REPETITION = "repetition"
+"""Ranks crashed there again that got further elsewhere."""
+
+FILE_NAME = "bad-nodes.jsonl"
+_DECIDING = {
+    *("batch", "constraint", "contiguous", "cores-per-socket", "cpus-per-gpu", "exclude"),
+    *("extra-node-info", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"),
+    *("licenses", "mem", "mem-per-cpu", "mem-per-gpu", "mincpus", "nodefile", "nodelist", "nodes"),
+    *("ntasks-per-gpu", "partition", "prefer", "reservation", "sockets-per-node", "switches"),
+    *("threads-per-core", "tmp"),
+}
+"""Options of sbatch that decide which nodes can serve a job, besides those that are looked at."""
+
+
+@dataclass(frozen=True)
+class BadNode:
+    """Node that is left out, or, with `expires` 0, that was cleared."""
+
+    host: str
+    reason: str = ""
+    by: str = ""
+    run: str = ""
+    job_id: str = ""
+    attempt: int | None = None
+    time: float = 0.0
+    expires: float = 0.0
+
+
+def blame(attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str) -> None:
+    """Record nodes as bad, in the run's events and in the output root. Raises OSError.
+
+    nodes: what was measured or seen, by the node's name.
+    """
+    run, now = attempt.run, time.time()
+    events.add(
+        run.events, events.NodesBlamed, job_id=job_id, attempt=attempt.number, nodes=nodes, by=by
+    )
+    spec = run.read_spec()
+    expires = now + 3600 * (spec.bad_node_hours if spec else JobSpec.bad_node_hours)
+    for host, reason in nodes.items():
+        node = BadNode(host, reason, by, run.name, job_id, attempt.number, now, expires)
+        files.append_json_line(run.path.parent / FILE_NAME, vars(node))
+
+
+def blamed(attempt: Attempt) -> set[str]:
+    """Return the nodes that were blamed in an attempt, whatever for. Raises OSError."""
+    return {
+        node
+        for event in events.read(attempt.run.events)
+        if isinstance(event, events.NodesBlamed) and event.attempt == attempt.number
+        for node in event.nodes
+    }
+
+
+def clear(root: Path, hosts: Collection[str]) -> None:
+    """Take nodes off the list of an output root. Raises OSError."""
+    for host in hosts:
+        files.append_json_line(root / FILE_NAME, vars(BadNode(host, time=time.time())))
+
+
+def read(root: Path) -> dict[str, BadNode]:
+    """Return the nodes of an output root that are bad now, by name. Raises OSError."""
+    now = time.time()
+    return {host: node for host, node in _latest(root).items() if node.expires > now}
+
+
+def known(root: Path) -> set[str]:
+    """Return every node that was ever blamed in an output root. Raises OSError."""
+    return set(_latest(root))
+
+
+def _latest(root: Path) -> dict[str, BadNode]:
+    return {node.host: node for node in files.read_lines(BadNode, root / FILE_NAME)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Bad nodes that a job is to leave out, and remarks on those that it cannot."""
+
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    """Reasons by name, the latest blamed first."""
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """Return the line that says what is left out; empty where nothing is."""
+        named = "; ".join(f"{host} ({reason})" for host, reason in self.nodes.items())
+        return f"left out as bad: {named}. 'clusterddp nodes' lists them" if named else ""
+
+
+def choose(
+    root: Path,
+    asked: Resources,
+    environ: Mapping[str, str],
+    *,
+    count: int = 0,
+    partition: str = "",
+    others: Collection[str] = (),
+    seconds: float | None = None,
+) -> Choice:
+    """Choose the bad nodes of an output root that a job can leave out; asks sinfo once, if at all.
+
+    count: nodes that the job needs, if other than asked for. partition: that of the job.
+    others: sbatch's further options in the request. seconds: bound on sinfo. Where nothing can be
+    told, nothing is left out, and a remark says so.
+    """
+    try:
+        bad = read(root)
+    except OSError as error:
+        return Choice(remarks=(f"bad nodes cannot be read: {error}",))
+    if not bad:
+        return Choice()
+    names = ", ".join(bad)
+    why = ""
+    if asked.reservation:
+        why = f"which nodes reservation {asked.reservation} has is not known"
+    elif "," in asked.partition:
+        why = f"which of {asked.partition} the job gets is not known"
+    elif deciding := sorted(_DECIDING & {*others}):
+        why = f"which nodes can serve --{deciding[0]} is not known"
+    if why:
+        return Choice(remarks=(f"{names} cannot be left out: {why}",))
+    try:
+        nodes = partitions.nodes(partition or asked.partition, environ, seconds)
+    except SlurmError as error:
+        return Choice(remarks=(f"{names} cannot be left out: {error}",))
+    return among(bad, asked, nodes, count or asked.nodes + asked.spare_nodes)
+
+
+def choose_for_submission(spec: JobSpec) -> Choice:
+    """Choose the bad nodes that a new job leaves out, and log what is, and what cannot be.
+
+    The script stays as asked for: sbatch gets the nodes as an argument, as their time is limited.
+    """
+    root = Path(spec.run_dir).parent
+    if "exclude" in spec.omit_directives or "clusters" in dict(spec.sbatch):
+        return Choice()
+    choice = choose(
+        root,
+        spec.resources,
+        os.environ,
+        others=dict(spec.sbatch),
+        seconds=partitions.PATIENCE_SECONDS * 5,
+    )
+    for remark in choice.remarks:
+        log.warning(remark)
+    if choice.nodes:
+        log.info(choice.line)
+    return choice
+
+
+def among(
+    bad: Mapping[str, BadNode], asked: Resources, nodes: Sequence[Node], count: int
+) -> Choice:
+    """Choose, of a partition's nodes, the bad ones to leave out, the latest blamed first.
+
+    Enough others stay that Slurm can give now: one that is down may be needed once it is back.
+    """
+    demanded, unwanted = set(_hosts(asked.nodelist)), set(_hosts(asked.exclude))
+    fitting = {node.name for node in nodes if _fits(node, asked)} - unwanted
+    here = {node.name for node in nodes}
+    room = len(fitting) - count
+    chosen: dict[str, str] = {}
+    remarks: list[str] = []
+    for node in sorted(bad.values(), key=lambda node: node.time, reverse=True):
+        if node.host not in here or node.host in unwanted:
+            continue  # Slurm would not give it anyway; an unknown name it refuses
+        if node.host in demanded:
+            remarks.append(f"{node.host} is bad ({node.reason}), but --nodelist demands it")
+        elif room < (node.host in fitting):
+            remarks.append(
+                f"{node.host} is bad ({node.reason}), but is not left out: of {len(fitting)} nodes "
+                f"that fit, the job needs {count}"
+            )
+        else:
+            room -= node.host in fitting
+            chosen[node.host] = node.reason
+    return Choice(chosen, tuple(remarks))
+
+
+def refuse_demanded(root: Path, asked: Resources) -> None:
+    """Refuse a request whose --nodelist demands a bad node. Raises OptionError."""
+    try:
+        bad = read(root) if asked.nodelist else {}
+    except OSError:
+        return
+    demanded = [node for host in _hosts(asked.nodelist) if (node := bad.get(host))]
+    if demanded:
+        why = "; ".join(f"{node.host} is left out as bad: {node.reason}" for node in demanded)
+        names = " ".join(node.host for node in demanded)
+        raise OptionError(
+            f"--nodelist {asked.nodelist}",
+            f": {why}. Take it off the list with 'clusterddp nodes clear {names}', or ask for "
+            "others.",
+        )
+
+
+def merged(
+    asked: Resources, before: Sequence[str], chosen: Collection[str], known: Collection[str]
+) -> list[str]:
+    """Return all nodes that a job is to leave out: the person's, those from elsewhere, the bad.
+
+    before: what the job leaves out so far. known: all that were ever blamed; of these the ones that
+    are bad no longer come back.
+    """
+    own = _hosts(asked.exclude)
+    others = [host for host in before if host not in known]
+    return list(dict.fromkeys([*own, *others, *chosen]))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Attempt of a run, as far as it says something of its nodes."""
+
+    hosts: Collection[str]
+    failure: Failure | None = None
+    reached: int | None = None
+    """Step of its newest checkpoint; None where nobody counts steps."""
+
+
+def failed_again(trials: Sequence[Trial]) -> str:
+    """Return the node on which ranks crash that got further elsewhere; empty without one.
+
+    The first failure was there in the last two attempts on it, both had other nodes too, and an
+    attempt without it came further than both. Only what can be the hardware's counts
+    (`hardware.may_be`): an exception of the program says nothing of a node.
+    """
+    crashed = next((t for t in reversed(trials) if t.failure and t.failure.host in t.hosts), None)
+    host = crashed.failure.host if crashed and crashed.failure else ""
+    there = [trial for trial in trials if host and host in trial.hosts][-2:]
+    if len(there) < 2 or not all(
+        trial.failure
+        and trial.failure.host == host
+        and len(set(trial.hosts)) > 1
+        and trial.reached is not None
+        and hardware.may_be(trial.failure.reason, trial.failure.exit_code)
+        for trial in there
+    ):
+        return ""
+    furthest = max(trial.reached or 0 for trial in there)
+    elsewhere = [trial.reached or 0 for trial in trials if host not in trial.hosts]
+    return host if max(elsewhere, default=0) > furthest else ""
+
+
+def _fits(node: Node, asked: Resources) -> bool:
+    """Return whether a node can serve the request now, as far as sinfo tells."""
+    cpus = (asked.cpus_per_task or 1) * asked.tasks_per_node
+    wanted = partitions.features_of(asked.constraint)
+    return (
+        node.is_usable
+        and node.cpus >= cpus
+        and node.memory >= _megabytes(asked.mem)
+        and node.gpus.get(asked.gpu_type, 0) >= asked.gpus_per_node
+        and wanted <= node.features
+    )
+
+
+def _megabytes(size: str) -> int:
+    """Return the memory of a node that --mem asks for; 0 where it says nothing."""
+    if not size:
+        return 0
+    number, unit = (size[:-1], size[-1].upper()) if size[-1].isalpha() else (size, "M")
+    return int(number) * {"K": 1, "M": 1 << 10, "G": 1 << 20, "T": 1 << 30}[unit] >> 10
+
+
+def _hosts(nodelist: str) -> list[str]:
+    return expand_nodelist(nodelist) if nodelist else []

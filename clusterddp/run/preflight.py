@@ -1,0 +1,79 @@
+"""Checks the nodes of a job ahead of an attempt's tasks, and records what they measured."""
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from clusterddp import log
+from clusterddp.preflight import collector, verdict
+from clusterddp.preflight.collector import Collection
+from clusterddp.run import files, formatting
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.records import PreflightRecord
+from clusterddp.slurm.forms import NONCE_VARIABLE
+
+_FORMAT = 1
+
+
+def check(
+    attempt: Attempt,
+    nodes: Sequence[str],
+    program: Sequence[str],
+    batch_host: Sequence[str],
+    gpus: int,
+    prepare: Callable[[], None],
+) -> PreflightRecord:
+    """Check the nodes, log a table of them and record it; one that fails is named.
+
+    program: that of clusterddp on the host. batch_host: its name and address. gpus: of each node.
+    prepare: called in srun's process before srun. Where the checks cannot run, nobody fails.
+    """
+    began, nonce = time.monotonic(), secrets.token_hex(16)
+    environ = {**os.environ, NONCE_VARIABLE: nonce}
+    try:
+        with contextlib.closing(collector.listen()) as server:
+            names = list(filter(None, batch_host))
+            argv = collector.words(nodes, program, names, server.getsockname()[1], gpus)
+            with collector.started(argv, environ, attempt.preflight_log, prepare) as has_ended:
+                codes = partial(collector.exit_codes, attempt.preflight_log)
+                collection = collector.collect(server, nodes, nonce, has_ended, codes)
+    except OSError as error:
+        collection = Collection(trouble=error.strerror or str(error))
+    took = round(time.monotonic() - began, 3)
+    judged = verdict.judge(collection.nodes, collection.silent)
+    remarks = (*collection.remarks, *judged.remarks)
+    if collection.trouble:
+        why = f"{collection.trouble}; {_last_words(attempt)}".rstrip("; ")
+        record = PreflightRecord(f"could not run: {why}", took)
+    else:
+        rows = verdict.table(collection.nodes, collection.silent, judged)
+        print_to_job_log(formatting.clean(formatting.table(rows)))
+        passed = formatting.count(
+            len({n.host for n in collection.nodes} - {*judged.failed}), "node"
+        )
+        summary = f"{passed} passed in {took:.1f} s"
+        if judged.failed:
+            summary = f"failed: {', '.join(judged.failed)}; {summary}"
+        record = PreflightRecord(summary, took, judged.failed, remarks)
+    for line in (record.summary, *record.remarks):
+        log.info(f"preflight: {formatting.line(line)}")
+    for host, reason in record.failed.items():
+        log.info(f"preflight: {host} failed: {formatting.line(reason)}")
+    measured = [dataclasses.asdict(node) for node in collection.nodes]
+    content = {"format": _FORMAT, **vars(record), "silent": collection.silent, "nodes": measured}
+    try:
+        files.write_record(attempt.preflight, content)
+    except OSError as error:
+        log.info(f"cannot write {attempt.preflight}: {error.strerror}")
+    return record
+
+
+def _last_words(attempt: Attempt) -> str:
+    """Return the last line that srun or a probe has printed."""
+    text = files.read_tail(attempt.preflight_log, 4096).decode(errors="replace")
+    return text.strip().rpartition("\n")[2]

@@ -1,0 +1,259 @@
+"""Spare nodes of a job: which of its nodes a step runs on, and which of them are lost.
+
+slurmctld takes a node for lost after SlurmdTimeout, 300 s by default. The ranks' own records tell
+within seconds: a rank has failed, or a node's small parent renews its record no more. Whether the
+node is lost is then asked of its slurmd, by a connection to its port.
+"""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from clusterddp import log
+from clusterddp.errors import EXIT_PAUSED, RequestError, SlurmError
+from clusterddp.run import bad_nodes, step_watch
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.bad_nodes import BadNode
+from clusterddp.run.outcome import SIGN_SECONDS, read_outcomes
+from clusterddp.run.records import Outcome
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm import client as slurm
+from clusterddp.slurm.forms import expand_nodelist
+
+SILENT_SECONDS = 3 * SIGN_SECONDS
+"""Without a sign of life for so long, a node is asked for one."""
+_LOOK_SECONDS = 2.0
+_ANSWER_SECONDS = 3.0
+_LEAVE_SECONDS = 5.0
+"""Time for the ranks that are left to end by themselves: what they compute is lost anyway."""
+_KILL_SECONDS = 2.0
+_MOST_AT_ONCE = 32
+
+
+class Allocation:
+    """Nodes of a job that has some to spare."""
+
+    def __init__(self, nodelist: str, needed: int) -> None:
+        """nodelist: SLURM_JOB_NODELIST. needed: nodes of a step. Raises RequestError."""
+        self.nodes = expand_nodelist(nodelist)
+        self.lost: set[str] = set()
+        """Nodes that were lost since the job started."""
+        self._needed = needed
+
+    @property
+    def left(self) -> list[str]:
+        """Nodes that were not lost, in Slurm's order."""
+        return [node for node in self.nodes if node not in self.lost]
+
+    def choose(self, bad: Collection[str]) -> list[str]:
+        """Choose the nodes of the next step, in Slurm's order; empty where too few are good."""
+        good = [node for node in self.left if node not in bad]
+        return good[: self._needed] if len(good) >= self._needed else []
+
+    def choose_first(self, bad: Mapping[str, BadNode]) -> list[str]:
+        """Choose the nodes of the job's first step: bad ones where Slurm gave too few others.
+
+        Those that were lost come last, as slurmctld may not know of it yet.
+        """
+
+        def badness(node: str) -> int:
+            return (1 + (bad[node].by == bad_nodes.BY_LOSS)) if node in bad else 0
+
+        chosen = sorted(self.left, key=badness)[: self._needed]
+        return [node for node in self.left if node in chosen]
+
+
+def step_words(words: Sequence[str], nodes: Sequence[str]) -> list[str]:
+    """Have the command line of an srun start its tasks on these nodes of the job.
+
+    With --overlap, for the step of a lost node keeps the others' CPUs until slurmctld knows of the
+    loss. Raises RequestError where no word is srun.
+    """
+    place = next((n for n, word in enumerate(words, 1) if Path(word).name == "srun"), 0)
+    if not place:
+        raise RequestError(
+            f"--spare-nodes: the line behind 'launch' starts {words[0]!r} and no srun, which is "
+            "to be told its nodes. Have it start srun, or submit without spares."
+        )
+    return [*words[:place], f"--nodelist={','.join(nodes)}", "--overlap", *words[place:]]
+
+
+def await_loss(
+    attempt: Attempt, nodes: Sequence[str], at_work: Callable[[], object]
+) -> dict[str, str]:
+    """Wait until nodes of the step are lost; returns what was seen, by their names.
+
+    nodes: those of the step, but for this one. Empty once `at_work` returns nothing.
+    """
+    watch = NodeWatch(attempt, nodes)
+    while True:
+        time.sleep(_LOOK_SECONDS)  # the records lie on a file system shared by hosts
+        if not at_work():  # first asked when `env`, say, has become srun
+            return {}
+        if lost := watch.look(time.monotonic()):
+            return lost
+
+
+class NodeWatch:
+    """Looks at the records of a step's ranks for nodes that show no life."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        nodes: Sequence[str],
+        answering: "Callable[[Collection[str]], Collection[str]] | None" = None,
+    ) -> None:
+        """answering: returns those of some nodes that answer; asks their slurmd by default."""
+        self._attempt, self._nodes = attempt, nodes
+        self._answering = answering or ask_nodes
+        self._signs: dict[str, tuple[float, float]] = {}
+        """Time of change of a node's records, and when that was seen first."""
+        self._mute: set[str] = set()
+
+    def look(self, now: float) -> dict[str, str]:
+        """Return the nodes that did not answer at this look and the one before, and the reason.
+
+        now: seconds of a clock that nobody sets.
+        """
+        outcomes = read_outcomes(self._attempt.outcomes)
+        failed = any(outcome.failed for outcome in outcomes)
+        explained = any(_failed_by_itself(outcome) for outcome in outcomes)
+        suspects = {}
+        for node in self._nodes:
+            of_node = [outcome for outcome in outcomes if outcome.host == node]
+            sign = max((self._changed(outcome) for outcome in of_node), default=0.0)
+            before, since = self._signs.get(node, (None, now))
+            if sign != before:
+                since = now
+            self._signs[node] = sign, since
+            ended = bool(of_node) and all(outcome.ended is not None for outcome in of_node)
+            if failed and not (ended and explained):
+                suspects[node] = (
+                    f"ranks have failed, and its own have {'' if ended else 'not '}ended"
+                )
+            elif ended:
+                continue
+            elif now - since > SILENT_SECONDS:
+                suspects[node] = f"it gave no sign of life for {SILENT_SECONDS:g} s"
+        mute = set(suspects) - set(self._answering(suspects)) if suspects else set()
+        lost = {node: _and_no_answer(suspects[node]) for node in mute & self._mute}
+        self._mute = mute
+        return lost
+
+    def _changed(self, outcome: Outcome) -> float:
+        with suppress(OSError):
+            return (self._attempt.outcomes / f"rank-{outcome.rank}.json").stat().st_mtime
+        return 0.0
+
+
+def find_lost(attempt: Attempt, nodes: Sequence[str], exit_code: int) -> dict[str, str]:
+    """Return the nodes that a step which has ended has lost, and what was seen of them.
+
+    nodes: those of the step, but for this one. exit_code: srun's. Where a rank has failed of an
+    error of its own, only nodes are asked whose ranks left no record of an end.
+    """
+    if exit_code in (0, EXIT_PAUSED) or attempt.read_last_word():
+        return {}
+    outcomes = read_outcomes(attempt.outcomes)
+    explained = any(_failed_by_itself(outcome) for outcome in outcomes)
+    ended = {each.host for each in outcomes} - {o.host for o in outcomes if o.ended is None}
+    suspects = [node for node in nodes if not explained or node not in ended]
+    for last in (False, True):
+        answering = ask_nodes(suspects) if suspects else ()
+        suspects = [node for node in suspects if node not in answering]
+        if suspects and not last:
+            time.sleep(_LOOK_SECONDS)  # a slurmd that is being restarted tells nobody
+    return {node: _and_no_answer("its step has ended with a failure") for node in suspects}
+
+
+def _failed_by_itself(outcome: Outcome) -> bool:
+    return outcome.failed and outcome.error is not None and not outcome.peer_lost
+
+
+def _and_no_answer(why: str) -> str:
+    return f"{why}, and its slurmd does not answer"
+
+
+def ask_nodes(nodes: Collection[str]) -> set[str]:
+    """Return the nodes whose slurmd takes a connection; all, where slurmctld does not answer.
+
+    It is then this host that may be cut off.
+    """
+    addresses = slurm.node_addresses(list(nodes))
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+        answers = pool.map(_takes_connection, addresses.values())
+        mute = {node for node, answer in zip(addresses, answers, strict=True) if not answer}
+    return set(nodes) - mute
+
+
+def _takes_connection(address: tuple[str, int]) -> bool:
+    try:
+        with socket.create_connection(address, _ANSWER_SECONDS):
+            return True
+    except socket.gaierror:
+        return True  # nothing was asked
+    except OSError:
+        return False
+
+
+def end_step(
+    attempt: Attempt, job: str, lost: Collection[str], srun: Callable[[], int | None]
+) -> None:
+    """End a step that has lost nodes, for which its srun would wait.
+
+    job: the id that Slurm's commands take. srun: returns its process, None once that has ended.
+    """
+
+    def at_work() -> int | None:
+        left = (o for o in read_outcomes(attempt.outcomes) if o.host not in lost)
+        return srun() if any(outcome.ended is None for outcome in left) else None
+
+    step = step_watch.step_name(attempt, job)
+    if not step and (pid := srun()):  # no task has recorded its start: srun alone knows of some
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        step_watch.await_end(srun, _LEAVE_SECONDS)
+    try:
+        if step:
+            slurm.cancel(step)
+            step_watch.await_end(at_work, _LEAVE_SECONDS)
+        if step and at_work():
+            slurm.kill_step(step)
+            step_watch.await_end(at_work, _KILL_SECONDS)
+    except SlurmError as error:
+        log.info(str(error))
+    step_watch.kill(srun)
+
+
+def blame(attempt: Attempt, job_id: str, lost: dict[str, str]) -> None:
+    """Record nodes as lost; a record that cannot be written costs the record alone."""
+    for node, why in lost.items():
+        log.info(f"node {node} is lost: {why}")
+    with suppress(OSError):
+        bad_nodes.blame(attempt, job_id, lost, bad_nodes.BY_LOSS)
+
+
+def give_back(job: str, allocation: Allocation) -> None:
+    """Give a job's lost nodes back, for which Slurm would requeue it after SlurmdTimeout.
+
+    Not by --no-kill: a job that has lost its script's node would then run to its time limit, with
+    no script (seen on 22.05). A requeue asks for as many nodes as the job had at first.
+    """
+    try:
+        slurm.give_back(job, allocation.left)
+    except SlurmError as error:
+        log.info(f"{error}; Slurm may requeue the job once it knows of the loss")
+
+
+def bad(run: RunDir) -> dict[str, BadNode]:
+    """Return the nodes that the runs of this output root avoid; none where that cannot be read."""
+    try:
+        return bad_nodes.read(run.path.parent)
+    except OSError as error:
+        log.info(f"the list of bad nodes cannot be read: {error}")
+        return {}

@@ -1,0 +1,287 @@
+"""`clusterddp doctor` on sites whose Slurm answers as some do: no booted one is like them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.submission.diagnosis import BAD, GOOD, WARNING
+from tests import hostile
+from tests.cli.made_runs import Workplace, workplace
+
+__all__ = ["workplace"]
+
+CONFIG = {
+    "AccountingStorageEnforce": "associations,limits",
+    "ClusterName": "far",
+    "JobRequeue": "1",
+    "KillWait": "30 sec",
+    "PreemptMode": "OFF",
+    "PreemptType": "preempt/none",
+    "RequeueExit": "(null)",
+    "RequeueExitHold": "(null)",
+    "SLURM_VERSION": "24.11.5",
+    "SlurmdTimeout": "300 sec",
+}
+SINFO = ("cpu*|1-00:00:00|64|9|(null)", "gpu|2-00:00:00|32|4|gpu:a100:4(S:0-1)")
+RECORDS = (
+    "PartitionName=cpu DefaultTime=01:00:00 MaxNodes=UNLIMITED PriorityTier=1 PreemptMode={mode} "
+    "GraceTime={grace} State=UP",
+    "PartitionName=gpu DefaultTime=NONE MaxNodes=2 DefMemPerCPU=4000 PriorityTier=5 State=UP",
+)
+PYTHON = """echo '{"python": "3.12.1", "torch": "2.9", "cuda": "13.0", "hip": null, "nccl": ""}'"""
+
+
+class Site:
+    """Stand-ins for Slurm's commands."""
+
+    def __init__(self, workplace: Workplace) -> None:
+        self.workplace, self.folder = workplace, workplace.folder
+        workplace.command("python", PYTHON)
+        workplace.command("sacct", "exit 0")
+        workplace.command("sacctmgr", "echo physics; echo chemistry; echo physics")
+        workplace.command("sinfo", "\n".join(f"echo '{line}'" for line in SINFO))
+        self.sbatch()
+        self.scontrol()
+
+    def scontrol(self, mode: str = "OFF", grace: str = "0", **config: str) -> None:
+        lines = [f"{key} = {value}" for key, value in {**CONFIG, **config}.items()]
+        records = [line.format(mode=mode, grace=grace) for line in RECORDS]
+        shown = "\n".join(
+            ["case $* in *config*) /bin/cat <<'E'", *lines, "E", ";; *) /bin/cat <<'E'"]
+        )
+        self.workplace.command("scontrol", "\n".join([shown, *records, "E", "esac"]))
+
+    def sbatch(self, refused: str = "nothing is", words: str = "error: no") -> None:
+        """Refuse scripts in which a pattern of grep -E stands, with these words."""
+        self.workplace.command(
+            "sbatch",
+            f"if /bin/grep -qE -e '{refused}'; then echo 'sbatch: {words}' >&2; exit 1; fi\n"
+            "echo 'sbatch: Job 7 to start at 2030-01-01T00:00:00 using 1 processors' >&2",
+        )
+
+    def remove(self) -> None:
+        for name in ("sbatch", "scontrol", "sinfo", "sacct", "sacctmgr"):
+            (self.folder / "bin" / name).unlink()
+
+    def diagnosis(self, *argv: str, code: int) -> dict[str, Any]:
+        got = self.workplace.invoke("doctor", "--python", "python", "--json", *argv)
+        assert got.code == code, got
+        record: dict[str, Any] = json.loads(got.out)
+        return record
+
+    def check(self, name: str, *argv: str, code: int = 0) -> dict[str, Any]:
+        [check] = [c for c in self.diagnosis(*argv, code=code)["checks"] if c["name"] == name]
+        return dict(check)
+
+
+@pytest.fixture
+def site(workplace: Workplace) -> Site:
+    return Site(workplace)
+
+
+def test_each_check_is_a_line_and_nothing_is_queued_or_written(site: Site) -> None:
+    before = sorted(site.folder.rglob("*"))
+    got = site.workplace.invoke("doctor", "--python", "python")
+    lines = [line.split(maxsplit=1) for line in got.out.splitlines()]
+    assert got.code == 0 and {line[0] for line in lines} <= {GOOD, WARNING}
+    names = (
+        *("slurm", "submission", "partition cpu", "partition gpu", "GPUs", "accounting"),
+        *("requeue", "preemption", "signals", "output folder", "dataset", "python"),
+    )
+    assert len(lines) == len(names)
+    assert all(line[1].startswith(name) for line, name in zip(lines, names, strict=True))
+    assert all((" To do: " in line[1]) == (line[0] != GOOD) for line in lines)
+    calls = [call for call in site.workplace.calls if call.startswith("sbatch")]
+    assert set(calls) == {"sbatch --test-only"}
+    assert sorted(site.folder.rglob("*")) == sorted([*before, site.folder / "calls"])
+
+
+def test_partitions_have_their_limits_and_defaults(site: Site) -> None:
+    facts = site.check("partition gpu")["facts"]
+    assert facts["gpus"] == 4 and facts["gpu_types"] == {"a100": 4} and facts["accepted"] is True
+    assert facts["limit"] == "2-00:00:00"
+    assert facts["settings"] == {"MaxNodes": "2", "DefMemPerCPU": "4000"}
+    assert site.check("accounting")["facts"]["accounts"] == ["physics", "chemistry"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "words", "verdict", "seen", "setting"),
+    [
+        ("nothing is", "", GOOD, "gpu takes --gpus-per-node=1, --gres=gpu:1", None),
+        ("gpus-per-node=", "error: use gres", BAD, "use gres; it takes --gres=gpu:1", "gres"),
+        ("gpus-per-(node|task)=1$", "error: type", BAD, "it takes --gres=gpu:1", "gres"),
+        (
+            "(gpu:|gpus-per-(node|task)=)1$",
+            "error: name a type",
+            BAD,
+            "it takes --gpus-per-node=a100:1",
+            None,
+        ),
+        ("gres|gpus-per", "error: no GPUs for you", BAD, "no form is taken", None),
+        ("gres|gpus-per", "error: Nodes are not available", WARNING, "no form is taken", None),
+    ],
+)
+def test_the_form_in_which_gpus_are_asked_for_is_found_out(
+    site: Site, refused: str, words: str, verdict: str, seen: str, setting: str | None
+) -> None:
+    site.sbatch(refused, words)
+    diagnosis = site.diagnosis(code=1 if verdict == BAD else 0)
+    [check] = [check for check in diagnosis["checks"] if check["name"] == "GPUs"]
+    assert check["verdict"] == verdict and seen in check["seen"]
+    assert (f"\ngpu-request = {setting}\n" in diagnosis["site_cfg"]) == (setting is not None)
+
+
+def test_a_type_that_is_asked_for_is_one_that_is_tried(site: Site) -> None:
+    site.sbatch("(gpu:|gpus-per-(node|task)=)1$", "error: name a type")
+    assert site.check("GPUs", "--gpus-per-node", "a100:4")["verdict"] == GOOD
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "verdict", "words"),
+    [
+        ("requeue", {}, GOOD, "a lost node is noticed after 300 sec"),
+        ("requeue", {"JobRequeue": "0"}, WARNING, "give --requeue with a COMMAND"),
+        ("requeue", {"RequeueExit": "1-9,75"}, WARNING, "RequeueExit=1-9,75"),
+        ("requeue", {"RequeueExitHold": "75"}, WARNING, "ended with 75"),
+        ("requeue", {"RequeueExit": "99"}, GOOD, "JobRequeue=1"),
+        ("requeue", {"SlurmdTimeout": "0 sec"}, WARNING, "never noticed"),
+        ("signals", {}, GOOD, "KillWait=30 sec"),
+        ("signals", {"KillWait": "2 sec"}, WARNING, "USR1@120"),
+        ("preemption", {}, GOOD, "off"),
+        ("preemption", {"PreemptType": "preempt/qos"}, WARNING, "sacctmgr show qos"),
+        ("preemption", {"PreemptType": "preempt/partition_prio"}, GOOD, "nothing preempts cpu"),
+    ],
+)
+def test_settings_of_slurm_conf_are_judged(
+    site: Site, name: str, config: dict[str, str], verdict: str, words: str
+) -> None:
+    site.scontrol(**config)
+    check = site.check(name)
+    assert check["verdict"] == verdict and words in f"{check['seen']} {check['advice']}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "grace", "verdict", "words"),
+    [
+        ("REQUEUE", "60", GOOD, "PreemptMode=REQUEUE, GraceTime=60 s"),
+        ("REQUEUE", "0", WARNING, "only 30 sec are left to save"),
+        ("CANCEL", "60", WARNING, "clusterddp resubmit"),
+    ],
+)
+def test_the_mode_of_the_partition_that_is_used_counts(
+    site: Site, mode: str, grace: str, verdict: str, words: str
+) -> None:
+    site.scontrol(mode, grace, PreemptType="preempt/partition_prio", PreemptMode="REQUEUE")
+    check = site.check("preemption")
+    assert check["verdict"] == verdict and words in f"{check['seen']} {check['advice']}"
+    assert site.check("preemption", "--partition", "gpu")["verdict"] == GOOD
+
+
+def test_a_refused_account_is_answered_with_the_accounts_that_there_are(site: Site) -> None:
+    site.sbatch("account=maths", "error: Invalid account or account/partition combination")
+    check = site.check("submission", "--account", "maths", code=1)
+    assert check["verdict"] == BAD and "yours: physics, chemistry" in check["advice"]
+
+
+def test_a_partition_of_other_accounts_is_closed_although_slurm_takes_the_job(site: Site) -> None:
+    site.scontrol(mode="OFF AllowAccounts=maths,history")
+    diagnosis = site.diagnosis(code=1)
+    checks = {check["name"]: check for check in diagnosis["checks"]}
+    assert checks["submission"]["verdict"] == BAD
+    assert checks["partition cpu"]["verdict"] == WARNING
+    assert "AllowAccounts=maths,history" in checks["partition cpu"]["seen"]
+    assert checks["partition gpu"]["verdict"] == GOOD
+    assert site.check("submission", "--account", "maths")["verdict"] == GOOD
+
+
+def test_a_slurm_that_does_not_answer_leaves_the_other_checks(site: Site) -> None:
+    words = "slurm_load_ctl_conf error: Unable to contact slurm controller"
+    site.workplace.command("scontrol", f"echo '{words}' >&2; exit 1")
+    diagnosis = site.diagnosis(code=1)
+    verdicts = {check["name"]: check["verdict"] for check in diagnosis["checks"]}
+    assert verdicts["slurm"] == BAD and verdicts["python"] == GOOD
+    assert "submission" not in verdicts
+
+
+def test_without_slurm_it_says_so_and_checks_the_rest(site: Site) -> None:
+    site.remove()
+    check = site.check("slurm")
+    assert check["verdict"] == WARNING and "no Slurm here" in check["seen"]
+
+
+def test_a_torch_without_cuda_is_a_warning_where_there_are_gpus(site: Site) -> None:
+    site.workplace.command("python", PYTHON.replace('"13.0"', "null"))
+    assert site.check("python")["verdict"] == WARNING
+    site.workplace.command("sinfo", f"echo '{SINFO[0]}'")
+    assert site.check("python")["verdict"] == GOOD
+
+
+def write(site: Site, *argv: str) -> Any:
+    return site.workplace.invoke("doctor", "--python", "python", "--write", "new.cfg", *argv)
+
+
+def test_the_proposed_site_cfg_is_one_that_site_and_a_submission_take(site: Site) -> None:
+    site.sbatch("gpus-per-node=", "error: use gres")
+    assert write(site, "--account", "physics", "--data-dir", "it's $HOME").code == 1
+    shown = site.workplace.invoke("site", "--site", "new.cfg", "--json")
+    settings = json.loads(shown.out)["settings"]
+    assert shown.code == 0
+    expected = {
+        "account": "physics",
+        "partition": "gpu",
+        "gpu-request": "gres",
+        "data-dir": str(site.folder / "it's $HOME"),
+        "python": "python",
+    }
+    source = "new.cfg [defaults]"
+    assert {n: row["value"] for n, row in settings.items() if row["source"] == source} == expected
+    argv = ["--gpus-per-node", "2", "--dry-run", "--json", "--run-name", "a"]
+    script = json.loads(site.workplace.invoke("submit", "--site", "new.cfg", *argv).out)["script"]
+    assert "#SBATCH --gres=gpu:2\n" in script and "#SBATCH --partition=gpu\n" in script
+    hints = (site.folder / "new.cfg").read_text()
+    (site.folder / "new.cfg").write_text(hints.replace("# time =", "time ="))
+    assert site.workplace.invoke("site", "--site", "new.cfg").code == 0
+
+
+def test_what_is_wrong_is_not_proposed(site: Site) -> None:
+    site.sbatch("partition=gone", "error: invalid partition specified: gone")
+    site.workplace.command("python", "exit 1")
+    assert write(site, "--partition", "gone").code == 1
+    text = (site.folder / "new.cfg").read_text()
+    assert "\npartition =" not in text and "\npython =" not in text
+
+
+def test_a_file_that_is_there_is_never_overwritten(site: Site) -> None:
+    (site.folder / "new.cfg").write_text("mine")
+    got = write(site)
+    assert got.code == 2 and "is there already" in got.err
+    assert site.workplace.calls == [] and (site.folder / "new.cfg").read_text() == "mine"
+    for place in ("gone/new.cfg", ""):
+        assert site.workplace.invoke("doctor", "--write", place).code == 2
+    assert site.workplace.calls == []
+
+
+@pytest.mark.parametrize("value", [*hostile.CARRIED, *hostile.REFUSED])
+def test_a_hostile_folder_is_carried_or_refused(site: Site, value: str) -> None:
+    site.remove()
+    got = write(site, "--data-dir", value)
+    if got.code == 2:
+        assert not (site.folder / "new.cfg").exists()
+        return
+    assert value in hostile.CARRIED
+    shown = site.workplace.invoke("site", "--site", "new.cfg", "--json")
+    folder = json.loads(shown.out)["settings"]["data-dir"]["value"]
+    assert Path(folder) == site.folder / value
+    assert not list(site.folder.rglob("pwned"))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--partition", "a b"], ["--gpu-request", "x"], ["--site", "gone"], ["--nodes", "0"]],
+    ids=" ".join,
+)
+def test_a_wrong_request_is_refused_before_anything_is_asked(site: Site, argv: list[str]) -> None:
+    assert site.workplace.invoke("doctor", *argv).code == 2
+    assert site.workplace.calls == []

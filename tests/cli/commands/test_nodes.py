@@ -1,0 +1,122 @@
+"""`clusterddp nodes`: the bad nodes of an output root, listed and cleared."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.run import bad_nodes
+from clusterddp.run.files import append_json_line
+from tests.cli.made_runs import Workplace, submitted, workplace
+from tests.event_lines import add_event
+from tests.hostile import CARRIED, REFUSED
+
+__all__ = ["workplace"]
+
+DAY = 24 * 3600.0
+
+
+def blamed(root: Path, host: str, age: float = 60, **fields: Any) -> None:
+    line = {"host": host, "reason": "lost", "by": "lost", "run": "a", "attempt": 1}
+    then = time.time() - age
+    line |= {"time": then, "expires": then + DAY, **fields}
+    append_json_line(root / bad_nodes.FILE_NAME, line)
+
+
+def test_the_latest_blamed_stands_first(workplace: Workplace) -> None:
+    blamed(workplace.root, "h01", age=3600)
+    blamed(workplace.root, "h02", by="preflight", reason="link at 90 Mb/s")
+    blamed(workplace.root, "old", age=2 * DAY)
+    answer = workplace.invoke("nodes")
+    assert answer.code == 0
+    header, *rows = [line.split(maxsplit=6) for line in answer.out.splitlines()]
+    assert header == ["NODE", "BY", "AGE", "LEFT", "RUN", "ATTEMPT", "WHY"]
+    assert [row[0] for row in rows] == ["h02", "h01"]
+    assert rows[0][1:] == ["preflight", "1m00s", "23h58m", "a", "1", "link at 90 Mb/s"]
+    shown = json.loads(workplace.invoke("nodes", "--json").out)
+    assert [node["host"] for node in shown] == ["h02", "h01"]
+    assert shown[0]["reason"] == "link at 90 Mb/s"
+
+
+def test_without_bad_nodes_it_says_so(workplace: Workplace) -> None:
+    answer = workplace.invoke("nodes")
+    assert (answer.code, answer.out, answer.err) == (0, "", "no bad nodes below jobs\n")
+    assert workplace.invoke("nodes", "--json").out == "[]\n"
+
+
+def test_nodes_are_cleared_by_name_by_list_and_all(workplace: Workplace) -> None:
+    for host in ("h01", "h02", "h03", "h04"):
+        blamed(workplace.root, host)
+    assert workplace.invoke("nodes", "clear", "h01").out == "cleared h01\n"
+    assert workplace.invoke("nodes", "clear", "h[02-03]").out == "cleared h02, h03\n"
+    assert list(bad_nodes.read(workplace.root)) == ["h04"]
+    assert workplace.invoke("nodes", "clear", "--all").out == "cleared h04\n"
+    assert workplace.invoke("nodes", "clear", "--all").out == "there was no bad node to clear\n"
+    assert bad_nodes.read(workplace.root) == {}
+
+
+def test_the_folder_can_stand_before_clear_and_behind_it(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        blamed(tmp_path / folder, "h01")
+    assert workplace.invoke("nodes", "--output-root", "one", "clear", "h01").code == 0
+    assert workplace.invoke("nodes", "clear", "h01", "--output-root", "two").code == 0
+    assert not bad_nodes.read(tmp_path / "one") and not bad_nodes.read(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["h09"], "h09 is not left out below jobs; on the list is h01."),
+        (["h01", "h09"], "h09 is not left out"),
+        ([], "Name the nodes to clear, or give --all."),
+        (["h01", "--all"], "Name the nodes to clear, or give --all."),
+    ],
+)
+def test_a_wrong_request_clears_nothing(
+    workplace: Workplace, words: list[str], message: str
+) -> None:
+    blamed(workplace.root, "h01")
+    answer = workplace.invoke("nodes", "clear", *words)
+    assert answer.code == 2
+    assert message in answer.err
+    assert list(bad_nodes.read(workplace.root)) == ["h01"]
+
+
+@pytest.mark.parametrize("text", [*CARRIED, *(each for each in REFUSED if "\0" not in each)])
+def test_a_hostile_name_is_refused_and_clears_nothing(workplace: Workplace, text: str) -> None:
+    blamed(workplace.root, "h01")
+    answer = workplace.invoke("nodes", "clear", "--", text)
+    assert answer.code == 2
+    assert answer.err.startswith(("clusterddp: ", "Usage"))
+    assert "Traceback" not in answer.err and "\x1b" not in answer.err
+    assert list(bad_nodes.read(workplace.root)) == ["h01"]
+
+
+def test_what_a_stranger_wrote_moves_no_cursor(workplace: Workplace) -> None:
+    blamed(workplace.root, "h01", reason="up\x1b[2J\nnew", run="\x1b[31m")
+    shown = workplace.invoke("nodes").out
+    assert "\x1b" not in shown
+    assert len(shown.splitlines()) == 2
+
+
+def test_a_list_that_cannot_be_read_is_named(workplace: Workplace) -> None:
+    (workplace.root / bad_nodes.FILE_NAME).symlink_to("/proc/self/mem")
+    answer = workplace.invoke("nodes")
+    assert answer.code == 1
+    assert "jobs/bad-nodes.jsonl: Input/output error" in answer.err
+
+
+def test_status_shows_what_a_run_leaves_out_until_it_is_cleared(workplace: Workplace) -> None:
+    run = workplace.run("a", submitted("17"))
+    blamed(workplace.root, "h02")
+    add_event(run, "nodes_left_out", job_id="17", nodes={"h02": "lost during attempt 1"})
+    assert "left out    h02: lost during attempt 1\n" in workplace.invoke("status", "a").out
+    shown = json.loads(workplace.invoke("status", "a", "--json").out)
+    assert shown["left_out"] == {"h02": "lost during attempt 1"}
+    workplace.invoke("nodes", "clear", "h02")
+    assert "left out" not in workplace.invoke("status", "a").out

@@ -1,0 +1,207 @@
+"""Nodes that are checked ahead of the tasks, on a real Slurm of four hosts, with faults put in."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.run import bad_nodes
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_submit import CLUSTERDDP, submit
+
+BAD = "h03"
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+
+# Stops the probe, as a disk that never answers would, once it has answered the batch host.
+STOPS = f"""
+import os, signal, sys
+if "probe" in sys.orig_argv and os.uname().nodename == "{BAD}":
+    os.statvfs = lambda folder: os.kill(os.getpid(), signal.SIGSTOP)
+"""
+# Slurm runs it ahead of each task, and takes over the variables that it prints.
+PROLOG = f"""#!/bin/sh
+if [ "$SLURMD_NODENAME" = {BAD} ] && [ -e "$0.on" ]; then
+    echo export LD_PRELOAD={FAKETIME}
+    echo export FAKETIME=+60s
+fi
+"""
+
+
+@pytest.fixture(scope="module")
+def four(slurm_available: None, tmp_path_factory: Any) -> Iterator[SlurmCluster]:
+    prolog = tmp_path_factory.mktemp("prolog") / "prolog"
+    prolog.write_text(PROLOG)
+    prolog.chmod(0o755)
+    with SlurmCluster(hosts=4, conf={"TaskProlog": str(prolog)}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def idle(four: SlurmCluster) -> Iterator[None]:
+    yield
+    four.cancel_all()
+
+
+def checked(cluster: SlurmCluster, folder: Path, *args: str, **more: Any) -> tuple[RunDir, Any]:
+    """A run of four nodes without requeue, and its status."""
+    submit(cluster, folder, "--nodes", "4", "--run-name", "a", "--no-snapshot", "--no-requeue",
+           "--wait", "--preflight", "quick", *args, "--", "touch", "started", **more)  # fmt: skip
+    answer = cluster.run([*CLUSTERDDP, "status", "a", "--json"], cwd=folder, check=True)
+    return RunDir(folder / "jobs/a"), json.loads(answer.stdout)
+
+
+def blamed(run: RunDir) -> dict[str, str]:
+    return {host: node.reason for host, node in bad_nodes.read(run.path.parent).items()}
+
+
+def test_good_nodes_pass_and_the_tasks_start(four: SlurmCluster, tmp_path: Path) -> None:
+    run, status = checked(four, tmp_path)
+    assert status["state"] == "done", run.job_log.read_text()
+    assert status["preflight"].startswith("4 nodes passed in ")
+    assert (tmp_path / "started").exists()
+    assert blamed(run) == {}
+
+
+def slow_link(cluster: SlurmCluster) -> Callable[[], object]:
+    device = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf"]
+    cluster.run_on(
+        BAD, [*device, "rate", "20mbit", "burst", "64kb", "latency", "400ms"], check=True
+    )
+    return lambda: cluster.run_on(BAD, ["tc", "qdisc", "del", "dev", "eth0", "root"], check=True)
+
+
+def blocked_port(cluster: SlurmCluster) -> Callable[[], object]:
+    if cluster.run_on(BAD, ["sh", "-c", "command -v iptables"]).returncode:
+        pytest.skip("apt-get install iptables")
+    rule = ["INPUT", "-p", "tcp", "--syn", "!", "--dport", "6818", "-j", "DROP"]
+    cluster.run_on(BAD, ["iptables", "-A", *rule], check=True)
+    return lambda: cluster.run_on(BAD, ["iptables", "-D", *rule], check=True)
+
+
+def full_disk(cluster: SlurmCluster) -> Callable[[], object]:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", "/dev/shm"]
+    on_host = _in_slurmds_mounts(cluster)
+    subprocess.run([*on_host, *mount], check=True)
+    return lambda: subprocess.run([*on_host, "umount", "/dev/shm"], check=True)
+
+
+def _in_slurmds_mounts(cluster: SlurmCluster) -> list[str]:
+    return ["nsenter", f"--mount=/proc/{_slurmd(cluster)}/ns/mnt"]
+
+
+def _slurmd(cluster: SlurmCluster) -> int:
+    return next(pid for pid, line in cluster.processes(BAD).items() if line.startswith("slurmd "))
+
+
+def busy_core(cluster: SlurmCluster) -> Callable[[], object]:
+    """Other work on the one core that the host's tasks have."""
+    core = max(os.sched_getaffinity(0))
+    for thread in Path(f"/proc/{_slurmd(cluster)}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
+    spin = ["nice", "-n", "-10", "taskset", "-c", str(core), sys.executable, "-c", "while 1: pass"]
+    busy = [cluster.popen_on(BAD, spin) for _ in range(4)]
+
+    def undo() -> None:
+        for each in busy:
+            each.kill_group()
+        for thread in Path(f"/proc/{_slurmd(cluster)}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), os.sched_getaffinity(0))
+
+    return undo
+
+
+def skewed_clock(cluster: SlurmCluster) -> Callable[[], object]:
+    if not FAKETIME.exists() or cluster.root:
+        pytest.skip("apt-get install faketime, on this machine")
+    prolog = cluster.run(["scontrol", "show", "config"], check=True).stdout
+    path = next(line.split()[-1] for line in prolog.splitlines() if line.startswith("TaskProlog"))
+    mark = Path(f"{path}.on")
+    mark.touch()
+    return mark.unlink
+
+
+FAULTS = [
+    pytest.param(slow_link, "sends at most "),
+    pytest.param(blocked_port, "2 other nodes cannot connect to it", marks=pytest.mark.slow),
+    pytest.param(full_disk, "/dev/shm: No space left on device", marks=pytest.mark.slow),
+    pytest.param(busy_core, "a fixed loop takes ", marks=pytest.mark.slow),
+    pytest.param(skewed_clock, "clock 60.", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("fault", "reason"), FAULTS)
+def test_a_fault_is_named_with_its_node_and_no_task_starts(
+    fault: Callable[[SlurmCluster], Callable[[], object]],
+    reason: str,
+    four: SlurmCluster,
+    tmp_path: Path,
+) -> None:
+    undo = fault(four)
+    try:
+        run, status = checked(four, tmp_path)
+    finally:
+        undo()
+    said = run.job_log.read_text()
+    assert list(blamed(run)) == [BAD], said
+    assert reason in blamed(run)[BAD]
+    assert f"preflight: {BAD} failed: " in said
+    assert status["preflight"].startswith(f"failed: {BAD}; 3 nodes passed in ")
+    assert status["state"] == "stopped"
+    assert [event["cause"] for event in read_events(run) if event["event"] == "ended"] == [
+        "preflight"
+    ]
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_node_that_fails(four: SlurmCluster, tmp_path: Path) -> None:
+    undo = full_disk(four)
+    try:
+        submit(four, tmp_path, "--nodes", "3", "--spare-nodes", "1", "--run-name", "a",
+               "--no-snapshot", "--no-requeue", "--wait", "--preflight", "quick", "--",
+               "touch", "started")  # fmt: skip
+    finally:
+        undo()
+    run = RunDir(tmp_path / "jobs/a")
+    said = run.job_log.read_text()
+    happened = read_events(run)
+    assert [each["cause"] for each in happened if each["event"] == "ended"] == [
+        "preflight", "done",
+    ], said  # fmt: skip
+    started = [each for each in happened if each["event"] == "started"]
+    assert [each["nodelist"] for each in started] == ["h01,h02,h03", "h01,h02,h04"]
+    assert len({(each["job_id"], each["restart"]) for each in started}) == 1
+    assert list(blamed(run)) == [BAD]
+
+
+@pytest.mark.slow
+def test_a_node_that_answers_and_then_does_nothing_is_named_with_what_it_was_at(
+    four: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STOPS)
+    run, _ = checked(four, tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"})
+    [(host, reason)] = blamed(run).items()
+    assert host == BAD
+    assert reason.startswith("answered, and then nothing: it was at its local disk, /")
+    assert four.run(["squeue", "-h"]).stdout == ""
+
+
+@pytest.mark.slow
+def test_where_the_checks_cannot_run_the_tasks_start_all_the_same(
+    four: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        'import sys\nif "probe" in sys.orig_argv:\n    sys.exit("too old")\n'
+    )
+    run, status = checked(four, tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"})
+    assert status["state"] == "done"
+    assert status["preflight"].startswith("could not run: no node has answered")
+    assert (tmp_path / "started").exists()
+    assert blamed(run) == {}

@@ -1,0 +1,174 @@
+"""Jobs with spare nodes, on a real Slurm that takes a node for lost after 300 s."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.bad_nodes import FILE_NAME, BadNode
+from clusterddp.run.files import append_json_line, read_json
+from clusterddp.run.run_dir import RunDir, newest_checkpoint
+from tests.event_lines import read_events
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_life import HOOKS, PACED, told, train_to
+from tests.on_slurm.test_submit import submit
+from tests.waiting import wait_for
+
+STEPS = 150
+ENV = {**PACED, "PYTHONPATH": f"{HOOKS}:{Path(__file__).parents[2]}"}
+TRAINING = [
+    "--nodes", "2", "--dataset", "synthetic", "--threads", "1", "--batch-size", "32",
+    "--warmup-steps", "2", "--epochs", "100", "--max-steps", str(STEPS),
+    "--save-every", "50steps", "--log-every", "50", "--eval-every", "1000epochs",
+]  # fmt: skip
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OF_A_COMMAND = [
+    "--nodes", "2", "--env", f"PYTHONPATH={HOOKS}", "--env", "OMP_NUM_THREADS=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def four_hosts(slurm_available: None) -> Iterator[SlurmCluster]:
+    with SlurmCluster(hosts=4, conf={"SlurmdTimeout": "300"}) as booted:
+        yield booted
+
+
+@pytest.fixture
+def hosts(four_hosts: SlurmCluster) -> Iterator[SlurmCluster]:
+    yield four_hosts
+    four_hosts.cancel_all()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    four_hosts: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path
+) -> str:
+    """The weights that the training ends with when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = submit(four_hosts, folder, *TRAINING, "--data-dir", str(synthetic_dir),
+                  "--run-name", "a", "--launcher", "local", "--wait")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return weights(RunDir(folder / "jobs/a"))
+
+
+def weights(run: RunDir) -> str:
+    report = read_json(run.report)
+    assert report is not None
+    assert report["steps"] == STEPS
+    return str(report["weights_sha256"])
+
+
+def of_kind(run: RunDir, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run) if event["event"] == kind]
+
+
+def wait_ended(run: RunDir, count: int) -> None:
+    wait_for(lambda: len(of_kind(run, "ended")) >= count, f"{count} ends")
+
+
+def test_a_killed_node_is_replaced_in_the_same_job(
+    hosts: SlurmCluster, tmp_path: Path, synthetic_dir: Path, undisturbed: str
+) -> None:
+    done = submit(hosts, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir), "--run-name",
+                  "spare", "--spare-nodes", "1", env=ENV)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "jobs/spare")
+    train_to(run.path, 50)
+    [first] = of_kind(run, "started")
+    batch, lost = first["nodelist"].split(",")
+    [spare] = first["spares"]
+    hosts.kill_host(lost)
+    struck = time.time()
+    wait_for(Attempt(run, 2).read_record, "a second attempt")
+    resumed = of_kind(run, "resumed_in_job")[0]["time"] - struck
+    wait_ended(run, 2)
+
+    log = run.job_log.read_text()
+    assert weights(run) == undisturbed, log
+    ended = of_kind(run, "ended")
+    assert [(end["cause"], end["job_id"], end["restart"]) for end in ended] == [
+        ("node lost", first["job_id"], 0),
+        ("done", first["job_id"], 0),
+    ]
+    assert resumed < 60, log
+    second = of_kind(run, "started")[1]
+    assert (second["nodelist"], second.get("spares")) == (f"{batch},{spare}", None)
+    shown = hosts.run(["scontrol", "show", "job", "-o", first["job_id"]]).stdout
+    assert " NumNodes=2 " in shown  # the lost one was given back
+    assert list(of_kind(run, "nodes_blamed")[0]["nodes"]) == [lost]
+    assert of_kind(run, "requeued") == []
+    status = told(hosts, tmp_path, "spare")
+    assert (status["state"], status["attempt"], status["hosts"]) == ("done", 2, [batch, spare])
+
+
+@pytest.mark.slow
+def test_a_node_that_froze_is_replaced_and_publishes_nothing_when_it_is_back(
+    hosts: SlurmCluster, tmp_path: Path
+) -> None:
+    """Its ranks' peers wait for it and fail of nothing; the COMMAND has the resumable loop."""
+    for file in EXAMPLES.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    argv = [*OF_A_COMMAND, "--", sys.executable, "resumable.py"]
+    env = {**ENV, "CAMPAIGN_PACE": "0.1"}
+    done = submit(hosts, tmp_path, "--run-name", "alone", *argv, env=env)
+    assert done.returncode == 0, done.stderr
+    alone = RunDir(tmp_path / "jobs/alone")
+    [job] = of_kind(alone, "submitted")
+    assert hosts.wait_job(job["job_id"]) == "COMPLETED"
+    done = submit(hosts, tmp_path, "--run-name", "spare", "--spare-nodes", "1", *argv, env=env)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "jobs/spare")
+    wait_for(lambda: newest_checkpoint(run.checkpoints), "a checkpoint")
+    [first] = of_kind(run, "started")
+    lost = first["nodelist"].split(",")[1]
+    # Not its slurmd: the nsenter above would stop with it, and stay so.
+    spared = ("cat", f"slurmd -D -N {lost}")
+    frozen = [pid for pid, line in hosts.processes(lost).items() if line not in spared]
+    hosts.set_link(lost, up=False)
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    struck = time.time()
+    wait_for(Attempt(run, 2).read_record, "a second attempt")
+    resumed = of_kind(run, "resumed_in_job")[0]["time"] - struck
+    orphan = Attempt(run, 1)
+    before = {path.name for path in orphan.checkpoints.iterdir()}
+    hosts.set_link(lost, up=True)
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    wait_ended(run, 2)
+    log = run.job_log.read_text()
+    assert resumed < 60, log
+    assert [end["cause"] for end in of_kind(run, "ended")] == ["node lost", "done"], log
+    assert {event["job_id"] for event in of_kind(run, "started")} == {first["job_id"]}
+    assert {path.name for path in orphan.checkpoints.iterdir()} <= before
+    assert (run.code / "model.pt").read_bytes() == (alone.code / "model.pt").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_program_error_takes_no_spare_and_a_bad_node_is_one(
+    hosts: SlurmCluster, tmp_path: Path
+) -> None:
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    now = time.time()
+    bad = BadNode("h02", "a test says so", "preflight", time=now, expires=now + 600)
+    append_json_line(jobs / FILE_NAME, vars(bad))
+    error = "import sys; sys.exit(3)"
+    done = submit(hosts, tmp_path, "--run-name", "wrong", "--nodes", "3", "--spare-nodes", "1",
+                  "--", sys.executable, "-c", error, env=ENV)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = RunDir(jobs / "wrong")
+    wait_ended(run, 1)
+    job_id = of_kind(run, "started")[0]["job_id"]
+    assert hosts.wait_job(job_id) == "FAILED"
+    [started], [ended] = of_kind(run, "started"), of_kind(run, "ended")
+    assert (started["nodelist"], started["spares"]) == ("h01,h03,h04", ["h02"])
+    assert (ended["cause"], ended["exit_code"]) == ("failed", 3)
+    assert of_kind(run, "nodes_blamed") == []

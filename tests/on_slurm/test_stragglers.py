@@ -1,0 +1,87 @@
+"""A slow node and what a run was paid for, on a real Slurm."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clusterddp.run.attempt import Attempt, summaries
+from clusterddp.run.run_dir import RunDir
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_submit import CLUSTERDDP, submit
+
+pytestmark = pytest.mark.slow
+
+# Each pass takes its time by the clock, so that a busy machine makes no rank slow. h02 is slow for
+# as many steps as SLOW_STEPS says, by three times what the others take.
+MODEL = """
+import os, time
+from torch import nn
+
+class Paced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.passes = nn.Linear(784, 10), 0
+        is_slow = os.environ["SLURMD_NODENAME"] == "h02"
+        self.slow_passes = int(os.environ["SLOW_STEPS"]) if is_slow else 0
+
+    def forward(self, images):
+        if self.training:
+            self.passes += 1
+            time.sleep(0.09 if self.passes <= self.slow_passes else 0.03)
+        return self.layer(images.flatten(1))
+"""
+STEPS = 180
+TRAINING = [
+    "--nodes", "2", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
+    "--batch-size", "32", "--warmup-steps", "2", "--epochs", "100", "--max-steps", str(STEPS),
+    "--log-every", "5", "--straggler-seconds", "2", "--eval-every", "1000epochs",
+    "--save-every", "1000epochs", "--model", "paced:Paced", "--wait",
+]  # fmt: skip
+
+
+def trained(
+    cluster: SlurmCluster, folder: Path, data_dir: Path, name: str, slow_steps: int
+) -> tuple[RunDir, str]:
+    (folder / "paced.py").write_text(MODEL)
+    done = submit(
+        cluster, folder, *TRAINING, "--data-dir", str(data_dir), "--run-name", name,
+        "--env", f"SLOW_STEPS={slow_steps}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDir(folder / "jobs" / name)
+    return run, (run.logs / "rank-0.log").read_text()
+
+
+def test_ranks_of_a_slow_node_are_named_with_it_until_it_keeps_up_again(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    run, log = trained(cluster, tmp_path, synthetic_dir, "slow", 80)
+    named = [line for line in log.splitlines() if "straggler: " in line]
+    assert len(named) == 4, log
+    for rank, line in zip((2, 3), sorted(named[:2]), strict=True):
+        assert line.startswith(f"warning: straggler: rank {rank} on h02 has computed at ")
+    assert all(" on h02 has kept up again for " in line for line in named[2:])
+    [summary] = summaries(run)
+    slow = sorted(summary.stragglers, key=lambda each: each.rank)
+    assert [(each.rank, each.host) for each in slow] == [(2, "h02"), (3, "h02")]
+    assert all(0.2 < each.share < 0.8 and each.until for each in slow)
+    shown = cluster.run([*CLUSTERDDP, "report", "slow", "--json"], cwd=tmp_path, check=True)
+    [report] = json.loads(shown.stdout)
+    [attempt] = report["attempts"]
+    assert [each["host"] for each in attempt["stragglers"]] == ["h02", "h02"]
+    paid = report["paid"]
+    parts = ("computing", "waiting", "starting", "saving", "redone", "rest")
+    assert sum(paid[part] for part in parts) == pytest.approx(paid["node_hours"], abs=1e-5)
+    assert all(paid[part] >= 0 for part in parts)
+    # Two of four ranks wait for some 60 ms of each of 80 steps; that is 2.4 s of both nodes.
+    assert paid["waiting"] > 1.5 * 2 / 3600
+    assert paid["computing"] > STEPS * 0.03 * 2 / 3600
+
+
+def test_a_run_without_a_slow_node_names_nobody(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    run, log = trained(cluster, tmp_path, synthetic_dir, "level", 0)
+    assert "straggler" not in log
+    assert not Attempt(run, 1).stragglers.exists()

@@ -1,0 +1,208 @@
+"""Probes and the collector over real sockets of this machine."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.preflight import collector, probe, verdict
+from clusterddp.preflight.collector import Collection
+from clusterddp.preflight.measurements import LoadMeasurements, NodeMeasurements, load
+from tests.hostile import CARRIED
+from tests.waiting import PATIENCE
+
+NONCE = "secret"
+
+
+class Job:
+    """Probes of this machine, each as a node of its own."""
+
+    def __init__(self) -> None:
+        self.server = collector.listen()
+        self.port = self.server.getsockname()[1]
+        self.probes: list[subprocess.Popen[bytes]] = []
+
+    def probe(self, host: str, **environ: str) -> "subprocess.Popen[bytes]":
+        argv = [sys.executable, "-m", "clusterddp", "probe", "--collector=127.0.0.1"]
+        self.probes.append(
+            subprocess.Popen(
+                [*argv, f"--port={self.port}"],
+                env={**os.environ, "CLUSTERDDP_NONCE": NONCE, "SLURMD_NODENAME": host, **environ},
+            )
+        )
+        return self.probes[-1]
+
+    def collect(
+        self,
+        *hosts: str,
+        has_ended: Callable[[], bool] = lambda: False,
+        codes: Mapping[str, int] | None = None,
+    ) -> Collection:
+        return collector.collect(self.server, hosts, NONCE, has_ended, lambda: codes or {})
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    yield made
+    made.server.close()
+    for each in made.probes:
+        each.kill()
+        each.wait()
+
+
+def test_the_nodes_measure_themselves_and_each_other(job: Job) -> None:
+    hosts = ["a", "b", "c"]
+    for host in reversed(hosts):
+        job.probe(host)
+    found = job.collect(*hosts)
+    assert (found.trouble, found.silent) == ("", {})
+    assert [node.host for node in found.nodes] == hosts
+    assert [sorted(node.pairs) for node in found.nodes] == [["b", "c"], ["a", "c"], ["a", "b"]]
+    for node in found.nodes:
+        assert node.own.memory > 0
+        assert node.own.disk_free > 0
+        assert node.load.spin > 0
+        assert abs(node.own.clock) < verdict.CLOCK_SECONDS
+        assert all(pair.sent > 0 and pair.received > 0 for pair in node.pairs.values())
+    assert [each.wait(PATIENCE) for each in job.probes] == [0, 0, 0]
+
+
+STRANGERS = [
+    b"\x00\xff\n" * 50,
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"[1]\nnull\n" + b"[" * 50_000 + b"\n",
+    b"x" * 200_000,
+    b'{"nonce": "other", "host": "b", "local": "127.0.0.1", "port": 1}\n',
+    *(
+        json.dumps({"nonce": NONCE, "host": host, "local": text, "port": text}).encode() + b"\n"
+        for text in CARRIED
+        for host in (text, "b")
+    ),
+]
+
+
+def test_strangers_take_no_nodes_place(job: Job) -> None:
+    with contextlib.ExitStack() as open_ones:
+        for said in STRANGERS:
+            stranger = socket.create_connection(("127.0.0.1", job.port))
+            open_ones.enter_context(stranger)
+            stranger.sendall(said)
+        for host in ("a", "b"):
+            job.probe(host)
+        found = job.collect("a", "b")
+    assert [node.host for node in found.nodes] == ["a", "b"]
+
+
+def test_a_node_that_never_answers_and_one_that_stops_are_told_apart(
+    job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(collector, "PATIENCE_SECONDS", 6.0)
+    monkeypatch.setattr(collector, "FIRST_SECONDS", 15.0)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\nos.statvfs = lambda folder: os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    job.probe("b", PYTHONPATH=path, TMPDIR=str(tmp_path))
+    for host in ("a", "d"):
+        job.probe(host)
+    found = job.collect("a", "b", "c", "d")
+    assert found.silent == {
+        "b": f"answered, and then nothing: it was at its local disk, {tmp_path}",
+        "c": "no answer within 15 s",
+    }
+    assert [node.host for node in found.nodes] == ["a", "d"]
+
+
+def test_a_probe_that_fails_before_it_answers_tells_of_no_node(job: Job, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "srun: error: c: task 2: Exited with exit code 1\nsrun: error: d: tasks 3-4: "
+        f"Exited with exit code {collector.UNREACHED}\nsrun: error: e: task 5: Killed\n"
+    )
+    codes = collector.exit_codes(log)
+    assert codes == {"c": 1, "d": collector.UNREACHED}
+    for host in ("a", "b"):
+        job.probe(host)
+    found = job.collect("a", "b", "c", "d", codes=codes)
+    assert list(found.silent) == ["d"]  # it has reached nobody
+    assert found.remarks == ("c: its probe ended with exit code 1, see preflight.log",)
+
+
+def test_where_the_probes_end_without_an_answer_that_is_said(job: Job) -> None:
+    assert job.collect("a", has_ended=lambda: True).trouble == "no node has answered"
+
+
+def test_a_probe_leaves_where_the_batch_host_has_gone(job: Job) -> None:
+    heard = threading.Event()
+
+    def serve() -> None:
+        job.server.settimeout(PATIENCE)
+        stream, _ = job.server.accept()
+        stream.recv(1000)
+        heard.set()
+        stream.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    started = job.probe("a")
+    assert started.wait(PATIENCE) in (0, 1)
+    thread.join(PATIENCE)
+    assert heard.is_set()
+
+
+def test_signals_do_not_end_a_probe(job: Job) -> None:
+    started = job.probe("a")
+    job.server.settimeout(PATIENCE)
+    stream, _ = job.server.accept()
+    with stream:
+        stream.recv(1000)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            started.send_signal(number)
+        assert started.poll() is None
+
+
+def test_what_a_stranger_has_written_has_its_type_or_its_default() -> None:
+    wrong: list[Any] = [None, [], "x", {"memory": "9", "disk": 7, "gpus_seen": True, "clock": []}]
+    for content in wrong:
+        assert load(NodeMeasurements, content) == NodeMeasurements()
+    read = load(NodeMeasurements, {"memory": 7, "disk": "x" * 999, "clock": float("inf")})
+    assert read == NodeMeasurements(memory=7.0, disk="x" * 200)
+    assert load(LoadMeasurements, {"spin": 10**400}) == LoadMeasurements()
+
+
+def test_srun_gets_a_task_a_node() -> None:
+    words = collector.words(["h1", "h2"], ["py", "a.pyz"], ["h1", "10.0.0.1"], 77, 4)
+    assert words[0] == "srun"
+    assert {"--nodes=2", "--ntasks=2", "--nodelist=h1,h2", "--overlap"} < set(words)
+    behind = words[words.index("--") + 1 :]
+    assert behind == [
+        *("py", "a.pyz", "probe", "--collector=h1", "--collector=10.0.0.1"),
+        *("--port=77", "--gpus=4"),
+    ]
+
+
+def test_memory_is_bounded_by_the_control_groups(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4096 kB\n")
+    assert probe.available_memory(proc, groups) == 4096 * 1024
+    (proc / "self/cgroup").write_text("0::/job/step\n")
+    (groups / "job/step").mkdir(parents=True)
+    (groups / "job/step/memory.max").write_text("max\n")
+    (groups / "job/memory.max").write_text("1048576\n")
+    assert probe.available_memory(proc, groups) == 1048576
+    (proc / "self/cgroup").write_text("4:cpu,memory:/job\n")
+    (groups / "memory/job").mkdir(parents=True)
+    (groups / "memory/job/memory.limit_in_bytes").write_text("2097152\n")
+    assert probe.available_memory(proc, groups) == 2097152
+    assert probe.available_memory(tmp_path / "none", groups) == -1.0

@@ -1,0 +1,555 @@
+"""Bad nodes: their file, which of them a job leaves out, and what blames one."""
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import RequestError
+from clusterddp.request.spec import Resources
+from clusterddp.run import bad_nodes, hardware
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.bad_nodes import BadNode, Trial
+from clusterddp.run.events import Failure
+from clusterddp.run.records import TaskError
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.partitions import Node
+from tests.cli.made_runs import Workplace, submitted, workplace
+from tests.event_lines import add_event, read_events
+from tests.hostile import CARRIED, REFUSED
+
+__all__ = ["workplace"]
+
+DAY = 24 * 3600.0
+
+
+def run_in(root: Path, name: str = "a") -> Attempt:
+    run = RunDir(root / name)
+    run.path.mkdir(parents=True)
+    return Attempt(run, 1)
+
+
+# -- the file ----------------------------------------------------------------------------------
+
+
+def test_a_blamed_node_is_read_until_it_is_cleared(tmp_path: Path) -> None:
+    attempt = run_in(tmp_path)
+    bad_nodes.blame(attempt, "7", {"h02": "lost", "h03": "slow"}, bad_nodes.BY_LOSS)
+    bad = bad_nodes.read(tmp_path)
+    assert sorted(bad) == ["h02", "h03"]
+    assert (bad["h02"].reason, bad["h02"].run, bad["h02"].attempt) == ("lost", "a", 1)
+    assert bad["h02"].expires - bad["h02"].time == DAY
+    bad_nodes.clear(tmp_path, ["h02"])
+    assert list(bad_nodes.read(tmp_path)) == ["h03"]
+    assert bad_nodes.known(tmp_path) == {"h02", "h03"}
+    bad_nodes.blame(attempt, "7", {"h02": "lost again"}, bad_nodes.BY_LOSS)
+    assert bad_nodes.read(tmp_path)["h02"].reason == "lost again"
+    assert [event["event"] for event in read_events(attempt.run)] == ["nodes_blamed"] * 2
+
+
+def test_a_node_is_used_again_after_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad_nodes.blame(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    later = time.time() + DAY + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert bad_nodes.read(tmp_path) == {}
+
+
+def test_the_time_is_that_which_the_run_asks_for(workplace: Workplace) -> None:
+    run = workplace.run("a")
+    spec = dataclasses.replace(run.load_spec(), bad_node_hours=0.5)
+    run.spec.write_text(spec.to_json())
+    bad_nodes.blame(Attempt(run, 1), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    node = bad_nodes.read(workplace.root)["h02"]
+    assert node.expires - node.time == 1800
+
+
+def test_torn_and_foreign_lines_take_nothing_from_the_others(tmp_path: Path) -> None:
+    attempt, path = run_in(tmp_path), tmp_path / bad_nodes.FILE_NAME
+    bad_nodes.blame(attempt, "7", {"h01": "lost"}, bad_nodes.BY_LOSS)
+    with path.open("ab") as file:
+        file.write(b'[1]\n{"reason": "no host"}\n\xff\xfe\n{"host": "h02", "expi')
+    bad_nodes.blame(attempt, "7", {"h03": "lost"}, bad_nodes.BY_LOSS)
+    assert sorted(bad_nodes.read(tmp_path)) == ["h01", "h03"]
+
+
+def test_without_a_file_no_node_is_bad(tmp_path: Path) -> None:
+    assert bad_nodes.read(tmp_path) == {}
+
+
+def test_runs_that_write_at_once_lose_no_line(tmp_path: Path) -> None:
+    attempts = [run_in(tmp_path, f"run-{n}") for n in range(8)]
+
+    def blame(attempt: Attempt) -> None:
+        for n in range(5):
+            host = f"{attempt.run.name}-{n}"
+            bad_nodes.blame(attempt, "7", {host: "x" * 2000}, bad_nodes.BY_LOSS)
+
+    threads = [threading.Thread(target=blame, args=[attempt]) for attempt in attempts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(bad_nodes.read(tmp_path)) == 40
+
+
+@pytest.mark.parametrize("text", CARRIED + REFUSED)
+def test_a_hostile_reason_stays_what_it_is(text: str, tmp_path: Path) -> None:
+    bad_nodes.blame(run_in(tmp_path), "7", {"h02": text}, bad_nodes.BY_LOSS)
+    assert bad_nodes.read(tmp_path)["h02"].reason == text
+
+
+# -- which of them a job leaves out --------------------------------------------------------------
+
+
+def bad(*hosts: str) -> Mapping[str, BadNode]:
+    """Bad nodes, the latest blamed last."""
+    return {host: BadNode(host, "lost", time=float(n)) for n, host in enumerate(hosts)}
+
+
+def cluster(count: int, **states: str) -> list[Node]:
+    names = [f"h{n:02}" for n in range(1, count + 1)]
+    return [Node(name, states.get(name, "idle"), 16, {"": 4}, memory=64000) for name in names]
+
+
+def chosen(asked: Resources, nodes: list[Node], *hosts: str) -> list[str]:
+    return list(bad_nodes.among(bad(*hosts), asked, nodes, asked.nodes).nodes)
+
+
+def test_bad_nodes_are_left_out_as_far_as_enough_others_stay() -> None:
+    asked = Resources(nodes=2)
+    assert chosen(asked, cluster(4), "h01", "h02") == ["h02", "h01"]
+    choice = bad_nodes.among(bad("h01", "h02"), asked, cluster(3), 2)
+    assert list(choice.nodes) == ["h02"]  # the latest
+    assert choice.remarks == (
+        "h01 is bad (lost), but is not left out: of 3 nodes that fit, the job needs 2",
+    )
+    assert chosen(asked, cluster(2), "h01") == []
+
+
+def test_nodes_that_slurm_cannot_give_leave_less_room() -> None:
+    asked = Resources(nodes=2)
+    for state in ("down*", "drained", "draining", "idle*", "maint", "fail"):
+        assert chosen(asked, cluster(3, h03=state), "h01") == []
+    for state in ("allocated", "mixed", "idle~", "completing"):
+        assert chosen(asked, cluster(3, h03=state), "h01") == ["h01"]
+    assert chosen(asked, cluster(3, h01="down*"), "h01") == ["h01"]  # it takes no room
+    assert chosen(asked, cluster(2, h01="down*"), "h01") == []  # the job needs it once it is back
+
+
+def test_only_nodes_that_fit_count_as_others() -> None:
+    small = Node("h04", "idle", 2, {})
+    assert chosen(Resources(nodes=3), [*cluster(3), small], "h01") == ["h01"]
+    assert chosen(Resources(nodes=3, gpus_per_node=1), [*cluster(3), small], "h01") == []
+    assert chosen(Resources(nodes=3, cpus_per_task=4), [*cluster(3), small], "h01") == []
+    assert chosen(Resources(nodes=3, constraint="big&(x|y)"), [*cluster(3), small], "h01") == []
+    assert chosen(Resources(nodes=3, mem="2G"), [*cluster(3), small], "h01") == []
+    assert chosen(Resources(nodes=2, mem="62G"), cluster(3), "h01") == ["h01"]
+    assert chosen(Resources(nodes=2, mem="63G"), cluster(3), "h01") == []
+    assert chosen(Resources(nodes=3, exclude="h04"), [*cluster(3), small], "h01") == []
+
+
+def test_nodes_that_are_demanded_unwanted_or_elsewhere_are_passed_over() -> None:
+    asked = Resources(nodes=1, nodelist="h01", exclude="h02")
+    choice = bad_nodes.among(bad("h01", "h02", "gone"), asked, cluster(4), 1)
+    assert choice.nodes == {}
+    assert choice.remarks == ("h01 is bad (lost), but --nodelist demands it",)
+
+
+def test_what_is_left_out_is_merged_with_the_persons_and_forgets_the_cleared() -> None:
+    asked = Resources(exclude="h[07-08]")
+    before, known = ["h07", "h05", "h03"], {"h03", "h02"}  # h03 was cleared
+    assert bad_nodes.merged(asked, before, ["h02"], known) == ["h07", "h08", "h05", "h02"]
+
+
+def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) -> None:
+    lines = [
+        f"h0{n}|{where}|idle|16|gpu:4|(null)|64000" for n in (1, 2, 3) for where in ("main*", "big")
+    ]
+    workplace.command("sinfo", "\n".join(f"echo '{line}'" for line in lines))
+    asked = Resources(nodes=2, gpus_per_node=4)
+    assert bad_nodes.choose(workplace.root, asked, os.environ).nodes == {}
+    assert workplace.calls == []
+    bad_nodes.blame(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    choice = bad_nodes.choose(workplace.root, asked, os.environ)
+    assert choice.line == "left out as bad: h02 (lost). 'clusterddp nodes' lists them"
+    assert len(workplace.calls) == 1
+    three = Resources(nodes=3)
+    assert "the job needs 3" in bad_nodes.choose(workplace.root, three, os.environ).remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("sinfo", "asked", "words"),
+    [
+        ("echo no >&2; exit 1", {}, "h02 cannot be left out: sinfo: no"),
+        (None, {}, "h02 cannot be left out: no sinfo on PATH"),
+        ("", {"reservation": "night"}, "which nodes reservation night has is not known"),
+        ("", {"partition": "a,b"}, "which of a,b the job gets is not known"),
+    ],
+)
+def test_where_nothing_can_be_told_nothing_is_left_out_and_it_says_so(
+    workplace: Workplace,
+    sinfo: str | None,
+    asked: dict[str, Any],
+    words: str,
+) -> None:
+    if sinfo is not None:
+        workplace.command("sinfo", sinfo)
+    bad_nodes.blame(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    choice = bad_nodes.choose(workplace.root, Resources(**asked), os.environ)
+    assert choice.nodes == {}
+    assert words in choice.remarks[0]
+
+
+def test_an_option_that_decides_which_nodes_fit_has_none_left_out(workplace: Workplace) -> None:
+    bad_nodes.blame(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    choice = bad_nodes.choose(workplace.root, Resources(), os.environ, others=["gres", "nice"])
+    assert choice.nodes == {}
+    assert "which nodes can serve --gres is not known" in choice.remarks[0]
+
+
+def test_a_nodelist_that_demands_a_bad_node_is_refused(tmp_path: Path) -> None:
+    bad_nodes.blame(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    bad_nodes.refuse_demanded(tmp_path, Resources(nodes=2, nodelist="h[03-04]"))
+    with pytest.raises(RequestError, match=r"h02 .*: lost.* 'clusterddp nodes clear h02'"):
+        bad_nodes.refuse_demanded(tmp_path, Resources(nodes=2, nodelist="h[01-02]"))
+
+
+# -- what names hardware -------------------------------------------------------------------------
+
+TORCH, ACCELERATOR = "RuntimeError", "torch.AcceleratorError"
+HINT = "\nCUDA kernel errors might be asynchronously reported at some other API call"
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error (run with NCCL_DEBUG=INFO "
+XID = "[ 7.1] NVRM: Xid (PCI:0000:3b:00): {}, pid=1, name=python, GPU has fallen off the bus.\n"
+
+NAMED = {
+    "ecc": (TORCH, f"CUDA error: uncorrectable ECC error encountered{HINT}", 1, ""),
+    "ecc, newer torch": (ACCELERATOR, "CUDA error: uncorrectable ECC error encountered", 1, ""),
+    "ecc, in NCCL": (
+        "torch.distributed.DistBackendError",
+        "NCCL error in: x.cpp:1, unhandled cuda error\nLast error:\n"
+        "Cuda failure 214 'uncorrectable ECC error encountered'",
+        1,
+        "",
+    ),
+    "nvlink": (
+        TORCH,
+        "CUDA error: uncorrectable NVLink error detected during the execution",
+        1,
+        "",
+    ),
+    "fabric manager": (TORCH, "CUDA error: system not yet initialized", 1, ""),
+    "ib verbs": (
+        "torch.distributed.DistBackendError",
+        f"{NCCL})\nncclSystemError: System call failed\nLast error:\nCall to ibv_reg_mr failed",
+        1,
+        "",
+    ),
+    "ib event": (
+        "DistBackendError",
+        f"{NCCL})\nncclSystemError\nNET/IB : mlx5_0:1 Got async event : port error",
+        1,
+        "",
+    ),
+    "xid 79": ("", "", 134, XID.format(79)),
+    "xid 48": (TORCH, "CUDA error: unspecified launch failure", 1, XID.format(48)),
+    "xid 95": ("", "", 1, XID.format(95)),
+    "bus error": ("", "", 128 + signal.SIGBUS, ""),
+    "local disk": ("OSError", "[Errno 5] Input/output error: '/tmp/cache/a.bin'", 1, ""),
+}
+NEAR = {
+    "a program: its own words": (
+        "ValueError", "CUDA error: uncorrectable ECC error encountered", 1, ""
+    ),
+    "a program that only mentions it": (
+        TORCH, "I have seen: CUDA error: uncorrectable ECC error encountered", 1, ""
+    ),
+    "a program's failure beside an old xid": ("ValueError", "boom", 1, XID.format(79)),
+    "launch failure": (TORCH, f"CUDA error: unspecified launch failure{HINT}", 1, ""),
+    "illegal address": (TORCH, "CUDA error: an illegal memory access was encountered", 1, ""),
+    "assert": (TORCH, "CUDA error: device-side assert triggered", 1, ""),
+    "out of memory": ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate", 1, ""),
+    "busy": (TORCH, "CUDA error: CUDA-capable device(s) is/are busy or unavailable", 1, ""),
+    "no device": (TORCH, "CUDA error: no CUDA-capable device is detected", 1, ""),
+    "a lost peer": (
+        "torch.distributed.DistBackendError",
+        f"{NCCL})\nncclSystemError: System call (e.g. socket, malloc) or external library call "
+        "failed or device error.\nLast error:\nsocketStartConnect: Connect to 10.0.0.1<5> failed : "
+        "Connection refused",
+        1,
+        "",
+    ),
+    "a full /dev/shm": (
+        "torch.distributed.DistBackendError",
+        f"{NCCL})\nncclSystemError\nLast error:\nError while creating shared memory segment "
+        "/dev/shm/nccl-abc (size 9637888)",
+        1,
+        "",
+    ),
+    "completion with an error of a peer": (
+        "torch.distributed.DistBackendError",
+        "NCCL error in: x.cpp:1, remote process exited or there was a network error\n"
+        "NET/IB : Got completion from peer 10.0.0.2<5> with status=12",
+        1,
+        "",
+    ),
+    "a loader's worker": (
+        TORCH, "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that "
+        "dataloader's workers are out of shared memory.", 1, "",
+    ),
+    "xid of a program, 31": ("", "", 1, XID.format(31)),
+    "xid of a program, 13": (TORCH, "CUDA error: an illegal memory access", 1, XID.format(13)),
+    "a number that begins like one": ("", "", 1, XID.format(790)),
+    "a shared disk": ("OSError", "[Errno 5] Input/output error: '/home/me/data.bin'", 1, ""),
+    "a full local disk": ("OSError", "[Errno 28] No space left on device: '/tmp/a.bin'", 1, ""),
+    "killed": ("", "", 137, ""),
+    "segmentation fault": ("", "", 139, ""),
+    "an end that is none": ("", "", 0, XID.format(79)),
+    "nobody knows": ("", "", None, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_names_hardware_is_named(name: str) -> None:
+    kind, message, code, log = NAMED[name]
+    error = TaskError(kind, message) if kind else None
+    assert hardware.named(error, code, log)
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_near_misses_name_none(name: str) -> None:
+    kind, message, code, log = NEAR[name]
+    error = TaskError(kind, message) if kind else None
+    assert hardware.named(error, code, log) == ""
+
+
+def test_each_sign_has_its_source_in_the_documentation() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs/bad-nodes.md").read_text().split())
+    for sign in (*hardware.OF_TORCH, *hardware.OF_LOG):
+        assert sign.source in text
+
+
+# -- ranks that crash there again ----------------------------------------------------------------
+
+SEGV = ("killed by SIGSEGV", 139)
+LAUNCH = ("RuntimeError: CUDA error: unspecified launch failure", 1)
+BOOM = ("ValueError: boom", 1)
+
+
+def trial(hosts: str, reached: int | None, failure: tuple[str, int] | None = None) -> Trial:
+    names = hosts.split()
+    made = Failure(3, names[-1], failure[0], "logs/rank-3.log", failure[1]) if failure else None
+    return Trial(names, made, reached)
+
+
+@pytest.mark.parametrize("how", [SEGV, LAUNCH])
+def test_ranks_that_crash_there_again_and_got_further_elsewhere_blame_the_node(
+    how: tuple[str, int],
+) -> None:
+    twice = [trial("h01 h02", 40, how), trial("h03 h02", 40, how)]
+    assert bad_nodes.failed_again([*twice, trial("h01 h03", 80)]) == "h02"
+    assert bad_nodes.failed_again([*twice, trial("h01 h03", 80, BOOM)]) == ""
+    assert bad_nodes.failed_again([trial("h01 h03", 80), *twice]) == "h02"
+
+
+@pytest.mark.parametrize(
+    "trials",
+    [
+        [trial("h01 h02", 40, SEGV), trial("h01 h03", 80)],
+        [trial("h01 h02", 40, SEGV), trial("h01 h02", 40, SEGV)],
+        [trial("h01 h02", 40, SEGV), trial("h01 h02", 40, SEGV), trial("h01 h03", 40)],
+        [trial("h02", 40, SEGV), trial("h02", 40, SEGV), trial("h01", 80)],
+        [trial("h01 h02", 40, SEGV), trial("h01 h02", 80), trial("h01 h02", 40, SEGV),
+         trial("h01 h03", 99)],
+        [trial("h01 h02", 40, SEGV), trial("h02 h01", 40, SEGV), trial("h03 h04", 80)],
+        [trial("h01 h02", 40, BOOM), trial("h01 h02", 40, BOOM), trial("h01 h03", 80)],
+        [trial("h01 h02", 40, SEGV), trial("h01 h02", 40, BOOM), trial("h01 h03", 80)],
+        [trial("h01 h02", None, SEGV), trial("h01 h02", None, SEGV), trial("h01 h03", 80)],
+        [],
+    ],
+    ids=["once", "nowhere else", "no further", "no other host", "not in a row", "two nodes",
+         "program", "program once", "no steps", "none"],
+)  # fmt: skip
+def test_what_may_be_the_programs_blames_nobody(trials: list[Trial]) -> None:
+    assert bad_nodes.failed_again(trials) == ""
+
+
+# -- what a job does -----------------------------------------------------------------------------
+
+LOST = "srun: error: Node failure on h02\n"
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """`finish` is the last call of a batch script, and is deaf from then on."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+def begun(place: Workplace, launched: str = "") -> RunDir:
+    """A run whose first attempt has started on h01 and h02."""
+    run = place.run("a", submitted("17"))
+    Attempt(run, 1).outcomes.mkdir(parents=True)
+    add_event(run, "started", job_id="17", restart=0, attempt=1, nodelist="h[01-02]")
+    run.job_log.write_text(f"clusterddp: a, job 17 on h[01-02], today\n{launched}")
+    return run
+
+
+def cluster_says(
+    place: Workplace,
+    excluded: str = "(null)",
+    down: str = "",
+    requeue: str = "exit 0",
+    update: str = "exit 0",
+) -> None:
+    job = (
+        "JobId=17 JobName=x JobState=RUNNING Restarts=0 RunTime=00:01:00 TimeLimit=00:10:00 "
+        f"PreemptTime=None Partition=main ExcNodeList={excluded} Command=y"
+    )
+    place.command(
+        "scontrol",
+        f'case "$1" in requeue) {requeue};; update) {update};; *) echo "{job}";; esac',
+    )
+    states = {name: "down*" if name == down else "idle" for name in ("h01", "h02", "h03", "h04")}
+    lines = [f"echo '{name}|main*|{state}|64|gpu:4|x|64000'" for name, state in states.items()]
+    place.command("sinfo", "\n".join(lines))
+
+
+def finish(place: Workplace, run: RunDir, code: int, *options: str) -> str:
+    return place.invoke(
+        "finish", str(run.path), f"--exit-code={code}", "--job-id=17", "--restart=0",
+        "--attempt=1", "--max-requeues=20", "--requeue", *options,
+    ).out  # fmt: skip
+
+
+def begin(place: Workplace, run: RunDir, nodelist: str = "h[01-02]") -> int:
+    return place.invoke(
+        "begin", str(run.path), "--job-id=17", "--restart=0", "--max-requeues=20",
+        f"--nodelist={nodelist}",
+    ).code  # fmt: skip
+
+
+def updates(place: Workplace) -> list[str]:
+    return [call for call in place.calls if call.startswith("scontrol update")]
+
+
+def test_a_lost_node_is_blamed_and_left_out_once_the_job_is_back(workplace: Workplace) -> None:
+    run = begun(workplace, LOST)
+    cluster_says(workplace, excluded="h[07-08]")
+    finish(workplace, run, 1)
+    assert bad_nodes.read(workplace.root)["h02"].by == bad_nodes.BY_LOSS
+    assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h07,h08,h02"]
+    order = [call for call in workplace.calls if "requeue" in call or "update" in call]
+    assert order[0] == "scontrol requeue 17"  # while it runs Slurm would refuse the other
+    assert read_events(run)[-1]["nodes"] == {"h02": "lost during attempt 1"}
+
+
+def test_a_job_without_bad_nodes_asks_slurm_nothing_more(workplace: Workplace) -> None:
+    run = begun(workplace)
+    cluster_says(workplace)
+    Attempt(run, 1).end.write_text('{"cause": "stopped", "reason": "signal", "step": 40}')
+    finish(workplace, run, 75)
+    assert "scontrol requeue 17" in workplace.calls
+    assert not any(call.startswith("sinfo") for call in workplace.calls)
+    assert updates(workplace) == []
+
+
+def test_a_cleared_node_comes_back(workplace: Workplace) -> None:
+    run = begun(workplace, LOST)
+    cluster_says(workplace, excluded="h[03,09]")
+    bad_nodes.blame(Attempt(run, 1), "17", {"h03": "slow"}, bad_nodes.BY_PREFLIGHT)
+    bad_nodes.clear(workplace.root, ["h03"])
+    finish(workplace, run, 1)
+    assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h09,h02"]
+
+
+def test_a_refused_update_costs_the_exclusion_alone(workplace: Workplace) -> None:
+    run = begun(workplace, LOST)
+    cluster_says(workplace, update="echo 'Job is no longer pending execution' >&2; exit 1")
+    said = finish(workplace, run, 1)
+    assert "bad nodes cannot be left out" in said and "no longer pending" in said
+    assert [e["event"] for e in read_events(run)][-1] == "requeued"
+
+
+def test_the_job_in_its_place_leaves_it_out_and_the_script_stays(workplace: Workplace) -> None:
+    run = begun(workplace, LOST)
+    cluster_says(workplace, requeue="echo disabled >&2; exit 1")
+    workplace.command("sbatch", "/bin/cat >sent; echo 18")
+    workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
+    run.script.write_text("#!/bin/bash\n")
+    finish(workplace, run, 1)
+    assert "sbatch --parsable --exclude=h02" in workplace.calls
+    assert (workplace.folder / "sent").read_text() == run.script.read_text() == "#!/bin/bash\n"
+    assert read_events(run)[-1]["job_id"] == "18"
+
+
+def test_a_rank_that_dies_of_hardware_blames_its_node(workplace: Workplace) -> None:
+    run = begun(workplace)
+    cluster_says(workplace)
+    error = {"type": TORCH, "message": "CUDA error: uncorrectable ECC error encountered"}
+    content = {
+        "rank": 3, "local_rank": 1, "node_rank": 1, "host": "h02", "pid": 1, "job_id": "17",
+        "restart": 0, "step_id": "0", "started": 1.0, "ended": 2.0, "exit_code": 1, "error": error,
+    }  # fmt: skip
+    (Attempt(run, 1).outcomes / "rank-3.json").write_text(json.dumps(content))
+    finish(workplace, run, 1, "--restart-on-failure=1")
+    node = bad_nodes.read(workplace.root)["h02"]
+    assert node.by == bad_nodes.BY_HARDWARE
+    assert node.reason.startswith("rank 3 died: uncorrectable ECC error: CUDA error")
+    assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h02"]
+
+
+def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace) -> None:
+    run = begun(workplace)
+    add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
+    bad_nodes.blame(Attempt(run, 1), "17", {"h02": "slow"}, bad_nodes.BY_PREFLIGHT)
+    cluster_says(workplace)
+    assert [begin(workplace, run) for _ in range(3)] == [75, 75, 0]
+    kinds = [event["event"] for event in read_events(run)]
+    assert kinds.count("not_started") == kinds.count("requeued") == 2
+    assert kinds[-1] == "started"
+    assert workplace.calls.count("scontrol requeue 17") == 2
+    assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h02"] * 2
+    assert sum(call.startswith("sinfo") for call in workplace.calls) == 3  # one a start
+    assert begin(workplace, run, "h[03-04]") == 0
+
+
+@pytest.mark.parametrize("why", ["requeue refused", "not enough nodes", "cleared", "cancelled"])
+def test_a_start_on_a_bad_node_goes_on_where_giving_it_back_is_of_no_use(
+    workplace: Workplace, why: str
+) -> None:
+    run = begun(workplace)
+    add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
+    bad_nodes.blame(Attempt(run, 1), "17", {"h02": "slow"}, bad_nodes.BY_PREFLIGHT)
+    cluster_says(workplace, requeue="exit 1" if why == "requeue refused" else "exit 0")
+    if why == "not enough nodes":
+        workplace.monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    if why == "cleared":
+        bad_nodes.clear(workplace.root, ["h02"])
+    if why == "cancelled":
+        add_event(run, "cancelled", job_id="17")
+    assert begin(workplace, run) == (75 if why == "cancelled" else 0)
+    assert "not_started" not in [event["event"] for event in read_events(run)]
+
+
+@pytest.mark.parametrize("how", ["its node is down", "srun has said so", "neither"])
+def test_the_node_of_a_script_that_was_lost_is_blamed_at_the_next_start(
+    workplace: Workplace, how: str
+) -> None:
+    run = begun(workplace, LOST if how == "srun has said so" else "")
+    cluster_says(workplace, down="h02" if how == "its node is down" else "h04")
+    assert begin(workplace, run, "h[01,03]") == 0
+    blamed = [event["nodes"] for event in read_events(run) if event["event"] == "nodes_blamed"]
+    reason = "lost during attempt 1, whose end nobody recorded"
+    assert blamed == ([] if how == "neither" else [{"h02": reason}])

@@ -1,0 +1,190 @@
+"""Checks of a login node that need no Slurm: folders, dataset, Python; and their bound in time."""
+
+import dataclasses
+import os
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.train_config import TrainConfig
+from clusterddp.submission import doctor, machine_checks
+from clusterddp.submission.diagnosis import BAD, GOOD, WARNING
+from clusterddp.submission.machine_checks import dataset, file_system_type, output_folder, python
+from tests.waiting import has_gone
+
+MOUNTS = r"""
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:40 / /shared rw shared:5 master:2 - nfs4 server:/export rw
+31 30 0:41 / /shared/fast rw - lustre mgs:/fast rw
+32 22 0:42 / /with\040blank rw - beegfs beegfs rw
+33 22 0:43 / /twice rw - xfs /dev/sdb rw
+34 22 0:44 / /twice rw - tmpfs none rw
+a line of no form
+""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home/me", "ext4"),
+        ("/", "ext4"),
+        ("/shared", "nfs4"),
+        ("/shared/runs", "nfs4"),
+        ("/sharedother", "ext4"),
+        ("/shared/fast/runs", "lustre"),
+        ("/with blank/runs", "beegfs"),
+        ("/twice/runs", "tmpfs"),
+    ],
+)
+def test_a_paths_file_system_is_that_of_its_nearest_mount(path: str, kind: str) -> None:
+    assert file_system_type(path, MOUNTS) == kind
+
+
+def test_without_a_mount_the_type_is_unknown() -> None:
+    assert file_system_type("/home", []) == "unknown"
+
+
+def spec(folder: Path, **fields: object) -> JobSpec:
+    fields = {"train": TrainConfig(dataset="synthetic", data_dir=str(folder / "data")), **fields}
+    run_dir = str(folder / "jobs" / "doctor")
+    return JobSpec("doctor", run_dir, Resources(), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("free", "inodes", "counted", "kind", "verdict", "words"),
+    [
+        (2**40, 10**6, 10**7, "nfs4", GOOD, "1,024.0 GiB, 1,000,000 inodes"),
+        (2**40, 0, 0, "lustre", GOOD, "inodes not counted"),
+        (2**32, 10**6, 10**7, "nfs4", WARNING, "make room"),
+        (2**40, 5_000, 10**7, "nfs4", WARNING, "make room"),
+        (2**20, 10**6, 10**7, "nfs4", BAD, "too little"),
+        (2**40, 10, 10**7, "nfs4", BAD, "too little"),
+        (2**40, 10**6, 10**7, "ext4", WARNING, "ext4 is this machine's own"),
+        (2**40, 10**6, 10**7, "strangefs", WARNING, "strangefs is of no type known here"),
+    ],
+)
+def test_the_output_folder_is_judged_by_its_room_and_by_who_shares_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    free: int, inodes: int, counted: int, kind: str, verdict: str, words: str,
+) -> None:  # fmt: skip
+    room = SimpleNamespace(f_bavail=free, f_frsize=1, f_files=counted, f_favail=inodes)
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+    monkeypatch.setattr(machine_checks, "file_system_type", lambda *_: kind)
+    check = output_folder(str(tmp_path / "runs" / "doctor"), doubts=True)
+    assert check.verdict == verdict
+    assert words in f"{check.seen} {check.advice}"
+    assert check.facts["free_bytes"] == free and check.facts["exists"] is False
+    assert bool(check.advice) == (verdict != GOOD)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_there_is_no_slurm_a_local_folder_is_no_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_checks, "LITTLE_BYTES", 0)
+    monkeypatch.setattr(machine_checks, "LITTLE_INODES", 0)
+    monkeypatch.setattr(machine_checks, "file_system_type", lambda *_: "ext4")
+    assert output_folder(str(tmp_path / "doctor"), doubts=False).verdict == GOOD
+
+
+def test_an_output_root_that_is_a_file_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "jobs").write_text("")
+    check = output_folder(str(tmp_path / "jobs" / "doctor"), doubts=False)
+    assert check.verdict == BAD and "cannot be written" in check.seen
+
+
+def test_a_dataset_is_whole_missing_or_damaged(tmp_path: Path, synthetic_dir: Path) -> None:
+    whole = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir))
+    assert dataset(spec(tmp_path, train=whole), doubts=False).verdict == GOOD
+    missing = dataset(spec(tmp_path), doubts=False)
+    assert missing.verdict == WARNING and "clusterddp data synthesise" in missing.advice
+    raw = tmp_path / "data" / "synthetic" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in (synthetic_dir / "synthetic" / "MNIST" / "raw").iterdir():
+        content = bytearray(path.read_bytes())
+        content[-1] ^= path.name.startswith("train-images")
+        (raw / path.name).write_bytes(content)
+    damaged = dataset(spec(tmp_path), doubts=False)
+    assert damaged.verdict == BAD and "SHA-256" in damaged.seen
+
+
+def program(folder: Path, body: str) -> str:
+    """An interpreter that answers as the body says."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def answer(version: str = "3.12.1", cuda: str = '"13.0"') -> str:
+    return (
+        f'echo a remark; echo \'{{"python": "{version}", "torch": "2.9", "cuda": {cuda}, '
+        '"hip": null, "nccl": ""}\''
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "verdict", "words"),
+    [
+        (answer(), GOOD, "Python 3.12.1, torch 2.9, CUDA 13.0, imported in"),
+        (answer(cuda="null"), GOOD, "no CUDA"),
+        (answer(version="3.9.2"), BAD, "the tasks need Python 3.10"),
+        ("echo 'ModuleNotFoundError: no torch' >&2; exit 1", BAD, "no torch"),
+        ("exit 3", BAD, "exit code 3"),
+        ("echo '{}'", BAD, "does not import torch"),
+        ("echo 7", BAD, "does not import torch"),
+    ],
+)
+def test_the_python_is_judged_by_what_it_answers(
+    tmp_path: Path, body: str, verdict: str, words: str
+) -> None:
+    check = python(spec(tmp_path, python=program(tmp_path, body)))
+    assert check.verdict == verdict and words in check.seen
+    assert bool(check.advice) == (verdict != GOOD)
+
+
+def test_a_python_that_is_not_there_is_bad_unless_the_jobs_modules_may_bring_it(
+    tmp_path: Path,
+) -> None:
+    gone = spec(tmp_path, python=str(tmp_path / "gone"))
+    assert python(gone).verdict == BAD
+    assert python(dataclasses.replace(gone, modules=("torch",))).verdict == WARNING
+    assert python(dataclasses.replace(gone, launch_prefix=("env",))).verdict == WARNING
+
+
+def test_this_python_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "IMPORT_SECONDS", 240.0)  # on a busy machine
+    check = python(spec(tmp_path, python=sys.executable))
+    assert check.facts["torch"] and check.verdict in (GOOD, WARNING)
+
+
+def test_an_import_that_hangs_is_killed_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_checks, "IMPORT_SECONDS", 0.5)
+    pid = tmp_path / "pid"
+    check = python(spec(tmp_path, python=program(tmp_path, f"sleep 600 & echo $! >{pid}; wait")))
+    assert check.verdict == WARNING and "within 0.5 s" in check.seen
+    if pid.exists():  # on a busy machine it was killed before
+        assert has_gone(int(pid.read_text()))
+
+
+def test_a_check_that_hangs_costs_its_own_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "output_folder", lambda *_, **__: released.wait(600))
+    monkeypatch.setattr(doctor, "python", lambda _: doctor.Check("python", GOOD, "here"))
+    try:
+        diagnosis = doctor.examine(spec(tmp_path))
+    finally:
+        released.set()
+    verdicts = {check.name: check.verdict for check in diagnosis.checks}
+    assert verdicts["output folder"] == BAD and verdicts["slurm"] == WARNING
+    assert diagnosis.verdict == BAD and "python" in verdicts
