@@ -492,7 +492,7 @@ def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "to"), [("USR1", "$$"), ("TERM", "$$"), ("TERM", "0")])
+@pytest.mark.parametrize(("name", "to"), [("USR1", "$$"), ("TERM", "0")])
 def test_a_signal_ahead_of_any_line_of_the_script_is_neither_lost_nor_ends_it(
     name: str, to: str, job: Callable[..., Job], tmp_path: Path
 ) -> None:
