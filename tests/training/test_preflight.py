@@ -105,7 +105,7 @@ def test_a_wrong_product_has_all_ranks_leave_unless_the_node_is_known_as_bad(
     assert {answer[0] for answer in run_ranks(4, checked, str(tmp_path / "b"), "wrong")} == {True}
     kept = record(tmp_path / "b")
     assert kept["failed"] == {}
-    assert kept["remarks"][-1].startswith("the job has no better nodes than h1 (rank 2 on cpu ")
+    assert kept["remarks"][-1].startswith("the job has no better nodes than h1 (h1: rank 2 ")
 
 
 def test_what_cannot_be_recorded_ends_nothing(tmp_path: Path) -> None:
