@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ TRAINING = [
 # Python imports it in every process below, and calls `begin` on one host once the ranks have met
 # and are about to check their nodes.
 HOOK = f"""
-import os, pathlib, sys, time
+import os, pathlib, subprocess, sys, time
 
 HERE = pathlib.Path(__file__).parent
 
@@ -59,14 +58,19 @@ WRONG = """
 HANGS = """
     alter(torch, lambda product: time.sleep(600))
 """
-# Waits on the machine's last core until the test has put a fault in.
+# Waits until the test has put a fault in. Other work that begins on the rank's core is of its own
+# control group: the kernel shares a core out between these first.
 WAITS = f"""
-    for task in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(task), {{{CORE}}})
     (HERE / "waits").touch()
     until = time.monotonic() + 120
     while not (HERE / "goes").exists() and time.monotonic() < until:
         time.sleep(0.01)
+    if (HERE / "busy").exists():
+        for task in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(task), {{{CORE}}})
+        spin = f"import os; os.nice(-10)\\nwhile os.getppid() == {{os.getpid()}}: pass"
+        for _ in range(8):
+            subprocess.Popen([sys.executable, "-S", "-c", spin])
 """
 
 
@@ -133,13 +137,9 @@ def test_a_node_that_multiplies_wrongly_is_replaced_by_a_spare_in_the_same_job(
     assert [event for event in read_events(run) if event.get("first_failure")] == []
 
 
-def busy_processor(cluster: SlurmCluster, folder: Path) -> Callable[[], object]:
-    spin = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()\nwhile 1: pass"
-    prefix = ["nice", "-n", "-15", "taskset", "-c", str(CORE), sys.executable, "-c", spin]
-    marks = [folder / f"spins-{number}" for number in range(8)]
-    busy = [cluster.popen_on(BAD, [*prefix, mark]) for mark in marks]
-    wait_for(lambda: all(mark.exists() for mark in marks), "other work")
-    return lambda: [each.kill_group() for each in busy]
+def busy_processor(_: SlurmCluster, folder: Path) -> Callable[[], object]:
+    (folder / "busy").touch()
+    return lambda: None
 
 
 def slow_link(cluster: SlurmCluster, _: Path) -> Callable[[], object]:
@@ -197,8 +197,6 @@ def test_a_rank_that_hangs_in_the_checks_is_named(
         four, tmp_path, synthetic_dir, "--nodes", "3", *limits, env=hooked(tmp_path, HANGS)
     )
     assert causes(run) == ["failed"]
-    found = (
-        f"rank 2 on {BAD} failed first: hung: multiplying matrices in its preflight, while others"
-    )
+    found = f"rank 2 on {BAD} failed first: hung: multiplying matrices in its preflight, while"
     assert found in run.job_log.read_text()
-    assert status["first_failure"].startswith(found.partition(",")[0].replace(" failed first", ""))
+    assert found in status["first_failure"]
