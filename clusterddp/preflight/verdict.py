@@ -56,7 +56,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Flow:
+class Flow:
     """Transfer from one node to another, or a connection."""
 
     source: str
@@ -67,39 +67,51 @@ class _Flow:
 
 def judge(nodes: Sequence[Node], silent: Mapping[str, str]) -> Verdict:
     """Judge the nodes; silent: those that have not answered, each with what is known of it."""
-    total = len(nodes) + len(silent)
-    failed: dict[str, list[str]] = {}
-    remarks: list[str] = []
+    blames = Blames(len(nodes) + len(silent))
     comparisons = False
-
-    def blame(found: Mapping[str, str], what: str) -> bool:
-        if 2 * len(found) > total > 1:
-            first, reason = next(iter(found.items()))
-            remarks.append(
-                f"{len(found)} of {total} nodes: {what}, so no one of them is blamed "
-                f"({first}: {reason})"
-            )
-            return False
-        for host, reason in found.items():
-            failed.setdefault(host, []).append(reason)
-        return bool(found)
-
-    blame(_silent(nodes, silent), "no answer")
+    blames.add(_silent(nodes, silent), "no answer")
     for what, check in _CHECKS.items():
-        blame({node.host: why for node in nodes if (why := check(node, nodes))}, what)
-    for what, culprits in (
+        blames.add({node.host: why for node in nodes if (why := check(node, nodes))}, what)
+    for what, blamed in (
         ("foreign work", _loaded(nodes)),
         ("not reached", _unreached(nodes)),
         ("slow transfers", _slow(nodes)),
     ):
-        comparisons = blame(culprits, what) or comparisons
-    unexplained = [*_unexplained(nodes, failed)]
-    remarks += unexplained[:_MOST_REMARKS]
-    if len(unexplained) > _MOST_REMARKS:
-        remarks.append(f"{len(unexplained) - _MOST_REMARKS} more pairs are like that")
-    return Verdict(
-        {host: "; ".join(reasons) for host, reasons in failed.items()}, tuple(remarks), comparisons
-    )
+        comparisons = blames.add(blamed, what) or comparisons
+    return blames.verdict([*_unexplained(nodes, blames.failed)], comparisons)
+
+
+class Blames:
+    """Nodes that fail checks, and what it was; a check that most of them fail blames none."""
+
+    def __init__(self, total: int) -> None:
+        """total: nodes that are judged."""
+        self.failed: dict[str, list[str]] = {}
+        self._total, self._remarks = total, list[str]()
+
+    def add(self, found: Mapping[str, str], what: str) -> bool:
+        """Blame nodes for failing a check; returns whether it blames any.
+
+        found: what was measured, by the node's name. what: the check.
+        """
+        if 2 * len(found) > self._total > 1:
+            first, reason = next(iter(found.items()))
+            self._remarks.append(
+                f"{len(found)} of {self._total} nodes: {what}, so no one of them is blamed "
+                f"({first}: {reason})"
+            )
+            return False
+        for host, reason in found.items():
+            self.failed.setdefault(host, []).append(reason)
+        return bool(found)
+
+    def verdict(self, unexplained: Sequence[str], comparisons: bool) -> Verdict:
+        """Sum up; unexplained: pairs that stand apart where neither node is blamed."""
+        remarks = [*self._remarks, *unexplained[:_MOST_REMARKS]]
+        if len(unexplained) > _MOST_REMARKS:
+            remarks.append(f"{len(unexplained) - _MOST_REMARKS} more pairs are like that")
+        failed = {host: "; ".join(reasons) for host, reasons in self.failed.items()}
+        return Verdict(failed, tuple(remarks), comparisons)
 
 
 def better(former: Mapping[str, Pair], latter: Mapping[str, Pair]) -> dict[str, Pair]:
@@ -141,8 +153,8 @@ def table(
                 own.shm_fault or _bytes(own.shm_free),
                 f"{seen.spin * 1000:.0f} ms" if seen.spin >= 0 else "-",
                 f"{seen.interface}{speed}" or "-",
-                _rate(sent),
-                _rate(received),
+                shown_rate(sent),
+                shown_rate(received),
                 f"{own.clock:+.3f} s",
                 "failed" if node.host in verdict.failed else "",
             )
@@ -239,7 +251,7 @@ def _loaded(nodes: Sequence[Node]) -> dict[str, str]:
 
 def _unreached(nodes: Sequence[Node]) -> dict[str, str]:
     flows = [
-        _Flow(node.host, other, 0.0, not pair.error)
+        Flow(node.host, other, 0.0, not pair.error)
         for node in nodes
         for other, pair in node.pairs.items()
     ]
@@ -249,7 +261,7 @@ def _unreached(nodes: Sequence[Node]) -> dict[str, str]:
         host: f"cannot reach {count} other nodes ({words})"
         if outwards
         else f"{count} other nodes cannot connect to it ({words})"
-        for host, (outwards, count, _) in _culprits(flows)
+        for host, (outwards, count, _) in culprits(flows)
     }
 
 
@@ -257,13 +269,13 @@ def _slow(nodes: Sequence[Node]) -> dict[str, str]:
     flows = _flows(nodes)
     usual = statistics.median([flow.rate for flow in flows] or [0.0])
     return {
-        host: f"{'sends' if outwards else 'receives'} at most {_rate(rate)} with {count} other "
-        f"nodes, where {_rate(usual)} is usual"
-        for host, (outwards, count, rate) in _culprits(flows)
+        host: f"{'sends' if outwards else 'receives'} at most {shown_rate(rate)} with {count} "
+        f"other nodes, where {shown_rate(usual)} is usual"
+        for host, (outwards, count, rate) in culprits(flows)
     }
 
 
-def _culprits(flows: Sequence[_Flow]) -> Iterator[tuple[str, tuple[bool, int, float]]]:
+def culprits(flows: Sequence[Flow]) -> Iterator[tuple[str, tuple[bool, int, float]]]:
     """Yield the nodes of which every flow in one direction is bad, with two others at least.
 
     Of these others two at least have good flows elsewhere, so that it is not theirs. With each:
@@ -286,7 +298,7 @@ def _culprits(flows: Sequence[_Flow]) -> Iterator[tuple[str, tuple[bool, int, fl
                 break
 
 
-def _flows(nodes: Sequence[Node]) -> list[_Flow]:
+def _flows(nodes: Sequence[Node]) -> list[Flow]:
     """Return all transfers, each from its sender's side."""
     rates = [
         (source, target, rate)
@@ -300,7 +312,7 @@ def _flows(nodes: Sequence[Node]) -> list[_Flow]:
     ]
     usual = statistics.median([rate for *_, rate in rates] or [0.0])
     floor = min(SLOW_SHARE * usual, QUICK_BYTES_PER_SECOND)
-    return [_Flow(source, target, rate, rate >= floor) for source, target, rate in rates]
+    return [Flow(source, target, rate, rate >= floor) for source, target, rate in rates]
 
 
 def _unexplained(nodes: Sequence[Node], failed: Mapping[str, object]) -> Iterator[str]:
@@ -311,7 +323,7 @@ def _unexplained(nodes: Sequence[Node], failed: Mapping[str, object]) -> Iterato
                 yield f"{node.host} cannot connect to {other}: {pair.error}"
     for flow in _flows(nodes):
         if not flow.is_good and not {flow.source, flow.target} & {*failed}:
-            yield f"{flow.source} sends to {flow.target} at {_rate(flow.rate)} alone"
+            yield f"{flow.source} sends to {flow.target} at {shown_rate(flow.rate)} alone"
 
 
 def _others(node: Node, nodes: Sequence[Node], measure: Callable[[Node], float]) -> list[float]:
@@ -333,5 +345,6 @@ def _bytes(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def _rate(bytes_per_second: float) -> str:
+def shown_rate(bytes_per_second: float) -> str:
+    """Format a rate, `1,582.6 MB/s`; one below 0 is not known."""
     return "-" if bytes_per_second < 0 else f"{bytes_per_second / 1e6:,.1f} MB/s"

@@ -27,7 +27,7 @@ SPEC_FORMAT = 1
 MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
-NO_PREFLIGHT, QUICK = PREFLIGHTS = ("none", "quick")
+NO_PREFLIGHT, QUICK, FULL_PREFLIGHT = PREFLIGHTS = ("none", "quick", "full")
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Variable by which NCCL takes several ranks on one GPU."""
 SHARING = f"{SHARED_GPUS}=1 with NCCL 2.30 or later"
@@ -348,8 +348,9 @@ class JobSpec:
     end_silent: bool = option(False, "End the job then, as failed.", group=table.INTERRUPTED)
     preflight: str | None = option(
         None,
-        "Check the job's nodes against each other before its tasks start: quick takes a second or "
-        "two. A node that fails is named, and no task starts.",
+        "Check the job's nodes against each other: quick before the tasks start, in a second or "
+        "two; full also in the training's own processes, before the first step: matrix products "
+        "and all-reduces. A node that fails is named, and the run starts without it.",
         Choice(PREFLIGHTS),
         shown="quick for more than one node",
         group=table.INTERRUPTED,
@@ -647,6 +648,11 @@ class JobSpec:
             remarks.append(f"{tasks // gpus} ranks share each GPU, its time and its memory")
         if self.launcher == "local":
             return tuple(remarks)
+        if self.command and self.preflight == FULL_PREFLIGHT:
+            remarks.append(
+                "--preflight full is quick for a COMMAND: what it adds is measured inside "
+                "clusterddp's own training"
+            )
         if gpus and not (self.says_cpus or "cpus-per-task" in self.omit_directives):
             rank = "GPU rank" if self.train else "task"
             gets = f"each {rank} gets one CPU, unless the partition has a DefCpuPerGPU"
@@ -679,12 +685,14 @@ class JobSpec:
 
     @property
     def node_checks(self) -> str:
-        """Return the checks of nodes ahead of the tasks, one of `PREFLIGHTS`.
+        """Return the checks of nodes, one of `PREFLIGHTS`.
 
-        A rehearsal has one node, whatever is asked for.
+        A rehearsal has one node, whatever is asked for. For a COMMAND full is quick.
         """
         if self.launcher == "local":
             return NO_PREFLIGHT
+        if self.command and self.preflight == FULL_PREFLIGHT:
+            return QUICK
         is_usual = self.launcher == "sbatch" and self.resources.nodes > 1
         return self.preflight or (QUICK if is_usual else NO_PREFLIGHT)
 

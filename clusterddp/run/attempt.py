@@ -87,6 +87,8 @@ class Attempt:
     """Record of how the ranks left together."""
     preflight = PathIn("preflight.json")
     """Record of what the nodes measured ahead of the tasks."""
+    full_preflight = PathIn("preflight-full.json")
+    """Record of what the ranks measured before they trained."""
     preflight_log = PathIn("preflight.log")
     """Output of these checks, which is of interest where they could not run."""
     reserve = PathIn("reserve")

@@ -22,7 +22,7 @@ from clusterddp.slurm.forms import expand_nodelist
 from clusterddp.slurm.partitions import Node
 
 BY_PREFLIGHT = "preflight"
-"""It failed a check ahead of the tasks, or answered none."""
+"""It failed a check ahead of the tasks or of the first step, or answered none."""
 BY_LOSS = "lost"
 """It was lost while tasks ran there."""
 BY_HARDWARE = "hardware"

@@ -27,11 +27,12 @@ from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, ClusterDDPErr
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
-from clusterddp.request.spec import NO_PREFLIGHT, JobSpec
+from clusterddp.request.spec import FULL_PREFLIGHT, NO_PREFLIGHT, JobSpec
 from clusterddp.run import (
     bad_nodes,
     batch_script,
     events,
+    files,
     formatting,
     preflight,
     silence,
@@ -42,11 +43,13 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.batch_script import BackInQueue, RunIsDone
 from clusterddp.run.files import write_atomically
 from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.records import PreflightRecord
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.forms import (
     ATTEMPT_VARIABLE,
+    FULL_PREFLIGHT_VARIABLE,
     NONCE_VARIABLE,
     SPARES_VARIABLE,
     expand_nodelist,
@@ -294,8 +297,10 @@ class Controller:
         if not nodes:
             with contextlib.suppress(ClusterDDPError):  # a list that nobody can read is not checked
                 nodes = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))
-        failed = self._preflight(attempt, nodes)
-        return EXIT_FAILED if failed else self._step(attempt, argv)
+        if self._preflight(attempt, nodes):
+            return EXIT_FAILED
+        code = self._step(attempt, argv)
+        return EXIT_FAILED if self._full_preflight(attempt) else code
 
     def _resumes_in_job(self, code: int) -> bool:
         """Choose the nodes of another attempt in this job, and record the end of this one.
@@ -405,11 +410,23 @@ class Controller:
             # Slurm has given them all the same, as the request cannot do without them.
             log.info(f"the job has no better nodes than {', '.join(record.failed)}: they are used")
             return {}
+        self._blame(attempt, record)
+        return dict(record.failed)
+
+    def _full_preflight(self, attempt: Attempt) -> bool:
+        """Blame the nodes for which the ranks have left before they trained; True with some."""
+        record = files.read(PreflightRecord, attempt.full_preflight)
+        if not record or not record.failed:
+            return False
+        preflight.log_record(record)
+        self._blame(attempt, record)
+        return True
+
+    def _blame(self, attempt: Attempt, record: PreflightRecord) -> None:
         try:
             bad_nodes.blame(attempt, self._job_id, record.failed, bad_nodes.BY_PREFLIGHT)
         except OSError as error:
             log.info(f"cannot record the nodes that have failed: {error.strerror}")
-        return dict(record.failed)
 
     def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Start the tasks, and wait for them; returns srun's exit code."""
@@ -438,6 +455,8 @@ class Controller:
             NONCE_VARIABLE: secrets.token_hex(16),
             ATTEMPT_VARIABLE: str(attempt.number),
         }
+        if self._spec.node_checks == FULL_PREFLIGHT:
+            environ[FULL_PREFLIGHT_VARIABLE] = "1"
         if self._allocation:
             environ[SPARES_VARIABLE] = str(self._spec.resources.spare_nodes)
             if environ.get("MASTER_ADDR", "") == environ.get("SLURMD_NODENAME"):

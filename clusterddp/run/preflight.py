@@ -60,10 +60,7 @@ def check(
         if judged.failed:
             summary = f"failed: {', '.join(judged.failed)}; {summary}"
         record = PreflightRecord(summary, took, judged.failed, remarks)
-    for line in (record.summary, *record.remarks):
-        log.info(f"preflight: {formatting.line(line)}")
-    for host, reason in record.failed.items():
-        log.info(f"preflight: {host} failed: {formatting.line(reason)}")
+    log_record(record)
     measured = [dataclasses.asdict(node) for node in collection.nodes]
     content = {"format": _FORMAT, **vars(record), "silent": collection.silent, "nodes": measured}
     try:
@@ -71,6 +68,14 @@ def check(
     except OSError as error:
         log.info(f"cannot write {attempt.preflight}: {error.strerror}")
     return record
+
+
+def log_record(record: PreflightRecord) -> None:
+    """Log how the checks went, a line for each node that has failed."""
+    for line in (record.summary, *record.remarks):
+        log.info(f"preflight: {formatting.line(line)}")
+    for host, reason in record.failed.items():
+        log.info(f"preflight: {host} failed: {formatting.line(reason)}")
 
 
 def _last_words(attempt: Attempt) -> str:

@@ -75,7 +75,8 @@ class Spent:
 class PreflightRecord:
     """preflight.json: checks of the nodes ahead of an attempt's tasks, as a person reads them.
 
-    Beside these fields it has what each node measured: `nodes`.
+    Beside these fields it has what each node measured: `nodes`. preflight-full.json, of the ranks'
+    own checks, has what each rank did: `ranks`.
     """
 
     summary: str = ""

@@ -15,6 +15,7 @@ A run is one directory below the output root. What is in it:
     attempts/0001/       one start of the run, which alone writes there (see `attempt`):
         attempt.json     who trains, and from which checkpoint
         preflight.json   what the nodes measured ahead of the tasks
+        preflight-full.json  what the ranks measured before they trained
         checkpoints/     step-00001200.pt and its .sha256, those of earlier attempts included
         metrics.jsonl    loss, accuracy, images/s, learning rate since the run's first step
         outcomes/        rank-R.json: how rank R ended; beside them what `outcome` notes, and

@@ -237,8 +237,10 @@ def latest_report(run: RunDir, attempt: int | None) -> Report | None:
 
 
 def _preflight(run: RunDir, attempt: int | None) -> str:
-    record = files.read(PreflightRecord, Attempt(run, attempt or 0).preflight)
-    return record.summary if record else ""
+    of = Attempt(run, attempt or 0)
+    quick = files.read(PreflightRecord, of.preflight) or PreflightRecord()
+    full = files.read(PreflightRecord, of.full_preflight) or PreflightRecord()
+    return "; ".join(filter(None, (quick.summary, full.summary and f"full: {full.summary}")))
 
 
 def _failure(

@@ -308,7 +308,7 @@ def _ended_by_slurm(evidence: _Evidence) -> End | None:
 
 
 def _preflight_failed(evidence: _Evidence) -> End | None:
-    """Judge an attempt whose nodes have failed the checks ahead of its tasks."""
+    """Judge an attempt whose nodes have failed the checks ahead of its tasks or its training."""
     number = evidence.attempt.number
     blamed = [
         event.nodes
@@ -316,10 +316,11 @@ def _preflight_failed(evidence: _Evidence) -> End | None:
         if isinstance(event, events.NodesBlamed)
         and (event.attempt, event.by) == (number, bad_nodes.BY_PREFLIGHT)
     ]
-    if not blamed or evidence.outcomes:
+    if not blamed:
         return None
     named = "; ".join(f"{host}: {reason}" for host, reason in blamed[-1].items())
-    line = f"no task has started, for a node has failed its checks. {named}"
+    done = "step was done" if evidence.outcomes else "task has started"
+    line = f"no {done}, for a node has failed its checks. {named}"
     return End(restart_policy.PREFLIGHT, EXIT_FAILED, saved=False, lines=(line,), remark=named)
 
 

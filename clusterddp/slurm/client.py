@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.slurm.forms import (
     ATTEMPT_VARIABLE,
+    FULL_PREFLIGHT_VARIABLE,
     LOOP_VARIABLE,
     NONCE_VARIABLE,
     RANK_VARIABLES,
@@ -465,7 +466,7 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """
     kept, prefixes = _CONFIGURATION.split(), tuple(_JOB_PREFIXES.split())
     own = ATTEMPT_VARIABLE, LOOP_VARIABLE, NONCE_VARIABLE, SPARES_VARIABLE
-    dropped = {*RANK_VARIABLES, *own}
+    dropped = {*RANK_VARIABLES, *own, FULL_PREFLIGHT_VARIABLE}
     if "SLURM_JOB_ID" in environ:
         dropped.update(_DEVICES.split())
     return {

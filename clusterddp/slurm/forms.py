@@ -43,6 +43,10 @@ ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 
 SPARES_VARIABLE = "CLUSTERDDP_SPARE_NODES"
 """Variable of the tasks of a job with spare nodes: they show their nodes' life."""
+
+FULL_PREFLIGHT_VARIABLE = "CLUSTERDDP_FULL_PREFLIGHT"
+"""Variable of the tasks of an attempt whose ranks are to check their nodes before they train."""
+
 LOOP_VARIABLE = "CLUSTERDDP_LOOP"
 """Variable by which a COMMAND's loop finds its attempt (`run.loop_variables`)."""
 

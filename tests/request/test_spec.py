@@ -305,6 +305,9 @@ def test_no_silence_can_end_a_command_where_none_counts() -> None:
         ("quick", 1, "sbatch", "quick"),
         ("none", 2, "sbatch", "none"),
         ("quick", 2, "local", "none"),
+        ("full", 2, "submitit", "full"),
+        ("full", 1, "sbatch", "full"),
+        ("full", 2, "local", "none"),
     ],
 )
 def test_the_nodes_are_checked_where_there_are_several_or_where_it_is_asked_for(
@@ -315,10 +318,19 @@ def test_the_nodes_are_checked_where_there_are_several_or_where_it_is_asked_for(
     assert JobSpec.from_json(asking.to_json()) == asking
 
 
-@pytest.mark.parametrize("value", [*CARRIED, *REFUSED, "full"])
+@pytest.mark.parametrize("value", [*CARRIED, *REFUSED, "Full"])
 def test_no_other_checks_of_nodes_can_be_asked_for(value: str) -> None:
-    with pytest.raises(OptionError, match=r"--preflight: .* is not one of none, quick"):
+    with pytest.raises(OptionError, match=r"--preflight: .* is not one of none, quick, full"):
         spec(preflight=value)
+
+
+def test_full_checks_are_quick_ones_for_a_command_and_that_is_said() -> None:
+    command = {"command": ("a",), "resources": Resources(nodes=2)}
+    asking = spec(preflight="full", **command)
+    assert asking.node_checks == "quick"
+    assert [remark for remark in asking.remarks if "full is quick for a COMMAND" in remark]
+    assert spec(preflight="quick", **command).remarks == ()
+    assert spec(preflight="full").remarks == ()
 
 
 FIELDS_OF_0_1_0 = {
