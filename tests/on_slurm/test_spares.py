@@ -1,8 +1,6 @@
 """Jobs with spare nodes, on a real Slurm that takes a node for lost after 300 s."""
 
-import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from clusterddp.run.files import append_json_line, read_json
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.host_faults import frozen
 from tests.on_slurm.test_life import HOOKS, PACED, told, train_to
 from tests.on_slurm.test_submit import submit
 from tests.waiting import wait_for
@@ -128,20 +127,13 @@ def test_a_node_that_froze_is_replaced_and_publishes_nothing_when_it_is_back(
     wait_for(lambda: newest_checkpoint(run.checkpoints), "a checkpoint")
     [first] = of_kind(run, "started")
     lost = first["nodelist"].split(",")[1]
-    # Not its slurmd: the nsenter above would stop with it, and stay so.
-    spared = ("cat", f"slurmd -D -N {lost}")
-    frozen = [pid for pid, line in hosts.processes(lost).items() if line not in spared]
-    hosts.set_link(lost, up=False)
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
+    thaw = frozen(hosts, lost)
     struck = time.time()
     wait_for(Attempt(run, 2).read_record, "a second attempt")
     resumed = of_kind(run, "resumed_in_job")[0]["time"] - struck
     orphan = Attempt(run, 1)
     before = {path.name for path in orphan.checkpoints.iterdir()}
-    hosts.set_link(lost, up=True)
-    for pid in frozen:
-        os.kill(pid, signal.SIGCONT)
+    thaw()
     wait_ended(run, 2)
     log = run.job_log.read_text()
     assert resumed < 60, log
