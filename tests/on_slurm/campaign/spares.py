@@ -21,7 +21,7 @@ from clusterddp.run.formatting import table
 from clusterddp.run.run_dir import newest_checkpoint
 from clusterddp.slurm.forms import expand_nodelist
 from tests.on_slurm import host_faults
-from tests.on_slurm.campaign.fault import ENDS, SAME, Fault, Strike, fault
+from tests.on_slurm.campaign.fault import ENDS, SAME, Fault, fault
 from tests.on_slurm.campaign.run import Differs, Run, Struck, Trial, slurm
 from tests.on_slurm.host_faults import Undo
 
@@ -190,7 +190,7 @@ HEADER = ("FAULT", "HOST", "STEP", "BLAMED", "MET AGAIN", "FROM STEP", "IN")
 
 
 def endure(
-    trial: Trial, blows: Sequence[Blow], *, config: str = "three", name: str = "run"
+    trial: Trial, blows: Sequence[Blow], *, config: str, name: str = "run"
 ) -> list[tuple[str, ...]]:
     """Deals blows to a run and judges it from outside after each and at its end.
 
@@ -206,7 +206,8 @@ def endure(
     at_start = [(blow, *_deal_at_start(trial, blow, config)) for blow in blows if not blow.step]
     run = trial.start(*OPTIONS, *here, config=config, name=name)
     for blow, host, repair in at_start:
-        struck = Struck(0, time.time(), 1)
+        began = run.wait(lambda: run.events("started"), "the first attempt", _PATIENCE)[0]["time"]
+        struck = Struck(0, began, 1)
         lines.append(_judge(run, blow, host, repair, struck, has_spare=True))
     for blow, following in zip(later, [*later[1:], None], strict=True):
         moment = f"step-{blow.step}"
@@ -332,30 +333,32 @@ def _judge_left_over(run: Run) -> None:
 # -- rows ----------------------------------------------------------------------------------------
 
 
-def _row(*blows: Blow, config: str = "three") -> Strike:
+def _register(name: str, *blows: Blow, config: str) -> None:
     def strike(trial: Trial) -> str:
-        lines = endure(trial, blows, config=config)
         words = [
-            f"{line[0]} on {line[1]}: blamed {line[3]}, {line[4]} in {line[6]}" for line in lines
+            f"{line[0]} on {line[1]}: blamed {line[3]}, {line[4]} in {line[6]}"
+            for line in endure(trial, blows, config=config)
         ]
         return f"{'; '.join(words)}; same weights"
 
     strike.__module__ = __name__
-    return strike
-
-
-def _register(name: str, *blows: Blow, config: str = "three") -> None:
-    fault(name, conf=CONF, hosts=HOSTS, needs=(config,))(_row(*blows, config=config))
+    fault(name, conf=CONF, hosts=HOSTS, needs=(config,))(strike)
 
 
 for _kind in KINDS.values():
-    _register(f"spare-{_kind.name}", Blow(_kind, 0 if _kind.at_start else 60, 0.5))
-_register("loop-spare-node-killed", Blow(KINDS["node-killed"], 20), config="loop")
-_register("loop-spare-program-error", Blow(KINDS["program-error"], 20), config="loop")
+    # Of two hosts, a slow or broken pair does not tell which of them it is.
+    _register(
+        f"spare-{_kind.name}",
+        Blow(_kind, 0 if _kind.at_start else 60, 0.5),
+        config="three" if _kind.at_start else "two",
+    )
+for _kind in (KINDS["node-killed"], KINDS["program-error"]):
+    _register(f"loop-spare-{_kind.name}", Blow(_kind, 20), config="loop")
 _register(
     "spare-several-faults",
     *(Blow(KINDS["slow-link"]), Blow(KINDS["node-killed"], 60), Blow(KINDS["program-error"], 110)),
     Blow(KINDS["node-killed"], 170),
+    config="three",
 )
 
 
@@ -363,7 +366,7 @@ _register(
 def program_error_at_every_start(trial: Trial) -> str:
     """It takes no spare, blames nobody, and ends when two starts in a row have gained nothing."""
     (trial.holds / "fail-step-50.1").touch()
-    run = trial.start(*OPTIONS, config="three")
+    run = trial.start(*OPTIONS, config="two")
     seen = run.check_failed("an error of the program at step-50", within=_PATIENCE, usable=40)
     if blamed := blamed_hosts(trial):
         raise run.differs(f"{blamed} blamed for an error of the program")
@@ -399,19 +402,20 @@ def draw(seed: int, count: int) -> list[tuple[str, list[Blow]]]:
     chance = random.Random(seed)
     runs: list[tuple[str, list[Blow]]] = []
     while count:
-        config, blows, step = chance.choice(["two", "three"]), [], 0
+        blows: list[Blow] = []
+        step = 0
         for first in (True, *[False] * (min(count, chance.randint(1, 3)) - 1)):
             has_spare = not any(blow.kind.by for blow in blows)
-            kind = chance.choice([
-                kind for kind in KINDS.values()
-                # Of two hosts, a slow or broken pair does not tell which of them it is.
-                if (not kind.at_start or (first and config == "three"))
-                and (kind.on != "spare" or has_spare)
-            ])  # fmt: skip
+            kinds = [
+                kind
+                for kind in KINDS.values()
+                if (first or not kind.at_start) and (has_spare or kind.on != "spare")
+            ]
+            kind = chance.choice(kinds)
             # Apart by more than the steps between two checkpoints: each attempt gains some.
             step += chance.randint(45, 70)
             blows.append(Blow(kind, 0 if kind.at_start else step, chance.random()))
-        runs.append((config, blows))
+        runs.append(("three" if blows[0].kind.at_start else chance.choice(["two", "three"]), blows))
         count -= len(blows)
     return runs
 
