@@ -108,7 +108,7 @@ class Site:
         trial = Trial(self.place(cluster, self.folder / f"baseline-{config}"))
         pace = SCRIPT_PACE if config in SCRIPTS else PACE
         run = trial.start(config=config, name=f"baseline-{config}", pace=pace)
-        run.wait_over()
+        run.wait_over(600)  # nothing is shown by how long it takes beside other work
         result = run.result()
         if result is None or result[0] != run.steps or run.causes != ["done"]:
             raise run.differs("the uninterrupted run did not end well")

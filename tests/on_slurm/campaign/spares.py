@@ -291,7 +291,7 @@ def blamed_hosts(trial: Trial) -> dict[str, str]:
 def _judge_end(run: Run, blows: Sequence[Blow]) -> str:
     """The weights, the records, Slurm's word, and that nothing is left; returns the seen."""
     ends = [blow.kind.cause for blow in blows if blow.kind.cause not in (GOES_ON, NOBODY_RECORDED)]
-    seen = run.check_same(causes=[*ends, "done"], seconds=300)
+    seen = run.check_same(causes=[*ends, "done"], seconds=_PATIENCE)
     if blamed := blamed_hosts(run.trial):
         raise run.differs(f"{blamed} blamed at the end")
     again = sum(bool(blow.kind.cause) for blow in blows) - len(run.events("resumed_in_job"))
