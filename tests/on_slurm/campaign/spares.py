@@ -259,6 +259,15 @@ def _judge(
     kind, trial = blow.kind, run.trial
     took, step, where = "", "", "goes on"
     if kind.cause:
+        if kind.by == "lost" and not has_spare:
+            # Slurm holds the job back until a lost node is up again, or SlurmdTimeout is over.
+            run.wait(
+                lambda: struck.attempt in [each["attempt"] for each in run.events("requeued")],
+                "the job in the queue",
+                _PATIENCE,
+            )
+            repair()
+            repair = _nothing
         run.wait_attempt(struck.attempt + 1, _PATIENCE)
         took = f"{time.time() - struck.time:.0f} s"
         step = str(run.attempts[struck.attempt].read_record().step or 0)
