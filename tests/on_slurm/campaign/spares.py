@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 
 from clusterddp.run.files import read_json
 from clusterddp.run.formatting import table
@@ -209,7 +210,7 @@ def endure(
         began = run.wait(lambda: run.events("started"), "the first attempt", _PATIENCE)[0]["time"]
         struck = Struck(0, began, 1)
         lines.append(_judge(run, blow, host, repair, struck, has_spare=True))
-    for blow, following in zip(later, [*later[1:], None], strict=True):
+    for blow, following in zip_longest(later, later[1:]):
         moment = f"step-{blow.step}"
         trial.held(moment, run.world_size, _PATIENCE)
         saved = newest_checkpoint(run.dir.checkpoints)
