@@ -100,7 +100,7 @@ def campaign(
                 site.stopping.set()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
-    names = list(FAULTS_OF_ALL_SUBJECTS)
+    names = [fault.name for fault in faults]
     results.sort(key=lambda result: names.index(result.fault.name))
     print(table(results))
     differing = [result for result in results if not result.ok]
