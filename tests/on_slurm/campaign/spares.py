@@ -83,8 +83,19 @@ def _kill_host(run: Run, host: str) -> Undo:
 
 
 def _reboot(run: Run, host: str) -> Undo:
-    """Its slurmd registers with no job, and Slurm requeues that without waiting."""
+    """Lost and back at once."""
     _kill_host(run, host)()
+    return _nothing
+
+
+def _take_down(run: Run, host: str) -> Undo:
+    """Lost, seen by an operator, who sets it DOWN, and back: Slurm requeues its script at once.
+
+    A slurmd that registers anew without it does not, as long as the kernel was up all the time.
+    """
+    run.trial.cluster.kill_host(host)
+    slurm(run.trial, "scontrol", "update", f"NodeName={host}", "State=DOWN", "Reason=lost")
+    run.trial.cluster.start_slurmd(host)
     return _nothing
 
 
@@ -175,7 +186,7 @@ KINDS = {
         Kind("rank-killed", _to_rank(signal.SIGKILL), "failed", on="any"),
         Kind("signal-to-the-script", _signal_script, "signal", on="batch"),
         Kind("requeue-from-outside", _requeue, "requeued", on="batch"),
-        Kind("batch-host-rebooted", _reboot, NOBODY_RECORDED, on="batch"),
+        Kind("batch-host-taken-down", _take_down, NOBODY_RECORDED, on="batch"),
         Kind("idle-spare-rebooted", _reboot, on="spare"),
         Kind("network-cut-for-seconds", _cut, lasts=5),
         Kind("rank-stopped-for-seconds", _stop_rank, on="any", lasts=5),
