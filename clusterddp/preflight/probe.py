@@ -35,6 +35,9 @@ _FILE_BYTES = 1 << 20
 _CLOCK_EXCHANGES = 5
 _SPIN_TURNS = 2_000_000
 """Some 40 ms."""
+_SPINS_AGAIN = 5
+"""Loops of a second look, of which the quickest counts."""
+_SPIN_PAUSE_SECONDS = 0.1
 _CHUNK = bytes(64 << 10)
 _SIOCGIFADDR = 0x8915
 _SYSFS_NET = Path("/sys/class/net")
@@ -70,25 +73,24 @@ def run(collector: Sequence[str], port: int, granted: int, nonce: str, name: str
         measured = _measure(os.environ, granted, lambda stage: lines.send({"at": stage}))
         measured = dataclasses.replace(measured, clock=clock, round_trip=round_trip)
         lines.send({"node": vars(measured)})
+        spins = 1
         for said in _said(lines):
             if not isinstance(said.get("peers"), list):
                 return
-            load, pairs = meet(said, nonce)
+            load, pairs = meet(said, nonce, spins)
+            spins = _SPINS_AGAIN
             lines.send({"load": vars(load), "pairs": [vars(pair) for pair in pairs]})
 
 
-def meet(said: Mapping[str, object], nonce: str) -> tuple[LoadMeasurements, list[Pair]]:
+def meet(said: Mapping[str, object], nonce: str, spins: int) -> tuple[LoadMeasurements, list[Pair]]:
     """Spin, and exchange with the nodes whose number is this one's and 1, 2, 4 and so on.
 
-    said: the collector's word: all nodes, and this one's number.
+    said: the collector's word: all nodes, and this one's number. spins: loops.
     """
     peers, own = said["peers"], said["own"]
     assert isinstance(peers, list)
     assert isinstance(own, int)
-    began = time.perf_counter()
-    for _ in range(_SPIN_TURNS):
-        pass
-    spin = time.perf_counter() - began
+    spin = quickest_spin(spins)
     pairs, distance, patience = [], 1, _CONNECT_SECONDS
     while distance < len(peers):
         number = (own + distance) % len(peers)
@@ -98,6 +100,19 @@ def meet(said: Mapping[str, object], nonce: str) -> tuple[LoadMeasurements, list
         distance *= 2
     interface = _interface_of(peers[own][0])
     return LoadMeasurements(spin, interface, *_link(interface)), pairs
+
+
+def quickest_spin(spins: int) -> float:
+    """Return the seconds of the quickest of some loops, for a burst of load spares one of them."""
+    quickest = float("inf")
+    for number in range(spins):
+        if number:
+            time.sleep(_SPIN_PAUSE_SECONDS)
+        began = time.perf_counter()
+        for _ in range(_SPIN_TURNS):
+            pass
+        quickest = min(quickest, time.perf_counter() - began)
+    return quickest
 
 
 def _measure(

@@ -155,20 +155,31 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
 
 
 def resume_in_job(
-    attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: Policy, nodelist: str
-) -> bool:
+    attempt: Attempt,
+    exit_code: int,
+    job_id: str,
+    restart: int,
+    policy: Policy,
+    choose: Callable[[], Sequence[str]],
+) -> Sequence[str]:
     """Print and record how an attempt ended whose successor begins at once, on nodes of this job.
 
-    nodelist: those nodes. The others are as of `finish`, but that no requeue has to be allowed.
-    Returns False, with nothing recorded, where none is due, or the job itself is ending.
+    choose: returns these nodes, once the bad ones are known; none where too few are left. The
+    others are as of `finish`, but that no requeue has to be allowed. Returns the nodes. None, with
+    no end recorded, where no node was lost or blamed, no attempt is due, or the job itself is
+    ending. Raises OSError.
     """
     run, name = attempt.run, own_name(os.environ, job_id)
     verdict = _judge(attempt, exit_code, job_id, restart, replace(policy, requeue=True))
     is_withdrawn = restart_policy.withdrawn(events.read(run.events), job_id)
     if not verdict.decision.go_on or is_withdrawn or ending(name, restart) is not Ending.NONE:
-        return False
+        return []
+    _blame_nodes(attempt, job_id, verdict.end)
+    nodes = choose() if bad_nodes.blamed(attempt) else []
+    if not nodes:
+        return []
     _conclude(attempt, verdict, job_id, restart)
-    why = verdict.decision.why
+    why, nodelist = verdict.decision.why, ",".join(nodes)
     _record(
         run,
         events.ResumedInJob,
@@ -179,7 +190,7 @@ def resume_in_job(
     )
     # The verdict on the next attempt reads srun's lines from here on.
     log.info(f"{why}: {run.name}, job {job_id} on {nodelist}, goes on without the queue")
-    return True
+    return nodes
 
 
 @dataclass(frozen=True)
@@ -457,24 +468,30 @@ def _withdraw(run: RunDir, job_id: str) -> None:
 
 
 def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
-    """Blame the nodes that were lost, that hardware names, or on which ranks crash again."""
+    """Blame the nodes that were lost, that hardware names, or on which ranks crash again.
+
+    One that was blamed in the attempt is not blamed twice.
+    """
     if is_rehearsal(os.environ):
         return
     try:
+        already = bad_nodes.blamed(attempt)
         blamed = bad_nodes.read(attempt.run.path.parent) if end.lost_nodes else {}
         new = [
             # A job's log can tell of an earlier attempt in the same job.
             host
             for host in end.lost_nodes
-            if host not in blamed or blamed[host].job_id != job_id
+            if host not in already and (host not in blamed or blamed[host].job_id != job_id)
         ]
         if new:
             lost = dict.fromkeys(new, f"lost during attempt {attempt.number}")
             bad_nodes.blame(attempt, job_id, lost, bad_nodes.BY_LOSS)
-        if end.failure and end.hardware:
+        if not end.failure or end.failure.host in already:
+            return
+        if end.hardware:
             named = {end.failure.host: f"rank {end.failure.rank} died: {end.hardware}"}
             bad_nodes.blame(attempt, job_id, named, bad_nodes.BY_HARDWARE)
-        elif end.failure and (host := bad_nodes.failed_again(_trials(attempt.run))):
+        elif host := bad_nodes.failed_again(_trials(attempt, end.failure)):
             why = f"ranks crash there again that got further elsewhere: {end.failure.reason}"
             again = {host: why.partition("\n")[0][:_LONGEST_REASON]}
             bad_nodes.blame(attempt, job_id, again, bad_nodes.BY_REPETITION)
@@ -482,19 +499,23 @@ def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
         log.info(f"bad nodes cannot be recorded: {error}")
 
 
-def _trials(run: RunDir) -> list[bad_nodes.Trial]:
-    """Return the run's attempts since a person last submitted it, the latest last."""
-    history = events.read(run.events)
+def _trials(latest: Attempt, failure: Failure) -> list[bad_nodes.Trial]:
+    """Return the run's attempts since a person last submitted it, the latest last.
+
+    failure: of that one, whose end need not be recorded yet.
+    """
+    run, history = latest.run, events.read(latest.run.events)
     started = {e.attempt: e for e in history if isinstance(e, events.Started)}
-    ended = {e.attempt: e for e in history if isinstance(e, events.Ended)}
+    failures = {e.attempt: e.first_failure for e in history if isinstance(e, events.Ended)}
+    failures[latest.number] = failure
     trials = []
     for number in restart_policy.causes_of(history):
-        end, attempt = ended.get(number, events.Ended()), Attempt(run, number)
+        attempt = Attempt(run, number)
         more, record = gained(attempt), attempt.read_record()
         begin_step = (record.step or 0) if record else 0
         reached = None if more is None else begin_step + more
         hosts = _hosts(started[number].nodelist)
-        trials.append(bad_nodes.Trial(hosts, end.first_failure, reached))
+        trials.append(bad_nodes.Trial(hosts, failures.get(number), reached))
     return trials
 
 

@@ -305,8 +305,8 @@ class Controller:
     def _resumes_in_job(self, code: int) -> bool:
         """Choose the nodes of another attempt in this job, and record the end of this one.
 
-        code: srun's. Returns False, with nothing recorded, where the attempt ends as any other:
-        no node was lost or blamed, too few good ones are left, or the job itself is to end.
+        code: srun's. Returns False, with no end recorded, where the attempt ends as any other: no
+        node was lost or blamed, too few good ones are left, or the job itself is to end.
         """
         attempt, allocation = self._attempt, self._allocation
         if not (attempt and allocation) or self._signals_seen or self._script.has_gone:
@@ -314,18 +314,20 @@ class Controller:
         with self._noting_lost:  # a watch that has seen a loss has recorded it
             others = [node for node in self._others() if node not in allocation.lost]
         self._note_lost(attempt, spares.find_lost(attempt, others, code))
-        if not bad_nodes.blamed(attempt):
-            return False
-        nodes = allocation.choose(spares.bad(self._run))
+
+        def choose() -> list[str]:
+            nodes = allocation.choose(spares.bad(self._run))
+            if not nodes:
+                log.info("too few good nodes are left in the job to go on in it")
+            return nodes
+
+        policy = Policy.of(self._spec)
+        nodes = batch_script.resume_in_job(
+            attempt, code, self._job_id, self._restart, policy, choose
+        )
         if not nodes:
-            log.info("too few good nodes are left in the job to go on in it")
             return False
-        policy, nodelist = Policy.of(self._spec), ",".join(nodes)
-        if not batch_script.resume_in_job(
-            attempt, code, self._job_id, self._restart, policy, nodelist
-        ):
-            return False
-        self._nodes, self._starts = nodes, self._starts + 1
+        self._nodes, self._starts = list(nodes), self._starts + 1
         return True
 
     def _note_lost(self, attempt: Attempt, lost: Mapping[str, str]) -> None:

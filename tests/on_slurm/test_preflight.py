@@ -1,9 +1,6 @@
 """Nodes that are checked ahead of the tasks, on a real Slurm of four hosts, with faults put in."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from clusterddp.run import bad_nodes
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.host_faults import Undo, blocked_port, busy_core, full_disk, slow_link
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 
 BAD = "h03"
@@ -69,55 +67,7 @@ def test_good_nodes_pass_and_the_tasks_start(four: SlurmCluster, tmp_path: Path)
     assert blamed(run) == {}
 
 
-def slow_link(cluster: SlurmCluster) -> Callable[[], object]:
-    device = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf"]
-    cluster.run_on(
-        BAD, [*device, "rate", "20mbit", "burst", "64kb", "latency", "400ms"], check=True
-    )
-    return lambda: cluster.run_on(BAD, ["tc", "qdisc", "del", "dev", "eth0", "root"], check=True)
-
-
-def blocked_port(cluster: SlurmCluster) -> Callable[[], object]:
-    if cluster.run_on(BAD, ["sh", "-c", "command -v iptables"]).returncode:
-        pytest.skip("apt-get install iptables")
-    rule = ["INPUT", "-p", "tcp", "--syn", "!", "--dport", "6818", "-j", "DROP"]
-    cluster.run_on(BAD, ["iptables", "-A", *rule], check=True)
-    return lambda: cluster.run_on(BAD, ["iptables", "-D", *rule], check=True)
-
-
-def full_disk(cluster: SlurmCluster) -> Callable[[], object]:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", "/dev/shm"]
-    on_host = _in_slurmds_mounts(cluster)
-    subprocess.run([*on_host, *mount], check=True)
-    return lambda: subprocess.run([*on_host, "umount", "/dev/shm"], check=True)
-
-
-def _in_slurmds_mounts(cluster: SlurmCluster) -> list[str]:
-    return ["nsenter", f"--mount=/proc/{_slurmd(cluster)}/ns/mnt"]
-
-
-def _slurmd(cluster: SlurmCluster) -> int:
-    return next(pid for pid, line in cluster.processes(BAD).items() if line.startswith("slurmd "))
-
-
-def busy_core(cluster: SlurmCluster) -> Callable[[], object]:
-    """Other work on the one core that the host's tasks have."""
-    core = max(os.sched_getaffinity(0))
-    for thread in Path(f"/proc/{_slurmd(cluster)}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {core})
-    spin = ["nice", "-n", "-10", "taskset", "-c", str(core), sys.executable, "-c", "while 1: pass"]
-    busy = [cluster.popen_on(BAD, spin) for _ in range(4)]
-
-    def undo() -> None:
-        for each in busy:
-            each.kill_group()
-        for thread in Path(f"/proc/{_slurmd(cluster)}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), os.sched_getaffinity(0))
-
-    return undo
-
-
-def skewed_clock(cluster: SlurmCluster) -> Callable[[], object]:
+def skewed_clock(cluster: SlurmCluster, _: str) -> Undo:
     if not FAKETIME.exists() or cluster.root:
         pytest.skip("apt-get install faketime, on this machine")
     prolog = cluster.run(["scontrol", "show", "config"], check=True).stdout
@@ -138,12 +88,14 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)
 def test_a_fault_is_named_with_its_node_and_no_task_starts(
-    fault: Callable[[SlurmCluster], Callable[[], object]],
+    fault: Callable[[SlurmCluster, str], Undo],
     reason: str,
     four: SlurmCluster,
     tmp_path: Path,
 ) -> None:
-    undo = fault(four)
+    if fault is blocked_port and four.run_on(BAD, ["sh", "-c", "command -v iptables"]).returncode:
+        pytest.skip("apt-get install iptables")
+    undo = fault(four, BAD)
     try:
         run, status = checked(four, tmp_path)
     finally:
@@ -162,7 +114,7 @@ def test_a_fault_is_named_with_its_node_and_no_task_starts(
 
 @pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_node_that_fails(four: SlurmCluster, tmp_path: Path) -> None:
-    undo = full_disk(four)
+    undo = full_disk(four, BAD)
     try:
         submit(four, tmp_path, "--nodes", "3", "--spare-nodes", "1", "--run-name", "a",
                "--no-snapshot", "--no-requeue", "--wait", "--preflight", "quick", "--",

@@ -1,11 +1,10 @@
 """Jobs with spare nodes, on a real Slurm that takes a node for lost after 300 s."""
 
-import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,12 @@ from clusterddp.run.bad_nodes import FILE_NAME, BadNode
 from clusterddp.run.files import append_json_line, read_json
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from tests.event_lines import read_events
+from tests.on_slurm.campaign import FAULTS_OF_ALL_SUBJECTS
+from tests.on_slurm.campaign.place import Site
+from tests.on_slurm.campaign.run import STEPS as CAMPAIGN_STEPS
+from tests.on_slurm.campaign.spares import draw
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.host_faults import frozen
 from tests.on_slurm.test_life import HOOKS, PACED, told, train_to
 from tests.on_slurm.test_submit import submit
 from tests.waiting import wait_for
@@ -128,20 +132,13 @@ def test_a_node_that_froze_is_replaced_and_publishes_nothing_when_it_is_back(
     wait_for(lambda: newest_checkpoint(run.checkpoints), "a checkpoint")
     [first] = of_kind(run, "started")
     lost = first["nodelist"].split(",")[1]
-    # Not its slurmd: the nsenter above would stop with it, and stay so.
-    spared = ("cat", f"slurmd -D -N {lost}")
-    frozen = [pid for pid, line in hosts.processes(lost).items() if line not in spared]
-    hosts.set_link(lost, up=False)
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
+    thaw = frozen(hosts, lost)
     struck = time.time()
     wait_for(Attempt(run, 2).read_record, "a second attempt")
     resumed = of_kind(run, "resumed_in_job")[0]["time"] - struck
     orphan = Attempt(run, 1)
     before = {path.name for path in orphan.checkpoints.iterdir()}
-    hosts.set_link(lost, up=True)
-    for pid in frozen:
-        os.kill(pid, signal.SIGCONT)
+    thaw()
     wait_ended(run, 2)
     log = run.job_log.read_text()
     assert resumed < 60, log
@@ -172,3 +169,25 @@ def test_a_program_error_takes_no_spare_and_a_bad_node_is_one(
     assert (started["nodelist"], started["spares"]) == ("h01,h03,h04", ["h02"])
     assert (ended["cause"], ended["exit_code"]) == ("failed", 3)
     assert of_kind(run, "nodes_blamed") == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_of_hardware_has_its_node_replaced(slurm_available: None) -> None:
+    """A row of the campaign, for the whole of its judgement from outside."""
+    with Site(data_dir=None) as site:
+        result = site.carry_out(FAULTS_OF_ALL_SUBJECTS["spare-sigbus-of-a-rank"])
+    assert result.ok, result.seen
+
+
+def test_faults_are_drawn_alike_by_a_seed_and_can_all_be_dealt() -> None:
+    for seed in range(20):
+        runs = draw(seed, 20)
+        assert runs == draw(seed, 20)
+        assert sum(len(blows) for _, blows in runs) == 20
+        for config, blows in runs:
+            steps = [blow.step for blow in blows]
+            assert all(late - early >= 45 for early, late in pairwise(steps))
+            assert steps[-1] < CAMPAIGN_STEPS - 20
+            assert all(steps[1:])  # none that is there from the start on
+            assert steps[0] or config == "three"
+    assert draw(1, 20) != draw(2, 20)

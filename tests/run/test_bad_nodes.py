@@ -14,15 +14,16 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import Resources
-from clusterddp.run import bad_nodes, hardware
+from clusterddp.run import bad_nodes, batch_script, hardware
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.bad_nodes import BadNode, Trial
 from clusterddp.run.events import Failure
 from clusterddp.run.records import TaskError
+from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.partitions import Node
 from tests.cli.made_runs import Workplace, submitted, workplace
-from tests.event_lines import add_event, read_events
+from tests.event_lines import add_event, kinds, read_events
 from tests.hostile import CARRIED, REFUSED
 
 __all__ = ["workplace"]
@@ -494,20 +495,48 @@ def test_the_job_in_its_place_leaves_it_out_and_the_script_stays(workplace: Work
     assert read_events(run)[-1]["job_id"] == "18"
 
 
-def test_a_rank_that_dies_of_hardware_blames_its_node(workplace: Workplace) -> None:
-    run = begun(workplace)
-    cluster_says(workplace)
+def died_of_hardware(run: RunDir) -> None:
     error = {"type": TORCH, "message": "CUDA error: uncorrectable ECC error encountered"}
     content = {
         "rank": 3, "local_rank": 1, "node_rank": 1, "host": "h02", "pid": 1, "job_id": "17",
         "restart": 0, "step_id": "0", "started": 1.0, "ended": 2.0, "exit_code": 1, "error": error,
     }  # fmt: skip
     (Attempt(run, 1).outcomes / "rank-3.json").write_text(json.dumps(content))
+
+
+def test_a_rank_that_dies_of_hardware_blames_its_node(workplace: Workplace) -> None:
+    run = begun(workplace)
+    cluster_says(workplace)
+    died_of_hardware(run)
     finish(workplace, run, 1, "--restart-on-failure=1")
     node = bad_nodes.read(workplace.root)["h02"]
     assert node.by == bad_nodes.BY_HARDWARE
     assert node.reason.startswith("rank 3 died: uncorrectable ECC error: CUDA error")
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h02"]
+
+
+@pytest.mark.parametrize("spare", [["h03"], []])
+def test_a_rank_that_dies_of_hardware_has_its_node_replaced_within_the_job(
+    spare: list[str], workplace: Workplace
+) -> None:
+    """It is blamed ahead of the choice of nodes, and once, whichever way the run goes on."""
+    run = begun(workplace)
+    cluster_says(workplace)
+    died_of_hardware(run)
+    known = []
+
+    def choose() -> list[str]:
+        known.extend(bad_nodes.read(workplace.root))
+        return ["h01", *spare] if spare else []
+
+    policy = Policy(requeue=False, max_requeues=20, restart_on_failure=1)
+    nodes = batch_script.resume_in_job(Attempt(run, 1), 1, "17", 0, policy, choose)
+    assert known == ["h02"]
+    assert list(nodes) == (["h01", *spare] if spare else [])
+    if not spare:
+        finish(workplace, run, 1, "--restart-on-failure=1")
+    assert kinds(run).count("nodes_blamed") == 1
+    assert ("resumed_in_job" in kinds(run), "requeued" in kinds(run)) == (bool(spare), not spare)
 
 
 def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace) -> None:
