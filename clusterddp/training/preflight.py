@@ -214,7 +214,8 @@ class _Checks:
         if whole is not None:
             size = f"{self._most >> 20} MiB"
             summary += f"; all {len(ranks)} ranks reduce up to {size} at {shown_rate(whole)}"
-        log.info(f"full preflight:\n{formatting.table(rank_verdict.table(ranks, judged.failed))}")
+        table = formatting.table(rank_verdict.table(ranks, judged.failed))
+        log.info(f"full preflight:\n{formatting.clean(table)}")
         record = PreflightRecord(summary, took, failed, remarks)
         preflight.log_record(record)
         content = {

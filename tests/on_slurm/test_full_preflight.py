@@ -58,8 +58,7 @@ WRONG = """
 HANGS = """
     alter(torch, lambda product: time.sleep(600))
 """
-# Waits until the test has put a fault in. Other work that begins on the rank's core is of its own
-# control group: the kernel shares a core out between these first.
+# Waits until the test has put a fault in; other work on the rank's core begins from here.
 WAITS = f"""
     (HERE / "waits").touch()
     until = time.monotonic() + 120

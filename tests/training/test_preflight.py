@@ -108,5 +108,14 @@ def test_a_wrong_product_has_all_ranks_leave_unless_the_node_is_known_as_bad(
     assert kept["remarks"][-1].startswith("the job has no better nodes than h1 (h1: rank 2 ")
 
 
+def test_a_rank_alone_multiplies_and_has_nobody_to_exchange_with(tmp_path: Path) -> None:
+    begin(RunDir(tmp_path / "a"))
+    assert run_ranks(1, checked, str(tmp_path / "a"))[0][0]
+    kept = record(tmp_path / "a")
+    assert (kept["failed"], kept["all_reduce"]) == ({}, None)
+    assert kept["summary"].startswith("1 node passed in ")
+    assert kept["ranks"][0]["pairs"] == {}
+
+
 def test_what_cannot_be_recorded_ends_nothing(tmp_path: Path) -> None:
     assert run_ranks(2, checked, str(tmp_path / "none"))[0][0]
