@@ -433,6 +433,8 @@ def draw(seed: int, count: int) -> list[tuple[str, list[Blow]]]:
                 if (first or not kind.at_start) and (has_spare or kind.on != "spare")
             ]
             kind = chance.choice(kinds)
+            while kind.name == "busy-core":  # a busy machine has no core that stands apart
+                kind = chance.choice(kinds)
             # Apart by more than the steps between two checkpoints: each attempt gains some.
             step += chance.randint(45, 70)
             blows.append(Blow(kind, 0 if kind.at_start else step, chance.random()))
