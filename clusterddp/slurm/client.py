@@ -304,11 +304,12 @@ def ask(
     environ: Mapping[str, str] | None = None,
     seconds: float | None = None,
     stdin: str = "",
+    folder: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that shows, tries or cancels jobs.
 
-    environ: os.environ by default. seconds: QUERY_SECONDS by default. Raises SlurmError when the
-    command is missing or silent.
+    environ: os.environ by default. seconds: QUERY_SECONDS by default. folder: this one by default.
+    Raises SlurmError when the command is missing or silent.
     """
     import subprocess
 
@@ -317,7 +318,7 @@ def ask(
     # A user's own SQUEUE_PARTITION, say, would hide jobs: seen on 22.05.
     plain = {n: v for n, v in environ.items() if not n.startswith(_QUERY_PREFIXES)}
     try:
-        answer = call(argv, plain, seconds, stdin)
+        answer = call(argv, plain, seconds, stdin, folder)
     except _NOT_ON_PATH:
         raise SlurmError(f"no {argv[0]} on PATH: this machine has no Slurm") from None
     except OSError as error:
@@ -354,7 +355,11 @@ def _answer(
 
 
 def call(
-    argv: Sequence[str], environ: Mapping[str, str], seconds: float, stdin: str = ""
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    seconds: float,
+    stdin: str = "",
+    folder: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as from a login shell; raises what subprocess.run does."""
     import subprocess
@@ -362,6 +367,7 @@ def call(
     return subprocess.run(  # which looks for it on the PATH of `env`, not of this process
         argv,
         env=submission_environment(environ),
+        cwd=folder,
         input=stdin,
         capture_output=True,
         encoding="utf-8",
@@ -387,10 +393,14 @@ def kill_step(step: str) -> None:
 def give_back(job_id: str, kept: Sequence[str]) -> None:
     """Have a job keep these nodes alone; its steps end on the others. Raises SlurmError.
 
-    Seen on 22.05: at once, though a node is lost, and its loss then ends no job any more. scontrol
-    would write scripts into this folder, but for the missing SLURM_JOB_ID.
+    Seen on 22.05: at once, though a node is lost, and its loss then ends no job any more.
     """
-    _change(["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"])
+    import tempfile
+
+    argv = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"]
+    # scontrol writes slurm_job_ID_resize.sh and .csh into its folder, with SLURM_JOBID set (22.05).
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        _change(argv, folder=folder)
 
 
 def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
@@ -476,10 +486,14 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _change(
-    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, may_complain: bool = True
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    may_complain: bool = True,
+    folder: str | None = None,
 ) -> None:
     """Run a command that changes a job. may_complain: an error on stderr alone is none."""
-    answer = ask(argv, environ)
+    answer = ask(argv, environ, folder=folder)
     complains = "error" in answer.stderr.lower()
     if answer.returncode or (complains and not may_complain):
         words = answer.stderr.strip() or f"exit code {answer.returncode}"
