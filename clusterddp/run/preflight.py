@@ -27,18 +27,21 @@ def check(
     batch_host: Sequence[str],
     gpus: int,
     prepare: Callable[[], None],
+    ports: Sequence[int] = (),
 ) -> PreflightRecord:
     """Check the nodes, log a table of them and record it; one that fails is named.
 
     program: that of clusterddp on the host. batch_host: its name and address. gpus: of each node.
-    prepare: called in srun's process before srun. Where the checks cannot run, nobody fails.
+    prepare: called in srun's process before srun. ports: those to listen on, on this host and on
+    the nodes, the first that is free. Where the checks cannot run, nobody fails.
     """
     began, nonce = time.monotonic(), secrets.token_hex(16)
     environ = {**os.environ, NONCE_VARIABLE: nonce}
     try:
-        with contextlib.closing(collector.listen()) as server:
+        with contextlib.closing(collector.listen(ports)) as server:
             names = list(filter(None, batch_host))
-            argv = collector.words(nodes, program, names, server.getsockname()[1], gpus)
+            port = server.getsockname()[1]
+            argv = collector.words(nodes, program, names, port, gpus, ports)
             with collector.started(argv, environ, attempt.preflight_log, prepare) as has_ended:
                 codes = partial(collector.exit_codes, attempt.preflight_log)
                 collection = collector.collect(server, nodes, nonce, has_ended, codes)
