@@ -22,7 +22,7 @@ from clusterddp.run import bad_nodes, events, files, logs, restart_policy
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt, print_to_job_log
-from clusterddp.run.records import LastWord
+from clusterddp.run.records import LastWord, SlowRanks
 from clusterddp.run.restart_policy import (
     Decision,
     Policy,
@@ -457,7 +457,7 @@ def _withdraw(run: RunDir, job_id: str) -> None:
 
 
 def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
-    """Blame the nodes that were lost, that hardware names, or on which ranks crash again."""
+    """Blame the nodes that were lost, that hardware names, where ranks crash again or are slow."""
     if is_rehearsal(os.environ):
         return
     try:
@@ -478,6 +478,10 @@ def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
             why = f"ranks crash there again that got further elsewhere: {end.failure.reason}"
             again = {host: why.partition("\n")[0][:_LONGEST_REASON]}
             bad_nodes.blame(attempt, job_id, again, bad_nodes.BY_REPETITION)
+        is_latest = end.cause != restart_policy.SUPERSEDED
+        trials = _trials(attempt.run) if is_latest and attempt.stragglers.exists() else ()
+        if slow := bad_nodes.straggling(trials):
+            bad_nodes.blame(attempt, job_id, slow, bad_nodes.BY_STRAGGLING)
     except OSError as error:
         log.info(f"bad nodes cannot be recorded: {error}")
 
@@ -494,7 +498,8 @@ def _trials(run: RunDir) -> list[bad_nodes.Trial]:
         begin_step = (record.step or 0) if record else 0
         reached = None if more is None else begin_step + more
         hosts = _hosts(started[number].nodelist)
-        trials.append(bad_nodes.Trial(hosts, end.first_failure, reached))
+        slow = (files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers
+        trials.append(bad_nodes.Trial(hosts, end.first_failure, reached, slow))
     return trials
 
 

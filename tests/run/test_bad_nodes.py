@@ -18,7 +18,7 @@ from clusterddp.run import bad_nodes, hardware
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.bad_nodes import BadNode, Trial
 from clusterddp.run.events import Failure
-from clusterddp.run.records import TaskError
+from clusterddp.run.records import SlowRank, TaskError
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.partitions import Node
 from tests.cli.made_runs import Workplace, submitted, workplace
@@ -380,6 +380,55 @@ def test_ranks_that_crash_there_again_and_got_further_elsewhere_blame_the_node(
 )  # fmt: skip
 def test_what_may_be_the_programs_blames_nobody(trials: list[Trial]) -> None:
     assert bad_nodes.failed_again(trials) == ""
+
+
+def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> Trial:
+    """An attempt on hosts; of each slow rank: its host, and when it kept up again."""
+    ranks = [SlowRank(n, host, 0.4, until=until[0] if until else None) for n, host, *until in named]
+    return Trial(hosts.split(), slow=ranks)
+
+
+@pytest.mark.parametrize(
+    ("trials", "host"),
+    [
+        ([slow("a b c d", (2, "b"), (3, "b"))], "b"),
+        ([slow("a b", (2, "b"), (3, "b"))], "b"),
+        ([slow("a b c", (1, "b", 9.0)), slow("b c d", (0, "b", 9.0))], "b"),
+        ([slow("a b c", (1, "b")), slow("a b c"), slow("b c d", (0, "b"))], "b"),
+        # Rank 5 is slow wherever it is, and the node's own two are as well.
+        ([slow("a b c", (5, "c")), slow("a b c", (5, "b"), (2, "b"), (3, "b"))], "b"),
+    ],
+)
+def test_a_node_that_is_slow_with_several_ranks_is_blamed(trials: list[Trial], host: str) -> None:
+    [(blamed, reason)] = bad_nodes.straggling(trials).items()
+    assert blamed == host
+    assert reason.endswith(", in the last attempt at 40% of the other ranks' median speed")
+
+
+@pytest.mark.parametrize(
+    "trials",
+    [
+        [],
+        [slow("a b c")],
+        [slow("a b c", (1, "b"))],
+        # The same rank: it may be its data, wherever it is.
+        [slow("a b c", (1, "b")), slow("a b c", (1, "b"))],
+        [slow("a b c", (1, "b")), slow("a c d", (1, "c")), slow("b a c", (1, "a"))],
+        [slow("a b c", (1, "b")), slow("b c d", (0, "b")), slow("d c b", (0, "d"))],
+        [slow("a b c", (1, "b"), (4, "c")), slow("a b c", (1, "c"), (4, "b"))],
+        # Slow at once, and no more: a moment's load.
+        [slow("a b c", (2, "b", 9.0), (3, "b", 9.0))],
+        # Not slow in the last attempt: it may have been cleared since.
+        [slow("a b c", (2, "b"), (3, "b")), slow("a b c")],
+        # Slow everywhere, or on the only node.
+        [slow("a b c", (0, "a"), (1, "a"), (2, "b"), (3, "b"))],
+        [slow("a", (0, "a"), (1, "a"))],
+        # No record says where the ranks were.
+        [slow("a b c", (2, ""), (3, ""))],
+    ],
+)
+def test_slow_ranks_that_tell_of_no_node_blame_nobody(trials: list[Trial]) -> None:
+    assert bad_nodes.straggling(trials) == {}
 
 
 # -- what a job does -----------------------------------------------------------------------------
