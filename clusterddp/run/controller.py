@@ -284,6 +284,7 @@ class Controller:
                 else batch_script.ANOTHER_ATTEMPT_SECONDS,
                 code_changes,
                 idle,
+                spec.resources.nodes if self._allocation else 0,
             )
         except ClusterDDPError as error:
             log.info(str(error))

@@ -456,6 +456,15 @@ def exclude_nodes(job_id: str, hosts: Sequence[str]) -> None:
     _change(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(hosts)}"])
 
 
+def ask_for_nodes(job_id: str, count: int, tasks: int) -> None:
+    """Have a job that waits ask for so many nodes, no fewer and no more, and so many tasks.
+
+    Taken from the moment of a requeue on (seen on 22.05). Raises SlurmError with scontrol's words.
+    """
+    sizes = f"NumNodes={count}-{count}", f"NumTasks={tasks}"
+    _change(["scontrol", "update", f"JobId={job_id}", *sizes])
+
+
 def requeue(job_id: str) -> None:
     """Put a job back into the queue; one that is there already stays.
 

@@ -14,8 +14,8 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import Resources
-from clusterddp.run import bad_nodes, hardware
-from clusterddp.run.attempt import Attempt
+from clusterddp.run import bad_nodes, batch_script, hardware
+from clusterddp.run.attempt import Attempt, NotStarted
 from clusterddp.run.bad_nodes import BadNode, Trial
 from clusterddp.run.events import Failure
 from clusterddp.run.records import SlowRank, TaskError
@@ -572,6 +572,50 @@ def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace)
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h02"] * 2
     assert sum(call.startswith("sinfo") for call in workplace.calls) == 3  # one a start
     assert begin(workplace, run, "h[03-04]") == 0
+
+
+def begin_needing(place: Workplace, run: RunDir, needed: int) -> str:
+    """Begin an attempt on two nodes; returns what it says."""
+    place.monkeypatch.setenv("SLURM_JOB_ID", "17")
+    try:
+        batch_script.begin(run, "17", 0, "h[01-02]", 20, 1.0, lambda _: (), (), needed)
+    except NotStarted as error:
+        return str(error)
+    return "begun"
+
+
+def test_a_start_with_too_few_nodes_is_given_back_twice_and_then_refused(
+    workplace: Workplace,
+) -> None:
+    run = begun(workplace)
+    add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
+    cluster_says(workplace)
+    said = [begin_needing(workplace, run, 3) for _ in range(3)]
+    words = "Slurm has given 2 nodes, and a step of the run needs 3"
+    assert said[:2] == [f"{words}: job 17 is back in the queue, for 2"] * 2
+    assert said[2].startswith(f"{words}, for 3 starts in a row. Resume with: clusterddp resubmit")
+    kinds = [event["event"] for event in read_events(run)]
+    assert kinds[-6:] == ["not_started", "requeued"] * 2 + ["started", "ended"]
+    assert workplace.calls.count("scontrol requeue 17") == 2
+    assert updates(workplace) == ["scontrol update JobId=17 NumNodes=2-2 NumTasks=8"] * 2
+    assert begin_needing(workplace, run, 2) == "begun"
+
+
+@pytest.mark.parametrize(
+    ("requeue", "words"),
+    [("exit 0", "and requeue is off"), ("exit 1", "the job cannot go back into the queue: ")],
+)
+def test_a_start_with_too_few_nodes_that_cannot_go_back_is_refused(
+    workplace: Workplace, requeue: str, words: str
+) -> None:
+    run = begun(workplace)
+    add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
+    if requeue == "exit 0":
+        spec = json.loads(run.spec.read_text())
+        run.spec.write_text(json.dumps({**spec, "requeue": False}))
+    cluster_says(workplace, requeue=requeue)
+    assert words in begin_needing(workplace, run, 3)
+    assert [event["event"] for event in read_events(run)][-2:] == ["started", "ended"]
 
 
 @pytest.mark.parametrize("why", ["requeue refused", "not enough nodes", "cleared", "cancelled"])
