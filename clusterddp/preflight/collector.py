@@ -26,7 +26,6 @@ from clusterddp.preflight.measurements import (
     load,
 )
 from clusterddp.preflight.verdict import Node
-from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT
 from clusterddp.slurm.forms import expand_nodelist
 
 FIRST_SECONDS = 60.0
@@ -71,6 +70,8 @@ class Collection:
     """What is known of nodes whose probe has ended by itself."""
     trouble: str = ""
     """Reason for which the checks could not run."""
+    is_unreached: bool = False
+    """True where that is that no other node can connect to the batch host."""
 
 
 def words(
@@ -137,10 +138,13 @@ def collect(
     with contextlib.closing(_Collector(server, hosts, nonce, has_ended, exit_codes)) as collector:
         collector.await_all(hosts, FIRST_SECONDS, one_is_enough=True)
         if not collector.probes:
-            return Collection(trouble=collector.unreached() or "no node has answered")
+            unreached = collector.unreached()
+            return Collection(
+                trouble=unreached or "no node has answered", is_unreached=bool(unreached)
+            )
         collector.await_all(hosts, PATIENCE_SECONDS)
         if unreached := collector.unreached():
-            return Collection(trouble=unreached)
+            return Collection(trouble=unreached, is_unreached=True)
         collector.measure_together()
         if verdict.judge(collector.nodes(), collector.silent()).comparisons:
             collector.measure_together()  # once more: it may have been a moment's load
@@ -230,13 +234,8 @@ class _Collector:
         others = [host for host in self._hosts if host not in own]
         if len(own) > 1 or not others or any(codes.get(h) != UNREACHED for h in others):
             return ""
-        number = self._server.getsockname()[1]
-        return (
-            f"{others[0]}{f' and {len(others) - 1} more' if others[1:] else ''} cannot connect to "
-            f"port {number} of this host. If a firewall forbids it, open ports {LOWEST_PORT} to "
-            f"{HIGHEST_PORT} between the nodes, where the ranks meet as well; or submit with "
-            "--preflight none"
-        )
+        named = f"{others[0]}{f' and {len(others) - 1} more' if others[1:] else ''}"
+        return f"{named} cannot connect to port {self._server.getsockname()[1]} of this host"
 
     def measure_together(self) -> None:
         """Have all nodes that answer measure at one time, and keep the better of two answers."""

@@ -11,6 +11,7 @@ from functools import partial
 from clusterddp import log
 from clusterddp.preflight import collector, verdict
 from clusterddp.preflight.collector import Collection
+from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT
 from clusterddp.run import files, formatting
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.logs import print_to_job_log
@@ -18,6 +19,10 @@ from clusterddp.run.records import PreflightRecord
 from clusterddp.slurm.forms import NONCE_VARIABLE
 
 _FORMAT = 1
+_OPEN = (
+    f"If a firewall forbids it, open ports {LOWEST_PORT} to {HIGHEST_PORT} between the nodes, "
+    "where the ranks meet as well; or submit with --preflight none"
+)
 
 
 def check(
@@ -51,7 +56,8 @@ def check(
     judged = verdict.judge(collection.nodes, collection.silent)
     remarks = (*collection.remarks, *judged.remarks)
     if collection.trouble:
-        why = f"{collection.trouble}; {_last_words(attempt)}".rstrip("; ")
+        more = f". {_OPEN}" if collection.is_unreached else f"; {_last_words(attempt)}"
+        why = f"{collection.trouble}{more}".rstrip("; ")
         record = PreflightRecord(f"could not run: {why}", took)
     else:
         rows = verdict.table(collection.nodes, collection.silent, judged)
