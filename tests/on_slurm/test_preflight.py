@@ -163,6 +163,28 @@ def test_a_fault_is_named_with_its_node_and_no_task_starts(
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.slow
+def test_a_node_that_is_needed_and_fails_again_is_used_after_one_start(
+    four: SlurmCluster, tmp_path: Path
+) -> None:
+    undo = full_disk(four)
+    try:
+        submit(four, tmp_path, "--nodes", "4", "--run-name", "a", "--no-snapshot", "--requeue",
+               "--wait", "--preflight", "quick", "--", "touch", "started")  # fmt: skip
+    finally:
+        undo()
+    run = RunDir(tmp_path / "jobs/a")
+    log = run.job_log.read_text()
+    happened = read_events(run)
+    assert [each["cause"] for each in happened if each["event"] == "ended"] == [
+        "preflight", "done",
+    ], log  # fmt: skip
+    assert f"{BAD} is bad (/dev/shm: No space left on device), but is not left out" in log
+    assert f"the job has no better nodes than {BAD}: they are used" in log
+    assert "not_started" not in [each["event"] for each in happened]
+    assert (tmp_path / "started").exists()
+
+
 OPEN = "6817:6818,50000:50999"
 """Ports of Slurm itself: slurmctld's, slurmd's and srun's (SrunPortRange)."""
 
