@@ -30,6 +30,8 @@ TRANSFER_BYTES = 4 << 20
 TRANSFER_SECONDS = 0.3
 """Most of a transfer, whichever comes first."""
 _CONNECT_SECONDS = 2.0
+_REACH_SECONDS = 5.0
+"""Time to reach the batch host, at all its addresses: the kernel has asked three times by then."""
 _REPLY_SECONDS = 3.0
 _FILE_BYTES = 1 << 20
 _CLOCK_EXCHANGES = 5
@@ -55,16 +57,24 @@ class Peer:
     port: int
 
 
-def run(collector: Sequence[str], port: int, granted: int, nonce: str, name: str) -> None:
+def run(
+    collector: Sequence[str],
+    port: int,
+    granted: int,
+    nonce: str,
+    name: str,
+    ports: Sequence[int] = (),
+) -> None:
     """Take part in the checks until the collector says that they are over. Raises OSError.
 
     collector: the batch host's names and addresses, of which the first that answers is taken.
-    granted: GPUs of the job on this node. name: the node's, as Slurm knows it.
+    granted: GPUs of the job on this node. name: the node's, as Slurm knows it. ports: those to
+    listen on, the first that is free.
     """
     signal.alarm(LIFE_SECONDS)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # they are for the tasks, which come after it
-    with _connected(collector, port) as stream, _listening(stream, os.environ) as server:
+    with _connected(collector, port) as stream, _listening(stream, os.environ, ports) as server:
         threading.Thread(target=_serve, args=(server, nonce), daemon=True).start()
         lines = Lines(stream)
         own = {"port": server.getsockname()[1], "local": server.getsockname()[0]}
@@ -205,9 +215,17 @@ def _said(lines: Lines) -> Iterator[dict[str, object]]:
 
 def _connected(names: Sequence[str], port: int) -> socket.socket:
     trouble: OSError = ConnectionError("no address of the batch host is given")
+    places = []
     for name in names:
         try:
-            stream = socket.create_connection((name, port), timeout=5.0)
+            places += socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            trouble = error
+    # The batch host's name and address are mostly one place.
+    several = list(dict.fromkeys((str(place[4][0]), port) for place in places))
+    for address in several:
+        try:
+            stream = socket.create_connection(address, timeout=_REACH_SECONDS / len(several))
         except OSError as error:
             trouble = error
             continue
@@ -217,7 +235,9 @@ def _connected(names: Sequence[str], port: int) -> socket.socket:
     raise Unreached(str(trouble))
 
 
-def _listening(stream: socket.socket, environ: Mapping[str, str]) -> socket.socket:
+def _listening(
+    stream: socket.socket, environ: Mapping[str, str], ports: Sequence[int]
+) -> socket.socket:
     """Listen at the address of the interface that is asked for, or of the way to the collector.
 
     On the batch host itself that way may be the loopback's: then at all addresses.
@@ -225,12 +245,7 @@ def _listening(stream: socket.socket, environ: Mapping[str, str]) -> socket.sock
     own = stream.getsockname()[0]
     named = environ.get("GLOO_SOCKET_IFNAME", "")
     address = address_of(named) or ("" if own.startswith("127.") or own == "::1" else own)
-    if not address:
-        return listen()
-    server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    server.bind((address, 0))
-    server.listen(64)
-    return server
+    return listen(ports, address)
 
 
 def address_of(interface: str) -> str:

@@ -126,6 +126,7 @@ COUNT = Number("a positive whole number", least=1)
 WHOLE = Number("a whole number of at least 0")
 NUMBER = Number("a finite number of at least 0")
 POSITIVE = Number("a finite number above 0", least=math.ulp(0.0))
+HOURS = Number("a number above 0 and below a million", least=math.ulp(0.0), below=1e6)
 SHARE = Number("a number from 0 to below 1", below=1)
 
 

@@ -310,7 +310,7 @@ class JobSpec:
     bad_node_hours: float = option(
         24.0,
         "Hours for which a node that this run blames is left out of the next starts.",
-        table.POSITIVE,
+        table.HOURS,
         group=table.INTERRUPTED,
     )
     snapshot: bool | None = option(
@@ -463,13 +463,23 @@ class JobSpec:
                 f" against --restart-in-job {self.restart_in_job}: torchrun's agents start their "
                 "ranks again on the nodes that they have. Leave one of them out.",
             )
-        words = [word.partition("=")[0] for text in self.srun_args for word in shlex.split(text)]
+        words = [  # `-N4` is `-N 4`
+            word.partition("=")[0] if word.startswith("--") else word[:2]
+            for text in self.srun_args
+            for word in shlex.split(text)
+        ]
         taken = next((word for word in words if word in _SPARES_OWN.split()), "")
         if taken:
             raise OptionError(
                 asked,
                 f" against --srun-args {taken}: the job chooses the nodes of each step. Leave one "
                 "of them out.",
+            )
+        if dict(self.sbatch).get("no-kill", "off") != "off":
+            raise OptionError(
+                asked,
+                " against --sbatch no-kill: a job that loses its script's node would run on, with "
+                "no script, to its time limit. Leave no-kill out: spares do without it.",
             )
 
     def _check_container(self) -> None:

@@ -7,6 +7,7 @@ nodes for the request.
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.run import events, files, hardware
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
+from clusterddp.run.records import SlowRank
 from clusterddp.slurm import partitions
 from clusterddp.slurm.forms import expand_nodelist
 from clusterddp.slurm.partitions import Node
@@ -29,6 +31,8 @@ BY_HARDWARE = "hardware"
 """A rank there died of something that names hardware (`hardware`)."""
 BY_REPETITION = "repetition"
 """Ranks crashed there again that got further elsewhere."""
+BY_STRAGGLING = "straggling"
+"""It was slow with several ranks, which were slow nowhere else."""
 
 FILE_NAME = "bad-nodes.jsonl"
 _DECIDING = {
@@ -245,6 +249,8 @@ class Trial:
     failure: Failure | None = None
     reached: int | None = None
     """Step of its newest checkpoint; None where nobody counts steps."""
+    slow: Sequence[SlowRank] = ()
+    """Ranks that were named for being slow."""
 
 
 def failed_again(trials: Sequence[Trial]) -> str:
@@ -269,6 +275,36 @@ def failed_again(trials: Sequence[Trial]) -> str:
     furthest = max(trial.reached or 0 for trial in there)
     elsewhere = [trial.reached or 0 for trial in trials if host not in trial.hosts]
     return host if max(elsewhere, default=0) > furthest else ""
+
+
+def straggling(trials: Sequence[Trial]) -> dict[str, str]:
+    """Return the nodes that are slow, whatever rank runs there, each with what was seen.
+
+    In the last attempt several ranks of the node were slow to its end, or one was and in an earlier
+    attempt another one. A rank that was slow on several nodes brings it along, with its data, say,
+    and counts for none; nor does any where more than half of the nodes have slow ranks.
+    """
+    last = trials[-1] if trials else Trial(())
+    if 2 * len({slow.host for slow in last.slow}) > len(set(last.hosts)):
+        return {}
+    places: dict[int, set[str]] = defaultdict(set)
+    for slow in (slow for trial in trials for slow in trial.slow):
+        places[slow.rank].add(slow.host)
+    nodes = {}
+    for host in dict.fromkeys(slow.host for slow in last.slow if slow.host in last.hosts):
+        *earlier, now = (
+            [slow for slow in trial.slow if slow.host == host and places[slow.rank] == {host}]
+            for trial in trials
+        )
+        before = {slow.rank for several in earlier for slow in several}
+        lasting = {slow.rank for slow in now if slow.until is None}
+        if len(lasting) > 1 or any(before - {slow.rank} for slow in now):
+            ranks = sorted(before | {slow.rank for slow in now})
+            nodes[host] = (
+                f"slow with ranks {', '.join(map(str, ranks))}, in the last attempt at "
+                f"{min(slow.share for slow in now):.0%} of the other ranks' median speed"
+            )
+    return nodes
 
 
 def _fits(node: Node, asked: Resources) -> bool:

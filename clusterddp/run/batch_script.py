@@ -18,11 +18,11 @@ from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, events, files, logs, restart_policy
+from clusterddp.run import bad_nodes, events, files, formatting, logs, restart_policy
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt, print_to_job_log
-from clusterddp.run.records import LastWord
+from clusterddp.run.records import LastWord, SlowRanks
 from clusterddp.run.restart_policy import (
     Decision,
     Policy,
@@ -51,11 +51,11 @@ _LAST_LINES = 10
 _LONGEST_REASON = 300
 _LOG_TAIL_BYTES = 1 << 20
 _MOST_STARTS_IN_VAIN = 2
-"""Starts in a row that put the job back for a bad node; the next one uses what it was given."""
+"""Starts in a row that put the job back for the nodes that it was given; the next one does not."""
 
 
 class BackInQueue(NotStarted):
-    """Slurm has given a bad node, and the job is back in the queue without it."""
+    """Slurm has given a bad node or too few, and the job is back in the queue for others."""
 
     exit_code = EXIT_PAUSED  # a script of 0.1.0 would go on after 0
 
@@ -73,14 +73,15 @@ def begin(
     patience: float,
     code_changes: Callable[[RunDir], Sequence[str]],
     spares: Sequence[str] = (),
+    needed: int = 0,
 ) -> Attempt:
     """Make the next attempt of the run.
 
     restart: SLURM_RESTART_COUNT. patience: seconds to wait for an attempt that still trains.
     code_changes: lists what differs from the submitted code, where the run uses no copy of it.
-    spares: the job's nodes beside those of `nodelist`.
-    Raises RunIsDone, BackInQueue where Slurm has given a bad node that the next start leaves out,
-    and ClusterDDPError where the attempt is refused; all are recorded.
+    spares: the job's nodes beside those of `nodelist`. needed: nodes of a step.
+    Raises RunIsDone, BackInQueue where Slurm has given too few nodes, or a bad one that the next
+    start leaves out, and ClusterDDPError where the attempt is refused; all are recorded.
     """
     name = own_name(os.environ, job_id)
     job: dict[str, Any] = {"job_id": job_id, "restart": restart, "nodelist": nodelist}
@@ -95,9 +96,11 @@ def begin(
             run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words
         )
         raise RunIsDone(words)
-    _avoid_bad_nodes(run, job_id, restart, nodelist)
+    too_few = _give_too_few_back(run, job_id, restart, nodelist, needed)
+    if not too_few:
+        _avoid_bad_nodes(run, job_id, restart, nodelist)
     try:
-        attempt = _make_attempt(run, job_id, max_requeues, patience)
+        attempt = _make_attempt(run, job_id, max_requeues, patience, too_few)
     except Exception as error:
         _record(run, events.Started, **job)
         expected = isinstance(error, ClusterDDPError)
@@ -277,11 +280,18 @@ def _is_done(run: RunDir, job_id: str) -> bool:
     return True
 
 
-def _make_attempt(run: RunDir, job_id: str, max_requeues: int, patience: float) -> Attempt:
-    """Make the attempt. Raises ClusterDDPError, and what else ends this process."""
+def _make_attempt(
+    run: RunDir, job_id: str, max_requeues: int, patience: float, too_few: str
+) -> Attempt:
+    """Make the attempt. Raises ClusterDDPError, and what else ends this process.
+
+    too_few: what is said of a start that has not the nodes for a step.
+    """
     try:
         run.load_spec()  # refused where a newer version has written it
         _refuse_withdrawn(run, job_id)
+        if too_few:
+            raise NotStarted(f"{too_few}. Resume with: {run.resubmission}")
         if own_name(os.environ, job_id) != job_id:
             _note_new_job(run, job_id)
         if len(restart_policy.causes_of(events.read(run.events))) > max_requeues:
@@ -468,7 +478,7 @@ def _withdraw(run: RunDir, job_id: str) -> None:
 
 
 def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
-    """Blame the nodes that were lost, that hardware names, or on which ranks crash again.
+    """Blame nodes that were lost, that hardware names, where ranks crash again or are slow.
 
     One that was blamed in the attempt is not blamed twice.
     """
@@ -486,20 +496,24 @@ def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
         if new:
             lost = dict.fromkeys(new, f"lost during attempt {attempt.number}")
             bad_nodes.blame(attempt, job_id, lost, bad_nodes.BY_LOSS)
-        if not end.failure or end.failure.host in already:
-            return
-        if end.hardware:
-            named = {end.failure.host: f"rank {end.failure.rank} died: {end.hardware}"}
+        failure = end.failure if end.failure and end.failure.host not in already else None
+        if failure and end.hardware:
+            named = {failure.host: f"rank {failure.rank} died: {end.hardware}"}
             bad_nodes.blame(attempt, job_id, named, bad_nodes.BY_HARDWARE)
-        elif host := bad_nodes.failed_again(_trials(attempt, end.failure)):
-            why = f"ranks crash there again that got further elsewhere: {end.failure.reason}"
+        elif failure and (host := bad_nodes.failed_again(_trials(attempt, failure))):
+            why = f"ranks crash there again that got further elsewhere: {failure.reason}"
             again = {host: why.partition("\n")[0][:_LONGEST_REASON]}
             bad_nodes.blame(attempt, job_id, again, bad_nodes.BY_REPETITION)
+        is_latest = end.cause != restart_policy.SUPERSEDED
+        is_slow = is_latest and attempt.stragglers.exists()
+        slow = bad_nodes.straggling(_trials(attempt, end.failure)) if is_slow else {}
+        if fresh := {host: why for host, why in slow.items() if host not in already}:
+            bad_nodes.blame(attempt, job_id, fresh, bad_nodes.BY_STRAGGLING)
     except OSError as error:
         log.info(f"bad nodes cannot be recorded: {error}")
 
 
-def _trials(latest: Attempt, failure: Failure) -> list[bad_nodes.Trial]:
+def _trials(latest: Attempt, failure: Failure | None) -> list[bad_nodes.Trial]:
     """Return the run's attempts since a person last submitted it, the latest last.
 
     failure: of that one, whose end need not be recorded yet.
@@ -515,7 +529,8 @@ def _trials(latest: Attempt, failure: Failure) -> list[bad_nodes.Trial]:
         begin_step = (record.step or 0) if record else 0
         reached = None if more is None else begin_step + more
         hosts = _hosts(started[number].nodelist)
-        trials.append(bad_nodes.Trial(hosts, failures.get(number), reached))
+        slow = (files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers
+        trials.append(bad_nodes.Trial(hosts, failures.get(number), reached, slow))
     return trials
 
 
@@ -612,6 +627,40 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
     except SlurmError as error:
         log.info(f"bad nodes cannot be left out: {error}")
     raise BackInQueue(f"{words}: job {job_id} is back in the queue")
+
+
+def _give_too_few_back(run: RunDir, job_id: str, restart: int, nodelist: str, needed: int) -> str:
+    """Put a job back into the queue that has fewer nodes than a step needs. Raises BackInQueue.
+
+    As a person can have it, and a release of Slurm whose requeue asks for the nodes that the job
+    had at its end. Returns what is to be said where that is of no use; empty with nodes enough.
+    """
+    given = len(_hosts(nodelist))
+    if given >= needed or is_rehearsal(os.environ):
+        return ""
+    nodes = formatting.count(given, "node")
+    words = f"Slurm has given {nodes}, and a step of the run needs {needed}"
+    try:
+        spec, history = run.load_spec(), events.read(run.events)
+        if not spec.requeues:
+            return restart_policy.requeue_is_off(words)
+        if restart_policy.withdrawn(history, job_id):
+            return words
+        if (before := _starts_in_vain(history)) >= _MOST_STARTS_IN_VAIN:
+            return f"{words}, for {before + 1} starts in a row"
+        _requeue(own_name(os.environ, job_id), restart)
+    except (ClusterDDPError, OSError) as error:
+        return f"{words}, and the job cannot go back into the queue: {error}"
+    _record(run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words)
+    _record(run, events.Requeued, job_id=job_id, why=words)
+    _heed_withdrawal(run, job_id, job_id)
+    asked = spec.resources.nodes + spec.resources.spare_nodes
+    try:
+        tasks = asked * spec.resources.tasks_per_node
+        slurm.ask_for_nodes(own_name(os.environ, job_id), asked, tasks)
+    except SlurmError as error:
+        log.info(f"the job cannot ask for {asked} nodes: {error}")
+    raise BackInQueue(f"{words}: job {job_id} is back in the queue, for {asked}")
 
 
 def _starts_in_vain(history: Sequence[events.Event]) -> int:

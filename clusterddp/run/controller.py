@@ -66,6 +66,8 @@ _AGENT_GRACE_SECONDS = 180.0
 """Time for an agent to start its ranks again."""
 
 
+_OF_RANKS, _OF_PREFLIGHT = range(5), range(20, 25)
+"""Candidates of `master_port`."""
 _ANSWERS = 3
 """Descriptor of the pipe to the script; what Python itself prints goes elsewhere."""
 
@@ -285,6 +287,7 @@ class Controller:
                 else batch_script.ANOTHER_ATTEMPT_SECONDS,
                 code_changes,
                 idle,
+                spec.resources.nodes if self._allocation else 0,
             )
         except ClusterDDPError as error:
             log.info(str(error))
@@ -397,7 +400,8 @@ class Controller:
         names = (host_name(os.environ), os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
         gpus = self._spec.resources.gpus_per_node
         try:
-            record = preflight.check(attempt, nodes, program, names, gpus, _reset_signals())
+            ports = preflight_ports(int(self._job_id), self._restart, self._starts)
+            record = preflight.check(attempt, nodes, program, names, gpus, _reset_signals(), ports)
         except Exception:  # a fault of ours costs the checks alone
             log.info(traceback.format_exc())
             return {}
@@ -620,6 +624,14 @@ def _listens(pid: int, number: int) -> bool:
     return any(int(masks[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigBlk"))
 
 
+def preflight_ports(job_id: int, restart: int, starts: int = 0) -> list[int]:
+    """Return the ports on which the batch host and the probes may listen ahead of the tasks.
+
+    Of those that a site opens for the ranks, but none that these may take.
+    """
+    return [master_port(job_id, starts, restart, candidate) for candidate in _OF_PREFLIGHT]
+
+
 def free_master_port(job_id: int, restart: int, starts: int = 0) -> int:
     """Choose the port on which rank 0 will listen: jobs that share a node get different ones.
 
@@ -633,5 +645,5 @@ def free_master_port(job_id: int, restart: int, starts: int = 0) -> int:
                 _, address, _, state, *_ = line.split()
                 if state == "0A":
                     listening.add(int(address.rpartition(":")[2], 16))
-    ports = [master_port(job_id, starts, restart, candidate) for candidate in range(5)]
+    ports = [master_port(job_id, starts, restart, candidate) for candidate in _OF_RANKS]
     return next((port for port in ports if port not in listening), ports[-1])

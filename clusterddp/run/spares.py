@@ -58,6 +58,8 @@ class Allocation:
     def choose_first(self, bad: Mapping[str, BadNode]) -> list[str]:
         """Choose the nodes of the job's first step: bad ones where Slurm gave too few others.
 
+        Fewer than a step needs where Slurm gave no more at all.
+
         Those that were lost come last, as slurmctld may not know of it yet.
         """
 
@@ -242,7 +244,7 @@ def give_back(job: str, allocation: Allocation) -> None:
     """Give a job's lost nodes back, for which Slurm would requeue it after SlurmdTimeout.
 
     Not by --no-kill: a job that has lost its script's node would then run to its time limit, with
-    no script (seen on 22.05). A requeue asks for as many nodes as the job had at first.
+    no script (seen on 22.05). A requeue asks for as many nodes as the job had at first there.
     """
     try:
         slurm.give_back(job, allocation.left)

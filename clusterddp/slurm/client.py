@@ -305,11 +305,12 @@ def ask(
     environ: Mapping[str, str] | None = None,
     seconds: float | None = None,
     stdin: str = "",
+    folder: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that shows, tries or cancels jobs.
 
-    environ: os.environ by default. seconds: QUERY_SECONDS by default. Raises SlurmError when the
-    command is missing or silent.
+    environ: os.environ by default. seconds: QUERY_SECONDS by default. folder: this one by default.
+    Raises SlurmError when the command is missing or silent.
     """
     import subprocess
 
@@ -318,7 +319,7 @@ def ask(
     # A user's own SQUEUE_PARTITION, say, would hide jobs: seen on 22.05.
     plain = {n: v for n, v in environ.items() if not n.startswith(_QUERY_PREFIXES)}
     try:
-        answer = call(argv, plain, seconds, stdin)
+        answer = call(argv, plain, seconds, stdin, folder)
     except _NOT_ON_PATH:
         raise SlurmError(f"no {argv[0]} on PATH: this machine has no Slurm") from None
     except OSError as error:
@@ -355,7 +356,11 @@ def _answer(
 
 
 def call(
-    argv: Sequence[str], environ: Mapping[str, str], seconds: float, stdin: str = ""
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    seconds: float,
+    stdin: str = "",
+    folder: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as from a login shell; raises what subprocess.run does."""
     import subprocess
@@ -363,6 +368,7 @@ def call(
     return subprocess.run(  # which looks for it on the PATH of `env`, not of this process
         argv,
         env=submission_environment(environ),
+        cwd=folder,
         input=stdin,
         capture_output=True,
         encoding="utf-8",
@@ -388,10 +394,14 @@ def kill_step(step: str) -> None:
 def give_back(job_id: str, kept: Sequence[str]) -> None:
     """Have a job keep these nodes alone; its steps end on the others. Raises SlurmError.
 
-    Seen on 22.05: at once, though a node is lost, and its loss then ends no job any more. scontrol
-    would write scripts into this folder, but for the missing SLURM_JOB_ID.
+    Seen on 22.05: at once, though a node is lost, and its loss then ends no job any more.
     """
-    _change(["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"])
+    import tempfile
+
+    argv = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"]
+    # scontrol writes slurm_job_ID_resize.sh and .csh into its folder, with SLURM_JOBID set (22.05).
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        _change(argv, folder=folder)
 
 
 def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
@@ -447,6 +457,15 @@ def exclude_nodes(job_id: str, hosts: Sequence[str]) -> None:
     _change(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(hosts)}"])
 
 
+def ask_for_nodes(job_id: str, count: int, tasks: int) -> None:
+    """Have a job that waits ask for so many nodes, no fewer and no more, and so many tasks.
+
+    Taken from the moment of a requeue on (seen on 22.05). Raises SlurmError with scontrol's words.
+    """
+    sizes = f"NumNodes={count}-{count}", f"NumTasks={tasks}"
+    _change(["scontrol", "update", f"JobId={job_id}", *sizes])
+
+
 def requeue(job_id: str) -> None:
     """Put a job back into the queue; one that is there already stays.
 
@@ -477,10 +496,14 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _change(
-    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, may_complain: bool = True
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    may_complain: bool = True,
+    folder: str | None = None,
 ) -> None:
     """Run a command that changes a job. may_complain: an error on stderr alone is none."""
-    answer = ask(argv, environ)
+    answer = ask(argv, environ, folder=folder)
     complains = "error" in answer.stderr.lower()
     if answer.returncode or (complains and not may_complain):
         words = answer.stderr.strip() or f"exit code {answer.returncode}"

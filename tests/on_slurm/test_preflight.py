@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from clusterddp.preflight import collector
 from clusterddp.run import bad_nodes
+from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
@@ -37,7 +39,8 @@ def four(slurm_available: None, tmp_path_factory: Any) -> Iterator[SlurmCluster]
     prolog = tmp_path_factory.mktemp("prolog") / "prolog"
     prolog.write_text(PROLOG)
     prolog.chmod(0o755)
-    with SlurmCluster(hosts=4, conf={"TaskProlog": str(prolog)}) as cluster:
+    conf = {"TaskProlog": str(prolog), "SrunPortRange": "50000-50999"}
+    with SlurmCluster(hosts=4, conf=conf) as cluster:
         yield cluster
 
 
@@ -110,6 +113,64 @@ def test_a_fault_is_named_with_its_node_and_no_task_starts(
         "preflight"
     ]
     assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.slow
+def test_a_node_that_is_needed_and_fails_again_is_used_after_one_start(
+    four: SlurmCluster, tmp_path: Path
+) -> None:
+    undo = full_disk(four)
+    try:
+        submit(four, tmp_path, "--nodes", "4", "--run-name", "a", "--no-snapshot", "--requeue",
+               "--wait", "--preflight", "quick", "--", "touch", "started")  # fmt: skip
+    finally:
+        undo()
+    run = RunDir(tmp_path / "jobs/a")
+    log = run.job_log.read_text()
+    happened = read_events(run)
+    assert [each["cause"] for each in happened if each["event"] == "ended"] == [
+        "preflight", "done",
+    ], log  # fmt: skip
+    assert f"{BAD} is bad (/dev/shm: No space left on device), but is not left out" in log
+    assert f"the job has no better nodes than {BAD}: they are used" in log
+    assert "not_started" not in [each["event"] for each in happened]
+    assert (tmp_path / "started").exists()
+
+
+OPEN = "6817:6818,50000:50999"
+"""Ports of Slurm itself: slurmctld's, slurmd's and srun's (SrunPortRange)."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ports", "said"),
+    [
+        (f"{OPEN},12000:31999", "preflight: 4 nodes passed in "),
+        (OPEN, "preflight: could not run: h02 and 2 more cannot connect to port "),
+    ],
+)
+def test_behind_a_firewall_that_drops_it_uses_the_ranks_ports_or_says_what_to_open(
+    ports: str, said: str, four: SlurmCluster, tmp_path: Path
+) -> None:
+    if four.run_on(BAD, ["sh", "-c", "command -v iptables"]).returncode:
+        pytest.skip("apt-get install iptables")
+    rule = ["INPUT", "-i", "eth0", "-p", "tcp", "--syn", "-m", "multiport", "!", "--dports", ports]
+    for host in four.hosts:
+        four.run_on(host, ["iptables", "-A", *rule, "-j", "DROP"], check=True)
+    try:
+        run, status = checked(four, tmp_path)
+    finally:
+        for host in four.hosts:
+            four.run_on(host, ["iptables", "-D", *rule, "-j", "DROP"], check=True)
+    log = run.job_log.read_text()
+    assert said in log
+    assert (tmp_path / "started").exists()
+    assert (status["state"], blamed(run)) == ("done", {})
+    if ports == OPEN:
+        assert "open ports 12000 to 31999 between the nodes" in log
+        # It waits for the connections' 5 s, and for no deadline of its own.
+        record = json.loads(Attempt(run, 1).preflight.read_text())
+        assert record["seconds"] < collector.PATIENCE_SECONDS
 
 
 @pytest.mark.slow

@@ -106,10 +106,33 @@ def test_a_killed_node_is_replaced_in_the_same_job(
     assert (second["nodelist"], second.get("spares")) == (f"{batch},{spare}", None)
     shown = hosts.run(["scontrol", "show", "job", "-o", first["job_id"]]).stdout
     assert " NumNodes=2 " in shown  # the lost one was given back
+    assert list(tmp_path.glob("slurm_job_*")) == []  # nor scripts of scontrol in the work folder
     assert list(of_kind(run, "nodes_blamed")[0]["nodes"]) == [lost]
     assert of_kind(run, "requeued") == []
     status = told(hosts, tmp_path, "spare")
     assert (status["state"], status["attempt"], status["hosts"]) == ("done", 2, [batch, spare])
+
+
+@pytest.mark.slow
+def test_a_start_with_fewer_nodes_than_a_step_needs_goes_back_for_all_of_them(
+    hosts: SlurmCluster, tmp_path: Path
+) -> None:
+    hosts.run(["scontrol", "update", "PartitionName=main", "State=DOWN"], check=True)
+    submit(hosts, tmp_path, "--run-name", "few", "--nodes", "2", "--spare-nodes", "1",
+           "--requeue", "--", "true", env=ENV, check=True)  # fmt: skip
+    run = RunDir(tmp_path / "jobs/few")
+    [job] = of_kind(run, "submitted")
+    fewer = ["NumNodes=1-1", "NumTasks=1"]
+    hosts.run(["scontrol", "update", f"JobId={job['job_id']}", *fewer], check=True)
+    hosts.run(["scontrol", "update", "PartitionName=main", "State=UP"], check=True)
+    assert hosts.wait_job(job["job_id"], timeout=90) == "COMPLETED", run.job_log.read_text()
+    words = "Slurm has given 1 node, and a step of the run needs 2"
+    assert f"{words}: job {job['job_id']} is back in the queue, for 3" in run.job_log.read_text()
+    assert [event["event"] for event in read_events(run)] == [
+        "submitted", "not_started", "requeued", "started", "ended",
+    ]  # fmt: skip
+    [started] = of_kind(run, "started")
+    assert (started["nodelist"], started["spares"]) == ("h01,h02", ["h03"])
 
 
 @pytest.mark.slow

@@ -128,14 +128,39 @@ def test_a_probe_that_fails_before_it_answers_tells_of_no_node(job: Job, tmp_pat
     log.write_text(
         "srun: error: c: task 2: Exited with exit code 1\nsrun: error: d: tasks 3-4: "
         f"Exited with exit code {collector.UNREACHED}\nsrun: error: e: task 5: Killed\n"
+        "srun: error: h[1-2]: tasks 6-7: Exited with exit code 3\n"
     )
     codes = collector.exit_codes(log)
-    assert codes == {"c": 1, "d": collector.UNREACHED}
+    assert codes == {"c": 1, "d": collector.UNREACHED, "h1": 3, "h2": 3}
     for host in ("a", "b"):
         job.probe(host)
     found = job.collect("a", "b", "c", "d", codes=codes)
     assert list(found.silent) == ["d"]  # it has reached nobody
     assert found.remarks == ("c: its probe ended with exit code 1, see preflight.log",)
+
+
+def test_where_no_other_node_reaches_the_batch_host_it_says_so_at_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "FIRST_SECONDS", 10 * PATIENCE)
+    job.probe("a")
+    found = job.collect("a", "b", "c", codes=dict.fromkeys("bc", collector.UNREACHED))
+    assert found.trouble == f"b and 1 more cannot connect to port {job.port} of this host"
+    assert found.is_unreached
+
+
+def test_it_listens_on_the_first_free_port_of_those_that_it_is_given() -> None:
+    with (
+        collector.listen() as taken,
+        collector.listen() as other,
+    ):
+        first, second = (each.getsockname()[1] for each in (taken, other))
+        other.close()
+        for address in ("", "127.0.0.1"):
+            with collector.listen([first, second], address) as server:
+                assert server.getsockname()[1] == second
+            with collector.listen([first], address) as server:
+                assert server.getsockname()[1] not in (0, first)
 
 
 def test_where_the_probes_end_without_an_answer_that_is_said(job: Job) -> None:

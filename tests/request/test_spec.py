@@ -597,6 +597,9 @@ def test_a_record_without_the_batch_scripts_interpreter_names_none_of_an_image(
         ({"restart_in_job": 2}, "--spare-nodes 1 against --restart-in-job 2"),
         ({"srun_args": ("--mem=1G -w h07",)}, "--spare-nodes 1 against --srun-args -w"),
         ({"srun_args": ("--exclusive",)}, "--spare-nodes 1 against --srun-args --exclusive"),
+        ({"srun_args": ("-N4",)}, "--spare-nodes 1 against --srun-args -N"),
+        ({"srun_args": ("-xh07",)}, "--spare-nodes 1 against --srun-args -x"),
+        ({"sbatch": (("no-kill", None),)}, "--spare-nodes 1 against --sbatch no-kill"),
     ],
 )
 def test_spares_are_refused_where_the_job_chooses_no_nodes(

@@ -15,10 +15,10 @@ import pytest
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import Resources
 from clusterddp.run import bad_nodes, batch_script, hardware
-from clusterddp.run.attempt import Attempt
+from clusterddp.run.attempt import Attempt, NotStarted
 from clusterddp.run.bad_nodes import BadNode, Trial
 from clusterddp.run.events import Failure
-from clusterddp.run.records import TaskError
+from clusterddp.run.records import SlowRank, TaskError
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.partitions import Node
@@ -383,6 +383,55 @@ def test_what_may_be_the_programs_blames_nobody(trials: list[Trial]) -> None:
     assert bad_nodes.failed_again(trials) == ""
 
 
+def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> Trial:
+    """An attempt on hosts; of each slow rank: its host, and when it kept up again."""
+    ranks = [SlowRank(n, host, 0.4, until=until[0] if until else None) for n, host, *until in named]
+    return Trial(hosts.split(), slow=ranks)
+
+
+@pytest.mark.parametrize(
+    ("trials", "host"),
+    [
+        ([slow("a b c d", (2, "b"), (3, "b"))], "b"),
+        ([slow("a b", (2, "b"), (3, "b"))], "b"),
+        ([slow("a b c", (1, "b", 9.0)), slow("b c d", (0, "b", 9.0))], "b"),
+        ([slow("a b c", (1, "b")), slow("a b c"), slow("b c d", (0, "b"))], "b"),
+        # Rank 5 is slow wherever it is, and the node's own two are as well.
+        ([slow("a b c", (5, "c")), slow("a b c", (5, "b"), (2, "b"), (3, "b"))], "b"),
+    ],
+)
+def test_a_node_that_is_slow_with_several_ranks_is_blamed(trials: list[Trial], host: str) -> None:
+    [(blamed, reason)] = bad_nodes.straggling(trials).items()
+    assert blamed == host
+    assert reason.endswith(", in the last attempt at 40% of the other ranks' median speed")
+
+
+@pytest.mark.parametrize(
+    "trials",
+    [
+        [],
+        [slow("a b c")],
+        [slow("a b c", (1, "b"))],
+        # The same rank: it may be its data, wherever it is.
+        [slow("a b c", (1, "b")), slow("a b c", (1, "b"))],
+        [slow("a b c", (1, "b")), slow("a c d", (1, "c")), slow("b a c", (1, "a"))],
+        [slow("a b c", (1, "b")), slow("b c d", (0, "b")), slow("d c b", (0, "d"))],
+        [slow("a b c", (1, "b"), (4, "c")), slow("a b c", (1, "c"), (4, "b"))],
+        # Slow at once, and no more: a moment's load.
+        [slow("a b c", (2, "b", 9.0), (3, "b", 9.0))],
+        # Not slow in the last attempt: it may have been cleared since.
+        [slow("a b c", (2, "b"), (3, "b")), slow("a b c")],
+        # Slow everywhere, or on the only node.
+        [slow("a b c", (0, "a"), (1, "a"), (2, "b"), (3, "b"))],
+        [slow("a", (0, "a"), (1, "a"))],
+        # No record says where the ranks were.
+        [slow("a b c", (2, ""), (3, ""))],
+    ],
+)
+def test_slow_ranks_that_tell_of_no_node_blame_nobody(trials: list[Trial]) -> None:
+    assert bad_nodes.straggling(trials) == {}
+
+
 # -- what a job does -----------------------------------------------------------------------------
 
 LOST = "srun: error: Node failure on h02\n"
@@ -552,6 +601,50 @@ def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace)
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h02"] * 2
     assert sum(call.startswith("sinfo") for call in workplace.calls) == 3  # one a start
     assert begin(workplace, run, "h[03-04]") == 0
+
+
+def begin_needing(place: Workplace, run: RunDir, needed: int) -> str:
+    """Begin an attempt on two nodes; returns what it says."""
+    place.monkeypatch.setenv("SLURM_JOB_ID", "17")
+    try:
+        batch_script.begin(run, "17", 0, "h[01-02]", 20, 1.0, lambda _: (), (), needed)
+    except NotStarted as error:
+        return str(error)
+    return "begun"
+
+
+def test_a_start_with_too_few_nodes_is_given_back_twice_and_then_refused(
+    workplace: Workplace,
+) -> None:
+    run = begun(workplace)
+    add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
+    cluster_says(workplace)
+    said = [begin_needing(workplace, run, 3) for _ in range(3)]
+    words = "Slurm has given 2 nodes, and a step of the run needs 3"
+    assert said[:2] == [f"{words}: job 17 is back in the queue, for 2"] * 2
+    assert said[2].startswith(f"{words}, for 3 starts in a row. Resume with: clusterddp resubmit")
+    kinds = [event["event"] for event in read_events(run)]
+    assert kinds[-6:] == ["not_started", "requeued"] * 2 + ["started", "ended"]
+    assert workplace.calls.count("scontrol requeue 17") == 2
+    assert updates(workplace) == ["scontrol update JobId=17 NumNodes=2-2 NumTasks=8"] * 2
+    assert begin_needing(workplace, run, 2) == "begun"
+
+
+@pytest.mark.parametrize(
+    ("requeue", "words"),
+    [("exit 0", "and requeue is off"), ("exit 1", "the job cannot go back into the queue: ")],
+)
+def test_a_start_with_too_few_nodes_that_cannot_go_back_is_refused(
+    workplace: Workplace, requeue: str, words: str
+) -> None:
+    run = begun(workplace)
+    add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
+    if requeue == "exit 0":
+        spec = json.loads(run.spec.read_text())
+        run.spec.write_text(json.dumps({**spec, "requeue": False}))
+    cluster_says(workplace, requeue=requeue)
+    assert words in begin_needing(workplace, run, 3)
+    assert [event["event"] for event in read_events(run)][-2:] == ["started", "ended"]
 
 
 @pytest.mark.parametrize("why", ["requeue refused", "not enough nodes", "cleared", "cancelled"])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from clusterddp.launchers import sbatch
-from clusterddp.ranks.dist_env import master_port
+from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT, master_port
 from clusterddp.run import controller
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import bundle
@@ -131,6 +131,14 @@ def test_a_port_where_somebody_listens_is_passed_over(monkeypatch: pytest.Monkey
         tables = {"/proc/net/tcp": lines(*ports[:1]), "/proc/net/tcp6": lines(*ports[1:])}
         monkeypatch.setattr(Path, "read_text", lambda path, tables=tables: tables[str(path)])
         assert controller.free_master_port(7, 3) == master_port(7, 0, 3, taken)
+
+
+def test_preflight_takes_no_port_that_the_ranks_of_a_job_can_take() -> None:
+    for_ranks = {master_port(7, start, 3, n) for start in range(9) for n in range(5)}
+    for start in range(9):
+        ports = controller.preflight_ports(7, 3, start)
+        assert all(LOWEST_PORT <= port <= HIGHEST_PORT for port in ports)
+        assert for_ranks.isdisjoint(ports)
 
 
 @pytest.mark.parametrize("line", ["exit 4", "(exit 4)", "sh -c 'exit 4'"])

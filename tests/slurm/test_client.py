@@ -415,3 +415,18 @@ def test_partitions_are_none_where_no_slurm_answers(
 ) -> None:
     monkeypatch.setattr("clusterddp.slurm.client.COMPLETION_SECONDS", 0.3)
     assert partitions(fake(**({"sinfo": body} if body else {}))) == []
+
+
+# -- changes to a job ------------------------------------------------------------------------
+
+
+def test_what_scontrol_writes_into_its_folder_stays_out_of_the_persons(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("os.environ", fake(scontrol="echo >slurm_job_7_resize.sh"))
+    client.give_back("7", ["h01", "h02"])
+    assert calls(tmp_path) == ["scontrol update JobId=7 NodeList=h01,h02"]
+    assert list(work.iterdir()) == []

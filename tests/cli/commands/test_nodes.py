@@ -1,6 +1,7 @@
 """`clusterddp nodes`: the bad nodes of an output root, listed and cleared."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,13 @@ def test_what_a_stranger_wrote_moves_no_cursor(workplace: Workplace) -> None:
     shown = workplace.invoke("nodes").out
     assert "\x1b" not in shown
     assert len(shown.splitlines()) == 2
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 1e300])
+def test_times_that_are_none_do_no_harm(workplace: Workplace, number: float) -> None:
+    for name in ("expires", "time"):
+        blamed(workplace.root, "h01", **{name: number})
+        assert workplace.invoke("nodes").code == workplace.invoke("nodes", "--json").code == 0
 
 
 def test_a_list_that_cannot_be_read_is_named(workplace: Workplace) -> None:
