@@ -508,6 +508,8 @@ def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
         is_slow = is_latest and attempt.stragglers.exists()
         slow = bad_nodes.straggling(_trials(attempt, end.failure)) if is_slow else {}
         if fresh := {host: why for host, why in slow.items() if host not in already}:
+            for host, why in fresh.items():
+                log.info(f"node {host} is bad: {why}")
             bad_nodes.blame(attempt, job_id, fresh, bad_nodes.BY_STRAGGLING)
     except OSError as error:
         log.info(f"bad nodes cannot be recorded: {error}")

@@ -168,7 +168,7 @@ def test_behind_a_firewall_that_drops_it_uses_the_ranks_ports_or_says_what_to_op
     assert (status["state"], blamed(run)) == ("done", {})
     if ports == OPEN:
         assert "open ports 12000 to 31999 between the nodes" in log
-        # It waits for the connections' 5 s, and for no deadline of its own.
+        # It waits for the connections' 4 s, and for no deadline of its own.
         record = json.loads(Attempt(run, 1).preflight.read_text())
         assert record["seconds"] < collector.PATIENCE_SECONDS
 

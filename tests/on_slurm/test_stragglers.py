@@ -84,13 +84,14 @@ def test_ranks_of_a_slow_node_are_named_with_it_until_it_keeps_up_again(
 def test_a_node_that_is_slow_with_all_its_ranks_is_left_out_of_the_next_start(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
-    _, log = trained(cluster, tmp_path, synthetic_dir, "slow", STEPS, "--max-steps", "100")
+    run, log = trained(cluster, tmp_path, synthetic_dir, "slow", STEPS, "--max-steps", "100")
     assert log.count("straggler: ") == 2, log
     [node] = json.loads(
         cluster.run([*CLUSTERDDP, "nodes", "--json"], cwd=tmp_path, check=True).stdout
     )
     assert (node["host"], node["by"], node["run"]) == ("h02", "straggling", "slow")
     assert node["reason"].startswith("slow with ranks 2, 3, in the last attempt at ")
+    assert f"clusterddp: node h02 is bad: {node['reason']}\n" in run.job_log.read_text()
     next_one = submit(cluster, tmp_path, "--run-name", "next", "--wait", "--", "true")
     assert "left out as bad: h02 (slow with ranks 2, 3" in next_one.stderr
     assert next_one.returncode == 0, next_one.stderr
