@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from clusterddp.data import mnist
+from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING, Check
 from clusterddp.errors import DataError
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import formatting
-from clusterddp.submission.diagnosis import BAD, GOOD, WARNING, Check
 
 IMPORT_SECONDS = 45.0
 """Bound on the start of --python, whose import of torch takes long on a cold file system."""

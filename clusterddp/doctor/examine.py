@@ -14,12 +14,12 @@ from concurrent.futures import TimeoutError as NoResultError
 from contextlib import suppress
 from pathlib import Path
 
+from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING, Check, Diagnosis
+from clusterddp.doctor.machine_checks import dataset, output_folder, python
+from clusterddp.doctor.site_checks import beside, slurm
 from clusterddp.errors import ClusterDDPError
 from clusterddp.processes.table import processes
 from clusterddp.request.spec import JobSpec
-from clusterddp.submission.diagnosis import BAD, GOOD, WARNING, Check, Diagnosis
-from clusterddp.submission.machine_checks import dataset, output_folder, python
-from clusterddp.submission.site_checks import beside, slurm
 
 MOST_SECONDS = 60.0
 """Bound on all checks together."""

@@ -1,0 +1,1 @@
+"""What `clusterddp doctor` checks on a login node, and what it finds."""
