@@ -375,12 +375,6 @@ for _kind in KINDS.values():
     )
 for _kind in (KINDS["node-killed"], KINDS["program-error"]):
     _register(f"loop-spare-{_kind.name}", Blow(_kind, 20), config="loop")
-_register(
-    "spare-several-faults",
-    *(Blow(KINDS["slow-link"]), Blow(KINDS["node-killed"], 60), Blow(KINDS["program-error"], 110)),
-    Blow(KINDS["node-killed"], 170),
-    config="three",
-)
 
 
 @fault("spare-program-error-at-every-start", ENDS, conf=CONF, hosts=HOSTS, needs=())
