@@ -128,6 +128,9 @@ def dataset(spec: JobSpec, *, doubts: bool) -> Check:
     except DataError as error:
         first, _, more = str(error).partition("\n")
         is_absent = len(mnist.missing_files(root)) == len(mnist.FILES)
+        if is_absent and train.dataset == "synthetic":
+            found = {"whole": False, "missing": True}
+            return Check("dataset", GOOD, "not there yet: the submission renders it", facts=found)
         ways = [re.sub(r" {2,}", ": ", line.strip()) for line in more.splitlines() if line.strip()]
         advice = "; ".join(ways) or "see 'clusterddp data --help'"
         found = {"whole": False, "missing": is_absent}

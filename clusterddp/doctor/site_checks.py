@@ -301,6 +301,11 @@ def _preemption(
     if kind != "partition_prio":
         advice = "look with: sacctmgr show qos format=Name,Preempt,PreemptMode,GraceTime"
         return Check("preemption", WARNING, f"PreemptType=preempt/{kind}", advice, facts)
+    if not used:
+        advice = (
+            "name a partition that there is: 'clusterddp doctor' without --partition lists them"
+        )
+        return Check("preemption", WARNING, "depends on the partition", advice, facts)
     tiers = {name: _number(record.get("PriorityTier", "")) for name, record in records.items()}
     seen, advices = [], []
     for name in used:
@@ -316,9 +321,7 @@ def _preemption(
             left = config.get("KillWait", "KillWait")
             advices.append(f"only {left} are left to save there: choose --save-every by that")
     if not seen:
-        return Check(
-            "preemption", GOOD, f"nothing preempts {', '.join(used) or 'a job'}", "", facts
-        )
+        return Check("preemption", GOOD, f"nothing preempts {', '.join(used)}", "", facts)
     verdict = WARNING if advices else GOOD
     return Check("preemption", verdict, "; ".join(seen), "; ".join(advices), facts)
 

@@ -657,6 +657,8 @@ class JobSpec:
         elif 0 < gpus < tasks:
             remarks.append(f"{tasks // gpus} ranks share each GPU, its time and its memory")
         if self.launcher == "local":
+            if self.preflight not in (None, NO_PREFLIGHT):
+                remarks.append(f"--preflight {self.preflight} checks nothing here: one machine")
             return tuple(remarks)
         if self.command and self.preflight == FULL_PREFLIGHT:
             remarks.append(
@@ -718,14 +720,16 @@ class JobSpec:
 
     @property
     def layout(self) -> str:
-        """Return the ranks in words, `2 nodes x 4 tasks = 8 ranks`."""
+        """Return the ranks in words, `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
+        spares = self.resources.spare_nodes
         counts = (
             (self.resources.nodes, "node"),
             (self.resources.tasks_per_node, "task"),
             (self.world_size, "rank"),
         )
         nodes, tasks, ranks = (f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts)
-        return f"{nodes} x {tasks} = {ranks}"
+        more = f", and {spares} spare node{'s' if spares != 1 else ''}" if spares else ""
+        return f"{nodes} x {tasks} = {ranks}{more}"
 
     @property
     def _has_usual_batch_python(self) -> bool:

@@ -64,10 +64,12 @@ class RunStatus:
     """Name by which Slurm's commands take the job, 89_0, where it is an array's element."""
     launcher: str = ""
     nodes: int | None = None
+    spare_nodes: int | None = None
+    """Nodes beside these that Slurm is asked for."""
     tasks_per_node: int | None = None
     world_size: int | None = None
     layout: str = ""
-    """`2 nodes x 4 tasks = 8 ranks`."""
+    """`2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
     hosts: list[str] = field(default_factory=list)
     preflight: str = ""
     """Line on the checks of its nodes ahead of the latest attempt's tasks; empty without them."""
@@ -148,6 +150,7 @@ def run_status(
         array_element=started.array_element or (job.element if job else ""),
         launcher=known.launcher,
         nodes=spec.resources.nodes if spec else None,
+        spare_nodes=spec.resources.spare_nodes if spec else None,
         tasks_per_node=spec.resources.tasks_per_node if spec else None,
         world_size=spec.world_size if spec else None,
         layout=spec.layout if spec else "",
@@ -163,7 +166,7 @@ def run_status(
         epoch=first_known(figures.epochs, latest.epoch),
         loss=latest.loss,
         accuracy=first_known(figures.accuracy, latest.accuracy),
-        left_out=_left_out(run, known.job_id),
+        left_out=_left_out(run, state, known.job_id),
         warnings=[*figures.warnings, *([ended.remark] if ended and ended.remark else [])],
         created_time=_created(run),
         submitted_time=known.submitted,
@@ -182,8 +185,16 @@ def run_status(
     )
 
 
-def _left_out(run: RunDir, job_id: str) -> Mapping[str, str]:
-    """Return the bad nodes that the job leaves out, as last recorded."""
+def _left_out(run: RunDir, state: str, job_id: str) -> Mapping[str, str]:
+    """Return the bad nodes that the job leaves out, or a new job in the place of one that ended."""
+    if state == DONE:
+        return {}
+    try:
+        bad = bad_nodes.read(run.path.parent)
+    except OSError:
+        bad = None
+    if bad is not None and state in ENDED:
+        return {host: node.reason for host, node in bad.items()}
     of_job = [
         event
         for event in events.read(run.events)
@@ -191,11 +202,8 @@ def _left_out(run: RunDir, job_id: str) -> Mapping[str, str]:
     ]
     if not of_job:
         return {}
-    try:
-        bad = bad_nodes.read(run.path.parent)
-    except OSError:
-        return of_job[-1].nodes
-    return {host: reason for host, reason in of_job[-1].nodes.items() if host in bad}
+    recorded = of_job[-1].nodes
+    return {host: why for host, why in recorded.items() if bad is None or host in bad}
 
 
 def submission_folder(run: RunDir) -> Path | None:

@@ -100,8 +100,11 @@ def test_an_output_root_that_is_a_file_is_bad(tmp_path: Path) -> None:
 def test_a_dataset_is_whole_missing_or_damaged(tmp_path: Path, synthetic_dir: Path) -> None:
     whole = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir))
     assert dataset(spec(tmp_path, train=whole), doubts=False).verdict == GOOD
-    missing = dataset(spec(tmp_path), doubts=False)
-    assert missing.verdict == WARNING and "clusterddp data synthesise" in missing.advice
+    made = dataset(spec(tmp_path), doubts=False)
+    assert made.verdict == GOOD and "the submission renders it" in made.seen
+    real = TrainConfig(data_dir=str(tmp_path / "data"))
+    missing = dataset(spec(tmp_path, train=real), doubts=False)
+    assert missing.verdict == WARNING and "clusterddp data fetch" in missing.advice
     raw = tmp_path / "data" / "synthetic" / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for path in (synthetic_dir / "synthetic" / "MNIST" / "raw").iterdir():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shlex
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,6 +53,8 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
         raise RequestError(error.format_message()) from None
     spec = job_spec(ctx, "doctor")
     given_before = _in_force(ctx)
+    if sys.stderr.isatty():
+        click.echo("clusterddp: asking Slurm and importing torch: a minute at most", err=True)
     diagnosis = examine.examine(spec, template_folder(ctx))
     text = found.site_cfg(diagnosis, given_before)
     if as_json:

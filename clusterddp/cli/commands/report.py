@@ -150,7 +150,7 @@ def _attempts(report: RunReport) -> list[tuple[str, str]]:
     if len(report.attempts) > _MOST_ATTEMPTS:
         lines.append(("", f"… the latest {_MOST_ATTEMPTS}:"))
     for attempt in report.attempts[-_MOST_ATTEMPTS:]:
-        steps = "did not begin to train"
+        steps = "" if report.command else "did not begin to train"
         if attempt.first_step is not None:
             steps = f"steps {attempt.first_step:,} to {attempt.last_step or attempt.first_step:,}"
         lines.append(("", f"{attempt.attempt}  {'; '.join(filter(None, (steps, attempt.ended)))}"))

@@ -80,13 +80,13 @@ def _time(when: float | None) -> str:
 
 
 def _attempt(status: RunStatus) -> str:
-    """`3 (2 requeues: time limit, node lost or killed)`; empty for a run that started once."""
+    """`3 (2 restarts: time limit, node lost or killed)`; empty for a run that started once."""
     if not status.restarts and (status.attempt or 1) == 1:
         return ""
     number = str(status.attempt) if status.attempt is not None else str(status.restarts + 1)
     if not status.restarts:
         return number
-    times = formatting.count(status.restarts, "requeue")
+    times = formatting.count(status.restarts, "restart")
     shown = status.restart_reasons[-_MOST_REASONS:]
     more = "…, " if len(shown) < len(status.restart_reasons) else ""
     return f"{number} ({times}{': ' if shown else ''}{more}{', '.join(shown)})"
