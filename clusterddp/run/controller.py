@@ -314,6 +314,9 @@ class Controller:
         attempt, allocation = self._attempt, self._allocation
         if not (attempt and allocation) or self._signals_seen or self._script.has_gone:
             return False
+        name = own_name(os.environ, self._job_id)
+        if attempt.is_superseded or slurm.ending(name, self._restart) is not slurm.Ending.NONE:
+            return False  # the nodes are those of a later start, or about to be nobody's
         with self._noting_lost:  # a watch that has seen a loss has recorded it
             others = [node for node in self._others() if node not in allocation.lost]
         self._note_lost(attempt, spares.find_lost(attempt, others, code))
@@ -334,8 +337,10 @@ class Controller:
         return True
 
     def _note_lost(self, attempt: Attempt, lost: Mapping[str, str]) -> None:
-        """Record nodes as lost, and give them back; from any thread."""
+        """Record nodes as lost, and give them back; from any thread, not for a later start."""
         assert self._allocation
+        if attempt.is_superseded:
+            return
         with self._noting_lost:
             fresh = {node: why for node, why in lost.items() if node not in self._allocation.lost}
             self._allocation.lost |= fresh.keys()

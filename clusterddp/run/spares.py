@@ -90,12 +90,14 @@ def await_loss(
 ) -> dict[str, str]:
     """Wait until nodes of the step are lost; returns what was seen, by their names.
 
-    nodes: those of the step, but for this one. Empty once `at_work` returns nothing.
+    nodes: those of the step, but for this one. Empty once `at_work` returns nothing, and once the
+    attempt is superseded: the step of its number may be another one's by then.
     """
     watch = NodeWatch(attempt, nodes)
     while True:
         time.sleep(_LOOK_SECONDS)  # the records lie on a file system shared by hosts
-        if not at_work():  # first asked when `env`, say, has become srun
+        # First asked when `env`, say, has become srun.
+        if not at_work() or attempt.is_superseded:
             return {}
         if lost := watch.look(time.monotonic()):
             return lost
@@ -209,7 +211,10 @@ def end_step(
     """End a step that has lost nodes, for which its srun would wait.
 
     job: the id that Slurm's commands take. srun: returns its process, None once that has ended.
+    Nothing is ended where the attempt is superseded.
     """
+    if attempt.is_superseded:
+        return
 
     def at_work() -> int | None:
         left = (o for o in read_outcomes(attempt.outcomes) if o.host not in lost)

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,12 @@ from clusterddp.errors import RequestError
 from clusterddp.request.spec import Resources
 from clusterddp.run import bad_nodes, events, outcome, spares
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.controller import Controller, Script
 from clusterddp.run.paid import account
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import judge, latest_submission
 from clusterddp.slurm import client
+from clusterddp.slurm.forms import expand_nodelist
 from clusterddp.slurm.states import JobState, State
 from tests.hostile import CARRIED
 from tests.made_events import ended, started, submitted
@@ -54,6 +57,30 @@ class Nodes:
     def __call__(self, nodes: Collection[str]) -> set[str]:
         self.asked |= set(nodes)
         return self.answering & set(nodes)
+
+
+class Silence(Script):
+    """A batch script that says nothing."""
+
+    has_more = False
+
+    def __init__(self) -> None:
+        self.has_gone = False
+
+
+def controller_of(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, nodes: str = "h[01-03]", **fields: Any
+) -> Controller:
+    """A controller on h01, at work on an attempt that has the nodes but for the last one."""
+    for name, value in (("JOB_ID", "17"), ("JOB_NODELIST", nodes)):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURMD_NODENAME", "h01")
+    hosts = expand_nodelist(nodes)
+    asked = Resources(nodes=len(hosts) - 1, spare_nodes=1)
+    request = spec(run_dir=str(attempt.run.path), resources=asked, **fields)
+    made = Controller(request, attempt.run, Silence())
+    made._attempt, made._nodes = attempt, hosts[:-1]
+    return made
 
 
 def test_bad_and_lost_nodes_are_passed_over_in_slurms_order() -> None:
@@ -127,6 +154,37 @@ def test_an_error_of_the_program_has_no_node_asked(attempt: Attempt) -> None:
     assert [watch.look(now) for now in range(3)] == [{}, {}, {}]
     record(attempt, 0, "h01", **failed(PEER_LOST))
     assert [list(watch.look(now)) for now in range(2)] == [[], ["h02"]]
+
+
+def test_an_orphan_takes_nothing_for_lost_and_ends_no_step(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job was requeued, and starts the steps of the next attempt from number 0 again."""
+    cancelled = list[str]()
+    monkeypatch.setattr(client, "cancel", cancelled.append)
+    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(spares, "ask_nodes", Nodes())
+    record(attempt, 0, "h01", **failed(PEER_LOST))
+    Attempt(attempt.run, 2).path.mkdir(parents=True)
+    assert spares.await_loss(attempt, ["h02"], lambda: 1) == {}
+    spares.end_step(attempt, "17", ["h02"], lambda: None)
+    assert cancelled == []
+
+
+@pytest.mark.parametrize("why", ["superseded", "the job is ending"])
+def test_a_controller_whose_start_is_over_notes_no_loss(
+    why: str, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, own = Nodes(), controller_of(attempt, monkeypatch)
+    monkeypatch.setattr(spares, "ask_nodes", nodes)
+    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.0)
+    word = client.Ending.REQUEUED if why == "the job is ending" else client.Ending.NONE
+    monkeypatch.setattr(client, "ending", lambda *_: word)
+    if why == "superseded":
+        Attempt(attempt.run, 2).path.mkdir(parents=True)
+        own._note_lost(attempt, {"h02": "gone"})
+    assert not own._resumes_in_job(1)
+    assert own._allocation and (nodes.asked, own._allocation.lost) == (set(), set())
 
 
 @pytest.fixture
