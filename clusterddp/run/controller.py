@@ -319,7 +319,7 @@ class Controller:
             return False  # the nodes are those of a later start, or about to be nobody's
         with self._noting_lost:  # a watch that has seen a loss has recorded it
             others = [node for node in self._others() if node not in allocation.lost]
-        self._note_lost(attempt, spares.find_lost(attempt, others, code))
+        self._note_lost(attempt, spares.find_lost(attempt, others, code, self._idle()))
 
         def choose() -> list[str]:
             nodes = allocation.choose(spares.bad(self._run))
@@ -351,6 +351,12 @@ class Controller:
     def _others(self) -> list[str]:
         """Return the nodes of the step but for this one, which does not lose itself."""
         return [node for node in self._nodes if node != os.environ.get("SLURMD_NODENAME")]
+
+    def _idle(self) -> list[str]:
+        """Return the nodes of the job that have no tasks, but for this one and the lost."""
+        left = self._allocation.left if self._allocation else []
+        own = os.environ.get("SLURMD_NODENAME")
+        return [node for node in left if node not in self._nodes and node != own]
 
     def _name_set_up(self, code: int) -> None:
         """Log that the script's lines ahead of the step have failed, and which these are."""
@@ -550,13 +556,14 @@ class Controller:
 
     def _watch_nodes(self, attempt: Attempt, srun: int) -> None:
         """End the step once it has lost a node, from a thread of its own."""
-        parent, nodes = os.getpid(), self._others()
+        parent = os.getpid()
+        nodes = spares.NodeWatch(attempt, self._others(), self._idle())
 
         def at_work() -> int | None:
             return srun if step_watch.is_srun(srun, parent) else None
 
         def watch() -> None:
-            if lost := spares.await_loss(attempt, nodes, at_work):
+            if lost := spares.await_loss(nodes, at_work):
                 self._note_lost(attempt, lost)
                 job = own_name(os.environ, self._job_id)
                 spares.end_step(attempt, job, lost, at_work)

@@ -53,10 +53,19 @@ class Nodes:
 
     def __init__(self, *answering: str) -> None:
         self.answering, self.asked = set(answering), set[str]()
+        self.refuse = False
 
-    def __call__(self, nodes: Collection[str]) -> set[str]:
+    def __call__(self, nodes: Collection[str]) -> dict[str, bool]:
         self.asked |= set(nodes)
-        return self.answering & set(nodes)
+        return dict.fromkeys(sorted(set(nodes) - self.answering), self.refuse)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    nodes = Nodes("h02")
+    monkeypatch.setattr(spares, "mute_nodes", nodes)
+    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.0)
+    return nodes
 
 
 class Silence(Script):
@@ -116,9 +125,11 @@ def test_a_launch_line_without_srun_is_refused() -> None:
         spares.step_words(["mpirun", "task"], ["h01"])
 
 
-def test_a_node_is_lost_that_is_asked_twice_and_does_not_answer(attempt: Attempt) -> None:
-    nodes = Nodes("h02")
-    watch = spares.NodeWatch(attempt, ["h02", "h03"], nodes)
+def test_a_node_is_lost_that_is_asked_twice_and_does_not_answer(
+    attempt: Attempt, asked: Nodes
+) -> None:
+    nodes = asked
+    watch = spares.NodeWatch(attempt, ["h02", "h03"])
     assert watch.look(0.0) == {}
     for rank, host in enumerate(("h01", "h02", "h03")):
         record(attempt, rank, host)
@@ -132,9 +143,8 @@ def test_a_node_is_lost_that_is_asked_twice_and_does_not_answer(attempt: Attempt
     assert watch.look(4.0) == {}
 
 
-def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt) -> None:
-    nodes = Nodes()
-    watch = spares.NodeWatch(attempt, ["h02", "h03"], nodes)
+def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt, asked: Nodes) -> None:
+    watch = spares.NodeWatch(attempt, ["h02", "h03"])
     record(attempt, 0, "h01")
     record(attempt, 1, "h02")
     late = 1.5 * spares.SILENT_SECONDS
@@ -142,57 +152,69 @@ def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt) -> None:
     os.utime(attempt.outcomes / "rank-1.json", (5, 5))
     assert [watch.look(now) for now in (late / 2, late)] == [{}, {}]
     [(lost, why)] = watch.look(late + 1).items()  # it has not even recorded a start
-    assert (lost, nodes.asked) == ("h03", {"h03"})
+    assert (lost, asked.asked) == ("h03", {"h02", "h03"})  # h02 as a witness
     assert why == "it gave no sign of life for 15 s, and its slurmd does not answer"
 
 
-def test_an_error_of_the_program_has_no_node_asked(attempt: Attempt) -> None:
-    nodes = Nodes()
-    watch = spares.NodeWatch(attempt, ["h02"], nodes)
+def test_an_error_of_the_program_has_no_node_asked(attempt: Attempt, asked: Nodes) -> None:
+    asked.answering.clear()
+    watch = spares.NodeWatch(attempt, ["h02"])
     record(attempt, 0, "h01", **failed(RAISED))
     record(attempt, 1, "h02", **failed(PEER_LOST))
     assert [watch.look(now) for now in range(3)] == [{}, {}, {}]
+    assert not asked.asked
     record(attempt, 0, "h01", **failed(PEER_LOST))
     assert [list(watch.look(now)) for now in range(2)] == [[], ["h02"]]
 
 
 def test_an_orphan_takes_nothing_for_lost_and_ends_no_step(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, asked: Nodes
 ) -> None:
     """Its job was requeued, and starts the steps of the next attempt from number 0 again."""
     cancelled = list[str]()
     monkeypatch.setattr(client, "cancel", cancelled.append)
-    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(spares, "ask_nodes", Nodes())
+    asked.answering.clear()
     record(attempt, 0, "h01", **failed(PEER_LOST))
     Attempt(attempt.run, 2).path.mkdir(parents=True)
-    assert spares.await_loss(attempt, ["h02"], lambda: 1) == {}
+    assert spares.await_loss(spares.NodeWatch(attempt, ["h02"]), lambda: 1) == {}
     spares.end_step(attempt, "17", ["h02"], lambda: None)
     assert cancelled == []
 
 
 @pytest.mark.parametrize("why", ["superseded", "the job is ending"])
 def test_a_controller_whose_start_is_over_notes_no_loss(
-    why: str, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+    why: str, attempt: Attempt, monkeypatch: pytest.MonkeyPatch, asked: Nodes
 ) -> None:
-    nodes, own = Nodes(), controller_of(attempt, monkeypatch)
-    monkeypatch.setattr(spares, "ask_nodes", nodes)
-    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.0)
+    own = controller_of(attempt, monkeypatch)
     word = client.Ending.REQUEUED if why == "the job is ending" else client.Ending.NONE
     monkeypatch.setattr(client, "ending", lambda *_: word)
     if why == "superseded":
         Attempt(attempt.run, 2).path.mkdir(parents=True)
         own._note_lost(attempt, {"h02": "gone"})
     assert not own._resumes_in_job(1)
-    assert own._allocation and (nodes.asked, own._allocation.lost) == (set(), set())
+    assert own._allocation and (asked.asked, own._allocation.lost) == (set(), set())
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Nodes:
-    nodes = Nodes("h02")
-    monkeypatch.setattr(spares, "ask_nodes", nodes)
-    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.0)
-    return nodes
+@pytest.mark.parametrize("others", [["h02", "h03"], ["h02"]])
+def test_where_no_other_node_of_several_answers_none_is_lost(
+    others: list[str], attempt: Attempt, asked: Nodes
+) -> None:
+    """It is this host that may be cut off; an idle spare is a witness too."""
+    asked.answering.clear()
+    idle = [node for node in ("h02", "h03") if node not in others]
+    watch = spares.NodeWatch(attempt, others, idle)
+    record(attempt, 0, "h01", **failed(PEER_LOST))
+    assert [watch.look(now) for now in range(9)] == [{}] * 9
+    assert spares.find_lost(attempt, others, 143, idle) == {}
+    asked.answering.add("h03")
+    assert [list(watch.look(now)) for now in (9, 10)] == [[], ["h02"]]
+
+
+def test_a_slurmd_whose_kernel_answers_is_asked_more_often(attempt: Attempt, asked: Nodes) -> None:
+    asked.refuse = True
+    watch = spares.NodeWatch(attempt, ["h02", "h03"])
+    record(attempt, 0, "h01", **failed(PEER_LOST))
+    assert [list(watch.look(now)) for now in range(6)] == [[]] * 5 + [["h03"]]
 
 
 def test_a_step_that_ended_badly_has_its_nodes_asked(attempt: Attempt, asked: Nodes) -> None:
@@ -229,15 +251,15 @@ def test_a_node_answers_whose_port_takes_a_connection(
         closed.bind(("127.0.0.1", 0))  # held, so that nobody else listens there
         addresses = {"h01": ("127.0.0.1", port), "h02": closed.getsockname()}
         monkeypatch.setattr(client, "node_addresses", lambda _: addresses)
-        assert spares.ask_nodes(["h01", "h02", "h03"]) == {"h01", "h03"}
+        assert spares.mute_nodes(["h01", "h02", "h03"]) == {"h02": True}
         addresses["h02"] = "no name.invalid", 1  # a name that nobody knows tells nothing
-        assert spares.ask_nodes(["h01", "h02"]) == {"h01", "h02"}
+        assert spares.mute_nodes(["h01", "h02"]) == {}
 
 
 def test_where_slurmctld_does_not_answer_no_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_answer", lambda *_: "")
     monkeypatch.setattr(client, "_config", lambda: "")
-    assert spares.ask_nodes(["h01", "h02"]) == {"h01", "h02"}
+    assert spares.mute_nodes(["h01", "h02"]) == {}
 
 
 def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
