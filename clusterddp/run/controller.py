@@ -345,7 +345,7 @@ class Controller:
             fresh = {node: why for node, why in lost.items() if node not in self._allocation.lost}
             self._allocation.lost |= fresh.keys()
             if fresh:
-                spares.blame(attempt, self._job_id, fresh)
+                spares.blame(attempt, self._job_id, fresh, self._nodes)
                 spares.give_back(own_name(os.environ, self._job_id), self._allocation)
 
     def _others(self) -> list[str]:
@@ -555,18 +555,20 @@ class Controller:
         ).start()
 
     def _watch_nodes(self, attempt: Attempt, srun: int) -> None:
-        """End the step once it has lost a node, from a thread of its own."""
-        parent = os.getpid()
+        """End the step once it has lost a node, and note lost spares; from a thread of its own."""
+        parent, of_step = os.getpid(), {*self._nodes}
         nodes = spares.NodeWatch(attempt, self._others(), self._idle())
 
         def at_work() -> int | None:
             return srun if step_watch.is_srun(srun, parent) else None
 
         def watch() -> None:
-            if lost := spares.await_loss(nodes, at_work):
+            while lost := spares.await_loss(nodes, at_work):
                 self._note_lost(attempt, lost)
-                job = own_name(os.environ, self._job_id)
-                spares.end_step(attempt, job, lost, at_work)
+                if of_step.intersection(lost):
+                    job = own_name(os.environ, self._job_id)
+                    spares.end_step(attempt, job, lost, at_work)
+                    return
 
         threading.Thread(target=watch, daemon=True).start()
 

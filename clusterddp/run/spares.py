@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ from clusterddp.slurm.forms import expand_nodelist
 SILENT_SECONDS = 3 * SIGN_SECONDS
 """Without a sign of life for so long, a node is asked for one."""
 _LOOK_SECONDS = 2.0
+_IDLE_SECONDS = 30.0
+"""Time between two looks at the idle spares, for whose loss Slurm would end the whole job."""
 _ANSWER_SECONDS = 3.0
 _LOOKS = 2
 """Looks in a row at which a lost node does not answer …"""
@@ -111,11 +114,13 @@ class NodeWatch:
         self,
         attempt: Attempt,
         nodes: Sequence[str],
-        others: Collection[str] = (),
+        idle: Collection[str] = (),
     ) -> None:
-        """others: the job's further nodes, but for this one."""
-        self.attempt, self._nodes = attempt, nodes
-        self._mute = _Mute({*nodes, *others})
+        """idle: the job's further nodes, but for this one."""
+        self.attempt, self._nodes, self._idle = attempt, nodes, {*idle}
+        self._others = {*nodes, *idle}
+        self._mute, self._mute_idle = _Mute(self._others), _Mute(self._others)
+        self._idle_due = 0.0
         self._signs: dict[str, tuple[float, float]] = {}
         """Time of change of a node's records, and when that was seen first."""
 
@@ -144,7 +149,14 @@ class NodeWatch:
                 continue
             elif now - since > SILENT_SECONDS:
                 suspects[node] = f"it gave no sign of life for {SILENT_SECONDS:g} s"
-        return {node: _and_no_answer(suspects[node]) for node in self._mute.look(suspects)}
+        lost = {node: _and_no_answer(suspects[node]) for node in self._mute.look(suspects)}
+        if now >= self._idle_due:
+            self._idle_due = now + _IDLE_SECONDS
+            gone = self._mute_idle.look(self._idle)
+            lost |= dict.fromkeys(gone, _and_no_answer("it was an idle spare"))
+            self._idle.difference_update(gone)
+            self._others.difference_update(gone)
+        return lost
 
     def _changed(self, outcome: Outcome) -> float:
         with suppress(OSError):
@@ -155,9 +167,9 @@ class NodeWatch:
 class _Mute:
     """Counts the looks in a row at which nodes did not answer."""
 
-    def __init__(self, others: Collection[str]) -> None:
+    def __init__(self, others: AbstractSet[str]) -> None:
         """others: the job's nodes but for this one."""
-        self._others = {*others}
+        self._others = others
         self.looks: dict[str, int] = {}
 
     def look(self, suspects: Collection[str]) -> list[str]:
@@ -268,12 +280,17 @@ def end_step(
     step_watch.kill(srun)
 
 
-def blame(attempt: Attempt, job_id: str, lost: dict[str, str]) -> None:
-    """Record nodes as lost; a record that cannot be written costs the record alone."""
+def blame(attempt: Attempt, job_id: str, lost: Mapping[str, str], step: Collection[str]) -> None:
+    """Record nodes as lost; a record that cannot be written costs the record alone.
+
+    step: nodes of the step, whose loss ends the attempt.
+    """
     for node, why in lost.items():
         log.info(f"node {node} is lost: {why}")
-    with suppress(OSError):
-        bad_nodes.blame(attempt, job_id, lost, bad_nodes.BY_LOSS)
+    for is_idle in (False, True):
+        with suppress(OSError):
+            nodes = {node: why for node, why in lost.items() if (node not in step) == is_idle}
+            bad_nodes.blame(attempt, job_id, nodes, bad_nodes.BY_LOSS, is_idle=is_idle)
 
 
 def give_back(job: str, allocation: Allocation) -> None:

@@ -210,6 +210,21 @@ def test_where_no_other_node_of_several_answers_none_is_lost(
     assert [list(watch.look(now)) for now in (9, 10)] == [[], ["h02"]]
 
 
+def test_an_idle_spare_is_asked_now_and_then_and_lost_once(attempt: Attempt, asked: Nodes) -> None:
+    watch = spares.NodeWatch(attempt, ["h02"], ["h03"])
+    looks = [(now, watch.look(float(now))) for now in range(0, 100, 2)]
+    why = "it was an idle spare, and its slurmd does not answer"
+    assert [(now, lost) for now, lost in looks if lost] == [(30, {"h03": why})]
+    asked.answering.clear()  # the spare is no witness any more
+    record(attempt, 0, "h01", **failed(PEER_LOST))
+    assert [list(watch.look(now)) for now in (100.0, 102.0)] == [[], ["h02"]]
+
+
+def test_the_loss_of_an_idle_spare_is_no_part_of_an_attempt(attempt: Attempt) -> None:
+    spares.blame(attempt, "17", {"h03": "gone"}, ["h01", "h02"])
+    assert (bad_nodes.blamed(attempt), list(spares.bad(attempt.run))) == (set(), ["h03"])
+
+
 def test_a_slurmd_whose_kernel_answers_is_asked_more_often(attempt: Attempt, asked: Nodes) -> None:
     asked.refuse = True
     watch = spares.NodeWatch(attempt, ["h02", "h03"])
@@ -277,7 +292,7 @@ def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blamed_and_bad_nodes_are_read_from_the_records(attempt: Attempt) -> None:
     assert (bad_nodes.blamed(attempt), spares.bad(attempt.run)) == (set(), {})
-    spares.blame(attempt, "17", {"h02": "gone"})
+    spares.blame(attempt, "17", {"h02": "gone"}, ["h01", "h02"])
     assert (bad_nodes.blamed(attempt), list(spares.bad(attempt.run))) == ({"h02"}, ["h02"])
     assert bad_nodes.blamed(Attempt(attempt.run, 2)) == set()
     [event] = [e for e in events.read(attempt.run.events) if isinstance(e, events.NodesBlamed)]
