@@ -306,9 +306,5 @@ def give_back(job: str, allocation: Allocation) -> None:
 
 
 def bad(run: RunDir) -> dict[str, BadNode]:
-    """Return the nodes that the runs of this output root avoid; none where that cannot be read."""
-    try:
-        return bad_nodes.read(run.path.parent)
-    except OSError as error:
-        log.info(f"the list of bad nodes cannot be read: {error}")
-        return {}
+    """Return the nodes that a run avoids."""
+    return bad_nodes.read_for(run)
