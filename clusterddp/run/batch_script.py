@@ -658,7 +658,9 @@ def _give_too_few_back(run: RunDir, job_id: str, restart: int, nodelist: str, ne
     _heed_withdrawal(run, job_id, job_id)
     asked = spec.resources.nodes + spec.resources.spare_nodes
     try:
-        tasks = asked * spec.resources.tasks_per_node
+        # As the job asked Slurm for them: torchrun's template starts one agent a node.
+        each = os.environ.get("SLURM_NTASKS_PER_NODE", "")
+        tasks = asked * (int(each) if each.isdecimal() else spec.resources.tasks_per_node)
         slurm.ask_for_nodes(own_name(os.environ, job_id), asked, tasks)
     except SlurmError as error:
         log.info(f"the job cannot ask for {asked} nodes: {error}")

@@ -673,6 +673,17 @@ def test_a_start_with_too_few_nodes_is_given_back_twice_and_then_refused(
     assert begin_needing(workplace, run, 2) == "begun"
 
 
+def test_a_start_with_too_few_nodes_asks_for_as_many_tasks_a_node_as_the_job_did(
+    workplace: Workplace,
+) -> None:
+    """Torchrun's template asks for one a node, which starts the others."""
+    run = begun(workplace)
+    cluster_says(workplace)
+    workplace.monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "1")
+    assert begin_needing(workplace, run, 3).endswith("is back in the queue, for 2")
+    assert updates(workplace) == ["scontrol update JobId=17 NumNodes=2-2 NumTasks=2"]
+
+
 @pytest.mark.parametrize(
     ("requeue", "words"),
     [("exit 0", "and requeue is off"), ("exit 1", "the job cannot go back into the queue: ")],
