@@ -220,7 +220,7 @@ class Controller:
         self._unsent: list[str] = []
         """Signals for srun, which may not listen yet."""
         self._is_ending = False
-        """True where Slurm has begun to end the job."""
+        """True where Slurm has begun to end the job while its nodes were checked."""
 
     def run(
         self,
@@ -412,15 +412,13 @@ class Controller:
         gpus = self._spec.resources.gpus_per_node
         try:
             ports = preflight_ports(int(self._job_id), self._restart, self._starts)
-            record = preflight.check(attempt, nodes, program, names, gpus, _reset_signals(), ports)
+            record = preflight.check(
+                attempt, nodes, program, names, gpus, _reset_signals(), ports, self._hear_of_end
+            )
         except Exception:  # a fault of ours costs the checks alone
             log.info(traceback.format_exc())
             return {}
-        while self._script.has_more and not self._script.has_gone:
-            signals = self._script.read_signals()
-            self._is_ending = self._is_ending or "TERM" in signals
-            self._handle(signals)
-        if not record.failed or self._is_ending or self._script.has_gone:
+        if self._hear_of_end() or not record.failed:
             return {}
         known = spares.bad(self._run)
         if all(host in known for host in record.failed):
@@ -429,6 +427,14 @@ class Controller:
             return {}
         self._blame(attempt, record)
         return dict(record.failed)
+
+    def _hear_of_end(self) -> bool:
+        """Take the signals that have come; returns whether the job is ending."""
+        while self._script.has_more and not self._script.has_gone:
+            signals = self._script.read_signals()
+            self._is_ending = self._is_ending or "TERM" in signals
+            self._handle(signals)
+        return self._is_ending or self._script.has_gone or "TERM" in self._unsent
 
     def _full_preflight(self, attempt: Attempt) -> bool:
         """Blame the nodes for which the ranks have left before they trained; True with some."""
@@ -449,7 +455,7 @@ class Controller:
         """Start the tasks, and wait for them; returns srun's exit code."""
         while self._script.has_more and not self._script.has_gone:
             self._handle(self._script.read_signals())
-        if self._script.has_gone or "TERM" in self._unsent:
+        if self._script.has_gone or self._is_ending or "TERM" in self._unsent:
             return 128 + signal.SIGTERM
         if self._unsent and self._spec.command:
             return EXIT_PAUSED  # asked before there was anything to stop

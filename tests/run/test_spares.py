@@ -71,10 +71,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Nodes:
 class Silence(Script):
     """A batch script that says nothing."""
 
-    has_more = False
+    def __init__(self, *signals: str) -> None:
+        self.has_gone, self.left = False, [*signals]
 
-    def __init__(self) -> None:
-        self.has_gone = False
+    @property
+    def has_more(self) -> bool:
+        return bool(self.left)
+
+    def read_signals(self) -> list[str]:
+        return [self.left.pop(0)]
 
 
 def controller_of(
