@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ParamSpec
 
 from clusterddp import log, version
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, ClusterDDPError
@@ -62,9 +63,12 @@ SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
 _TORN_DOWN = "torn-down"
 _READY_SECONDS = 10.0
 """Time for srun to listen to signals; one that came earlier would end it."""
+_WATCHES_SECONDS = 5.0
+"""Time for the threads of an attempt to see that it is over, which they look for every 2 s."""
 _AGENT_GRACE_SECONDS = 180.0
 """Time for an agent to start its ranks again."""
 
+P = ParamSpec("P")
 
 _OF_RANKS, _OF_PREFLIGHT = range(5), range(20, 25)
 """Candidates of `master_port`."""
@@ -216,6 +220,7 @@ class Controller:
         self._starts = 0
         """Attempts that have ended in this start of the job."""
         self._noting_lost = threading.Lock()
+        self._watches: list[threading.Thread] = []
         self._signals_seen = False
         self._unsent: list[str] = []
         """Signals for srun, which may not listen yet."""
@@ -296,6 +301,7 @@ class Controller:
 
     def _start(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Check the nodes and start the tasks; returns srun's exit code."""
+        self._await_watches()
         nodes = self._nodes
         if not nodes:
             with contextlib.suppress(ClusterDDPError):  # a list that nobody can read is not checked
@@ -554,11 +560,7 @@ class Controller:
         def at_work() -> int | None:
             return srun if step_watch.is_srun(srun, parent) else None
 
-        threading.Thread(
-            target=step_watch.watch,
-            args=(attempt, job, spec.world_size, at_work, grace),
-            daemon=True,
-        ).start()
+        self._watch(step_watch.watch, attempt, job, spec.world_size, at_work, grace)
 
     def _watch_nodes(self, attempt: Attempt, srun: int) -> None:
         """End the step once it has lost a node, and note lost spares; from a thread of its own."""
@@ -576,7 +578,7 @@ class Controller:
                     spares.end_step(attempt, job, lost, at_work)
                     return
 
-        threading.Thread(target=watch, daemon=True).start()
+        self._watch(watch)
 
     def _watch_output(self, attempt: Attempt, srun: "subprocess.Popen[bytes]") -> None:
         """Print the ranks' stacks once they print nothing, from a thread of its own."""
@@ -589,11 +591,22 @@ class Controller:
             else:  # its tasks have KillWait to end
                 slurm.cancel(step)
 
-        threading.Thread(
-            target=silence.watch,
-            args=(attempt, spec.world_size, spec.silence * 60, end if spec.end_silent else None),
-            daemon=True,
-        ).start()
+        ending = end if spec.end_silent else None
+        self._watch(silence.watch, attempt, spec.world_size, spec.silence * 60, ending)
+
+    def _watch(self, watch: Callable[P, object], *args: P.args, **more: P.kwargs) -> None:
+        """Run a watch of the attempt in a thread of its own."""
+        self._watches.append(threading.Thread(target=watch, args=args, kwargs=more, daemon=True))
+        self._watches[-1].start()
+
+    def _await_watches(self) -> None:
+        """Wait for the threads of the attempt before, which end as it is superseded by now.
+
+        A process is forked with Python's code ahead of its program: no thread should hold a lock.
+        """
+        deadline = time.monotonic() + _WATCHES_SECONDS
+        while self._watches:
+            self._watches.pop().join(max(0.0, deadline - time.monotonic()))
 
 
 def _reset_signals() -> Callable[[], None]:

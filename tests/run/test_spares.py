@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -95,6 +96,21 @@ def controller_of(
     made = Controller(request, attempt.run, Silence())
     made._attempt, made._nodes = attempt, hosts[:-1]
     return made
+
+
+def test_the_threads_of_an_attempt_have_ended_before_the_next_one_starts_a_process(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, ended = controller_of(attempt, monkeypatch), threading.Event()
+    alive = list[bool]()
+    own._watch(ended.wait)
+    [thread] = own._watches
+    monkeypatch.setattr(
+        own, "_preflight", lambda *_: alive.append(thread.is_alive()) or {"h02": ""}
+    )
+    threading.Timer(0.2, ended.set).start()
+    own._start(attempt, [])
+    assert alive == [False]
 
 
 def test_bad_and_lost_nodes_are_passed_over_in_slurms_order() -> None:
