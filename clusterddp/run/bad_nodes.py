@@ -65,17 +65,17 @@ class BadNode:
 
 
 def blame(
-    attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str, *, is_idle: bool = False
+    attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str, *, is_remark: bool = False
 ) -> None:
     """Record nodes as bad, in the run's events and in the output root. Raises OSError.
 
-    nodes: what was measured or seen, by the node's name. is_idle: no task of the attempt runs
-    there, so that its verdict has nothing to do with them, and the event names no attempt.
+    nodes: what was measured or seen, by the node's name. is_remark: the attempt goes on all
+    the same, so that its verdict has nothing to do with them, and the event names no attempt.
     """
     if not nodes:
         return
     run, now = attempt.run, time.time()
-    number = None if is_idle else attempt.number
+    number = None if is_remark else attempt.number
     events.add(run.events, events.NodesBlamed, job_id=job_id, attempt=number, nodes=nodes, by=by)
     spec = run.read_spec()
     expires = now + 3600 * (spec.bad_node_hours if spec else JobSpec.bad_node_hours)

@@ -431,7 +431,12 @@ class Controller:
             # Slurm has given them all the same, as the request cannot do without them.
             log.info(f"the job has no better nodes than {', '.join(record.failed)}: they are used")
             return {}
-        self._blame(attempt, record)
+        is_only_slow = {*record.failed} <= {*record.slow}
+        if is_only_slow and not self._allocation and not self._spec.requeues:
+            self._blame(attempt, record.failed, is_remark=True)
+            log.info("requeue is off, and no spare is there: the tasks start all the same")
+            return {}
+        self._blame(attempt, record.failed)
         return dict(record.failed)
 
     def _hear_of_end(self) -> bool:
@@ -448,12 +453,15 @@ class Controller:
         if not record or not record.failed:
             return False
         preflight.log_record(record)
-        self._blame(attempt, record)
+        self._blame(attempt, record.failed)
         return True
 
-    def _blame(self, attempt: Attempt, record: PreflightRecord) -> None:
+    def _blame(
+        self, attempt: Attempt, failed: Mapping[str, str], *, is_remark: bool = False
+    ) -> None:
+        by = bad_nodes.BY_PREFLIGHT
         try:
-            bad_nodes.blame(attempt, self._job_id, record.failed, bad_nodes.BY_PREFLIGHT)
+            bad_nodes.blame(attempt, self._job_id, failed, by, is_remark=is_remark)
         except OSError as error:
             log.info(f"cannot record the nodes that have failed: {error.strerror}")
 

@@ -71,7 +71,7 @@ def check(
         summary = f"{passed} passed in {took:.1f} s"
         if judged.failed:
             summary = f"failed: {', '.join(judged.failed)}; {summary}"
-        record = PreflightRecord(summary, took, judged.failed, remarks)
+        record = PreflightRecord(summary, took, judged.failed, remarks, judged.slow)
     log_record(record)
     measured = [dataclasses.asdict(node) for node in collection.nodes]
     content = {"format": _FORMAT, **vars(record), "silent": collection.silent, "nodes": measured}

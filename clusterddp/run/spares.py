@@ -290,7 +290,7 @@ def blame(attempt: Attempt, job_id: str, lost: Mapping[str, str], step: Collecti
     for is_idle in (False, True):
         with suppress(OSError):
             nodes = {node: why for node, why in lost.items() if (node not in step) == is_idle}
-            bad_nodes.blame(attempt, job_id, nodes, bad_nodes.BY_LOSS, is_idle=is_idle)
+            bad_nodes.blame(attempt, job_id, nodes, bad_nodes.BY_LOSS, is_remark=is_idle)
 
 
 def give_back(job: str, allocation: Allocation) -> None:

@@ -13,10 +13,11 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import Resources
-from clusterddp.run import bad_nodes, events, outcome, spares
+from clusterddp.run import bad_nodes, events, outcome, preflight, spares
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.controller import Controller, Script
 from clusterddp.run.paid import account
+from clusterddp.run.records import PreflightRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import judge, latest_submission
 from clusterddp.slurm import client
@@ -139,6 +140,32 @@ def test_srun_is_told_its_nodes_ahead_of_all_else(prefix: list[str]) -> None:
         *(*prefix, srun, "--nodelist=h01,h03", "--overlap"),
         *("--nodes=2", "--", "srun", *CARRIED),
     ]
+
+
+FAILED = {"h02": "sends at most 1 MB/s"}
+
+
+@pytest.mark.parametrize(
+    ("slow", "spare_nodes", "requeue", "starts"),
+    [
+        (("h02",), 0, False, True),
+        (("h02",), 0, True, False),
+        (("h02",), 1, False, False),
+        ((), 0, False, False),
+    ],
+)
+def test_a_merely_slow_node_does_not_end_a_run_that_nothing_would_start_again(
+    slow: tuple[str, ...], spare_nodes: int, requeue: bool, starts: bool,
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    own = controller_of(attempt, monkeypatch, preflight="quick", requeue=requeue)
+    if not spare_nodes:
+        own._allocation = None
+    record = PreflightRecord("", 1.0, FAILED, slow=slow)
+    monkeypatch.setattr(preflight, "check", lambda *_: record)
+    assert own._preflight(attempt, ["h01", "h02"]) == ({} if starts else FAILED)
+    assert list(spares.bad(attempt.run)) == ["h02"]
+    assert bad_nodes.blamed(attempt) == (set() if starts else {"h02"})
 
 
 def test_a_launch_line_without_srun_is_refused() -> None:
