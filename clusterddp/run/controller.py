@@ -303,6 +303,9 @@ class Controller:
         """Check the nodes and start the tasks; returns srun's exit code."""
         self._await_watches()
         nodes = self._nodes
+        if self._allocation:  # a spare that was blamed before would only take its time again
+            bad = spares.bad(self._run)
+            nodes = [n for n in self._allocation.left if n in self._nodes or n not in bad]
         if not nodes:
             with contextlib.suppress(ClusterDDPError):  # a list that nobody can read is not checked
                 nodes = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))
@@ -405,10 +408,10 @@ class Controller:
         return batch_script.finish(attempt, code, self._job_id, self._restart, policy)
 
     def _preflight(self, attempt: Attempt, nodes: Sequence[str]) -> dict[str, str]:
-        """Check the nodes ahead of the tasks; returns those that fail, with what was measured.
+        """Check the nodes ahead of the tasks; returns those of the step that fail, and the reason.
 
-        These are blamed. Where the checks cannot run, or the job is being ended meanwhile, there
-        are none.
+        These are blamed, and idle spares that fail too. Where the checks cannot run, or the job is
+        being ended meanwhile, there are none.
         """
         if self._spec.node_checks == NO_PREFLIGHT or not nodes or is_rehearsal(os.environ):
             return {}
@@ -427,17 +430,22 @@ class Controller:
         if self._hear_of_end() or not record.failed:
             return {}
         known = spares.bad(self._run)
-        if all(host in known for host in record.failed):
-            # Slurm has given them all the same, as the request cannot do without them.
-            log.info(f"the job has no better nodes than {', '.join(record.failed)}: they are used")
+        of_step = {*(self._nodes or nodes)}
+        idle = {host: why for host, why in record.failed.items() if host not in of_step}
+        failed = {host: why for host, why in record.failed.items() if host in of_step}
+        self._blame(attempt, idle, is_remark=True)
+        if not failed:
             return {}
-        is_only_slow = {*record.failed} <= {*record.slow}
-        if is_only_slow and not self._allocation and not self._spec.requeues:
-            self._blame(attempt, record.failed, is_remark=True)
+        if all(host in known for host in failed):
+            # Slurm has given them all the same, as the request cannot do without them.
+            log.info(f"the job has no better nodes than {', '.join(failed)}: they are used")
+            return {}
+        if {*failed} <= {*record.slow} and not self._allocation and not self._spec.requeues:
+            self._blame(attempt, failed, is_remark=True)
             log.info("requeue is off, and no spare is there: the tasks start all the same")
             return {}
-        self._blame(attempt, record.failed)
-        return dict(record.failed)
+        self._blame(attempt, failed)
+        return failed
 
     def _hear_of_end(self) -> bool:
         """Take the signals that have come; returns whether the job is ending."""

@@ -196,6 +196,24 @@ def test_a_spare_takes_the_place_of_a_node_that_fails(four: SlurmCluster, tmp_pa
 
 
 @pytest.mark.slow
+def test_a_spare_that_fails_is_blamed_and_the_tasks_start(
+    four: SlurmCluster, tmp_path: Path
+) -> None:
+    undo = full_disk(four, "h04")
+    try:
+        submit(four, tmp_path, "--nodes", "3", "--spare-nodes", "1", "--run-name", "a",
+               "--no-snapshot", "--no-requeue", "--wait", "--preflight", "quick", "--",
+               "touch", "started")  # fmt: skip
+    finally:
+        undo()
+    run = RunDir(tmp_path / "jobs/a")
+    said, happened = run.job_log.read_text(), read_events(run)
+    assert "preflight: failed: h04; 3 nodes passed in " in said
+    assert [each["cause"] for each in happened if each["event"] == "ended"] == ["done"], said
+    assert list(blamed(run)) == ["h04"]
+
+
+@pytest.mark.slow
 def test_a_node_that_answers_and_then_does_nothing_is_named_with_what_it_was_at(
     four: SlurmCluster, tmp_path: Path
 ) -> None:

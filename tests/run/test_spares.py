@@ -168,6 +168,24 @@ def test_a_merely_slow_node_does_not_end_a_run_that_nothing_would_start_again(
     assert bad_nodes.blamed(attempt) == (set() if starts else {"h02"})
 
 
+def test_an_idle_spare_is_checked_too_and_one_that_fails_is_never_chosen(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = controller_of(attempt, monkeypatch, preflight="quick")
+    checked = []
+
+    def check(_: Attempt, nodes: list[str], *__: object) -> PreflightRecord:
+        checked.append(nodes)
+        return PreflightRecord("", 1.0, {"h03": "/dev/shm: full"})
+
+    monkeypatch.setattr(preflight, "check", check)
+    monkeypatch.setattr(own, "_step", lambda *_: 0)
+    assert [own._start(attempt, []) for _ in range(2)] == [0, 0]
+    assert checked == [["h01", "h02", "h03"], ["h01", "h02"]]
+    assert (list(spares.bad(attempt.run)), bad_nodes.blamed(attempt)) == (["h03"], set())
+    assert own._allocation and own._allocation.choose(spares.bad(attempt.run)) == ["h01", "h02"]
+
+
 def test_a_launch_line_without_srun_is_refused() -> None:
     with pytest.raises(RequestError, match="starts 'mpirun' and no srun"):
         spares.step_words(["mpirun", "task"], ["h01"])
