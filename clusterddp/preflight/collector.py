@@ -394,7 +394,7 @@ def started(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            preexec_fn=prepare,  # noqa: PLW1509 -- no threads yet
+            preexec_fn=prepare,  # noqa: PLW1509 -- the attempt has no threads yet
         )
     try:
         yield lambda: srun.poll() is not None

@@ -30,6 +30,8 @@ CLOCK_SECONDS = 5.0
 """Difference from the median of at least three clocks."""
 NO_ANSWER = "no answer"
 """Beginning of what is known of a node that has not answered at all."""
+_SLOWNESS = {"foreign work", "link speed", "slow transfers"}
+"""Checks by comparison: with a node that fails these alone a training is slow, and no more."""
 _MOST_REMARKS = 10
 _FEW = 5
 
@@ -54,6 +56,8 @@ class Verdict:
     """What is no fault of one node."""
     comparisons: bool = False
     """True where a node failed by what a moment's load can do."""
+    slow: tuple[str, ...] = ()
+    """Of those that have failed the ones that are slower than the others, and nothing worse."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Blames:
         """total: nodes that are judged."""
         self.failed: dict[str, list[str]] = {}
         self._total, self._remarks = total, list[str]()
+        self._unfit: set[str] = set()
 
     def add(self, found: Mapping[str, str], what: str) -> bool:
         """Blame nodes for failing a check; returns whether it blames any.
@@ -104,6 +109,8 @@ class Blames:
             return False
         for host, reason in found.items():
             self.failed.setdefault(host, []).append(reason)
+        if what not in _SLOWNESS:
+            self._unfit |= found.keys()
         return bool(found)
 
     def verdict(self, unexplained: Sequence[str], comparisons: bool) -> Verdict:
@@ -112,7 +119,8 @@ class Blames:
         if len(unexplained) > _MOST_REMARKS:
             remarks.append(f"{len(unexplained) - _MOST_REMARKS} more pairs are like that")
         failed = {host: "; ".join(reasons) for host, reasons in self.failed.items()}
-        return Verdict(failed, tuple(remarks), comparisons)
+        slow = tuple(host for host in failed if host not in self._unfit)
+        return Verdict(failed, tuple(remarks), comparisons, slow)
 
 
 def better(former: Mapping[str, Pair], latter: Mapping[str, Pair]) -> dict[str, Pair]:

@@ -19,6 +19,7 @@ from clusterddp.run import events, files, hardware
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.records import SlowRank
+from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import partitions
 from clusterddp.slurm.forms import expand_nodelist
 from clusterddp.slurm.partitions import Node
@@ -35,6 +36,10 @@ BY_STRAGGLING = "straggling"
 """It was slow with several ranks, which were slow nowhere else."""
 
 FILE_NAME = "bad-nodes.jsonl"
+_MODE = 0o666
+"""Less the umask: people can share an output root."""
+_SAME_SECONDS = 1.0
+"""Most between a run's event and the line of the list that was written with it."""
 _DECIDING = {
     *("batch", "constraint", "contiguous", "cores-per-socket", "cpus-per-gpu", "exclude"),
     *("extra-node-info", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"),
@@ -59,20 +64,24 @@ class BadNode:
     expires: float = 0.0
 
 
-def blame(attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str) -> None:
+def blame(
+    attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str, *, is_remark: bool = False
+) -> None:
     """Record nodes as bad, in the run's events and in the output root. Raises OSError.
 
-    nodes: what was measured or seen, by the node's name.
+    nodes: what was measured or seen, by the node's name. is_remark: the attempt goes on all
+    the same, so that its verdict has nothing to do with them, and the event names no attempt.
     """
+    if not nodes:
+        return
     run, now = attempt.run, time.time()
-    events.add(
-        run.events, events.NodesBlamed, job_id=job_id, attempt=attempt.number, nodes=nodes, by=by
-    )
+    number = None if is_remark else attempt.number
+    events.add(run.events, events.NodesBlamed, job_id=job_id, attempt=number, nodes=nodes, by=by)
     spec = run.read_spec()
     expires = now + 3600 * (spec.bad_node_hours if spec else JobSpec.bad_node_hours)
     for host, reason in nodes.items():
         node = BadNode(host, reason, by, run.name, job_id, attempt.number, now, expires)
-        files.append_json_line(run.path.parent / FILE_NAME, vars(node))
+        files.append_json_line(run.path.parent / FILE_NAME, vars(node), _MODE)
 
 
 def blamed(attempt: Attempt) -> set[str]:
@@ -88,7 +97,7 @@ def blamed(attempt: Attempt) -> set[str]:
 def clear(root: Path, hosts: Collection[str]) -> None:
     """Take nodes off the list of an output root. Raises OSError."""
     for host in hosts:
-        files.append_json_line(root / FILE_NAME, vars(BadNode(host, time=time.time())))
+        files.append_json_line(root / FILE_NAME, vars(BadNode(host, time=time.time())), _MODE)
 
 
 def read(root: Path) -> dict[str, BadNode]:
@@ -100,6 +109,39 @@ def read(root: Path) -> dict[str, BadNode]:
 def known(root: Path) -> set[str]:
     """Return every node that was ever blamed in an output root. Raises OSError."""
     return set(_latest(root))
+
+
+def read_for(run: RunDir) -> dict[str, BadNode]:
+    """Return the nodes that a run avoids: the list's, and those that it has blamed itself."""
+    now = time.time()
+    return {host: node for host, node in _latest_for(run).items() if node.expires > now}
+
+
+def known_to(run: RunDir) -> set[str]:
+    """Return every node that was ever blamed in a run's output root, or by the run."""
+    return set(_latest_for(run))
+
+
+def _latest_for(run: RunDir) -> dict[str, BadNode]:
+    """Join the list and the run's own events, for the list may take no line, or not be readable."""
+    latest: dict[str, BadNode] = {}
+    try:
+        latest = _latest(run.path.parent)
+    except OSError as error:
+        log.info(f"the list of bad nodes cannot be read: {error}")
+    spec = run.read_spec()
+    seconds = 3600 * (spec.bad_node_hours if spec else JobSpec.bad_node_hours)
+    for event in events.read(run.events):
+        if not isinstance(event, events.NodesBlamed):
+            continue
+        when = event.time or 0.0
+        for host, reason in event.nodes.items():
+            if host not in latest or when > latest[host].time + _SAME_SECONDS:
+                latest[host] = BadNode(
+                    host, reason, event.by, run.name, event.job_id, event.attempt, when,
+                    when + seconds,
+                )  # fmt: skip
+    return latest
 
 
 def _latest(root: Path) -> dict[str, BadNode]:
@@ -130,15 +172,16 @@ def choose(
     partition: str = "",
     others: Collection[str] = (),
     seconds: float | None = None,
+    run: RunDir | None = None,
 ) -> Choice:
     """Choose the bad nodes of an output root that a job can leave out; asks sinfo once, if at all.
 
     count: nodes that the job needs, if other than asked for. partition: that of the job.
-    others: sbatch's further options in the request. seconds: bound on sinfo. Where nothing can be
-    told, nothing is left out, and a remark says so.
+    others: sbatch's further options in the request. seconds: bound on sinfo. run: whose own blames
+    count too. Where nothing can be told, nothing is left out, and a remark says so.
     """
     try:
-        bad = read(root)
+        bad = read_for(run) if run else read(root)
     except OSError as error:
         return Choice(remarks=(f"bad nodes cannot be read: {error}",))
     if not bad:

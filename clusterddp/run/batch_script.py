@@ -436,7 +436,7 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         script = run.script.read_text()
         try:
             choice, exclude = _nodes_to_leave_out(run, spec, job_id)
-        except SlurmError as error:
+        except (ClusterDDPError, OSError) as error:
             choice, exclude = bad_nodes.Choice(remarks=(f"no bad node is left out: {error}",)), []
         successor = _patiently(
             attempt, lambda: sbatch(script, os.environ, comment=comment, exclude=exclude)
@@ -486,7 +486,7 @@ def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
         return
     try:
         already = bad_nodes.blamed(attempt)
-        blamed = bad_nodes.read(attempt.run.path.parent) if end.lost_nodes else {}
+        blamed = bad_nodes.read_for(attempt.run) if end.lost_nodes else {}
         new = [
             # A job's log can tell of an earlier attempt in the same job.
             host
@@ -541,7 +541,7 @@ def _leave_out(run: RunDir, job_id: str, number: int) -> None:
 
     number: of the attempt that has ended.
     """
-    if not (run.path.parent / bad_nodes.FILE_NAME).exists():
+    if not bad_nodes.known_to(run):
         return
     try:
         spec = run.load_spec()
@@ -560,21 +560,21 @@ def _nodes_to_leave_out(
 ) -> tuple[bad_nodes.Choice, list[str]]:
     """Return the bad nodes that the next start can do without, and all that it leaves out.
 
-    Raises OSError, and SlurmError where Slurm does not say what the job leaves out so far.
+    Raises SlurmError where Slurm does not say what the job leaves out so far.
     """
-    root = run.path.parent
-    known = bad_nodes.known(root)
+    known = bad_nodes.known_to(run)
     if not known:
         return bad_nodes.Choice(), []
     job = slurm.job_nodes(own_name(os.environ, job_id))
     count = os.environ.get("SLURM_JOB_NUM_NODES", "")
     choice = bad_nodes.choose(
-        root,
+        run.path.parent,
         spec.resources,
         os.environ,
         count=int(count) if count.isdecimal() else 0,
         partition=job.partition,
         others=dict(spec.sbatch),
+        run=run,
     )
     return choice, bad_nodes.merged(spec.resources, job.excluded, choice.nodes, known)
 
@@ -599,7 +599,7 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
     try:
         spec, history = run.load_spec(), events.read(run.events)
         _blame_lost_script(run, history)
-        blamed = bad_nodes.read(run.path.parent)
+        blamed = bad_nodes.read_for(run)
         bad = [host for host in _hosts(nodelist) if host in blamed]
         if not bad or restart_policy.withdrawn(history, job_id):
             return
@@ -658,7 +658,9 @@ def _give_too_few_back(run: RunDir, job_id: str, restart: int, nodelist: str, ne
     _heed_withdrawal(run, job_id, job_id)
     asked = spec.resources.nodes + spec.resources.spare_nodes
     try:
-        tasks = asked * spec.resources.tasks_per_node
+        # As the job asked Slurm for them: torchrun's template starts one agent a node.
+        each = os.environ.get("SLURM_NTASKS_PER_NODE", "")
+        tasks = asked * (int(each) if each.isdecimal() else spec.resources.tasks_per_node)
         slurm.ask_for_nodes(own_name(os.environ, job_id), asked, tasks)
     except SlurmError as error:
         log.info(f"the job cannot ask for {asked} nodes: {error}")

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ParamSpec
 
 from clusterddp import log, version
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, ClusterDDPError
@@ -62,9 +63,12 @@ SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
 _TORN_DOWN = "torn-down"
 _READY_SECONDS = 10.0
 """Time for srun to listen to signals; one that came earlier would end it."""
+_WATCHES_SECONDS = 5.0
+"""Time for the threads of an attempt to see that it is over, which they look for every 2 s."""
 _AGENT_GRACE_SECONDS = 180.0
 """Time for an agent to start its ranks again."""
 
+P = ParamSpec("P")
 
 _OF_RANKS, _OF_PREFLIGHT = range(5), range(20, 25)
 """Candidates of `master_port`."""
@@ -216,11 +220,12 @@ class Controller:
         self._starts = 0
         """Attempts that have ended in this start of the job."""
         self._noting_lost = threading.Lock()
+        self._watches: list[threading.Thread] = []
         self._signals_seen = False
         self._unsent: list[str] = []
         """Signals for srun, which may not listen yet."""
         self._is_ending = False
-        """True where Slurm has begun to end the job."""
+        """True where Slurm has begun to end the job while its nodes were checked."""
 
     def run(
         self,
@@ -296,7 +301,11 @@ class Controller:
 
     def _start(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Check the nodes and start the tasks; returns srun's exit code."""
+        self._await_watches()
         nodes = self._nodes
+        if self._allocation:  # a spare that was blamed before would only take its time again
+            bad = spares.bad(self._run)
+            nodes = [n for n in self._allocation.left if n in self._nodes or n not in bad]
         if not nodes:
             with contextlib.suppress(ClusterDDPError):  # a list that nobody can read is not checked
                 nodes = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))
@@ -314,9 +323,12 @@ class Controller:
         attempt, allocation = self._attempt, self._allocation
         if not (attempt and allocation) or self._signals_seen or self._script.has_gone:
             return False
+        name = own_name(os.environ, self._job_id)
+        if attempt.is_superseded or slurm.ending(name, self._restart) is not slurm.Ending.NONE:
+            return False  # the nodes are those of a later start, or about to be nobody's
         with self._noting_lost:  # a watch that has seen a loss has recorded it
             others = [node for node in self._others() if node not in allocation.lost]
-        self._note_lost(attempt, spares.find_lost(attempt, others, code))
+        self._note_lost(attempt, spares.find_lost(attempt, others, code, self._idle()))
 
         def choose() -> list[str]:
             nodes = allocation.choose(spares.bad(self._run))
@@ -334,18 +346,26 @@ class Controller:
         return True
 
     def _note_lost(self, attempt: Attempt, lost: Mapping[str, str]) -> None:
-        """Record nodes as lost, and give them back; from any thread."""
+        """Record nodes as lost, and give them back; from any thread, not for a later start."""
         assert self._allocation
+        if attempt.is_superseded:
+            return
         with self._noting_lost:
             fresh = {node: why for node, why in lost.items() if node not in self._allocation.lost}
             self._allocation.lost |= fresh.keys()
             if fresh:
-                spares.blame(attempt, self._job_id, fresh)
+                spares.blame(attempt, self._job_id, fresh, self._nodes)
                 spares.give_back(own_name(os.environ, self._job_id), self._allocation)
 
     def _others(self) -> list[str]:
         """Return the nodes of the step but for this one, which does not lose itself."""
         return [node for node in self._nodes if node != os.environ.get("SLURMD_NODENAME")]
+
+    def _idle(self) -> list[str]:
+        """Return the nodes of the job that have no tasks, but for this one and the lost."""
+        left = self._allocation.left if self._allocation else []
+        own = os.environ.get("SLURMD_NODENAME")
+        return [node for node in left if node not in self._nodes and node != own]
 
     def _name_set_up(self, code: int) -> None:
         """Log that the script's lines ahead of the step have failed, and which these are."""
@@ -388,10 +408,10 @@ class Controller:
         return batch_script.finish(attempt, code, self._job_id, self._restart, policy)
 
     def _preflight(self, attempt: Attempt, nodes: Sequence[str]) -> dict[str, str]:
-        """Check the nodes ahead of the tasks; returns those that fail, with what was measured.
+        """Check the nodes ahead of the tasks; returns those of the step that fail, and the reason.
 
-        These are blamed. Where the checks cannot run, or the job is being ended meanwhile, there
-        are none.
+        These are blamed, and idle spares that fail too. Where the checks cannot run, or the job is
+        being ended meanwhile, there are none.
         """
         if self._spec.node_checks == NO_PREFLIGHT or not nodes or is_rehearsal(os.environ):
             return {}
@@ -401,23 +421,39 @@ class Controller:
         gpus = self._spec.resources.gpus_per_node
         try:
             ports = preflight_ports(int(self._job_id), self._restart, self._starts)
-            record = preflight.check(attempt, nodes, program, names, gpus, _reset_signals(), ports)
+            record = preflight.check(
+                attempt, nodes, program, names, gpus, _reset_signals(), ports, self._hear_of_end
+            )
         except Exception:  # a fault of ours costs the checks alone
             log.info(traceback.format_exc())
             return {}
+        if self._hear_of_end() or not record.failed:
+            return {}
+        known = spares.bad(self._run)
+        of_step = {*(self._nodes or nodes)}
+        idle = {host: why for host, why in record.failed.items() if host not in of_step}
+        failed = {host: why for host, why in record.failed.items() if host in of_step}
+        self._blame(attempt, idle, is_remark=True)
+        if not failed:
+            return {}
+        if all(host in known for host in failed):
+            # Slurm has given them all the same, as the request cannot do without them.
+            log.info(f"the job has no better nodes than {', '.join(failed)}: they are used")
+            return {}
+        if {*failed} <= {*record.slow} and not self._allocation and not self._spec.requeues:
+            self._blame(attempt, failed, is_remark=True)
+            log.info("requeue is off, and no spare is there: the tasks start all the same")
+            return {}
+        self._blame(attempt, failed)
+        return failed
+
+    def _hear_of_end(self) -> bool:
+        """Take the signals that have come; returns whether the job is ending."""
         while self._script.has_more and not self._script.has_gone:
             signals = self._script.read_signals()
             self._is_ending = self._is_ending or "TERM" in signals
             self._handle(signals)
-        if not record.failed or self._is_ending or self._script.has_gone:
-            return {}
-        known = spares.bad(self._run)
-        if all(host in known for host in record.failed):
-            # Slurm has given them all the same, as the request cannot do without them.
-            log.info(f"the job has no better nodes than {', '.join(record.failed)}: they are used")
-            return {}
-        self._blame(attempt, record)
-        return dict(record.failed)
+        return self._is_ending or self._script.has_gone or "TERM" in self._unsent
 
     def _full_preflight(self, attempt: Attempt) -> bool:
         """Blame the nodes for which the ranks have left before they trained; True with some."""
@@ -425,12 +461,15 @@ class Controller:
         if not record or not record.failed:
             return False
         preflight.log_record(record)
-        self._blame(attempt, record)
+        self._blame(attempt, record.failed)
         return True
 
-    def _blame(self, attempt: Attempt, record: PreflightRecord) -> None:
+    def _blame(
+        self, attempt: Attempt, failed: Mapping[str, str], *, is_remark: bool = False
+    ) -> None:
+        by = bad_nodes.BY_PREFLIGHT
         try:
-            bad_nodes.blame(attempt, self._job_id, record.failed, bad_nodes.BY_PREFLIGHT)
+            bad_nodes.blame(attempt, self._job_id, failed, by, is_remark=is_remark)
         except OSError as error:
             log.info(f"cannot record the nodes that have failed: {error.strerror}")
 
@@ -438,7 +477,7 @@ class Controller:
         """Start the tasks, and wait for them; returns srun's exit code."""
         while self._script.has_more and not self._script.has_gone:
             self._handle(self._script.read_signals())
-        if self._script.has_gone or "TERM" in self._unsent:
+        if self._script.has_gone or self._is_ending or "TERM" in self._unsent:
             return 128 + signal.SIGTERM
         if self._unsent and self._spec.command:
             return EXIT_PAUSED  # asked before there was anything to stop
@@ -537,26 +576,25 @@ class Controller:
         def at_work() -> int | None:
             return srun if step_watch.is_srun(srun, parent) else None
 
-        threading.Thread(
-            target=step_watch.watch,
-            args=(attempt, job, spec.world_size, at_work, grace),
-            daemon=True,
-        ).start()
+        self._watch(step_watch.watch, attempt, job, spec.world_size, at_work, grace)
 
     def _watch_nodes(self, attempt: Attempt, srun: int) -> None:
-        """End the step once it has lost a node, from a thread of its own."""
-        parent, nodes = os.getpid(), self._others()
+        """End the step once it has lost a node, and note lost spares; from a thread of its own."""
+        parent, of_step = os.getpid(), {*self._nodes}
+        nodes = spares.NodeWatch(attempt, self._others(), self._idle())
 
         def at_work() -> int | None:
             return srun if step_watch.is_srun(srun, parent) else None
 
         def watch() -> None:
-            if lost := spares.await_loss(attempt, nodes, at_work):
+            while lost := spares.await_loss(nodes, at_work):
                 self._note_lost(attempt, lost)
-                job = own_name(os.environ, self._job_id)
-                spares.end_step(attempt, job, lost, at_work)
+                if of_step.intersection(lost):
+                    job = own_name(os.environ, self._job_id)
+                    spares.end_step(attempt, job, lost, at_work)
+                    return
 
-        threading.Thread(target=watch, daemon=True).start()
+        self._watch(watch)
 
     def _watch_output(self, attempt: Attempt, srun: "subprocess.Popen[bytes]") -> None:
         """Print the ranks' stacks once they print nothing, from a thread of its own."""
@@ -569,11 +607,22 @@ class Controller:
             else:  # its tasks have KillWait to end
                 slurm.cancel(step)
 
-        threading.Thread(
-            target=silence.watch,
-            args=(attempt, spec.world_size, spec.silence * 60, end if spec.end_silent else None),
-            daemon=True,
-        ).start()
+        ending = end if spec.end_silent else None
+        self._watch(silence.watch, attempt, spec.world_size, spec.silence * 60, ending)
+
+    def _watch(self, watch: Callable[P, object], *args: P.args, **more: P.kwargs) -> None:
+        """Run a watch of the attempt in a thread of its own."""
+        self._watches.append(threading.Thread(target=watch, args=args, kwargs=more, daemon=True))
+        self._watches[-1].start()
+
+    def _await_watches(self) -> None:
+        """Wait for the threads of the attempt before, which end as it is superseded by now.
+
+        A process is forked with Python's code ahead of its program: no thread should hold a lock.
+        """
+        deadline = time.monotonic() + _WATCHES_SECONDS
+        while self._watches:
+            self._watches.pop().join(max(0.0, deadline - time.monotonic()))
 
 
 def _reset_signals() -> Callable[[], None]:

@@ -33,12 +33,14 @@ def check(
     gpus: int,
     prepare: Callable[[], None],
     ports: Sequence[int] = (),
+    is_over: Callable[[], bool] = lambda: False,
 ) -> PreflightRecord:
     """Check the nodes, log a table of them and record it; one that fails is named.
 
     program: that of clusterddp on the host. batch_host: its name and address. gpus: of each node.
     prepare: called in srun's process before srun. ports: those to listen on, on this host and on
-    the nodes, the first that is free. Where the checks cannot run, nobody fails.
+    the nodes, the first that is free. is_over: whether the job is ending, asked all the while.
+    Where the checks cannot run, or the job is ending, nobody fails.
     """
     began, nonce = time.monotonic(), secrets.token_hex(16)
     environ = {**os.environ, NONCE_VARIABLE: nonce}
@@ -49,7 +51,8 @@ def check(
             argv = collector.words(nodes, program, names, port, gpus, ports)
             with collector.started(argv, environ, attempt.preflight_log, prepare) as has_ended:
                 codes = partial(collector.exit_codes, attempt.preflight_log)
-                collection = collector.collect(server, nodes, nonce, has_ended, codes)
+                ended = partial(_either, is_over, has_ended)
+                collection = collector.collect(server, nodes, nonce, ended, codes)
     except OSError as error:
         collection = Collection(trouble=error.strerror or str(error))
     took = round(time.monotonic() - began, 3)
@@ -68,7 +71,7 @@ def check(
         summary = f"{passed} passed in {took:.1f} s"
         if judged.failed:
             summary = f"failed: {', '.join(judged.failed)}; {summary}"
-        record = PreflightRecord(summary, took, judged.failed, remarks)
+        record = PreflightRecord(summary, took, judged.failed, remarks, judged.slow)
     log_record(record)
     measured = [dataclasses.asdict(node) for node in collection.nodes]
     content = {"format": _FORMAT, **vars(record), "silent": collection.silent, "nodes": measured}
@@ -77,6 +80,10 @@ def check(
     except OSError as error:
         log.info(f"cannot write {attempt.preflight}: {error.strerror}")
     return record
+
+
+def _either(first: Callable[[], bool], second: Callable[[], bool]) -> bool:
+    return first() or second()
 
 
 def log_record(record: PreflightRecord) -> None:

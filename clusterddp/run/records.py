@@ -86,6 +86,8 @@ class PreflightRecord:
     """What was measured, by the name of a node that has failed."""
     remarks: tuple[str, ...] = ()
     """What is no fault of one node."""
+    slow: tuple[str, ...] = ()
+    """Of those that have failed the ones that are slower than the others, and nothing worse."""
 
 
 @dataclass(frozen=True)

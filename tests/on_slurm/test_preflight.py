@@ -90,7 +90,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)
-def test_a_fault_is_named_with_its_node_and_no_task_starts(
+def test_a_fault_is_named_with_its_node_and_tasks_start_if_it_is_merely_slow(
     fault: Callable[[SlurmCluster, str], Undo],
     reason: str,
     four: SlurmCluster,
@@ -108,11 +108,12 @@ def test_a_fault_is_named_with_its_node_and_no_task_starts(
     assert reason in blamed(run)[BAD]
     assert f"preflight: {BAD} failed: " in said
     assert status["preflight"].startswith(f"failed: {BAD}; 3 nodes passed in ")
-    assert status["state"] == "stopped"
+    is_slow = fault in (slow_link, busy_core)  # requeue is off: nothing else would go on
+    assert status["state"] == ("done" if is_slow else "stopped")
     assert [event["cause"] for event in read_events(run) if event["event"] == "ended"] == [
-        "preflight"
+        "done" if is_slow else "preflight"
     ]
-    assert not (tmp_path / "started").exists()
+    assert (tmp_path / "started").exists() == is_slow
 
 
 @pytest.mark.slow
@@ -192,6 +193,24 @@ def test_a_spare_takes_the_place_of_a_node_that_fails(four: SlurmCluster, tmp_pa
     assert [each["nodelist"] for each in started] == ["h01,h02,h03", "h01,h02,h04"]
     assert len({(each["job_id"], each["restart"]) for each in started}) == 1
     assert list(blamed(run)) == [BAD]
+
+
+@pytest.mark.slow
+def test_a_spare_that_fails_is_blamed_and_the_tasks_start(
+    four: SlurmCluster, tmp_path: Path
+) -> None:
+    undo = full_disk(four, "h04")
+    try:
+        submit(four, tmp_path, "--nodes", "3", "--spare-nodes", "1", "--run-name", "a",
+               "--no-snapshot", "--no-requeue", "--wait", "--preflight", "quick", "--",
+               "touch", "started")  # fmt: skip
+    finally:
+        undo()
+    run = RunDir(tmp_path / "jobs/a")
+    said, happened = run.job_log.read_text(), read_events(run)
+    assert "preflight: failed: h04; 3 nodes passed in " in said
+    assert [each["cause"] for each in happened if each["event"] == "ended"] == ["done"], said
+    assert list(blamed(run)) == ["h04"]
 
 
 @pytest.mark.slow

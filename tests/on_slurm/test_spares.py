@@ -113,6 +113,38 @@ def test_a_killed_node_is_replaced_in_the_same_job(
     assert (status["state"], status["attempt"], status["hosts"]) == ("done", 2, [batch, spare])
 
 
+# Half a minute between two looks would be SlurmdTimeout here.
+OFTEN = """
+import sys
+if "batch" in sys.orig_argv:
+    from clusterddp.run import spares
+    spares._IDLE_SECONDS = 1.0
+"""
+WAITS = "until [ -e go ]; do sleep 0.05; done"
+
+
+@pytest.mark.slow
+def test_the_loss_of_an_idle_spare_ends_no_job(slurm_available: None, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OFTEN)
+    env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    with SlurmCluster(hosts=3, conf={"SlurmdTimeout": "10"}) as three:
+        submit(three, tmp_path, "--run-name", "a", "--nodes", "2", "--spare-nodes", "1",
+               "--no-requeue", "--no-snapshot", "--preflight", "none", "--",
+               "sh", "-c", WAITS, env=env, check=True)  # fmt: skip
+        run = RunDir(tmp_path / "jobs/a")
+        wait_for(lambda: of_kind(run, "started"), "the start")
+        [first] = of_kind(run, "started")
+        [spare] = first["spares"]
+        three.kill_host(spare)
+        lost = f"node {spare} is lost: it was an idle spare, "
+        wait_for(lambda: lost in run.job_log.read_text(), "the loss")
+        (tmp_path / "go").touch()
+        assert three.wait_job(first["job_id"]) == "COMPLETED", run.job_log.read_text()
+    [end], [blamed] = of_kind(run, "ended"), of_kind(run, "nodes_blamed")
+    assert (end["cause"], end["restart"]) == ("done", 0)
+    assert (list(blamed["nodes"]), blamed["by"]) == ([spare], "lost")
+
+
 @pytest.mark.slow
 def test_a_start_with_fewer_nodes_than_a_step_needs_goes_back_for_all_of_them(
     hosts: SlurmCluster, tmp_path: Path

@@ -112,6 +112,13 @@ def test_a_link_that_is_slow_both_ways_is_told_from_few_others(count: int) -> No
     assert "where 1,000.0 MB/s is usual" in judged.failed["h2"]
 
 
+def test_a_node_that_is_merely_slow_is_told_from_one_that_is_unfit() -> None:
+    slow = load(nodes(), 1, link_speed=1000.0)
+    assert judge(slow, {}).slow == ("h1",)
+    both = judge(own(slow, 1, shm_fault="full"), {"h09": "no answer"})
+    assert ({*both.failed}, both.slow) == ({"h1", "h09"}, ())
+
+
 def test_of_two_slow_hosts_among_eight_both_are_blamed() -> None:
     assert [*judge(pairs(nodes(8), sends_slowly("h2", "h5")), {}).failed] == ["h2", "h5"]
 

@@ -1,6 +1,7 @@
 """Bad nodes: their file, which of them a job leaves out, and what blames one."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import Resources
-from clusterddp.run import bad_nodes, batch_script, hardware
+from clusterddp.run import bad_nodes, batch_script, hardware, spares
 from clusterddp.run.attempt import Attempt, NotStarted
 from clusterddp.run.bad_nodes import BadNode, Trial
 from clusterddp.run.events import Failure
@@ -524,6 +525,48 @@ def test_a_cleared_node_comes_back(workplace: Workplace) -> None:
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h09,h02"]
 
 
+def test_a_list_that_cannot_be_had_leaves_a_run_its_own_blames(workplace: Workplace) -> None:
+    """As in an output root that two people share, or on a file system that has gone stale."""
+    run = begun(workplace, LOST)
+    cluster_says(workplace, requeue="echo disabled >&2; exit 1")
+    workplace.command("sbatch", "echo 18")
+    workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
+    run.script.write_text("#!/bin/bash\n")
+    (workplace.root / bad_nodes.FILE_NAME).mkdir()
+    workplace.monkeypatch.setattr(bad_nodes, "_latest", unreadable)
+    finish(workplace, run, 1)
+    assert list(spares.bad(run)) == ["h02"]
+    assert "sbatch --parsable --exclude=h02" in workplace.calls
+    cluster_says(workplace)
+    assert begin(workplace, run) == 75
+
+
+def unreadable(*_: object) -> dict[str, BadNode]:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_cleared_or_expired_node_is_bad_no_more_though_the_run_has_blamed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = run_in(tmp_path)
+    bad_nodes.blame(attempt, "7", {"h02": "lost", "h03": "slow"}, bad_nodes.BY_LOSS)
+    bad_nodes.clear(tmp_path, ["h02"])
+    assert list(bad_nodes.read_for(attempt.run)) == ["h03"]
+    later = time.time() + DAY + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert bad_nodes.read_for(attempt.run) == {}
+    assert bad_nodes.known_to(attempt.run) == {"h02", "h03"}
+
+
+def test_the_list_is_for_all_whom_the_umask_admits(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        bad_nodes.blame(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    finally:
+        os.umask(before)
+    assert (tmp_path / bad_nodes.FILE_NAME).stat().st_mode & 0o777 == 0o664
+
+
 def test_a_refused_update_costs_the_exclusion_alone(workplace: Workplace) -> None:
     run = begun(workplace, LOST)
     cluster_says(workplace, update="echo 'Job is no longer pending execution' >&2; exit 1")
@@ -628,6 +671,17 @@ def test_a_start_with_too_few_nodes_is_given_back_twice_and_then_refused(
     assert workplace.calls.count("scontrol requeue 17") == 2
     assert updates(workplace) == ["scontrol update JobId=17 NumNodes=2-2 NumTasks=8"] * 2
     assert begin_needing(workplace, run, 2) == "begun"
+
+
+def test_a_start_with_too_few_nodes_asks_for_as_many_tasks_a_node_as_the_job_did(
+    workplace: Workplace,
+) -> None:
+    """Torchrun's template asks for one a node, which starts the others."""
+    run = begun(workplace)
+    cluster_says(workplace)
+    workplace.monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "1")
+    assert begin_needing(workplace, run, 3).endswith("is back in the queue, for 2")
+    assert updates(workplace) == ["scontrol update JobId=17 NumNodes=2-2 NumTasks=2"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,10 @@ import pytest
 
 from clusterddp.launchers import sbatch
 from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT, master_port
-from clusterddp.run import controller
+from clusterddp.request.spec import Resources
+from clusterddp.run import bad_nodes, controller, preflight, step_watch
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.records import PreflightRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import bundle
 from clusterddp.version import __version__
@@ -497,6 +500,43 @@ def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str])
     finally:
         for descriptor in (signals, to, answers, requests):
             os.close(descriptor)
+
+
+@pytest.mark.parametrize("name", ["TERM", "HUP", "USR1"])
+def test_a_job_that_is_ended_while_its_nodes_are_checked_starts_no_task(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that answers nothing would keep the checks longer than KillWait."""
+    heard = []
+
+    def check(*arguments: Any) -> PreflightRecord:
+        os.write(to, f"{name}\n".encode())
+        heard.append(arguments[-1]())
+        return PreflightRecord("failed: h02", 0.1, {"h02": "slow"})
+
+    monkeypatch.setattr(preflight, "check", check)
+    monkeypatch.setattr(step_watch, "watch", lambda *_: None)
+    for variable, value in (("JOB_ID", "17"), ("JOB_NODELIST", "h[01-02]")):
+        monkeypatch.setenv(f"SLURM_{variable}", value)
+    run = RunDir(tmp_path / "a")
+    attempt = Attempt(run, 1)
+    attempt.outcomes.mkdir(parents=True)
+    request = spec(
+        run_dir=str(run.path), resources=Resources(nodes=2), preflight="quick", **COMMAND
+    )
+    (signals, to), (answers, requests) = os.pipe(), os.pipe()
+    try:
+        script = controller.Script(signals, requests, requests, requests)
+        made = controller.Controller(request, run, script)
+        made._attempt = attempt
+        code = made._start(attempt, ["touch", str(tmp_path / "started")])
+    finally:
+        for descriptor in (signals, to, answers, requests):
+            os.close(descriptor)
+    assert heard == [name != "USR1"]
+    assert code == (1 if name == "USR1" else 143)
+    assert not (tmp_path / "started").exists()
+    assert bool(bad_nodes.blamed(attempt)) == (name == "USR1")
 
 
 @pytest.mark.slow
