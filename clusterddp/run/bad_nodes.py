@@ -133,7 +133,8 @@ def choose(
 ) -> Choice:
     """Choose the bad nodes of an output root that a job can leave out; asks sinfo once, if at all.
 
-    count: nodes that the job needs, if other than asked for. partition: that of the job.
+    count: nodes that the job needs, if other than asked for. partition: of the job; one that asks
+    for several may get any of these.
     others: sbatch's further options in the request. seconds: bound on sinfo. Where nothing can be
     told, nothing is left out, and a remark says so.
     """
@@ -147,12 +148,12 @@ def choose(
     why = ""
     if asked.reservation:
         why = f"which nodes reservation {asked.reservation} has is not known"
-    elif "," in asked.partition:
-        why = f"which of {asked.partition} the job gets is not known"
     elif deciding := sorted(_DECIDING & {*others}):
         why = f"which nodes can serve --{deciding[0]} is not known"
     if why:
         return Choice(remarks=(f"{names} cannot be left out: {why}",))
+    if partition and "," in asked.partition:
+        partition = f"{partition},{asked.partition}"
     try:
         nodes = partitions.nodes(partition or asked.partition, environ, seconds)
     except SlurmError as error:
@@ -185,14 +186,19 @@ def choose_for_submission(spec: JobSpec) -> Choice:
 def among(
     bad: Mapping[str, BadNode], asked: Resources, nodes: Sequence[Node], count: int
 ) -> Choice:
-    """Choose, of a partition's nodes, the bad ones to leave out, the latest blamed first.
+    """Choose, of the nodes of partitions, the bad ones to leave out, the latest blamed first.
 
-    Enough others stay that Slurm can give now: one that is down may be needed once it is back.
+    In each partition enough others stay that Slurm can give now: one that is down may be needed
+    once it is back.
     """
     demanded, unwanted = set(_hosts(asked.nodelist)), set(_hosts(asked.exclude))
-    fitting = {node.name for node in nodes if _fits(node, asked)} - unwanted
-    here = {node.name for node in nodes}
-    room = len(fitting) - count
+    here: dict[str, set[str]] = defaultdict(set)
+    fitting: dict[str, set[str]] = defaultdict(set)
+    for each in nodes:
+        here[each.name].add(each.partition)
+        if _fits(each, asked) and each.name not in unwanted:
+            fitting[each.partition].add(each.name)
+    room = {each.partition: len(fitting[each.partition]) - count for each in nodes}
     chosen: dict[str, str] = {}
     remarks: list[str] = []
     for node in sorted(bad.values(), key=lambda node: node.time, reverse=True):
@@ -200,13 +206,15 @@ def among(
             continue  # Slurm would not give it anyway; an unknown name it refuses
         if node.host in demanded:
             remarks.append(f"{node.host} is bad ({node.reason}), but --nodelist demands it")
-        elif room < (node.host in fitting):
+        elif tight := [p for p in here[node.host] if room[p] < (node.host in fitting[p])]:
+            where = f" in {min(tight)}" if len(room) > 1 else ""
             remarks.append(
-                f"{node.host} is bad ({node.reason}), but is not left out: of {len(fitting)} nodes "
-                f"that fit, the job needs {count}"
+                f"{node.host} is bad ({node.reason}), but is not left out: of "
+                f"{len(fitting[min(tight)])} nodes that fit{where}, the job needs {count}"
             )
         else:
-            room -= node.host in fitting
+            for partition in here[node.host]:
+                room[partition] -= node.host in fitting[partition]
             chosen[node.host] = node.reason
     return Choice(chosen, tuple(remarks))
 

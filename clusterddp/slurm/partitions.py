@@ -107,6 +107,7 @@ class Node:
     features: frozenset[str] = frozenset()
     memory: int = 0
     """Megabytes."""
+    partition: str = ""
 
     @property
     def is_lost(self) -> bool:
@@ -120,14 +121,14 @@ class Node:
 
 
 def nodes(names: str, environ: Mapping[str, str], seconds: float | None = None) -> list[Node]:
-    """Return the nodes of some partitions, or of the default one. Raises SlurmError.
+    """Return the nodes of some partitions, or of the default one, once for each that has them.
 
-    names: `gpu,long`; empty for the default. seconds: bound on sinfo's answer.
+    names: `gpu,long`; empty for the default. seconds: bound on sinfo's answer. Raises SlurmError.
     """
     answer = ask(_SINFO_NODES, environ, seconds)
     if answer.returncode:
         raise SlurmError(f"sinfo: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
-    asked, found = names.split(","), dict[str, Node]()
+    asked, found = names.split(","), list[Node]()
     for line in answer.stdout.splitlines():
         values = line.strip().split("|")
         if len(values) != 7 or not values[3].isdecimal():
@@ -136,8 +137,10 @@ def nodes(names: str, environ: Mapping[str, str], seconds: float | None = None) 
         if partition.rstrip("*") in asked or (not names and partition.endswith("*")):
             words = frozenset(features.split(","))
             size = int(memory) if memory.isdecimal() else 0
-            found[name] = Node(name, state, int(cpus), gpus_of(gres), words, size)
-    return list(found.values())
+            found.append(
+                Node(name, state, int(cpus), gpus_of(gres), words, size, partition.rstrip("*"))
+            )
+    return found
 
 
 def features_of(constraint: str) -> frozenset[str]:
