@@ -17,7 +17,13 @@ PATIENCE_SECONDS = 1.0
 _SINFO = ["sinfo", "-h", "-a", "-e", "-o", "%P|%l|%c|%D|%G"]
 # All partitions, of which hidden ones show with -a alone, which goes with no -p (22.05).
 _SINFO_NODES = ["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%T|%c|%G|%f|%m"]
-_NOT_GIVEN = ("drain", "fail", "error", "unk", "future", "inval", "maint", "reboot")
+# States, and marks behind them, of nodes that Slurm gives to no job now: sinfo(1), NODE STATE
+# CODES. It does give those that are powered off (~) or up (#), completing (+) or planned (-).
+_NOT_GIVEN = (
+    *("drain", "fail", "error", "unk", "future", "inval", "maint", "reboot", "reserved"),
+    *("power_down", "powering_down", "blocked", "perfctrs", "no_respond"),
+)
+_MARKS_NOT_GIVEN = ("!", "%", "$", "@", "^")
 _FEATURE = re.compile(r"[A-Za-z0-9_.-]+")
 _GRES = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??:(?P<count>\d{1,9})(?=[(,]|$)")
 
@@ -117,7 +123,8 @@ class Node:
     @property
     def is_usable(self) -> bool:
         """Return whether Slurm gives it to jobs."""
-        return not self.is_lost and not self.state.startswith(_NOT_GIVEN)
+        is_given = not self.state.startswith(_NOT_GIVEN)
+        return is_given and not self.is_lost and not self.state.endswith(_MARKS_NOT_GIVEN)
 
 
 def nodes(names: str, environ: Mapping[str, str], seconds: float | None = None) -> list[Node]:

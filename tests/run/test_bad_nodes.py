@@ -138,12 +138,31 @@ def test_bad_nodes_are_left_out_as_far_as_enough_others_stay() -> None:
 
 def test_nodes_that_slurm_cannot_give_leave_less_room() -> None:
     asked = Resources(nodes=2)
-    for state in ("down*", "drained", "draining", "idle*", "maint", "fail"):
-        assert chosen(asked, cluster(3, h03=state), "h01") == []
-    for state in ("allocated", "mixed", "idle~", "completing"):
-        assert chosen(asked, cluster(3, h03=state), "h01") == ["h01"]
     assert chosen(asked, cluster(3, h01="down*"), "h01") == ["h01"]  # it takes no room
     assert chosen(asked, cluster(2, h01="down*"), "h01") == []  # the job needs it once it is back
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *("down*", "drained", "draining", "idle*", "maint", "fail", "reserved", "blocked"),
+        *("power_down", "powering_down", "no_respond", "perfctrs", "reboot_issued", "unknown"),
+        *("idle!", "idle%", "idle$", "allocated$", "mixed@", "idle^", "completing*"),
+    ],
+)
+def test_a_state_in_which_slurm_gives_a_node_to_nobody_leaves_less_room(state: str) -> None:
+    assert chosen(Resources(nodes=2), cluster(3, h03=state), "h01") == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *("idle", "allocated", "mixed", "completing", "allocated+", "planned", "idle-"),
+        *("idle~", "idle#", "powered_down", "powering_up"),
+    ],
+)
+def test_a_state_in_which_slurm_gives_a_node_in_time_leaves_room(state: str) -> None:
+    assert chosen(Resources(nodes=2), cluster(3, h03=state), "h01") == ["h01"]
 
 
 def test_only_nodes_that_fit_count_as_others() -> None:
