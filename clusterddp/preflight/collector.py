@@ -40,6 +40,11 @@ _ENDED = re.compile(
 _END_SECONDS = 3.0
 """Time for srun to end by itself; a probe that is stopped keeps it waiting."""
 _MOST_CONNECTIONS = 4096
+_OF_TASKS = {
+    *("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU"),
+    *("SLURM_TRES_BIND", "SLURM_TRES_PER_TASK"),
+}
+"""Variables that give srun's tasks their shares of a node's GPUs: a probe has all of them."""
 
 
 @dataclass
@@ -390,7 +395,7 @@ def started(
     with log.open("wb") as output:
         srun = subprocess.Popen(
             argv,
-            env=environ,
+            env={name: value for name, value in environ.items() if name not in _OF_TASKS},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -139,6 +139,17 @@ def test_a_probe_that_fails_before_it_answers_tells_of_no_node(job: Job, tmp_pat
     assert found.remarks == ("c: its probe ended with exit code 1, see preflight.log",)
 
 
+def test_a_probe_has_all_gpus_of_its_node_whatever_a_task_has(tmp_path: Path) -> None:
+    shares = dict.fromkeys(
+        ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_TRES_BIND", "SLURM_GPU_BIND"), "1"
+    )
+    environ = {**os.environ, **shares, "SLURM_GPUS_PER_NODE": "4"}
+    with collector.started(["env"], environ, tmp_path / "log", lambda: None):
+        pass
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in lines if line.startswith("SLURM_")] == ["SLURM_GPUS_PER_NODE=4"]
+
+
 def test_where_no_other_node_reaches_the_batch_host_it_says_so_at_once(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
