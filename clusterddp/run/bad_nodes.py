@@ -289,8 +289,10 @@ def straggling(trials: Sequence[Trial]) -> dict[str, str]:
     """Return the nodes that are slow, whatever rank runs there, each with what was seen.
 
     In the last attempt several ranks of the node were slow to its end, or one was and in an earlier
-    attempt another one. A rank that was slow on several nodes brings it along, with its data, say,
-    and counts for none; nor does any where more than half of the nodes have slow ranks.
+    attempt another one. One attempt is enough: its ranks are dealt new random shares of the data
+    at each epoch, and the next one may well have the same ranks there. A rank that was slow on
+    several nodes brings it along, and counts for none; nor does any where more than half of the
+    nodes have slow ranks.
     """
     last = trials[-1] if trials else Trial(())
     if 2 * len({slow.host for slow in last.slow}) > len(set(last.hosts)):
