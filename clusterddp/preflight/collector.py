@@ -7,6 +7,7 @@ until it names this attempt's nonce, and only numbers and short texts after that
 
 import contextlib
 import errno
+import functools
 import re
 import selectors
 import socket
@@ -369,12 +370,20 @@ def _is_local(address: str) -> bool:
 
 
 def exit_codes(log: Path) -> dict[str, int]:
-    """Return the exit codes of the probes that have failed, by their nodes, from srun's lines."""
+    """Return the exit codes of the probes that have failed, by their nodes, from srun's lines.
+
+    Only a log that has grown is read again: this is asked ten times a second, and for each node.
+    """
     with contextlib.suppress(OSError):
-        ended = _ENDED.findall(log.read_text(errors="replace"))
-        # srun names several in one line where they come by one message: h[02-04].
-        return {host: int(code) for hosts, code in ended for host in _expanded(hosts)}
+        return _exit_codes(log, log.stat().st_size)
     return {}
+
+
+@functools.lru_cache(maxsize=1)
+def _exit_codes(log: Path, size: int) -> dict[str, int]:
+    ended = _ENDED.findall(log.read_bytes()[:size].decode(errors="replace"))
+    # srun names several in one line where they come by one message: h[02-04].
+    return {host: int(code) for hosts, code in ended for host in _expanded(hosts)}
 
 
 def _expanded(hosts: str) -> list[str]:
