@@ -182,24 +182,7 @@ def test_where_slurmctld_does_not_answer_no_node_is_lost(monkeypatch: pytest.Mon
     assert spares.ask_nodes(["h01", "h02"]) == {"h01", "h02"}
 
 
-@pytest.fixture
-def no_port_known() -> Iterator[None]:
-    client._slurmd_port.cache_clear()
-    yield
-    client._slurmd_port.cache_clear()
-
-
-def test_the_configuration_is_asked_for_until_it_is_known_and_no_more(
-    monkeypatch: pytest.MonkeyPatch, no_port_known: None
-) -> None:
-    answers = ["", "SlurmdPort = 7000\n"]
-    monkeypatch.setattr(client, "_answer", lambda *_: "NodeName=h01 NodeAddr=10.0.0.1\n")
-    monkeypatch.setattr(client, "_config", lambda: answers.pop(0))
-    ports = [client.node_addresses(["h01"])["h01"][1] for _ in range(3)]
-    assert ports == [6818, 7000, 7000]
-
-
-def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch, no_port_known: None) -> None:
+def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = (
         "NodeName=h01 Arch=x86_64 NodeAddr=10.0.0.1 NodeHostName=h01 State=IDLE\n"
         "NodeName=h02 NodeAddr=10.0.0.2 NodeHostName=h02 Port=7002 State=DOWN\n"
