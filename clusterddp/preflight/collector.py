@@ -73,7 +73,7 @@ class Collection:
     silent: dict[str, str] = field(default_factory=dict)
     """Where a node was that has not answered in time, by its name."""
     remarks: tuple[str, ...] = ()
-    """What is known of nodes whose probe has ended by itself."""
+    """Nodes whose probe has ended by itself, and what is known of them."""
     trouble: str = ""
     """Reason for which the checks could not run."""
     is_unreached: bool = False

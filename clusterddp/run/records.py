@@ -83,9 +83,9 @@ class PreflightRecord:
     """Line that says how it went."""
     seconds: float | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
-    """What was measured, by the name of a node that has failed."""
+    """Measurements by the name of a node that has failed."""
     remarks: tuple[str, ...] = ()
-    """What is no fault of one node."""
+    """Findings that are no fault of one node."""
 
 
 @dataclass(frozen=True)
