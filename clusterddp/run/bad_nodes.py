@@ -20,7 +20,7 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.records import SlowRank
 from clusterddp.slurm import partitions
-from clusterddp.slurm.forms import expand_nodelist
+from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.partitions import Node
 
 BY_PREFLIGHT = "preflight"
@@ -77,12 +77,21 @@ def blame(attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str) -> N
 
 def blamed(attempt: Attempt) -> set[str]:
     """Return the nodes that were blamed in an attempt, whatever for. Raises OSError."""
-    return {
-        node
+    return {node for event in blames(attempt) for node in event.nodes}
+
+
+def blames(attempt: Attempt, by: str = "") -> list[events.NodesBlamed]:
+    """Return the records of what was blamed in an attempt, in order. Raises OSError.
+
+    by: what blames, such as BY_LOSS; empty for all.
+    """
+    return [
+        event
         for event in events.read(attempt.run.events)
-        if isinstance(event, events.NodesBlamed) and event.attempt == attempt.number
-        for node in event.nodes
-    }
+        if isinstance(event, events.NodesBlamed)
+        and event.attempt == attempt.number
+        and (not by or event.by == by)
+    ]
 
 
 def clear(root: Path, hosts: Collection[str]) -> None:
@@ -191,7 +200,7 @@ def among(
     In each partition enough others stay that Slurm can give now: one that is down may be needed
     once it is back.
     """
-    demanded, unwanted = set(_hosts(asked.nodelist)), set(_hosts(asked.exclude))
+    demanded, unwanted = set(hosts_of(asked.nodelist)), set(hosts_of(asked.exclude))
     here: dict[str, set[str]] = defaultdict(set)
     fitting: dict[str, set[str]] = defaultdict(set)
     for each in nodes:
@@ -225,7 +234,7 @@ def refuse_demanded(root: Path, asked: Resources) -> None:
         bad = read(root) if asked.nodelist else {}
     except OSError:
         return
-    demanded = [node for host in _hosts(asked.nodelist) if (node := bad.get(host))]
+    demanded = [node for host in hosts_of(asked.nodelist) if (node := bad.get(host))]
     if demanded:
         why = "; ".join(f"{node.host} is left out as bad: {node.reason}" for node in demanded)
         names = " ".join(node.host for node in demanded)
@@ -244,7 +253,7 @@ def merged(
     before: what the job leaves out so far. known: all that were ever blamed; of these the ones that
     are bad no longer come back.
     """
-    own = _hosts(asked.exclude)
+    own = hosts_of(asked.exclude)
     others = [host for host in before if host not in known]
     return list(dict.fromkeys([*own, *others, *chosen]))
 
@@ -336,7 +345,3 @@ def _megabytes(size: str) -> int:
         return 0
     number, unit = (size[:-1], size[-1].upper()) if size[-1].isalpha() else (size, "M")
     return int(number) * {"K": 1, "M": 1 << 10, "G": 1 << 20, "T": 1 << 30}[unit] >> 10
-
-
-def _hosts(nodelist: str) -> list[str]:
-    return expand_nodelist(nodelist) if nodelist else []
