@@ -212,7 +212,7 @@ class Controller:
             nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
             self._allocation = spares.Allocation(nodelist, spec.resources.nodes)
         self._nodes: list[str] = []
-        """Those of the step, where they are chosen."""
+        """Nodes of the step, where they are chosen."""
         self._starts = 0
         """Attempts that have ended in this start of the job."""
         self._noting_lost = threading.Lock()
@@ -414,7 +414,7 @@ class Controller:
         known = spares.bad(self._run)
         if all(host in known for host in record.failed):
             # Slurm has given them all the same, as the request cannot do without them.
-            log.info(f"the job has no better nodes than {', '.join(record.failed)}: they are used")
+            log.info(f"known as bad, and used all the same: {', '.join(record.failed)}")
             return {}
         self._blame(attempt, record)
         return dict(record.failed)
