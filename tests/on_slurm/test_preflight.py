@@ -119,7 +119,7 @@ def test_a_fault_is_named_with_its_node_and_no_task_starts(
 def test_a_node_that_is_needed_and_fails_again_is_used_after_one_start(
     four: SlurmCluster, tmp_path: Path
 ) -> None:
-    undo = full_disk(four)
+    undo = full_disk(four, BAD)
     try:
         submit(four, tmp_path, "--nodes", "4", "--run-name", "a", "--no-snapshot", "--requeue",
                "--wait", "--preflight", "quick", "--", "touch", "started")  # fmt: skip
