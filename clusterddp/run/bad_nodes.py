@@ -143,7 +143,7 @@ def choose(
     """Choose the bad nodes of an output root that a job can leave out; asks sinfo once, if at all.
 
     count: nodes that the job needs, if other than asked for. partition: of the job; one that asks
-    for several may get any of these.
+    for several can start in any of these next, and names one alone while it runs (seen on 22.05).
     others: sbatch's further options in the request. seconds: bound on sinfo. Where nothing can be
     told, nothing is left out, and a remark says so.
     """
