@@ -1,1 +1,1 @@
-"""What `clusterddp doctor` checks on a login node, and what it finds."""
+"""Checks of a login node by `clusterddp doctor`, and their findings."""

@@ -7,6 +7,7 @@ until it names this attempt's nonce, and only numbers and short texts after that
 
 import contextlib
 import errno
+import functools
 import re
 import selectors
 import socket
@@ -40,6 +41,11 @@ _ENDED = re.compile(
 _END_SECONDS = 3.0
 """Time for srun to end by itself; a probe that is stopped keeps it waiting."""
 _MOST_CONNECTIONS = 4096
+_OF_TASKS = {
+    *("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU"),
+    *("SLURM_TRES_BIND", "SLURM_TRES_PER_TASK"),
+}
+"""Variables that give srun's tasks their shares of a node's GPUs: a probe has all of them."""
 
 
 @dataclass
@@ -67,7 +73,7 @@ class Collection:
     silent: dict[str, str] = field(default_factory=dict)
     """Where a node was that has not answered in time, by its name."""
     remarks: tuple[str, ...] = ()
-    """What is known of nodes whose probe has ended by itself."""
+    """Nodes whose probe has ended by itself, and what is known of them."""
     trouble: str = ""
     """Reason for which the checks could not run."""
     is_unreached: bool = False
@@ -364,12 +370,20 @@ def _is_local(address: str) -> bool:
 
 
 def exit_codes(log: Path) -> dict[str, int]:
-    """Return the exit codes of the probes that have failed, by their nodes, from srun's lines."""
+    """Return the exit codes of the probes that have failed, by their nodes, from srun's lines.
+
+    Only a log that has grown is read again: this is asked ten times a second, and for each node.
+    """
     with contextlib.suppress(OSError):
-        ended = _ENDED.findall(log.read_text(errors="replace"))
-        # srun names several in one line where they come by one message: h[02-04].
-        return {host: int(code) for hosts, code in ended for host in _expanded(hosts)}
+        return _exit_codes(log, log.stat().st_size)
     return {}
+
+
+@functools.lru_cache(maxsize=1)
+def _exit_codes(log: Path, size: int) -> dict[str, int]:
+    ended = _ENDED.findall(log.read_bytes()[:size].decode(errors="replace"))
+    # srun names several in one line where they come by one message: h[02-04].
+    return {host: int(code) for hosts, code in ended for host in _expanded(hosts)}
 
 
 def _expanded(hosts: str) -> list[str]:
@@ -390,7 +404,7 @@ def started(
     with log.open("wb") as output:
         srun = subprocess.Popen(
             argv,
-            env=environ,
+            env={name: value for name, value in environ.items() if name not in _OF_TASKS},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,4 +1,4 @@
-"""What the checks of a job's nodes measure, as it passes between the nodes.
+"""Measurements of a job's nodes, as they pass between these.
 
 Ahead of the tasks these are lines of JSON. Whoever sends a line may be a stranger: what is read
 from it has its type, or its default.
@@ -19,7 +19,7 @@ MOST_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class NodeMeasurements:
-    """What a node finds out about itself; a number below 0 is not known."""
+    """Measurements of a node by itself; a number below 0 is not known."""
 
     gpus_granted: int = 0
     gpus_seen: int = -1
@@ -46,7 +46,7 @@ class NodeMeasurements:
 
 @dataclass(frozen=True)
 class LoadMeasurements:
-    """What a node measures at the same time as the others."""
+    """Measurements of a node at the same time as the others."""
 
     spin: float = -1.0
     """Seconds that a fixed loop took."""
@@ -73,7 +73,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """What a rank measures inside a training's own process."""
+    """Measurements of a rank inside a training's own process."""
 
     rank: int
     local_rank: int
@@ -83,7 +83,7 @@ class RankMeasurements:
     model: str = ""
     """Name of its GPU; only those of one name are compared."""
     fault: str = ""
-    """What is wrong with a matrix product whose result is known."""
+    """Fault in a matrix product whose result is known."""
     speed: float = -1.0
     """Floating-point operations per second in such products; below 0 where unknown."""
     pairs: Mapping[int, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Measures one node of a job ahead of its tasks, together with a probe on each other node.
 
 A probe reports to the collector on the batch host, which says who takes part and when. It needs no
-torch, and leaves when the collector says so, goes away, or after a minute and a half.
+torch, and leaves when the collector says so, goes away, or after four minutes.
 """
 
 import contextlib

@@ -14,16 +14,16 @@ from clusterddp.preflight.measurements import LoadMeasurements, NodeMeasurements
 
 LEAST_MEMORY_BYTES = 1 << 30
 MEMORY_SHARE = 0.25
-"""Of the others' median: with less than this, and than the bytes above, a node fails. With half of
-what the job asked for per node, and half of the others' median, as well."""
+"""Share of the others' median: with less than this, and than the bytes above, a node fails. With
+half of what the job asked for per node, and half of the others' median, as well."""
 LEAST_FREE_BYTES = 64 << 20
 """Room on the local disk; in /dev/shm a megabyte has to fit."""
 SPIN_FACTOR = 3.0
 """Times the others' median that the loop takes where other work holds the processor."""
 LINK_SPEED_SHARE = 0.25
-"""Of the others' median speed that an interface has, and fails: 100 Gbit/s that came up as 25."""
+"""Share of the others' median speed at which an interface fails: 100 Gbit/s that came up as 25."""
 SLOW_SHARE = 0.2
-"""Of the median of all transfers, below which one is slow …"""
+"""Share of the median of all transfers, below which one is slow …"""
 QUICK_BYTES_PER_SECOND = 250e6
 """… unless it is quicker than this."""
 CLOCK_SECONDS = 5.0
@@ -53,7 +53,7 @@ class Verdict:
 
     failed: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
-    """What is no fault of one node."""
+    """Findings that are no fault of one node."""
     comparisons: bool = False
     """True where a node failed by what a moment's load can do."""
     slow: tuple[str, ...] = ()

@@ -147,10 +147,12 @@ class Resources:
         wanted = set(forms.expand_nodelist(self.nodelist) if self.nodelist else ())
         unwanted = forms.expand_nodelist(self.exclude) if self.exclude else ()
         if len(wanted) > self.job_nodes:
+            more = f" and --spare-nodes for {self.spare_nodes} more" if self.spare_nodes else ""
             raise OptionError(
                 f"--nodelist {self.nodelist}",
-                f" names {len(wanted)} hosts, but --nodes asks for {self.nodes}: Slurm gives a job "
-                f"every host of its list. Use --nodes {len(wanted)} or a shorter list.",
+                f" names {len(wanted)} hosts, but --nodes asks for {self.nodes}{more}: Slurm gives "
+                f"a job every host of its list. Use --nodes {len(wanted) - self.spare_nodes} or a "
+                "shorter list.",
             )
         if self.spare_nodes and len(wanted) == self.nodes:
             raise OptionError(

@@ -21,7 +21,7 @@ from clusterddp.run.events import Failure
 from clusterddp.run.records import SlowRank
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import partitions
-from clusterddp.slurm.forms import expand_nodelist
+from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.partitions import Node
 
 BY_PREFLIGHT = "preflight"
@@ -86,12 +86,21 @@ def blame(
 
 def blamed(attempt: Attempt) -> set[str]:
     """Return the nodes that were blamed in an attempt, whatever for. Raises OSError."""
-    return {
-        node
+    return {node for event in blames(attempt) for node in event.nodes}
+
+
+def blames(attempt: Attempt, by: str = "") -> list[events.NodesBlamed]:
+    """Return the records of what was blamed in an attempt, in order. Raises OSError.
+
+    by: what blames, such as BY_LOSS; empty for all.
+    """
+    return [
+        event
         for event in events.read(attempt.run.events)
-        if isinstance(event, events.NodesBlamed) and event.attempt == attempt.number
-        for node in event.nodes
-    }
+        if isinstance(event, events.NodesBlamed)
+        and event.attempt == attempt.number
+        and (not by or event.by == by)
+    ]
 
 
 def clear(root: Path, hosts: Collection[str]) -> None:
@@ -176,7 +185,8 @@ def choose(
 ) -> Choice:
     """Choose the bad nodes of an output root that a job can leave out; asks sinfo once, if at all.
 
-    count: nodes that the job needs, if other than asked for. partition: that of the job.
+    count: nodes that the job needs, if other than asked for. partition: of the job; one that asks
+    for several can start in any of these next, and names one alone while it runs (seen on 22.05).
     others: sbatch's further options in the request. seconds: bound on sinfo. run: whose own blames
     count too. Where nothing can be told, nothing is left out, and a remark says so.
     """
@@ -190,12 +200,12 @@ def choose(
     why = ""
     if asked.reservation:
         why = f"which nodes reservation {asked.reservation} has is not known"
-    elif "," in asked.partition:
-        why = f"which of {asked.partition} the job gets is not known"
     elif deciding := sorted(_DECIDING & {*others}):
         why = f"which nodes can serve --{deciding[0]} is not known"
     if why:
         return Choice(remarks=(f"{names} cannot be left out: {why}",))
+    if partition and "," in asked.partition:
+        partition = f"{partition},{asked.partition}"
     try:
         nodes = partitions.nodes(partition or asked.partition, environ, seconds)
     except SlurmError as error:
@@ -228,14 +238,19 @@ def choose_for_submission(spec: JobSpec) -> Choice:
 def among(
     bad: Mapping[str, BadNode], asked: Resources, nodes: Sequence[Node], count: int
 ) -> Choice:
-    """Choose, of a partition's nodes, the bad ones to leave out, the latest blamed first.
+    """Choose, of the nodes of partitions, the bad ones to leave out, the latest blamed first.
 
-    Enough others stay that Slurm can give now: one that is down may be needed once it is back.
+    In each partition enough others stay that Slurm can give now: one that is down may be needed
+    once it is back.
     """
-    demanded, unwanted = set(_hosts(asked.nodelist)), set(_hosts(asked.exclude))
-    fitting = {node.name for node in nodes if _fits(node, asked)} - unwanted
-    here = {node.name for node in nodes}
-    room = len(fitting) - count
+    demanded, unwanted = set(hosts_of(asked.nodelist)), set(hosts_of(asked.exclude))
+    here: dict[str, set[str]] = defaultdict(set)
+    fitting: dict[str, set[str]] = defaultdict(set)
+    for each in nodes:
+        here[each.name].add(each.partition)
+        if _fits(each, asked) and each.name not in unwanted:
+            fitting[each.partition].add(each.name)
+    room = {each.partition: len(fitting[each.partition]) - count for each in nodes}
     chosen: dict[str, str] = {}
     remarks: list[str] = []
     for node in sorted(bad.values(), key=lambda node: node.time, reverse=True):
@@ -243,13 +258,15 @@ def among(
             continue  # Slurm would not give it anyway; an unknown name it refuses
         if node.host in demanded:
             remarks.append(f"{node.host} is bad ({node.reason}), but --nodelist demands it")
-        elif room < (node.host in fitting):
+        elif tight := [p for p in here[node.host] if room[p] < (node.host in fitting[p])]:
+            where = f" in {min(tight)}" if len(room) > 1 else ""
             remarks.append(
-                f"{node.host} is bad ({node.reason}), but is not left out: of {len(fitting)} nodes "
-                f"that fit, the job needs {count}"
+                f"{node.host} is bad ({node.reason}), but is not left out: of "
+                f"{len(fitting[min(tight)])} nodes that fit{where}, the job needs {count}"
             )
         else:
-            room -= node.host in fitting
+            for partition in here[node.host]:
+                room[partition] -= node.host in fitting[partition]
             chosen[node.host] = node.reason
     return Choice(chosen, tuple(remarks))
 
@@ -260,7 +277,7 @@ def refuse_demanded(root: Path, asked: Resources) -> None:
         bad = read(root) if asked.nodelist else {}
     except OSError:
         return
-    demanded = [node for host in _hosts(asked.nodelist) if (node := bad.get(host))]
+    demanded = [node for host in hosts_of(asked.nodelist) if (node := bad.get(host))]
     if demanded:
         why = "; ".join(f"{node.host} is left out as bad: {node.reason}" for node in demanded)
         names = " ".join(node.host for node in demanded)
@@ -279,7 +296,7 @@ def merged(
     before: what the job leaves out so far. known: all that were ever blamed; of these the ones that
     are bad no longer come back.
     """
-    own = _hosts(asked.exclude)
+    own = hosts_of(asked.exclude)
     others = [host for host in before if host not in known]
     return list(dict.fromkeys([*own, *others, *chosen]))
 
@@ -324,8 +341,10 @@ def straggling(trials: Sequence[Trial]) -> dict[str, str]:
     """Return the nodes that are slow, whatever rank runs there, each with what was seen.
 
     In the last attempt several ranks of the node were slow to its end, or one was and in an earlier
-    attempt another one. A rank that was slow on several nodes brings it along, with its data, say,
-    and counts for none; nor does any where more than half of the nodes have slow ranks.
+    attempt another one. One attempt is enough: its ranks are dealt new random shares of the data
+    at each epoch, and the next one may well have the same ranks there. A rank that was slow on
+    several nodes brings it along, and counts for none; nor does any where more than half of the
+    nodes have slow ranks.
     """
     last = trials[-1] if trials else Trial(())
     if 2 * len({slow.host for slow in last.slow}) > len(set(last.hosts)):
@@ -369,7 +388,3 @@ def _megabytes(size: str) -> int:
         return 0
     number, unit = (size[:-1], size[-1].upper()) if size[-1].isalpha() else (size, "M")
     return int(number) * {"K": 1, "M": 1 << 10, "G": 1 << 20, "T": 1 << 30}[unit] >> 10
-
-
-def _hosts(nodelist: str) -> list[str]:
-    return expand_nodelist(nodelist) if nodelist else []

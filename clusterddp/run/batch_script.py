@@ -198,7 +198,7 @@ def resume_in_job(
 
 @dataclass(frozen=True)
 class _Verdict:
-    """How an attempt ended, and what follows."""
+    """End of an attempt, and what follows."""
 
     end: End
     decision: Decision
@@ -684,14 +684,14 @@ def _blame_lost_script(run: RunDir, history: Sequence[events.Event]) -> None:
     if not number or causes[number]:
         return
     before = {e.attempt: e for e in history if isinstance(e, events.Started)}[number]
-    blamed = [e.nodes for e in history if isinstance(e, events.NodesBlamed) and e.attempt == number]
+    blamed = bad_nodes.blamed(Attempt(run, number))
     text = files.read_tail(run.job_log, _LOG_TAIL_BYTES).decode(errors="replace")
     lost = set(nodes_lost(text.rpartition(f", job {before.job_id} on ")[2]))
     with contextlib.suppress(SlurmError):
         partition = os.environ.get("SLURM_JOB_PARTITION", "")
         lost |= {node.name for node in partitions.nodes(partition, os.environ) if node.is_lost}
     named = [host for host in _hosts(before.nodelist) if host in lost]
-    new = [host for host in named if not any(host in nodes for nodes in blamed)]
+    new = [host for host in named if host not in blamed]
     if new:
         reason = f"lost during attempt {number}, whose end nobody recorded"
         bad_nodes.blame(

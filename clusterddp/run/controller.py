@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec
 
@@ -54,6 +54,7 @@ from clusterddp.slurm.forms import (
     NONCE_VARIABLE,
     SPARES_VARIABLE,
     expand_nodelist,
+    hosts_of,
 )
 
 EXIT_NO_RUN = 73
@@ -216,7 +217,7 @@ class Controller:
             nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
             self._allocation = spares.Allocation(nodelist, spec.resources.nodes)
         self._nodes: list[str] = []
-        """Those of the step, where they are chosen."""
+        """Nodes of the step, where they are chosen."""
         self._starts = 0
         """Attempts that have ended in this start of the job."""
         self._noting_lost = threading.Lock()
@@ -436,16 +437,29 @@ class Controller:
         self._blame(attempt, idle, is_remark=True)
         if not failed:
             return {}
-        if all(host in known for host in failed):
-            # Slurm has given them all the same, as the request cannot do without them.
-            log.info(f"the job has no better nodes than {', '.join(failed)}: they are used")
+        why_used = self._why_used(failed, record, known)
+        fresh = {host: why for host, why in failed.items() if not why_used or host not in known}
+        self._blame(attempt, fresh, is_remark=bool(why_used))
+        if why_used:
+            used = f"{why_used}, and used all the same: {', '.join(failed)}"
+            log.info(used)
+            preflight.note(attempt, used)
             return {}
-        if {*failed} <= {*record.slow} and not self._allocation and not self._spec.requeues:
-            self._blame(attempt, failed, is_remark=True)
-            log.info("requeue is off, and no spare is there: the tasks start all the same")
-            return {}
-        self._blame(attempt, failed)
         return failed
+
+    def _why_used(
+        self, failed: Mapping[str, str], record: PreflightRecord, known: Collection[str]
+    ) -> str:
+        """Say why the tasks start on nodes that have failed; empty where they do not."""
+        if {*failed} <= {*known}:
+            return "known as bad"  # Slurm has given them all the same: the request needs them
+        if self._allocation:
+            return ""
+        if {*failed} <= {*known, *hosts_of(self._spec.resources.nodelist)}:
+            return "demanded by --nodelist"
+        if {*failed} <= {*record.slow} and not self._spec.requeues:
+            return "slow, with requeue off and no spare"
+        return ""
 
     def _hear_of_end(self) -> bool:
         """Take the signals that have come; returns whether the job is ending."""

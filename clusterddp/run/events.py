@@ -190,9 +190,9 @@ class NodesBlamed(Event):
 
     kind: ClassVar[str] = "nodes_blamed"
     nodes: Mapping[str, str] = field(default_factory=dict)
-    """What was measured or seen, by the node's name."""
+    """Measurements, or what was seen, by the node's name."""
     by: str = ""
-    """What blames them: a word of `bad_nodes`."""
+    """Word of `bad_nodes` for what blames them."""
 
 
 @dataclass(frozen=True, kw_only=True)

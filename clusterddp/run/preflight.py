@@ -86,6 +86,16 @@ def _either(first: Callable[[], bool], second: Callable[[], bool]) -> bool:
     return first() or second()
 
 
+def note(attempt: Attempt, remark: str) -> None:
+    """Add to the record of the checks what has followed from them."""
+    content = files.read_json(attempt.preflight) or {}
+    try:
+        summary = f"{content.get('summary', '')}; {remark}".removeprefix("; ")
+        files.write_record(attempt.preflight, {**content, "summary": summary})
+    except OSError as error:
+        log.info(f"cannot write {attempt.preflight}: {error.strerror}")
+
+
 def log_record(record: PreflightRecord) -> None:
     """Log how the checks went, a line for each node that has failed."""
     for line in (record.summary, *record.remarks):

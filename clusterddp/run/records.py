@@ -83,11 +83,11 @@ class PreflightRecord:
     """Line that says how it went."""
     seconds: float | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
-    """What was measured, by the name of a node that has failed."""
+    """Measurements by the name of a node that has failed."""
     remarks: tuple[str, ...] = ()
-    """What is no fault of one node."""
+    """Findings that are no fault of one node."""
     slow: tuple[str, ...] = ()
-    """Of those that have failed the ones that are slower than the others, and nothing worse."""
+    """Nodes among the failed ones that are slower than the others, and nothing worse."""
 
 
 @dataclass(frozen=True)

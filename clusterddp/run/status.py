@@ -41,7 +41,7 @@ from clusterddp.run.state import (
     reason,
 )
 from clusterddp.slurm.client import query
-from clusterddp.slurm.forms import expand_nodelist
+from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.states import JobState, State
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ def run_status(
         tasks_per_node=spec.resources.tasks_per_node if spec else None,
         world_size=spec.world_size if spec else None,
         layout=spec.layout if spec else "",
-        hosts=_hosts(started.nodelist),
+        hosts=hosts_of(started.nodelist),
         preflight=_preflight(run, known.attempt),
         attempt=known.attempt,
         restarts=known.restarts,
@@ -351,13 +351,6 @@ def _elapsed(submission: Submission, state: str, now: float) -> float | None:
         return None
     until = (end.time or 0.0) if end else now
     return round(max(until - started, 0.0), 3)
-
-
-def _hosts(nodelist: str) -> list[str]:
-    try:
-        return expand_nodelist(nodelist) if nodelist else []
-    except ClusterDDPError:
-        return [nodelist]
 
 
 def _exit_code(state: str, submission: Submission | None, job: JobState | None) -> int | None:

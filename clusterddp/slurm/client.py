@@ -5,6 +5,7 @@ A process inside a job asks here, too, why its job ends, and how long it still h
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
@@ -409,14 +410,26 @@ def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
 
     Slurm shows a node's port where it is not that of slurm.conf (seen on 22.05).
     """
-    usual = re.search(r"^SlurmdPort\s*=\s*(\d+)", _config(), re.MULTILINE)
+    try:
+        usual = _slurmd_port()
+    except SlurmError:
+        usual = _SLURMD_PORT
     addresses = {}
     for line in _answer(["scontrol", "show", "node", "-o", ",".join(hosts)]).splitlines():
         fields = dict(re.findall(r"\b(NodeName|NodeAddr|Port)=(\S+)", line))
         if fields.get("NodeName") in hosts and "NodeAddr" in fields:
-            port = fields.get("Port") or (usual[1] if usual else _SLURMD_PORT)
-            addresses[fields["NodeName"]] = fields["NodeAddr"], int(port)
+            addresses[fields["NodeName"]] = fields["NodeAddr"], int(fields.get("Port") or usual)
     return addresses
+
+
+@functools.cache
+def _slurmd_port() -> int:
+    """Return slurm.conf's port of slurmd, asked once: slurmd keeps it. Raises SlurmError."""
+    config = _config()
+    if not config:
+        raise SlurmError("slurmctld does not show its configuration")
+    usual = re.search(r"^SlurmdPort\s*=\s*(\d+)", config, re.MULTILINE)
+    return int(usual[1]) if usual else _SLURMD_PORT
 
 
 def signal_script(job_id: str) -> None:

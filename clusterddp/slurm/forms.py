@@ -226,6 +226,14 @@ def expand_nodelist(text: str) -> list[str]:
     return [host for literals, brackets in names for host in _expand(literals, brackets)]
 
 
+def hosts_of(nodelist: str) -> list[str]:
+    """Return every host of a list; none of an empty one, and one that cannot be read as a host."""
+    try:
+        return expand_nodelist(nodelist) if nodelist else []
+    except RequestError:
+        return [nodelist]
+
+
 def expand_tasks_per_node(text: str) -> list[int]:
     """Return the number of tasks on each node: `4(x2),3` gives [4, 4, 3].
 

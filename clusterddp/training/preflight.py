@@ -204,7 +204,7 @@ class _Checks:
         failed, remarks = judged.failed, judged.remarks
         if failed and {*failed} <= self._known_as_bad():
             named = "; ".join(f"{host}: {reason}" for host, reason in failed.items())
-            remarks = (*remarks, f"the job has no better nodes than {', '.join(failed)} ({named})")
+            remarks = (*remarks, f"known as bad, and used all the same: {named}")
             failed = {}
         took = round(time.monotonic() - self._began, 3)
         passed = len({each.host for each in ranks} - {*failed})

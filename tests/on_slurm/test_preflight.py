@@ -120,7 +120,7 @@ def test_a_fault_is_named_with_its_node_and_tasks_start_if_it_is_merely_slow(
 def test_a_node_that_is_needed_and_fails_again_is_used_after_one_start(
     four: SlurmCluster, tmp_path: Path
 ) -> None:
-    undo = full_disk(four)
+    undo = full_disk(four, BAD)
     try:
         submit(four, tmp_path, "--nodes", "4", "--run-name", "a", "--no-snapshot", "--requeue",
                "--wait", "--preflight", "quick", "--", "touch", "started")  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_node_that_is_needed_and_fails_again_is_used_after_one_start(
         "preflight", "done",
     ], log  # fmt: skip
     assert f"{BAD} is bad (/dev/shm: No space left on device), but is not left out" in log
-    assert f"the job has no better nodes than {BAD}: they are used" in log
+    assert f"known as bad, and used all the same: {BAD}\n" in log
     assert "not_started" not in [each["event"] for each in happened]
     assert (tmp_path / "started").exists()
 

@@ -52,6 +52,10 @@ def test_tasks_per_node_defaults_to_one_per_gpu_or_one() -> None:
             ["--tasks-per-node 3", "--gpus-per-node 4", "gives all tasks as many GPUs"],
         ),
         ({"nodes": 1, "nodelist": "h[01-02]"}, ["h[01-02] names 2 hosts", "--nodes", "1"]),
+        (
+            {"nodes": 2, "spare_nodes": 1, "nodelist": "h[01-05]"},
+            ["--nodes asks for 2 and --spare-nodes for 1 more", "Use --nodes 4 or"],
+        ),
         ({"nodes": 2, "nodelist": "h1,h2", "exclude": "h2"}, ["--nodelist h1,h2", "--exclude h2"]),
         ({"nodelist": "h[1-"}, ["h[1-"]),
         ({"exclude": "h]"}, ["h]"]),

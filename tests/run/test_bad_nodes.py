@@ -139,12 +139,31 @@ def test_bad_nodes_are_left_out_as_far_as_enough_others_stay() -> None:
 
 def test_nodes_that_slurm_cannot_give_leave_less_room() -> None:
     asked = Resources(nodes=2)
-    for state in ("down*", "drained", "draining", "idle*", "maint", "fail"):
-        assert chosen(asked, cluster(3, h03=state), "h01") == []
-    for state in ("allocated", "mixed", "idle~", "completing"):
-        assert chosen(asked, cluster(3, h03=state), "h01") == ["h01"]
     assert chosen(asked, cluster(3, h01="down*"), "h01") == ["h01"]  # it takes no room
     assert chosen(asked, cluster(2, h01="down*"), "h01") == []  # the job needs it once it is back
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *("down*", "drained", "draining", "idle*", "maint", "fail", "reserved", "blocked"),
+        *("power_down", "powering_down", "no_respond", "perfctrs", "reboot_issued", "unknown"),
+        *("idle!", "idle%", "idle$", "allocated$", "mixed@", "idle^", "completing*"),
+    ],
+)
+def test_a_state_in_which_slurm_gives_a_node_to_nobody_leaves_less_room(state: str) -> None:
+    assert chosen(Resources(nodes=2), cluster(3, h03=state), "h01") == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *("idle", "allocated", "mixed", "completing", "allocated+", "planned", "idle-"),
+        *("idle~", "idle#", "powered_down", "powering_up"),
+    ],
+)
+def test_a_state_in_which_slurm_gives_a_node_in_time_leaves_room(state: str) -> None:
+    assert chosen(Resources(nodes=2), cluster(3, h03=state), "h01") == ["h01"]
 
 
 def test_only_nodes_that_fit_count_as_others() -> None:
@@ -188,13 +207,29 @@ def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) 
     assert "the job needs 3" in bad_nodes.choose(workplace.root, three, os.environ).remarks[0]
 
 
+def test_with_several_partitions_each_keeps_enough_others(workplace: Workplace) -> None:
+    places = [("h01", "a"), ("h02", "a"), ("h03", "a"), ("h01", "b"), ("h02", "b"), ("h04", "c")]
+    lines = [f"echo '{host}|{name}|idle|16|gpu:4|x|64000'" for host, name in places]
+    workplace.command("sinfo", "\n".join(lines))
+    bad_nodes.blame(run_in(workplace.root), "7", {"h01": "slow", "h03": "lost"}, bad_nodes.BY_LOSS)
+    asked = Resources(nodes=2, partition="a,b")
+    choice = bad_nodes.choose(workplace.root, asked, os.environ)
+    assert list(choice.nodes) == ["h03"]  # b has no other than h01 and h02
+    assert choice.remarks == (
+        "h01 is bad (slow), but is not left out: of 2 nodes that fit in b, the job needs 2",
+    )
+    # A job that has got one of them may get the other at its next start.
+    assert bad_nodes.choose(workplace.root, asked, os.environ, partition="a") == choice
+    one = Resources(nodes=1, partition="a,b")
+    assert {*bad_nodes.choose(workplace.root, one, os.environ).nodes} == {"h01", "h03"}
+
+
 @pytest.mark.parametrize(
     ("sinfo", "asked", "words"),
     [
         ("echo no >&2; exit 1", {}, "h02 cannot be left out: sinfo: no"),
         (None, {}, "h02 cannot be left out: no sinfo on PATH"),
         ("", {"reservation": "night"}, "which nodes reservation night has is not known"),
-        ("", {"partition": "a,b"}, "which of a,b the job gets is not known"),
     ],
 )
 def test_where_nothing_can_be_told_nothing_is_left_out_and_it_says_so(
