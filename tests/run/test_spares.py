@@ -1,5 +1,6 @@
 """Nodes of a job with spares: which are chosen, and which are taken for lost."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import Resources
-from clusterddp.run import bad_nodes, events, outcome, preflight, spares
+from clusterddp.run import bad_nodes, events, files, outcome, preflight, spares
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.controller import Controller, Script
 from clusterddp.run.paid import account
@@ -166,6 +167,24 @@ def test_a_merely_slow_node_does_not_end_a_run_that_nothing_would_start_again(
     assert own._preflight(attempt, ["h01", "h02"]) == ({} if starts else FAILED)
     assert list(spares.bad(attempt.run)) == ["h02"]
     assert bad_nodes.blamed(attempt) == (set() if starts else {"h02"})
+
+
+def test_a_node_that_the_request_demands_is_used_at_once_and_the_record_says_so(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = controller_of(attempt, monkeypatch, preflight="quick", requeue=True)
+    own._allocation = None
+    resources = dataclasses.replace(own._spec.resources, spare_nodes=0, nodelist="h[01-02]")
+    own._spec = dataclasses.replace(own._spec, resources=resources)
+    record = PreflightRecord("failed: h02", 1.0, {"h02": "/dev/shm: full"})
+    monkeypatch.setattr(preflight, "check", lambda *_: record)
+    files.write_record(attempt.preflight, record)
+    assert own._preflight(attempt, ["h01", "h02"]) == {}
+    assert list(spares.bad(attempt.run)) == ["h02"]
+    kept = files.read(PreflightRecord, attempt.preflight)
+    used = "failed: h02; demanded by --nodelist, and used all the same: h02"
+    assert kept and kept.summary == used
+    assert kept.failed == record.failed
 
 
 def test_an_idle_spare_is_checked_too_and_one_that_fails_is_never_chosen(
