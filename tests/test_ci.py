@@ -11,7 +11,10 @@ def test_ci_runs_the_readme_s_test_command_with_no_mnist_at_hand() -> None:
         r"&& \.venv/bin/(python -m pytest.*)$", (ROOT / "README.md").read_text(), re.M
     )
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    first, second = [n for n, line in enumerate(lines) if line.startswith("step python -m pytest")]
+    first, second, third = [
+        n for n, line in enumerate(lines) if line.startswith("step python -m pytest")
+    ]
     assert lines[first] == f"step {command}"
     assert {"unset CLUSTERDDP_TEST_MNIST", "export CLUSTERDDP_REQUIRE_SLURM=1"} <= {*lines[:first]}
-    assert lines[second] == lines[first].replace("'not slow'", "slow"), "and then the others"
+    others = lines[first].replace("'not slow'", "'slow and not alone'")
+    assert (lines[second], lines[third]) == (others, "step python -m pytest -m alone")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,12 +41,17 @@ def busy_core(cluster: SlurmCluster, host: str) -> Undo:
     """Other work on the one core that the host's tasks have."""
     cores = os.sched_getaffinity(0)
     _set_cores(cluster, host, {max(cores)})
-    spin = ["nice", "-n", "-10", "taskset", "-c", str(max(cores)), sys.executable, "-c"]
-    busy = [cluster.popen_on(host, [*spin, "while 1: pass"]) for _ in range(4)]
+    # So many that a machine with other work on it, which slows the others down, hides it not.
+    spin = ["taskset", "-c", str(max(cores)), "sh", "-c", "echo; while :; do :; done"]
+    busy = [cluster.popen_on(host, spin, stdout=subprocess.PIPE) for _ in range(16)]
+    for each in busy:
+        assert each.stdout and each.stdout.readline(), "it has not begun"
 
     def undo() -> None:
         for each in busy:
             each.kill_group()
+            assert each.stdout
+            each.stdout.close()
         _set_cores(cluster, host, cores)
 
     return undo

@@ -84,7 +84,7 @@ FAULTS = [
     pytest.param(slow_link, "sends at most "),
     pytest.param(blocked_port, "2 other nodes cannot connect to it", marks=pytest.mark.slow),
     pytest.param(full_disk, "/dev/shm: No space left on device", marks=pytest.mark.slow),
-    pytest.param(busy_core, "a fixed loop takes ", marks=pytest.mark.slow),
+    pytest.param(busy_core, "a fixed loop takes ", marks=[pytest.mark.slow, pytest.mark.alone]),
     pytest.param(skewed_clock, "clock 60.", marks=pytest.mark.slow),
 ]
 
