@@ -45,6 +45,7 @@ COMMANDS = {
     "stop": "Ask a run to save and leave.",
     "cancel": "Cancel a run.",
     "resubmit": "Submit a run once more: it resumes from its last checkpoint.",
+    "clean": "Remove what can be spared of old runs.",
     "nodes": "List the nodes that runs leave out as bad, or clear them.",
     "data": "Fetch, check, import or synthesise the dataset.",
     "templates": "List, show or copy the sbatch templates.",

@@ -47,6 +47,13 @@ def memory(count: int | None) -> str:
     return f"{mebibytes:,.0f} MiB" if mebibytes < 1000 else f"{mebibytes / 1024:,.1f} GiB"
 
 
+def size(count: int) -> str:
+    """Format bytes as `812 B`, `345.7 kB`, `1.2 GB`: powers of 1000, as of disks."""
+    power = min((len(str(count)) - 1) // 3, 4)
+    unit = ("B", "kB", "MB", "GB", "TB")[power]
+    return f"{count / 1000**power:.1f} {unit}" if power else f"{count} B"
+
+
 def signal_name(number: int) -> str:
     """Return `SIGKILL` for 9; a real-time signal has no name of its own."""
     try:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError, RequestError
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes, events, files, restart_policy
+from clusterddp.run import bad_nodes, events, files, formatting, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
@@ -98,6 +98,8 @@ class RunStatus:
     """Seconds from the latest start to the end, or to now; None while it waits in the queue."""
     exit_code: int | None = None
     first_failure: str = ""
+    cleaned: str = ""
+    """What `clusterddp clean` has removed since it was last submitted, and when."""
     directory: str = ""
     works_in: str = ""
     """Folder in which the tasks run a person's code, where its relative output lies."""
@@ -122,7 +124,8 @@ def run_status(
 ) -> RunStatus:
     """Put the status together; `slurm_states`: what `slurm.client` answers for `jobs_to_ask`."""
     now = time.time() if now is None else now
-    submission = latest_submission(events.read(run.events))
+    history = events.read(run.events)
+    submission = latest_submission(history)
     job = slurm_states.get(submission.job_id) if submission else None
     if job and is_another_runs(run, job):
         job = JobState(State.UNKNOWN)
@@ -172,6 +175,7 @@ def run_status(
         elapsed_seconds=_elapsed(known, state, now),
         exit_code=_exit_code(state, submission, job),
         first_failure=failure.describe() if failure else "",
+        cleaned=_cleaned(history),
         directory=str(run.path),
         works_in=_works_in(run, spec),
         next_command=f"clusterddp cancel {run.shown}"
@@ -180,6 +184,18 @@ def run_status(
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
+
+
+def _cleaned(history: Sequence[events.Event]) -> str:
+    """Say what `clusterddp clean` has removed since a job of the run was last queued or started."""
+    words: list[str] = []
+    for event in history:
+        if isinstance(event, events.Cleaned):
+            day = time.strftime("%Y-%m-%d", time.localtime(event.time))
+            words.append(f"{event.describe()} ({formatting.size(event.bytes)}) on {day}")
+        elif isinstance(event, events.Submitted | Started):
+            words = []
+    return "; ".join(words)
 
 
 def _left_out(run: RunDir, job_id: str) -> Mapping[str, str]:

@@ -370,6 +370,11 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
             )
     if terms.new_code or not run.code_record.is_file():
         return
+    if snapshot.is_cleaned(run):
+        raise RequestError(
+            f"the copy of its code that {run.name} ran was removed by 'clusterddp clean'. To run "
+            f"the files of {Path.cwd()} as they are now: --code new."
+        )
     if run.code.is_dir():
         code_renewal.log_changes(before, run)
     elif not terms.allow_changed:  # it uses the folder itself

@@ -66,7 +66,7 @@ def describe(status: RunStatus) -> str:
         lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
     lines += [("left out", f"{host}: {reason}") for host, reason in status.left_out.items()]
     lines += [("warning", text) for text in status.warnings]
-    lines += [("files", status.directory)]
+    lines += [("cleaned", status.cleaned), ("files", status.directory)]
     if status.works_in:
         lines.append(("works in", f"{status.works_in}; relative output lies there"))
     lines += [("next", status.next_command)]
