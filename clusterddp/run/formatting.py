@@ -13,6 +13,14 @@ def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
+def steps(step: int | None, planned: int | None, percent_done: float | None) -> str:
+    """Format steps as `40 of 400 (10%)`, or `40` where nobody knows of how many; `-` without."""
+    if step is None or planned is None or percent_done is None:
+        return "-" if step is None else str(step)
+    # 100% is for what is done.
+    return f"{step} of {planned} ({int(percent_done)}%)"
+
+
 def duration(seconds: float | None) -> str:
     """Format a time as `14.7s`, `12m05s`, `3h07m`, `2d04h`."""
     if seconds is None:

@@ -66,8 +66,7 @@ def command(
         raise click.UsageError("--json asks nothing: add --yes, or --dry-run.")
     now = time.time()
     runs, failed = find_those(output_root, run) if run else (find_runs(output_root), [])
-    terms = {"named": bool(run), "older_than": older_than, "now": now}
-    cleanings = plan(runs, **terms)
+    cleanings = plan(runs, named=bool(run), older_than=older_than, now=now)
     if not as_json:
         _show(cleanings, named=bool(run))
     full = [cleaning for cleaning in cleanings if cleaning.items]
@@ -78,7 +77,8 @@ def command(
         cleanings = []
         for each in full:
             try:
-                cleanings.append(clean(each.run, **terms))
+                done = clean(each.run, named=bool(run), older_than=older_than, now=now)
+                cleanings.append(done)
             except errors.ClusterDDPError as error:
                 failed.append(error)
         if not as_json:

@@ -26,14 +26,24 @@ def test_runs_are_listed_with_the_latest_last(workplace: Workplace) -> None:
     workplace.command("squeue", "echo '2|RUNNING|None'; echo '3|PENDING|(Resources)'")
     got = workplace.invoke("jobs")
     lines = got.out.splitlines()
-    assert lines[0].split() == ["NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "WHY"]
+    assert lines[0].split() == [
+        "NAME",
+        "STATE",
+        "JOB",
+        "NODES",
+        "AGE",
+        "STEP",
+        "LEFT",
+        "TEST-ACC",
+        "WHY",
+    ]
     assert [line.split()[:4] for line in lines[1:]] == [
         ["first", "done", "1", "2x4"],
         ["second", "running", "2", "1x1"],
         ["third", "queued", "3", "2x4"],
         ["fourth", "created", "-", "2x4"],
     ]
-    assert lines[1].split()[4:] == ["1m30s", "1200", "0.9877"]
+    assert lines[1].split()[4:] == ["1m30s", "1200/1200", "(100%)", "-", "98.77%"]
     assert lines[3].endswith("Resources")
     assert got.code == 0
 
