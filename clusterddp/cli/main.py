@@ -53,6 +53,7 @@ COMMANDS = {
     "completion": "Print the completion script of a shell.",
     "batch": "",
     "probe": "",
+    "notify": "",
     "begin": "",
     "finish": "",
     "watch-step": "",

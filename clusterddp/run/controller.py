@@ -33,6 +33,7 @@ from clusterddp.run import (
     batch_script,
     events,
     formatting,
+    notify,
     preflight,
     silence,
     spares,
@@ -109,6 +110,8 @@ def control(
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
         code = Controller(spec, run, the_script).run(argv, ended, code_changes, carry)
+        if spec.notify:
+            notify.tell_at_end(run, spec)
         the_script.report_exit_code(code)
         return code
 

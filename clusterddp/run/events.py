@@ -229,6 +229,14 @@ class Cleaned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoticeQueued(Event):
+    """Queueing of the job that tells the run's end; `job_id` is the job that it waits for."""
+
+    kind: ClassVar[str] = "notice_queued"
+    notice_job: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CodeChanged(Event):
     """Difference of an attempt's code from what was submitted, where no copy was made of it."""
 

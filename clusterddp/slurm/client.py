@@ -67,13 +67,19 @@ _SCONTROL = re.compile(
 
 
 def sbatch(
-    script: str, environ: Mapping[str, str], *, comment: str, exclude: Sequence[str] = ()
+    script: str,
+    environ: Mapping[str, str],
+    *,
+    comment: str,
+    exclude: Sequence[str] = (),
+    dependency: str = "",
 ) -> str:
     """Queue a script and return the job id.
 
     comment: the job comment that the script itself sets; a submission whose answer was lost is
         looked for by it, among this user's jobs of the last minutes.
     exclude: nodes to leave out, in place of those that the script itself leaves out.
+    dependency: what to wait for, in place of what the script itself waits for.
 
     Raises RequestError when there is no sbatch or it refuses, with its own words; SlurmError when
     it is not known whether the job was queued.
@@ -83,6 +89,7 @@ def sbatch(
     started = time.time()
     try:
         argv = ["sbatch", "--parsable", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
+        argv += [f"--dependency={dependency}"] if dependency else []
         answer = call(argv, environ, SBATCH_SECONDS, stdin=script)
     except _NOT_ON_PATH:
         raise RequestError(

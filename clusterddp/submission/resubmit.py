@@ -34,7 +34,7 @@ from clusterddp.version import of_script
 CHANGEABLE = (
     *("resources", "train", "signal", "job_name", "python", "batch_python"),
     *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
-    *("arm_stacks", "silence", "end_silent", "bad_node_hours"),
+    *("arm_stacks", "silence", "end_silent", "bad_node_hours", "notify", "tracker"),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
 """Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""

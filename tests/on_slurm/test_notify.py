@@ -1,0 +1,81 @@
+"""The program that is told a run's end, on a real Slurm: each way to an end, once."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
+from tests.hostile import CARRIED
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_submit import submit
+from tests.waiting import wait_for
+
+TELL = [
+    "import json, os, sys",
+    "verdict = json.load(sys.stdin)",
+    "number = len([n for n in os.listdir('.') if n.startswith('told')])",
+    "content = [verdict, sys.argv[1:], os.getcwd()]",
+    "open(f'told-{number}.tmp', 'w').write(json.dumps(content))",
+    "os.rename(f'told-{number}.tmp', f'told-{number}.json')",
+    "print('told it')",
+]
+
+
+def program(folder: Path, *lines: str) -> str:
+    """A program that writes what it is told, and what it is called with."""
+    path = folder / "tell.py"
+    path.write_text("\n".join([*TELL, *lines]))
+    return f"{sys.executable} tell.py"
+
+
+def told(folder: Path, number: int = 0) -> Any:
+    path = folder / f"told-{number}.json"
+    wait_for(path.exists, f"notice {number}")
+    return json.loads(path.read_text())
+
+
+def job_of(run: RunDir) -> str:
+    return str([e for e in read_events(run) if e["event"] == "submitted"][-1]["job_id"])
+
+
+def notice_job_is_gone(cluster: SlurmCluster, run: RunDir) -> None:
+    wait_for(
+        lambda: "-notify" not in cluster.run(["squeue", "-h", "-o", "%j"]).stdout, "the notice job"
+    )
+    assert len(list(run.path.glob("notified-*.json"))) >= 1
+
+
+def test_the_script_tells_and_the_job_that_waits_goes(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    words = shlex.join(CARRIED)
+    done = submit(cluster, tmp_path, "--run-name", "ok", "--notify",
+                  f"{program(tmp_path)} {words}", "--wait", "--", "true")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDir(tmp_path / "jobs/ok")
+    verdict, argv, folder = told(tmp_path)
+    assert (verdict["name"], verdict["state"], verdict["exit_code"]) == ("ok", "done", 0)
+    assert (verdict["notified_by"], folder) == ("script", str(tmp_path))
+    assert argv == CARRIED
+    notice_job_is_gone(cluster, run)
+    [mark] = run.path.glob("notified-*.json")
+    assert json.loads(mark.read_text())["exit_code"] == 0
+    assert "told it" in run.notify_log.read_text()
+    assert "that ok is done: exit code 0" in run.job_log.read_text()
+    assert not (tmp_path / "told-1.json").exists()
+
+
+def test_a_run_that_is_cancelled_in_the_queue_is_told_by_the_job_that_waits(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    submit(cluster, tmp_path, "--run-name", "held", "--notify", program(tmp_path),
+           "--sbatch", "hold", "--", "true")  # fmt: skip
+    run = RunDir(tmp_path / "jobs/held")
+    cluster.run(["scancel", job_of(run)], check=True)
+    verdict, _, _ = told(tmp_path)
+    assert (verdict["state"], verdict["notified_by"]) == ("cancelled", "dependent job")
+    notice_job_is_gone(cluster, run)
+    assert not (tmp_path / "told-1.json").exists()
