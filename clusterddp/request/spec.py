@@ -426,6 +426,8 @@ class JobSpec:
         for name, why in _OF_COMMANDS.items():
             if self.train and getattr(self, name) != self._default(name):
                 raise OptionError(f"--{name.replace('_', '-')}", f" is for a COMMAND: {why}.")
+        if self.notify and not self.notify[0]:
+            raise OptionError("--notify", ": its first word is empty; give a program to run.")
         if self.notify and self.launcher == "submitit":
             raise OptionError(
                 "--notify",

@@ -182,7 +182,11 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
             signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
         die_with_parent(parent)
 
-    with tempfile.TemporaryFile() as stdin:  # a pipe would wait for a program that reads nothing
+    source, target = os.pipe()
+    with (
+        os.fdopen(target, "wb") as stdout,
+        tempfile.TemporaryFile() as stdin,  # a pipe would wait for a program that reads nothing
+    ):
         stdin.write(verdict)
         stdin.seek(0)
         try:
@@ -191,16 +195,16 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
                 cwd=folder,
                 env=environ,
                 stdin=stdin,
-                stdout=subprocess.PIPE,
+                stdout=stdout,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=begin,  # noqa: PLW1509 -- no other thread holds a lock then
             )
         except (OSError, ValueError) as error:
             words = error.strerror if isinstance(error, OSError) else str(error)
+            os.close(source)
             return None, f"{spec.notify[0]} does not start: {words}"
-    assert program.stdout
-    copying = threading.Thread(target=_copy, args=(program.stdout.fileno(), output), daemon=True)
+    copying = threading.Thread(target=_copy, args=(source, output), daemon=True)
     copying.start()
     problem = ""
     try:
@@ -225,7 +229,7 @@ def _signal(program: "subprocess.Popen[bytes]", number: int) -> None:
 def _copy(source: int, target: int) -> None:
     """Copy what the program prints, the first megabyte of it, until nobody holds the pipe."""
     taken = 0
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), os.fdopen(source, "rb"):
         while text := os.read(source, 1 << 16):
             if taken < _MOST_OUTPUT_BYTES:
                 os.write(target, text[: _MOST_OUTPUT_BYTES - taken])

@@ -1,10 +1,14 @@
 """The program that is told a run's end, on a real Slurm: each way to an end, once."""
 
 import json
+import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
@@ -48,6 +52,7 @@ def notice_job_is_gone(cluster: SlurmCluster, run: RunDir) -> None:
     assert len(list(run.path.glob("notified-*.json"))) >= 1
 
 
+@pytest.mark.slow
 def test_the_script_tells_and_the_job_that_waits_goes(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -79,3 +84,63 @@ def test_a_run_that_is_cancelled_in_the_queue_is_told_by_the_job_that_waits(
     assert (verdict["state"], verdict["notified_by"]) == ("cancelled", "dependent job")
     notice_job_is_gone(cluster, run)
     assert not (tmp_path / "told-1.json").exists()
+
+
+@pytest.mark.slow
+def test_every_other_ending_is_told_once(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """All at once: failures, a cancellation, a killed controller, a next job."""
+    folders = {name: tmp_path / name for name in ("fail", "setup", "cancel", "kill", "next", "bad")}
+    waits = "touch {0}/up; until [ -e {0}/go ]; do sleep 0.1; done; {1}"
+    scripts = {
+        "fail": ("exit 3", []),
+        "setup": ("true", ["--setup", "false && true; exit 4"]),
+        "cancel": (waits.format(folders["cancel"], ""), []),
+        "kill": (waits.format(folders["kill"], ""), ["--no-requeue"]),
+        "next": (
+            f"[ -e {folders['next']}/go ] && exit 0; {waits.format(folders['next'], 'exit 75')}",
+            ["--requeue"],
+        ),
+        "bad": ("true", []),
+    }
+    runs = {}
+    for name, (script, options) in scripts.items():
+        folder = folders[name]
+        folder.mkdir()
+        tell = program(folder, "sys.exit(9)") if name == "bad" else program(folder)
+        done = submit(cluster, folder, "--run-name", name, "--notify", tell, *options,
+                      "--", "sh", "-c", script)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        runs[name] = RunDir(folder / f"jobs/{name}")
+    for name in ("cancel", "kill", "next"):
+        wait_for((folders[name] / "up").exists, f"{name} to start")
+    cluster.run(["scancel", job_of(runs["cancel"])], check=True)
+    [controller] = [
+        pid
+        for host in cluster.hosts
+        for pid, line in cluster.processes(host).items()
+        if f" batch --run-dir={runs['kill'].path} " in line
+    ]
+    os.kill(controller, signal.SIGKILL)
+    cluster.run(["scontrol", "update", f"JobId={job_of(runs['next'])}", "Requeue=0"], check=True)
+    (folders["next"] / "go").touch()
+    seen = {name: told(folder)[0] for name, folder in folders.items()}
+    assert {name: (v["state"], v["exit_code"], v["notified_by"]) for name, v in seen.items()} == {
+        "fail": ("failed", 3, "script"),
+        "setup": ("failed", 4, "script"),
+        "cancel": ("cancelled", 143, "script"),
+        "kill": ("failed", 137, "dependent job"),
+        "next": ("done", 0, "script"),
+        "bad": ("done", 0, "script"),
+    }
+    assert "exit code 3" in seen["fail"]["first_failure"]
+    for run in runs.values():
+        notice_job_is_gone(cluster, run)
+    assert not list(tmp_path.glob("*/told-1.json"))
+    queued = [e["job_id"] for e in read_events(runs["next"]) if e["event"] == "notice_queued"]
+    jobs = [e["job_id"] for e in read_events(runs["next"]) if e["event"] == "submitted"]
+    assert len(jobs) == 2
+    assert set(queued) <= set(jobs)
+    # A program that fails takes nothing from the job.
+    assert cluster.wait_job(job_of(runs["bad"])) == "COMPLETED"
+    [mark] = runs["bad"].path.glob("notified-*.json")
+    wait_for(lambda: json.loads(mark.read_text()).get("exit_code") == 9, "the program's end")
