@@ -48,7 +48,7 @@ def render(spec: JobSpec) -> str:
 
 def submit(spec: JobSpec, run: RunDir, job_id: str) -> None:
     """Queue the job behind the run's; where that is refused, a warning says what it means."""
-    if not spec.notify:
+    if not spec.notify or spec.launcher == "local":
         return
     try:
         write_atomically(run.notice_script, render(spec).encode())

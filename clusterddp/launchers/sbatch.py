@@ -100,10 +100,6 @@ def submit(spec: JobSpec, script: str, run: "RunDir") -> SentJob:
     )
     if choice.nodes:
         events.add(run.events, events.NodesLeftOut, job_id=job_id, nodes=choice.nodes)
-    if spec.notify:
-        from clusterddp.launchers import notice_job
-
-        notice_job.submit(spec, run, job_id)
     return SentJob(job_id)
 
 

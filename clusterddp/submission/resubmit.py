@@ -14,6 +14,7 @@ from pathlib import Path
 
 from clusterddp import launchers, log
 from clusterddp.errors import CheckpointError, RequestError
+from clusterddp.launchers import notice_job
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
@@ -452,7 +453,9 @@ def _submit(
                 )
             else:
                 events.add(run.events, events.Resubmitted, changes=changes)
-            return launchers.load(after.launcher).submit(after, script, run)
+            submission = launchers.load(after.launcher).submit(after, script, run)
+            notice_job.submit(after, run, submission.job_id)
+            return submission
     except RequestError:
         for path, former in kept.items():
             if former:

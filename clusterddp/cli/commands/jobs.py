@@ -18,6 +18,7 @@ from clusterddp.slurm.states import JobState
 
 _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "LEFT", "TEST-ACC", "WHY")
 _WATCH_SECONDS = 10.0
+_sleep = time.sleep
 _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 """Of a terminal (ECMA-48): the cursor to the first place; what stands behind it, below it, away."""
 
@@ -100,7 +101,7 @@ def _watch(root: Path, last: int | None, state: Sequence[str], seconds: float) -
             head = f"{root}, {time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends it"
             lines = [_cut(head, size.columns), *_lines(listed, size.columns)]
             if len(lines) > size.lines:  # the latest runs matter most
-                lines = [*lines[:2], *lines[2 - size.lines :]]
+                lines = [*lines[:2], *lines[2 - max(size.lines, 3) :]]
             # Each line in place of the one that was there: a cleared screen would flicker.
             text = f"{_END_OF_LINE}\n".join(lines)
             click.echo(f"{_HOME}{text}{_END_OF_LINE}{_BELOW}", nl=False)
@@ -112,7 +113,7 @@ def _watch(root: Path, last: int | None, state: Sequence[str], seconds: float) -
                 click.echo("\n".join([f"--- {stamp}", *_lines(listed, None)]))
                 sys.stdout.flush()
             before = now
-        time.sleep(seconds)
+        _sleep(seconds)
 
 
 def _none(root: Path, state: Sequence[str]) -> str:
