@@ -40,7 +40,10 @@ def render(spec: JobSpec) -> str:
             f"run_dir={run_dir}",
             'exec >>"$run_dir/logs/notify.log" 2>&1',
             'own=("$run_dir/clusterddp.pyz"); [ -e "${own[0]}" ] || own=(-m clusterddp)',
-            f'exec {shell_word(spec.batch_python)} "${{own[@]}}" notify "$run_dir"',
+            # Of a run whose interpreter is missing, its own script says nothing.
+            f"python={shell_word(spec.batch_python)}",
+            'command -v "$python" >/dev/null || python=python3',
+            'exec "$python" "${own[@]}" notify "$run_dir"',
             "",
         ]
     )
