@@ -2,7 +2,6 @@
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError
-from clusterddp.launchers.sbatch import directive, shell_word
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import notify
 from clusterddp.run.files import write_atomically
@@ -15,6 +14,8 @@ _PASSED_ON = ("partition", "account", "qos", "reservation")
 
 def render(spec: JobSpec) -> str:
     """Render the script; on what it waits is an argument of sbatch's."""
+    from clusterddp.launchers.sbatch import directive, shell_word  # which imports jinja2
+
     wanted: dict[str, str | None] = {
         "job-name": f"{spec.job_name or spec.run_name}-notify",
         "comment": notify.comment_of(spec),

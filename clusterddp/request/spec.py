@@ -745,7 +745,12 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
-        for name in (*_OF_COMMANDS, "bad_node_hours", "preflight"):  # nor do those before them
+        for name in (
+            *_OF_COMMANDS,
+            "bad_node_hours",
+            "preflight",
+            "notify",
+        ):  # nor do those before them
             if getattr(self, name) == self._default(name):
                 del fields[name]
         if self.train and self.train.numa_binding == "none":

@@ -10,12 +10,13 @@ from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_life import PACED, told, train_to, typed
 from tests.on_slurm.test_submit import submit
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
 TRAINING = [
     "--nodes", "1", "--tasks-per-node", "1", "--dataset", "synthetic", "--threads", "1",
-    "--batch-size", "32", "--warmup-steps", "2", "--epochs", "100", "--max-steps", "200",
+    "--batch-size", "32", "--warmup-steps", "2", "--epochs", "100", "--max-steps", "600",
     "--save-every", "20steps", "--keep-last", "9", "--log-every", "10", "--eval-every",
     "1000epochs",
 ]  # fmt: skip
@@ -25,12 +26,14 @@ def test_a_run_goes_on_after_it_was_cleaned(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
-    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "one", env=PACED)
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "one",
+           env={**PACED, "CAMPAIGN_PACE": "0.06"})  # fmt: skip
     run = RunDir(tmp_path / "jobs/one")
     train_to(run.path, 80)
+    # Rank 0's sign of life is of up to two seconds ago.
+    wait_for(lambda: told(cluster, tmp_path, "one")["seconds_left"], "the time left")
     status = told(cluster, tmp_path, "one")
-    assert (status["state"], status["steps_planned"]) == ("running", 200)
-    assert status["seconds_left"] > 0
+    assert (status["state"], status["steps_planned"]) == ("running", 600)
     alone = typed(cluster, tmp_path, "clean", "--yes")
     assert "left alone: 1 running" in alone.stderr
     at_work = typed(cluster, tmp_path, "clean", "one", "--yes")  # all is its present attempt's
@@ -46,16 +49,16 @@ def test_a_run_goes_on_after_it_was_cleaned(
     assert "resumes from step" in done.stdout
     assert typed(cluster, tmp_path, "clean", "--yes").returncode == 0
     status = told(cluster, tmp_path, "one")
-    assert (status["state"], status["step"], status["percent_done"]) == ("done", 200, 100.0)
+    assert (status["state"], status["step"], status["percent_done"]) == ("done", 600, 100.0)
     assert "its clusterddp" in status["cleaned"]
     assert not run.bundle.exists()
     listed = typed(cluster, tmp_path, "checkpoints", "one")
     assert listed.stdout.splitlines()[-1].split()[-1] == "verified"
     assert "removed by 'clusterddp clean'" in listed.stderr
     assert "test accuracy" in typed(cluster, tmp_path, "report", "one").stdout
-    more = typed(cluster, tmp_path, "resubmit", "one", "--max-steps", "220", "--wait")
+    more = typed(cluster, tmp_path, "resubmit", "one", "--max-steps", "620", "--wait")
     assert more.returncode == 0, more.stdout + more.stderr
-    assert told(cluster, tmp_path, "one")["step"] == 220
+    assert told(cluster, tmp_path, "one")["step"] == 620
     assert [e["event"] for e in read_events(run)].count("cleaned") == 2
 
 
