@@ -78,6 +78,7 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
         "srun_args": tuple(
             word for line in values["srun_args"] for word in forms.words("--srun-args", line)
         ),
+        "notify": forms.words("--notify", values["notify"] or ""),
         "modules": values["module"],
         "launch_prefix": forms.words("--launch-prefix", values["launch_prefix"] or ""),
         "signal": "" if values["signal"] == "none" else values["signal"],

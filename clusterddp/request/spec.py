@@ -46,6 +46,7 @@ _SCRIPTS_OWN = "run_dir task prefix agent srun"
 _REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 110
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
 _OF_COMMANDS = {
+    "tracker": "the training itself logs to --tensorboard and metrics.jsonl",
     "arm_stacks": "our own training's are always seen",
     "silence": "the training has --watchdog SECONDS",
     "end_silent": "the training has --process-group-timeout SECONDS",
@@ -348,6 +349,22 @@ class JobSpec:
         group=table.INTERRUPTED,
     )
     end_silent: bool = option(False, "End the job then, as failed.", group=table.INTERRUPTED)
+    notify: tuple[str, ...] = option(
+        (),
+        "Program that gets the verdict as JSON on its standard input, once, when the run has ended "
+        "for good, with its arguments as in a shell.",
+        LINE,
+        "COMMAND",
+        type=str,
+        group=table.KEPT,
+    )
+    tracker: str = option(
+        "",
+        "Have a COMMAND's rank 0 continue one tracked run over all starts: wandb, mlflow or both.",
+        Form(r"(?:wandb|mlflow)(?:,(?:wandb|mlflow))*", "list of trackers", "wandb,mlflow"),
+        "LIST",
+        group=table.KEPT,
+    )
     preflight: str | None = option(
         None,
         "Check the job's nodes against each other: quick before the tasks start, in a second or "
@@ -412,6 +429,14 @@ class JobSpec:
         for name, why in _OF_COMMANDS.items():
             if self.train and getattr(self, name) != self._default(name):
                 raise OptionError(f"--{name.replace('_', '-')}", f" is for a COMMAND: {why}.")
+        if self.notify and not self.notify[0]:
+            raise OptionError("--notify", ": its first word is empty; give a program to run.")
+        if self.notify and self.launcher == "submitit":
+            raise OptionError(
+                "--notify",
+                " against --launcher submitit, whose job does not end by our verdict. Use "
+                "--launcher sbatch.",
+            )
         if self.end_silent and not self.silence:
             raise OptionError("--end-silent", " against --silence 0, by which no silence counts.")
         if self.train:
@@ -744,7 +769,12 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
-        for name in (*_OF_COMMANDS, "bad_node_hours", "preflight"):  # nor do those before them
+        for name in (
+            *_OF_COMMANDS,
+            "bad_node_hours",
+            "preflight",
+            "notify",
+        ):  # nor do those before them
             if getattr(self, name) == self._default(name):
                 del fields[name]
         if self.train and self.train.numa_binding == "none":

@@ -35,6 +35,7 @@ from clusterddp.run import (
     events,
     files,
     formatting,
+    notify,
     preflight,
     silence,
     spares,
@@ -119,6 +120,8 @@ def control(
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
         code = Controller(spec, run, the_script).run(argv, ended, code_changes, carry)
+        if spec.notify:
+            notify.tell_at_end(run, spec)
         the_script.report_exit_code(code)
         return code
 

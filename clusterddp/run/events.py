@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, ParamSpec
 
-from clusterddp.run import files
+from clusterddp.run import files, formatting
 
 P = ParamSpec("P")
 
@@ -202,6 +202,38 @@ class NodesLeftOut(Event):
     kind: ClassVar[str] = "nodes_left_out"
     nodes: Mapping[str, str] = field(default_factory=dict)
     """Reasons by the node's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cleaned(Event):
+    """Removal by `clusterddp clean`."""
+
+    kind: ClassVar[str] = "cleaned"
+    checkpoints: tuple[int, ...] = ()
+    """Steps."""
+    code_files: int = 0
+    """Files of the copy of the code."""
+    clusterddp: tuple[str, ...] = ()
+    """Files of the run's own clusterddp."""
+    bytes: int = 0
+    """Bytes that were given back."""
+
+    def describe(self) -> str:
+        """Name what is gone: `2 checkpoints, 14 files of the code, its clusterddp`."""
+        named = (
+            ("{}", formatting.count(len(self.checkpoints), "checkpoint") * bool(self.checkpoints)),
+            ("{} of the code", formatting.count(self.code_files, "file") * bool(self.code_files)),
+            ("{}", "its clusterddp" * bool(self.clusterddp)),
+        )
+        return formatting.known(*named)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoticeQueued(Event):
+    """Queueing of the job that tells the run's end; `job_id` is the job that it waits for."""
+
+    kind: ClassVar[str] = "notice_queued"
+    notice_job: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

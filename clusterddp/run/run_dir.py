@@ -27,6 +27,9 @@ A run is one directory below the output root. What is in it:
     metrics.jsonl        leads to current/metrics.jsonl
     outcomes/            of ranks that were started by hand, each by itself
     report.json          what the run achieved
+    notify.sbatch        with --notify; notified-NNNN.json says who told the program, and
+                         logs/notify.log has what that printed
+    tracked.json         with --tracker
     evaluation.json      which classes were confused in the end, the images of the highest loss
     batch_sizes.json     with --find-batch-size
     resubmit-NNNN.claim  who resubmits the run, or did last
@@ -89,6 +92,12 @@ class RunDir:
     report = PathIn("report.json")
     batch_sizes = PathIn("batch_sizes.json")
     """Throughput of each batch size, where they were tried."""
+    notify_log = PathIn("logs/notify.log")
+    """Output of the program that --notify names."""
+    notice_script = PathIn("notify.sbatch")
+    """Script of the job that tells it where the run's own cannot."""
+    tracked = PathIn("tracked.json")
+    """Ids by which trackers know the run."""
     evaluation = PathIn("evaluation.json")
     """Classes that were confused in the end, and the images of the highest loss."""
 

@@ -17,10 +17,11 @@ from typing import TypeVar
 
 from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError, RequestError
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes, events, files, restart_policy
+from clusterddp.run import bad_nodes, events, files, formatting, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
+from clusterddp.run.progress import progress
 from clusterddp.run.records import AttemptRecord, MetricsLine, PreflightRecord, Report
 from clusterddp.run.run_dir import RunDir, find_runs, newest_checkpoint
 from clusterddp.run.state import (
@@ -84,6 +85,14 @@ class RunStatus:
     """Step of the newest checkpoint, by its name: 'clusterddp checkpoints' verifies them."""
     checkpoint_time: float | None = None
     step: int | None = None
+    steps_planned: int | None = None
+    """Step at which the training will be done; None where nobody knows, as of a COMMAND."""
+    percent_done: float | None = None
+    """Share of these steps that is done, from 0 to 100."""
+    seconds_left: float | None = None
+    """Seconds until then while it runs, by the pace of late."""
+    expected_start: float | None = None
+    """Slurm's estimate of its start while it is queued, in seconds since the epoch."""
     epoch: int | None = None
     loss: float | None = None
     """Loss of the training, the latest in metrics.jsonl."""
@@ -100,6 +109,8 @@ class RunStatus:
     """Seconds from the latest start to the end, or to now; None while it waits in the queue."""
     exit_code: int | None = None
     first_failure: str = ""
+    cleaned: str = ""
+    """What `clusterddp clean` has removed since it was last submitted, and when."""
     directory: str = ""
     works_in: str = ""
     """Folder in which the tasks run a person's code, where its relative output lies."""
@@ -124,7 +135,8 @@ def run_status(
 ) -> RunStatus:
     """Put the status together; `slurm_states`: what `slurm.client` answers for `jobs_to_ask`."""
     now = time.time() if now is None else now
-    submission = latest_submission(events.read(run.events))
+    history = events.read(run.events)
+    submission = latest_submission(history)
     job = slurm_states.get(submission.job_id) if submission else None
     if job and is_another_runs(run, job):
         job = JobState(State.UNKNOWN)
@@ -136,7 +148,9 @@ def run_status(
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
-    figures, latest = report or Report(), latest_metrics(run.metrics)
+    figures, lines = report or Report(), _last_lines(run.metrics)
+    latest = _summed_up(lines)
+    done = progress(_latest_attempt(run), lines)
     checkpoint = newest_checkpoint(run.checkpoints)
     failure = _failure(run, state, submission, by_hand)
     spec = run.read_spec()
@@ -162,7 +176,11 @@ def run_status(
         goes_on_after=reason(known.put_back) if known.put_back else "",
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
-        step=first_known(figures.steps, latest.step if latest.step >= 0 else None),
+        step=first_known(figures.steps, done.step),
+        steps_planned=first_known(figures.steps, done.planned),
+        percent_done=100.0 if figures.steps else done.percent,
+        seconds_left=done.seconds_left if state == RUNNING else None,
+        expected_start=job.start if job and state == QUEUED else None,
         epoch=first_known(figures.epochs, latest.epoch),
         loss=latest.loss,
         accuracy=first_known(figures.accuracy, latest.accuracy),
@@ -175,6 +193,7 @@ def run_status(
         elapsed_seconds=_elapsed(known, state, now),
         exit_code=_exit_code(state, submission, job),
         first_failure=failure.describe() if failure else "",
+        cleaned=_cleaned(history),
         directory=str(run.path),
         works_in=_works_in(run, spec),
         next_command=f"clusterddp cancel {run.shown}"
@@ -183,6 +202,18 @@ def run_status(
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
+
+
+def _cleaned(history: Sequence[events.Event]) -> str:
+    """Say what `clusterddp clean` has removed since a job of the run was last queued or started."""
+    words: list[str] = []
+    for event in history:
+        if isinstance(event, events.Cleaned):
+            day = time.strftime("%Y-%m-%d", time.localtime(event.time))
+            words.append(f"{event.describe()} ({formatting.size(event.bytes)}) on {day}")
+        elif isinstance(event, events.Submitted | Started):
+            words = []
+    return "; ".join(words)
 
 
 def _left_out(run: RunDir, state: str, job_id: str) -> Mapping[str, str]:
@@ -224,9 +255,17 @@ def _works_in(run: RunDir, spec: JobSpec | None) -> str:
 
 def latest_metrics(path: Path) -> MetricsLine:
     """Read from the end of metrics.jsonl: loss of the training, accuracy on the test set."""
+    return _summed_up(_last_lines(path))
+
+
+def _last_lines(path: Path) -> list[MetricsLine]:
+    tail = files.parse_json_lines(files.read_tail(path, _METRICS_BYTES))
+    return [line for values in tail if (line := files.load(MetricsLine, values)) is not None]
+
+
+def _summed_up(lines: Sequence[MetricsLine]) -> MetricsLine:
     latest = MetricsLine()
-    for values in files.parse_json_lines(files.read_tail(path, _METRICS_BYTES)):
-        line = files.load(MetricsLine, values) or MetricsLine()
+    for line in lines:
         if line.step >= 0:
             latest = dataclasses.replace(latest, step=line.step, epoch=line.epoch)
         if line.tested:
@@ -234,6 +273,12 @@ def latest_metrics(path: Path) -> MetricsLine:
         elif line.loss is not None:
             latest = dataclasses.replace(latest, loss=line.loss)
     return latest
+
+
+def _latest_attempt(run: RunDir) -> Attempt | None:
+    with contextlib.suppress(OSError):
+        return latest(run)
+    return None
 
 
 def latest_report(run: RunDir, attempt: int | None) -> Report | None:
@@ -437,10 +482,16 @@ def find_run(root: Path, text: str | None) -> RunDir:
     raise RequestError(f"there is no run {text!r} below {root}.{hint}")
 
 
-def statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
-    """Return how the runs are doing; asks Slurm once for all of them, and only where it must."""
+def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -> list[RunStatus]:
+    """Return how the runs are doing; asks Slurm once for all of them, and only where it must.
+
+    known: answers of an earlier look, which this one adds to: squeue alone is asked again for them.
+    """
     submissions = [latest_submission(events.read(run.events)) for run in runs]
-    states = query(jobs_to_ask(submissions))
+    states = query(jobs_to_ask(submissions), known=known)
+    if known is not None:
+        settled = (State.UNKNOWN, *(state for state in State if state.is_final))
+        known |= {j: job for j, job in states.items() if job.state in settled and not job.problem}
     return [run_status(run, states) for run in runs]
 
 

@@ -69,13 +69,19 @@ _SCONTROL = re.compile(
 
 
 def sbatch(
-    script: str, environ: Mapping[str, str], *, comment: str, exclude: Sequence[str] = ()
+    script: str,
+    environ: Mapping[str, str],
+    *,
+    comment: str,
+    exclude: Sequence[str] = (),
+    dependency: str = "",
 ) -> str:
     """Queue a script and return the job id.
 
     comment: the job comment that the script itself sets; a submission whose answer was lost is
         looked for by it, among this user's jobs of the last minutes.
     exclude: nodes to leave out, in place of those that the script itself leaves out.
+    dependency: what to wait for, in place of what the script itself waits for.
 
     Raises RequestError when there is no sbatch or it refuses, with its own words; SlurmError when
     it is not known whether the job was queued.
@@ -85,6 +91,7 @@ def sbatch(
     started = time.time()
     try:
         argv = ["sbatch", "--parsable", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
+        argv += [f"--dependency={dependency}"] if dependency else []
         answer = call(argv, environ, SBATCH_SECONDS, stdin=script)
     except _NOT_ON_PATH:
         raise RequestError(
@@ -175,9 +182,16 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
     )
 
 
-def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, JobState]:
+def query(
+    job_ids: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    known: Mapping[str, JobState] | None = None,
+) -> dict[str, JobState]:
     """Return the state of each job: from one squeue call, then scontrol and sacct.
 
+    known: answers of an earlier call, of which only squeue's can change: no other command is called
+    for these jobs.
     Never raises: a job that no command knows, an id that is none of Slurm's, and every job on a
     machine without Slurm are `State.UNKNOWN`; `problem` says when Slurm could not be asked.
     """
@@ -187,9 +201,15 @@ def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> d
     if valid_ids:
         try:
             jobs = _squeue(valid_ids, environ)
-            _add_exit_codes(jobs, environ)
+            same = [
+                j for j, job in (known or {}).items() if j in jobs and jobs[j].state is job.state
+            ]
+            jobs |= {job_id: (known or {})[job_id] for job_id in same}
+            _add_exit_codes(jobs, environ, besides=same)
         except SlurmError as error:
             unknown = replace(unknown, problem=str(error))
+        if not unknown.problem:
+            jobs = {**(known or {}), **jobs}
         missing = [job_id for job_id in valid_ids if job_id not in jobs]
         if missing:
             jobs |= _sacct(missing, environ)
@@ -233,7 +253,7 @@ def lists_exit_code(setting: str, exit_code: int) -> bool:
 
 def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
     """Return the jobs that slurmctld remembers, ended ones too; may raise SlurmError."""
-    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i %A|%T|%r|%k"]
+    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i %A %S|%T|%r|%k"]
     answer = ask(argv, environ)
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
         raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
@@ -243,13 +263,14 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[s
         names, state, reason, comment = [*line.split("|", 3), "", "", ""][:4]
         if not state:
             continue  # `CLUSTER: name` of a multi-cluster squeue, or a site's remark
-        name, _, raw_id = names.partition(" ")
+        name, raw_id, start = [*names.split(" "), "", ""][:3]
         array, underscore, _ = name.partition("_")
         job = JobState(
             parse_state(state),
             _reason(reason),
             comment=_reason(comment),
             element=name if underscore else "",
+            start=_expected(start) if parse_state(state) is State.PENDING else None,
             word=other_word(state),
         )
         # The SLURM_JOB_ID of an array's element is its raw id; that of the last one is the array's.
@@ -262,8 +283,10 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[s
     return arrays | jobs
 
 
-def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str] | None) -> None:
-    ended = [job_id for job_id, job in jobs.items() if job.state.is_final]
+def _add_exit_codes(
+    jobs: dict[str, JobState], environ: Mapping[str, str] | None, besides: Sequence[str]
+) -> None:
+    ended = [j for j, job in jobs.items() if job.state.is_final and j not in besides]
     for job_id in ended[-MOST_SCONTROL_CALLS:]:
         try:
             name = jobs[job_id].element or job_id
@@ -288,6 +311,14 @@ def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[st
             code = parse_exit_code(exit_code, "sacct") if word.is_final else None
             jobs[job_id] = JobState(word, exit_code=code, word=other_word(state))
     return jobs
+
+
+def _expected(text: str) -> float | None:
+    """Return the time of squeue's %S, in this machine's time zone; None for N/A."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
 
 
 def _reason(text: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from clusterddp import launchers, log
 from clusterddp.errors import CheckpointError, RequestError
+from clusterddp.launchers import notice_job
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
@@ -34,7 +35,7 @@ from clusterddp.version import of_script
 CHANGEABLE = (
     *("resources", "train", "signal", "job_name", "python", "batch_python"),
     *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
-    *("arm_stacks", "silence", "end_silent", "bad_node_hours", "preflight"),
+    *("arm_stacks", "silence", "end_silent", "bad_node_hours", "preflight", "notify", "tracker"),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
 """Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
@@ -370,6 +371,11 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
             )
     if terms.new_code or not run.code_record.is_file():
         return
+    if snapshot.is_cleaned(run):
+        raise RequestError(
+            f"the copy of its code that {run.name} ran was removed by 'clusterddp clean'. To run "
+            f"the files of {Path.cwd()} as they are now: --code new."
+        )
     if run.code.is_dir():
         code_renewal.log_changes(before, run)
     elif not terms.allow_changed:  # it uses the folder itself
@@ -447,7 +453,9 @@ def _submit(
                 )
             else:
                 events.add(run.events, events.Resubmitted, changes=changes)
-            return launchers.load(after.launcher).submit(after, script, run)
+            submission = launchers.load(after.launcher).submit(after, script, run)
+            notice_job.submit(after, run, submission.job_id)
+            return submission
     except RequestError:
         for path, former in kept.items():
             if former:

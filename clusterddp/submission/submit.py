@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.launchers import SentJob, load
+from clusterddp.launchers import SentJob, load, notice_job
 from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
@@ -61,6 +61,7 @@ def submit(
         bundle.carry(run)
         _keep_code(spec, run, snapshot_limit_mb)
         submission = load(spec.launcher).submit(spec, script, run)
+        notice_job.submit(spec, run, submission.job_id)
     return run, submission
 
 

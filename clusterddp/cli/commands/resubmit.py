@@ -35,6 +35,7 @@ from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec, Resources
 from clusterddp.request.train_config import TRAINING
 from clusterddp.run.status import find_run
+from clusterddp.slurm import forms
 from clusterddp.submission.resubmit import CHANGEABLE, Terms, resubmit
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
@@ -187,6 +188,8 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     of_container = {*CONTAINER, "python"}
     fields = {name: given[name] for name in given if name in {*CHANGEABLE} - of_container}
     fields |= container_fields({name: given[name] for name in given if name in of_container})
+    if "notify" in fields:
+        fields["notify"] = forms.words("--notify", fields["notify"])
     if "batch_python" in fields:
         fields["batch_python"] = interpreter(fields["batch_python"])
     image = fields.get("container_image")

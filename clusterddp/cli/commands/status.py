@@ -40,11 +40,18 @@ def describe(status: RunStatus) -> str:
     launcher = f" ({status.launcher})" if status.launcher else ""
     took = "took {}" if status.has_ended else "running for {}"
     elapsed = formatting.duration(status.elapsed_seconds) if status.started_time else ""
+    left = formatting.duration(status.seconds_left)
     progress = formatting.known(
-        ("step {}", status.step),
+        ("step {}", formatting.steps(status.step, status.steps_planned, status.percent_done)),
+        ("about {} left", left),
         ("epoch {}", status.epoch),
-        ("loss {:.4f}", status.loss),
-        ("accuracy {:.4f}", status.accuracy),
+        ("training loss {}", formatting.loss(status.loss)),
+        ("test accuracy {}", formatting.percent(status.accuracy)),
+    )
+    wait = (status.expected_start or 0.0) - time.time()
+    starts = formatting.known(
+        ("expected {}", _time(status.expected_start)),
+        ("in {}", formatting.duration(wait) if status.expected_start and wait > 0 else ""),
     )
     lines = [
         ("run", status.name),
@@ -57,6 +64,7 @@ def describe(status: RunStatus) -> str:
         ("hosts", formatting.some(status.hosts, 8)),
         ("preflight", status.preflight),
         ("submitted", _time(status.submitted_time)),
+        ("start", f"{starts}, by Slurm's estimate" if starts else ""),
         ("started", formatting.known(("{}", _time(status.started_time)), (took, elapsed))),
         ("ended", _time(status.ended_time)),
         ("progress", progress),
@@ -66,7 +74,7 @@ def describe(status: RunStatus) -> str:
         lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
     lines += [("left out", f"{host}: {reason}") for host, reason in status.left_out.items()]
     lines += [("warning", text) for text in status.warnings]
-    lines += [("files", status.directory)]
+    lines += [("cleaned", status.cleaned), ("files", status.directory)]
     if status.works_in:
         lines.append(("works in", f"{status.works_in}; relative output lies there"))
     lines += [("next", status.next_command)]

@@ -1,0 +1,17 @@
+"""`clusterddp notify`: what the job does that tells the end of a run (`run.notify`)."""
+
+from pathlib import Path
+
+import click
+
+from clusterddp import log
+from clusterddp.run.notify import tell_as_job
+from clusterddp.run.run_dir import RunDir
+
+
+@click.command(hidden=True)
+@click.argument("run_dir", type=click.Path(path_type=Path))
+def command(run_dir: Path) -> None:
+    """Tell the program of --notify how a run has ended, unless its own script has."""
+    with log.to(lambda line: click.echo(f"clusterddp: {line}")):
+        tell_as_job(RunDir(run_dir))
