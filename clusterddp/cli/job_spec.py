@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from clusterddp.cli.options import config_from, naming_sources, source, typed_flags
-from clusterddp.errors import OptionError
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED, full_name
 from clusterddp.request.options import (
     COUNT,
@@ -19,7 +19,7 @@ from clusterddp.request.options import (
     Settings,
     sbatch_directives,
 )
-from clusterddp.request.spec import DIRECTIVES, JobSpec, Resources
+from clusterddp.request.spec import CONDITIONS, DIRECTIVES, OK, JobSpec, Resources
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
@@ -72,6 +72,7 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
         "pass_environment": passed,
         **{name: interpreter(values[name]) for name in ("python", "batch_python")},
         **container,
+        "after": awaited_runs(values["after"], Path(values["output_root"])),
         "template": _template(ctx),
         "sbatch": directives_of(sbatch_directives(os.environ), values["sbatch"], resources),
         "omit_directives": _omitted(values["omit_directive"]),
@@ -186,6 +187,28 @@ def _resume_path(value: str, output_root: str) -> str:
         f": {value!r} is neither a checkpoint, nor a run's directory, nor the name of a run below "
         f"{output_root}.",
     )
+
+
+def awaited_runs(texts: Iterable[str], output_root: Path) -> tuple[tuple[str, str], ...]:
+    """Return the directories of the runs of --after, and the end that each is to come to.
+
+    An empty text names none. Raises OptionError where there is no such run.
+    """
+    from clusterddp.run.status import find_run  # few runs wait
+
+    awaited: dict[str, str] = {}
+    for text in filter(None, texts):
+        name, _, condition = text.rpartition(":")
+        if condition not in CONDITIONS:
+            name, condition = text, OK
+        try:
+            awaited[str(find_run(output_root, name).path.absolute())] = condition
+        except RequestError as error:
+            words = f"{', '.join(CONDITIONS[:-1])} or {CONDITIONS[-1]}"
+            raise OptionError(
+                "--after", f" {text}: {error} The end to wait for stands behind ':', {words}."
+            ) from None
+    return tuple(awaited.items())
 
 
 def environment_of(

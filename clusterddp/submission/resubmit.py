@@ -17,7 +17,7 @@ from clusterddp.errors import CheckpointError, RequestError
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, events, formatting
+from clusterddp.run import bad_nodes, chain, events, formatting
 from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
@@ -32,7 +32,7 @@ from clusterddp.submission.submit import ask_for_partitions, naming_the_job
 from clusterddp.version import of_script
 
 CHANGEABLE = (
-    *("resources", "train", "signal", "job_name", "python", "batch_python"),
+    *("resources", "train", "after", "signal", "job_name", "python", "batch_python"),
     *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
     *("arm_stacks", "silence", "end_silent", "bad_node_hours"),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
@@ -447,7 +447,7 @@ def _submit(
                 )
             else:
                 events.add(run.events, events.Resubmitted, changes=changes)
-            return launchers.load(after.launcher).submit(after, script, run)
+            submission = launchers.load(after.launcher).submit(after, script, run)
     except RequestError:
         for path, former in kept.items():
             if former:
@@ -455,6 +455,8 @@ def _submit(
             else:
                 path.unlink(missing_ok=True)
         raise
+    chain.rejoin(run)
+    return submission
 
 
 def _renew_records(run: RunDir, records: Mapping[Path, str]) -> dict[Path, Path | None]:
