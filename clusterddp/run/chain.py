@@ -116,17 +116,17 @@ def look(spec: JobSpec) -> list[Awaited]:
     return [Awaited(run, how, status, judge(how, status)) for run, (_, how), status in asked]
 
 
-def check(awaited: Sequence[Awaited], *, slurm: bool = True) -> None:
+def check(awaited: Sequence[Awaited], *, has_queue: bool = True) -> None:
     """Refuse a submission that would never begin; raises RequestError.
 
-    slurm: False for a rehearsal, which no queue holds back.
+    has_queue: False for a rehearsal, which nothing holds back.
     """
     for each in awaited:
         asked, again = f"--after {each.text}: {each.words}", each.run.resubmission
         if each.due is Due.NEVER:
             raise RequestError(
-                f"{asked} has ended otherwise. Submit it again with '{again}', or wait for any end "
-                f"of it with --after {each.run.name}:{ANY}."
+                f"{asked} has ended otherwise. Submit it again with '{again}', wait for any end "
+                f"of it with --after {each.run.name}:{ANY}, or do not wait with --after ''."
             )
         if each.due is Due.HELD:
             raise RequestError(
@@ -134,7 +134,7 @@ def check(awaited: Sequence[Awaited], *, slurm: bool = True) -> None:
             )
         if each.due is Due.UNKNOWN:
             raise RequestError(f"{asked} cannot be waited for. Try again where Slurm answers.")
-        if each.due is Due.WAITS and not slurm:
+        if each.due is Due.WAITS and not has_queue:
             raise RequestError(
                 f"{asked} has not ended, and --launcher local has no queue to wait in. Wait for it "
                 f"with 'clusterddp logs -f {each.run.shown}'."
@@ -213,7 +213,8 @@ def rejoin(run: RunDir) -> None:
 def _rejoin(run: RunDir, waiting: RunDir) -> None:
     spec, history = waiting.load_spec(), events.read(waiting.events)
     submission = latest_submission(history)
-    if str(run.path.absolute()) not in dict(spec.after) or submission is None:
+    awaited_paths = {Path(path).resolve() for path, _ in spec.after}
+    if run.path.resolve() not in awaited_paths or submission is None:
         return
     if submission.end and submission.end.cause == restart_policy.NOT_DUE:
         log.info(

@@ -15,6 +15,7 @@ import click
 from clusterddp.cli.job_spec import (
     CONTAINER,
     IMAGES_PYTHON,
+    awaited_runs,
     changed_resources,
     container_fields,
     directives_of,
@@ -187,6 +188,8 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     of_container = {*CONTAINER, "python"}
     fields = {name: given[name] for name in given if name in {*CHANGEABLE} - of_container}
     fields |= container_fields({name: given[name] for name in given if name in of_container})
+    if "after" in fields:
+        fields["after"] = awaited_runs(fields["after"], ctx.params["output_root"])
     if "batch_python" in fields:
         fields["batch_python"] = interpreter(fields["batch_python"])
     image = fields.get("container_image")

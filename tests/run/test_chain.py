@@ -1,0 +1,120 @@
+"""The judgement of runs that another one waits for, and what Slurm is asked to wait for."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import RequestError
+from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.run import chain
+from clusterddp.run.chain import Awaited, Due
+from clusterddp.run.run_dir import RunDir
+from clusterddp.run.state import STATES
+from clusterddp.run.status import RunStatus
+
+DUE = {
+    #            ok          any         failed
+    "created": ("held", "held", "held"),
+    "queued": ("waits", "waits", "waits"),
+    "running": ("waits", "waits", "waits"),
+    "done": ("met", "met", "never"),
+    "failed": ("never", "met", "met"),
+    "cancelled": ("never", "met", "never"),
+    "stopped": ("held", "met", "held"),
+    "unknown": ("unknown", "unknown", "unknown"),
+    "forgotten": ("never", "met", "met"),
+}
+
+
+def awaited(name: str, state: str, condition: str = "ok", **more: Any) -> Awaited:
+    status = RunStatus(name, state, **{"job_id": "12", "launcher": "sbatch", **more})
+    return Awaited(RunDir(Path("jobs", name)), condition, status, chain.judge(condition, status))
+
+
+@pytest.mark.parametrize("state", DUE)
+def test_each_state_meets_a_condition_or_not(state: str) -> None:
+    assert {*DUE} - {"forgotten"} == {*STATES}
+    gone = {"is_forgotten": True} if state == "forgotten" else {}
+    shown = "unknown" if gone else state
+    judged = [awaited("a", shown, how, **gone).due.value for how in ("ok", "any", "failed")]
+    assert tuple(judged) == DUE[state]
+
+
+def test_slurm_is_asked_to_wait_for_jobs_whatever_their_end() -> None:
+    seen = [
+        awaited("a", "running"),
+        awaited("b", "done"),
+        awaited("c", "queued", "failed", array_element="89_3"),
+        awaited("d", "running"),
+    ]
+    assert chain.dependency(seen) == "afterany:12,afterany:89_3"
+    assert chain.dependency(seen, ["singleton", ""]) == "singleton,afterany:12,afterany:89_3"
+    assert chain.dependency(seen[1:2], [""]) == ""
+    assert [each.text for each in seen] == ["a", "b", "c:failed", "d"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (awaited("a", "failed", detail="exit code 3"), "a (failed: exit code 3) has ended otherwi"),
+        (awaited("a", "stopped"), "Submit it first, with 'clusterddp resubmit a'"),
+        (awaited("a", "unknown"), "cannot be waited for"),
+        (awaited("a", "running", launcher="local"), "has no job in Slurm"),
+    ],
+)
+def test_what_can_never_begin_is_refused(seen: Awaited, words: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        chain.check([awaited("z", "done"), seen])
+    assert words in str(refusal.value)
+
+
+def test_a_rehearsal_waits_for_nothing_that_goes_on() -> None:
+    chain.check([awaited("a", "done")], has_queue=False)
+    with pytest.raises(RequestError, match="has no queue to wait in"):
+        chain.check([awaited("a", "running")], has_queue=False)
+
+
+def test_a_run_whose_directory_is_gone_has_not_ended_well(tmp_path: Path) -> None:
+    spec = request(tmp_path, after=((str(tmp_path / "jobs/a"), "any"),))
+    assert [each.due for each in chain.look(spec)] == [Due.HELD]
+
+
+def request(folder: Path, **more: Any) -> JobSpec:
+    fields: dict[str, Any] = {"run_name": "b", "run_dir": str(folder / "jobs/b")}
+    return JobSpec(**fields, resources=Resources(), command=("true",), **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"after": (("jobs/a", "ok"),)}, "no absolute path"),
+        ({"after": (("/jobs/a", "done"),)}, "'done' is not one of ok, any, failed"),
+        ({"after": (("/jobs/a\n", "ok"),)}, "control character"),
+        ({"after": (("/jobs/a", "ok"),), "launcher": "submitit"}, "looks at no other run"),
+    ],
+)
+def test_a_request_that_cannot_wait_is_refused(
+    tmp_path: Path, more: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RequestError) as refusal:
+        request(tmp_path, **more)
+    assert words in str(refusal.value)
+
+
+def test_a_request_does_not_wait_for_itself_or_for_any_of_several_jobs(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="b cannot wait for itself"):
+        request(tmp_path, after=((str(tmp_path / "jobs/b"), "ok"),))
+    with pytest.raises(RequestError, match="against --dependency afterok:1"):
+        dataclasses.replace(
+            request(tmp_path, after=(("/jobs/a", "ok"),)),
+            resources=Resources(dependency="afterok:1?afterok:2"),
+        )
+
+
+def test_the_record_of_a_request_names_the_runs_where_there_are_some(tmp_path: Path) -> None:
+    plain, waits = request(tmp_path), request(tmp_path, after=(("/jobs/a b", "any"),))
+    assert '"after"' not in plain.to_json()
+    assert JobSpec.from_json(waits.to_json()) == waits
+    assert JobSpec.from_script("\n".join(waits.to_script()), waits.run_dir) == waits
