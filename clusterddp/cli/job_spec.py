@@ -19,7 +19,7 @@ from clusterddp.request.options import (
     Settings,
     sbatch_directives,
 )
-from clusterddp.request.spec import ANY, CONDITIONS, DIRECTIVES, OK, JobSpec, Resources
+from clusterddp.request.spec import ANY, CONDITIONS, DIRECTIVES, JobSpec, Resources
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
@@ -211,21 +211,18 @@ def awaited_runs(texts: Iterable[str], output_root: Path) -> tuple[tuple[str, st
 
     An empty text names none. Raises OptionError where there is no such run.
     """
-    from clusterddp.run.status import find_run  # few runs wait
+    texts = [text for text in texts if text]
+    if not texts:
+        return ()
+    from clusterddp.run import chain  # few runs wait
 
-    awaited: dict[str, str] = {}
-    for text in filter(None, texts):
-        name, _, condition = text.rpartition(":")
-        if condition not in CONDITIONS:
-            name, condition = text, OK
-        try:
-            awaited[os.path.abspath(find_run(output_root, name).path)] = condition
-        except RequestError as error:
-            words = f"{', '.join(CONDITIONS[:-1])} or {CONDITIONS[-1]}"
-            raise OptionError(
-                "--after", f" {text}: {error} The end to wait for stands behind ':', {words}."
-            ) from None
-    return tuple(awaited.items())
+    try:
+        return tuple(dict(chain.find(output_root, text) for text in texts).items())
+    except RequestError as error:
+        ends = f"{', '.join(CONDITIONS[:-1])} or {CONDITIONS[-1]}"
+        raise OptionError(
+            "--after", f": {error} The end to wait for stands behind ':', {ends}."
+        ) from None
 
 
 def environment_of(

@@ -23,6 +23,7 @@ from clusterddp.errors import RequestError
 from clusterddp.request.options import Settings, nearest
 from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING
+from clusterddp.run.files import write_atomically
 from clusterddp.slurm import forms
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -75,11 +76,10 @@ def save(ctx: click.Context, spec: JobSpec, path: Path) -> list[str]:
     named = {OPTIONS[name.replace("_", "-")].name: value for name, value in values.items()}
     if spec.command:
         named[_COMMAND] = spec.command
+    if path.exists():
+        raise RequestError(f"--save {path}: it exists already. Name another file.")
     try:
-        with open(path, "x", opener=_private, encoding="utf-8") as file:
-            file.write(to_toml(named))
-    except FileExistsError:
-        raise RequestError(f"--save {path}: it exists already. Name another file.") from None
+        write_atomically(path, to_toml(named).encode())
     except OSError as error:
         raise RequestError(f"--save {path}: {error.strerror}.") from None
     return secret
@@ -242,7 +242,3 @@ def _toml(value: object) -> str:
         items = [_toml(item) for item in value]
         return f"[{', '.join(items)}]"
     return repr(value)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

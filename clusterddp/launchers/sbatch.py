@@ -105,6 +105,8 @@ def submit(spec: JobSpec, script: str, run: "RunDir") -> SentJob:
         events.add(run.events, events.NodesLeftOut, job_id=job_id, nodes=choice.nodes)
     if awaited:
         chain.record(run, job_id, awaited)
+        if words := chain.describe(awaited):
+            log.info(f"{spec.run_name} {words}")
     return SentJob(job_id)
 
 

@@ -9,18 +9,19 @@ for that one (`rejoin`), which spares them a start in vain.
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.request.spec import ANY, OK, JobSpec
+from clusterddp.request.spec import ANY, CONDITIONS, OK, JobSpec
 from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import NotStarted
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import (
+    CANCELLED,
     CREATED,
     DONE,
     FAILED,
@@ -30,7 +31,7 @@ from clusterddp.run.state import (
     UNKNOWN,
     latest_submission,
 )
-from clusterddp.run.status import RunStatus, job_ids, statuses
+from clusterddp.run.status import RunStatus, find_run, job_ids, statuses
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.states import State
 
@@ -78,8 +79,10 @@ class Awaited:
     @property
     def words(self) -> str:
         """Return the run and its state: `a (failed: exit code 3)`."""
-        state = f"{self.status.state}: {self.status.detail}".removesuffix(": ")
-        return f"{self.run.name} ({state})"
+        state, detail = self.status.state, self.status.detail
+        if state in (RUNNING, CANCELLED):  # the latter's own wait, perhaps, which goes too far here
+            detail = ""
+        return f"{self.run.name} ({state}{': ' if detail else ''}{detail})"
 
     @property
     def job(self) -> str:
@@ -106,14 +109,37 @@ def judge(condition: str, status: RunStatus) -> Due:
     return Due.MET if ended == (DONE if condition == OK else FAILED) else Due.NEVER
 
 
-def look(spec: JobSpec) -> list[Awaited]:
-    """Look at the runs that a request waits for; asks Slurm once, and only where it must.
+# What else can be waited for, beside a run, is to be known by the next two alone.
+def find(output_root: Path, text: str) -> tuple[str, str]:
+    """Find the run of `RUN[:CONDITION]`; returns its directory and the end that it is to come to.
 
-    This alone knows what a name of --after stands for.
+    Raises RequestError where there is no such run.
     """
+    name, _, condition = text.rpartition(":")
+    if condition not in CONDITIONS:
+        name, condition = text, OK
+    return os.path.abspath(find_run(output_root, name).path), condition
+
+
+def look(spec: JobSpec) -> list[Awaited]:
+    """Look at the runs that a request waits for; asks Slurm once, and only where it must."""
     runs = [RunDir(Path(path)) for path, _ in spec.after]
-    asked = zip(runs, spec.after, statuses(runs), strict=True)
-    return [Awaited(run, how, status, judge(how, status)) for run, (_, how), status in asked]
+    awaited = []
+    for run, (_, condition), status in zip(runs, spec.after, statuses(runs), strict=True):
+        if run.path.is_dir():
+            awaited.append(Awaited(run, condition, status, judge(condition, status)))
+        else:
+            gone = replace(status, state="gone", detail=f"no {run.path}")
+            awaited.append(Awaited(run, condition, gone, Due.NEVER))
+    return awaited
+
+
+def describe(awaited: Sequence[Awaited]) -> str:
+    """Return what a submission waits for, in words; empty where it begins as any other."""
+    waits = [each for each in awaited if each.due is not Due.MET]
+    jobs = " and ".join(each.job for each in waits if each.job)
+    words = f"waits for {', '.join(each.words for each in waits)}" if waits else ""
+    return f"{words}, by now job {jobs}" if jobs else words
 
 
 def check(awaited: Sequence[Awaited], *, has_queue: bool = True) -> None:
@@ -177,10 +203,9 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
     if not spec.after or is_over or restart_policy.withdrawn(history, job_id):
         return ""
     awaited = _look_patiently(spec)
-    again = f"Submit it again with: {run.resubmission}"
     for each in awaited:
         if each.due in (Due.NEVER, Due.UNKNOWN):
-            raise NotDue(f"not started: it waits for {each.text}, which is {each.words}. {again}")
+            raise NotDue(f"not started, as it waits for {each.text}: {each.words}")
     waits = [each for each in awaited if each.due is not Due.MET]
     if not waits:
         log.info(f"it has waited for {', '.join(each.words for each in awaited)}")
@@ -191,7 +216,7 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
     try:
         slurm.put_back(name, dependency(waits))
     except SlurmError as error:
-        why = f"not started: it cannot wait again for {waits[0].words}: {error}. {again}"
+        why = f"not started: it cannot wait again for {waits[0].words}: {error}"
         raise NotDue(why, restart_policy.FAILED) from None
     _record_wait(run, job_id, awaited)
     return f"waits for {', '.join(each.words for each in waits)}"

@@ -388,6 +388,8 @@ def _next_command(
     if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
         return f"clusterddp report {run.shown}" if state == DONE else ""
     again = run.resubmission
+    if submission.end and submission.end.cause == restart_policy.NOT_DUE and state == CANCELLED:
+        return again
     if state == STOPPED or (state == CANCELLED and has_checkpoint):
         return again
     logs = run.rank_log(0), run.job_log

@@ -124,11 +124,12 @@ def test_a_failure_begins_what_waits_for_it_and_ends_what_waits_for_success(
     assert cluster.wait_job(told(cluster, tmp_path, "e")["job_id"]) == "FAILED"
     status = told(cluster, tmp_path, "b")
     assert (status["state"], status["exit_code"]) == ("cancelled", 1)
-    assert status["detail"].startswith("not started: it waits for a, which is a (failed"), status
+    assert status["detail"].startswith("not started, as it waits for a: a (failed"), status
     assert status["next_command"] == "clusterddp resubmit b"
     assert not (tmp_path / "b.seen").exists()
     assert list(waiting.attempts.glob("*")) == []
-    assert "b (cancelled" in told(cluster, tmp_path, "e")["detail"]
+    ended = told(cluster, tmp_path, "e")["detail"]
+    assert ended == "not started, as it waits for b: b (cancelled)"
 
     refused = typed(cluster, tmp_path, "resubmit", "b")
     assert refused.returncode == 2

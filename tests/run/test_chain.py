@@ -76,9 +76,10 @@ def test_a_rehearsal_waits_for_nothing_that_goes_on() -> None:
         chain.check([awaited("a", "running")], has_queue=False)
 
 
-def test_a_run_whose_directory_is_gone_has_not_ended_well(tmp_path: Path) -> None:
-    spec = request(tmp_path, after=((str(tmp_path / "jobs/a"), "any"),))
-    assert [each.due for each in chain.look(spec)] == [Due.HELD]
+@pytest.mark.parametrize("condition", ["ok", "any", "failed"])
+def test_a_run_whose_directory_is_gone_comes_to_no_end(tmp_path: Path, condition: str) -> None:
+    [seen] = chain.look(request(tmp_path, after=((str(tmp_path / "jobs/a"), condition),)))
+    assert (seen.due, seen.words) == (Due.NEVER, f"a (gone: no {tmp_path}/jobs/a)")
 
 
 def request(folder: Path, **more: Any) -> JobSpec:

@@ -98,6 +98,11 @@ def command(
             submit.check_own_code(spec)
         for remark in spec.remarks:
             click.echo(f"clusterddp: warning: {remark}", err=True)
+        if spec.after:
+            from clusterddp.run import chain
+
+            if words := chain.describe(chain.look(spec)):
+                click.echo(f"clusterddp: {words}: sbatch gets a --dependency", err=True)
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
         fields = {"run": spec.run_name, "run_dir": spec.run_dir, "script": script}
