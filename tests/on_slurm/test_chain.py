@@ -1,6 +1,8 @@
 """Chains on a real Slurm: a run waits for another one as a run, whichever jobs that takes."""
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
-from tests.waiting import wait_for
 
 AWAITED = """
 cd "$1"
@@ -21,6 +22,14 @@ code=$(cat go); rm go
 exit "$code"
 """
 """A program that ends once with what the file `go` says, and with 75 when it is asked to leave."""
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    """Wait for several jobs in a row to come to something, on a machine that others use as well."""
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline, f"not within 240 s: {what}"
+        time.sleep(0.1)
 
 
 def typed(cluster: SlurmCluster, folder: Path, *argv: str) -> Any:
@@ -138,7 +147,8 @@ def test_a_failure_begins_what_waits_for_it_and_ends_what_waits_for_success(
     assert "b waited for a and was not started" in again.stderr, again.stderr
     again = typed(cluster, tmp_path, "resubmit", "b")
     assert again.returncode == 0, again.stderr
-    assert told(cluster, tmp_path, "b")["waits_for"] == ["a"]
+    status = told(cluster, tmp_path, "b")
+    assert status["waits_for"] == ["a"], status
     dropped = typed(cluster, tmp_path, "resubmit", "e", "--after", "", "--after", "a:any")
     assert dropped.returncode == 0, dropped.stderr
     assert told(cluster, tmp_path, "e")["waits_for"] == ["a:any"]
