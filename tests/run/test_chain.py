@@ -8,11 +8,12 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec, Resources
-from clusterddp.run import chain
+from clusterddp.run import chain, events
 from clusterddp.run.chain import Awaited, Due
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import STATES
-from clusterddp.run.status import RunStatus
+from clusterddp.run.status import RunStatus, run_status
+from clusterddp.slurm.states import JobState, State
 
 DUE = {
     #            ok          any         failed
@@ -119,3 +120,65 @@ def test_the_record_of_a_request_names_the_runs_where_there_are_some(tmp_path: P
     assert '"after"' not in plain.to_json()
     assert JobSpec.from_json(waits.to_json()) == waits
     assert JobSpec.from_script("\n".join(waits.to_script()), waits.run_dir) == waits
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run that waits for the run `a`, whose job 12 runs as far as Slurm tells; its own is 5."""
+    spec = request(tmp_path, after=((str(tmp_path / "jobs/a"), "ok"),))
+    run = RunDir(Path(spec.run_dir))
+    run.make(run.logs)
+    run.spec.write_text(spec.to_json())
+    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", "running")])
+    monkeypatch.setattr(chain.slurm, "ending", lambda *_: chain.slurm.Ending.NONE)
+    return run
+
+
+def test_a_job_that_cannot_go_back_ends_with_the_reason(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: str) -> None:
+        raise chain.slurm.RequeueRefused("not on this cluster")
+
+    monkeypatch.setattr(chain.slurm, "put_back", refuse)
+    with pytest.raises(chain.NotDue, match=r"cannot wait again for a \(running\): not on") as seen:
+        chain.wait_again(waiting, "5", 0)
+    assert seen.value.cause == "failed"
+    assert events.read(waiting.events) == []
+
+
+def test_a_job_that_was_cancelled_meanwhile_is_not_put_back(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain.slurm, "ending", lambda *_: chain.slurm.Ending.CANCELLED)
+    with pytest.raises(chain.NotDue) as seen:
+        chain.wait_again(waiting, "5", 0)
+    assert seen.value.cause == "cancelled"
+
+
+def test_slurm_is_asked_again_where_it_does_not_answer_and_given_up(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [[awaited("a", "unknown")], [awaited("a", "done")]]
+    monkeypatch.setattr(chain, "look", lambda _: answers.pop(0))
+    monkeypatch.setattr(chain, "_PAUSE_SECONDS", 0)
+    assert chain.wait_again(waiting, "5", 0) == ""
+    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", "unknown", detail="no answer")])
+    monkeypatch.setattr(chain, "PATIENCE_SECONDS", 0)
+    with pytest.raises(chain.NotDue, match=r"as it waits for a: a \(unknown: no answer\)"):
+        chain.wait_again(waiting, "5", 0)
+
+
+def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_back: list[tuple[str, ...]] = []
+    monkeypatch.setattr(chain.slurm, "put_back", lambda *asked: put_back.append(asked))
+    events.add(waiting.events, events.Submitted, job_id="5", launcher="sbatch")
+    assert chain.wait_again(waiting, "5", 0) == "waits for a (running)"
+    assert put_back == [("5", "afterany:12")]
+    for reason, shown in (("Dependency", ["a"]), ("BeginTime", ["a"]), ("Resources", [])):
+        status = run_status(waiting, {"5": JobState(State.PENDING, reason)})
+        assert (status.state, status.waits_for) == ("queued", shown)
+    events.add(waiting.events, events.Started, job_id="5", attempt=1)
+    assert chain.wait_again(waiting, "5", 1) == ""
