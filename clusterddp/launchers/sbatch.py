@@ -77,11 +77,14 @@ prepare = render
 
 def submit(spec: JobSpec, script: str, run: "RunDir") -> SentJob:
     """Queue the script, and record its job id in the run."""
-    from clusterddp.run import bad_nodes, events  # these three: not needed for a dry run
+    from clusterddp.run import bad_nodes, chain, events  # these four: not needed for a dry run
     from clusterddp.slurm.client import check_expedite, sbatch
 
     if spec.requeue == EXPEDITE:
         check_expedite(os.environ)
+    awaited = chain.look(spec) if spec.after else []
+    chain.check(awaited)
+    dependency = chain.dependency(awaited, [spec.resources.dependency]) if awaited else ""
     comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
     choice = bad_nodes.choose_for_submission(spec)
     # The argument takes the place of a line that the person may have edited.
@@ -94,12 +97,16 @@ def submit(spec: JobSpec, script: str, run: "RunDir") -> SentJob:
         except RequestError as error:  # a file of names, say, which sbatch takes as well
             log.warning(f"no bad node is left out: {error}")
             choice = bad_nodes.Choice()
-    job_id = sbatch(script, os.environ, comment=comment, exclude=exclude)
+    job_id = sbatch(script, os.environ, comment=comment, exclude=exclude, dependency=dependency)
     events.add(
         run.events, events.Submitted, job_id=job_id, launcher="sbatch", folder=str(Path.cwd())
     )
     if choice.nodes:
         events.add(run.events, events.NodesLeftOut, job_id=job_id, nodes=choice.nodes)
+    if awaited:
+        chain.record(run, job_id, awaited)
+        if words := chain.describe(awaited):
+            log.info(f"{spec.run_name} {words}")
     return SentJob(job_id)
 
 

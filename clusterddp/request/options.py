@@ -373,17 +373,18 @@ def _check_names(path: Path, sections: Mapping[str, Iterable[str]], known: Colle
         if section == "environment":
             continue
         if section != "defaults" and not section.startswith(_CLUSTER):
-            near = _near(section, ("defaults", "environment"))
+            near = nearest(section, ("defaults", "environment"))
             raise RequestError(
                 f"{path}: unknown section [{section}]{near}; "
                 "there are [defaults], [cluster:NAME] and [environment]."
             )
         for key in keys:
             if key not in known:
-                raise RequestError(f"{path} [{section}]: unknown key {key!r}{_near(key, known)}.")
+                raise RequestError(f"{path} [{section}]: unknown key {key!r}{nearest(key, known)}.")
 
 
-def _near(word: str, known: Collection[str]) -> str:
+def nearest(word: str, known: Collection[str]) -> str:
+    """Return ` (did you mean 'nodes'?)` for a word that is not known; empty without a near one."""
     import difflib
 
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

@@ -28,6 +28,8 @@ MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
 NO_PREFLIGHT, QUICK, FULL_PREFLIGHT = PREFLIGHTS = ("none", "quick", "full")
+OK, ANY, FAILED = CONDITIONS = ("ok", "any", "failed")
+"""Ends of an awaited run for which a run can ask: done; whatever it is; failed."""
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Variable by which NCCL takes several ranks on one GPU."""
 SHARING = f"{SHARED_GPUS}=1 with NCCL 2.30 or later"
@@ -224,6 +226,14 @@ class JobSpec:
     template: str = option(
         DEFAULT_TEMPLATE, "Script template; see 'clusterddp templates list'.", names="NAME|FILE"
     )
+    after: tuple[tuple[str, str], ...] = option(
+        (),
+        "Wait until a run is done (ok), over its requeues and further jobs, until it has failed, "
+        "or until it has ended at all; repeatable.",
+        names="RUN[:ok|any|failed]",
+        group=table.ASKED,
+    )
+    """Directories of the runs that it waits for, and the end that each is to come to."""
     sbatch: tuple[tuple[str, str | None], ...] = option(
         (), "Any other directive; repeatable.", names="KEY=VALUE", group=table.ASKED
     )
@@ -415,6 +425,8 @@ class JobSpec:
             forms.text("COMMAND", word)
         if self.command and not self.command[0]:
             raise RequestError("COMMAND is empty; give a program to run after '--'.")
+        if self.after:
+            self._check_after()
         if self.resources.spare_nodes:
             self._check_spares()
         self._check_environment()
@@ -473,6 +485,28 @@ class JobSpec:
         if train.profile and int(train.profile) >= self.world_size:
             raise OptionError(
                 "--profile", f" {train.profile}: there is no such rank; {self.layout}, from 0."
+            )
+
+    def _check_after(self) -> None:
+        """Refuse runs to wait for where a start cannot look at them, or that Slurm cannot add."""
+        for path, condition in self.after:
+            forms.text("--after", path)
+            if not Path(path).is_absolute():
+                raise OptionError("--after", f": {path!r} is no absolute path of a run.")
+            Choice(CONDITIONS).check("--after", condition)
+        if self.run_dir in dict(self.after):
+            raise OptionError("--after", f": {self.run_name} cannot wait for itself.")
+        if self.launcher == "submitit":
+            raise OptionError(
+                "--after",
+                " against --launcher submitit: its job looks at no other run. Use --launcher "
+                "sbatch, or --dependency with a job id.",
+            )
+        if "?" in self.resources.dependency:
+            raise OptionError(
+                "--after",
+                f" against --dependency {self.resources.dependency}: Slurm takes either all of its "
+                "dependencies (','), which --after needs, or any ('?').",
             )
 
     def _check_spares(self) -> None:
@@ -769,12 +803,8 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
-        for name in (
-            *_OF_COMMANDS,
-            "bad_node_hours",
-            "preflight",
-            "notify",
-        ):  # nor do those before them
+        since = ("bad_node_hours", "preflight", "notify", "after")
+        for name in (*_OF_COMMANDS, *since):  # nor do those before them
             if getattr(self, name) == self._default(name):
                 del fields[name]
         if self.train and self.train.numa_binding == "none":

@@ -96,11 +96,14 @@ def begin(
             run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words
         )
         raise RunIsDone(words)
-    too_few = _give_too_few_back(run, job_id, restart, nodelist, needed)
-    if not too_few:
-        _avoid_bad_nodes(run, job_id, restart, nodelist)
     try:
+        _await_runs(run, job_id, restart)
+        too_few = _give_too_few_back(run, job_id, restart, nodelist, needed)
+        if not too_few:
+            _avoid_bad_nodes(run, job_id, restart, nodelist)
         attempt = _make_attempt(run, job_id, max_requeues, patience, too_few)
+    except BackInQueue:
+        raise
     except Exception as error:
         _record(run, events.Started, **job)
         expected = isinstance(error, ClusterDDPError)
@@ -111,7 +114,7 @@ def begin(
             job_id=job_id,
             restart=restart,
             exit_code=error.exit_code if isinstance(error, ClusterDDPError) else EXIT_FAILED,
-            cause=error.cause if isinstance(error, _Withdrawn) else restart_policy.FAILED,
+            cause=getattr(error, "cause", restart_policy.FAILED),
             why=f"{'' if expected else bug}{error}",
         )
         raise
@@ -278,6 +281,21 @@ def _is_done(run: RunDir, job_id: str) -> bool:
         step=last_word.step,
     )
     return True
+
+
+def _await_runs(run: RunDir, job_id: str, restart: int) -> None:
+    """Put a job back into the queue that is to wait for other runs still. Raises BackInQueue.
+
+    Raises NotDue where the run is not to begin at all.
+    """
+    spec = run.read_spec()  # a damaged one is refused later
+    if spec is None or not spec.after:
+        return
+    from clusterddp.run import chain  # few runs wait
+
+    if words := chain.wait_again(run, job_id, restart):
+        _heed_withdrawal(run, job_id, job_id)
+        raise BackInQueue(f"{words}: job {job_id} is back in the queue")
 
 
 def _make_attempt(
@@ -456,6 +474,9 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         why=why,
     )
     log.info(f"job {successor} goes on in place of job {job_id}")
+    from clusterddp.run import chain  # seldom needed
+
+    chain.rejoin(run)
     _note_left_out(run, successor, attempt.number, choice)
     _heed_withdrawal(run, job_id, successor)
 

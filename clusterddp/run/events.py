@@ -237,6 +237,28 @@ class NoticeQueued(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Waits(Event):
+    """Wait of the job in the queue for other runs, from its submission or a start of it on."""
+
+    kind: ClassVar[str] = "waits"
+    runs: tuple[str, ...] = ()
+    """Names, with the end that each is to come to where that is not `ok`: `a`, `b:any`."""
+    why: str = ""
+    """States of these runs, in words."""
+    held: bool = False
+    """True where Slurm holds the job until one of them is submitted again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwaitedBy(Event):
+    """Run that waits for this one."""
+
+    kind: ClassVar[str] = "awaited_by"
+    by: str = ""
+    """Its directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CodeChanged(Event):
     """Difference of an attempt's code from what was submitted, where no copy was made of it."""
 

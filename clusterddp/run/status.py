@@ -30,6 +30,7 @@ from clusterddp.run.state import (
     DONE,
     ENDED,
     FAILED,
+    HELD_BACK,
     NEVER_STARTS,
     QUEUED,
     RUNNING,
@@ -81,6 +82,8 @@ class RunStatus:
     restart_reasons: list[str] = field(default_factory=list)
     goes_on_after: str = ""
     """Reason for which it waits to start again, if it does."""
+    waits_for: list[str] = field(default_factory=list)
+    """Runs that it waits for in the queue, `a` or `b:any`; empty once it may begin."""
     checkpoint_step: int | None = None
     """Step of the newest checkpoint, by its name: 'clusterddp checkpoints' verifies them."""
     checkpoint_time: float | None = None
@@ -145,6 +148,9 @@ def run_status(
     state, detail = judge(submission, report, job, alive, now)
     if state == CREATED and run.array_index:  # by the script itself
         detail = "its script has recorded nothing yet"
+    waits = _waits(run, submission, job) if submission and state == QUEUED else None
+    if waits:
+        detail = f"waits for {waits.why if waits.held else ', '.join(waits.runs)}"
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
@@ -174,6 +180,7 @@ def run_status(
         restarts=known.restarts,
         restart_reasons=list(known.reasons),
         goes_on_after=reason(known.put_back) if known.put_back else "",
+        waits_for=list(waits.runs) if waits else [],
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
         step=first_known(figures.steps, done.step),
@@ -214,6 +221,15 @@ def _cleaned(history: Sequence[events.Event]) -> str:
         elif isinstance(event, events.Submitted | Started):
             words = []
     return "; ".join(words)
+
+
+def _waits(run: RunDir, submission: Submission, job: JobState | None) -> events.Waits | None:
+    """Find what the job waits for, unless Slurm holds it back for another reason by now."""
+    if submission.start.time or (job and job.reason not in HELD_BACK):
+        return None
+    history = events.read(run.events)
+    waits = [event for event in history if isinstance(event, events.Waits)]
+    return next((event for event in waits[::-1] if event.job_id == submission.job_id), None)
 
 
 def _left_out(run: RunDir, state: str, job_id: str) -> Mapping[str, str]:
@@ -420,6 +436,8 @@ def _next_command(
     if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
         return f"clusterddp report {run.shown}" if state == DONE else ""
     again = run.resubmission
+    if submission.end and submission.end.cause == restart_policy.NOT_DUE and state == CANCELLED:
+        return again
     if state == STOPPED or (state == CANCELLED and has_checkpoint):
         return again
     logs = run.rank_log(0), run.job_log
@@ -470,7 +488,7 @@ def find_run(root: Path, text: str | None) -> RunDir:
             return run
     if "/" in text and (Path(text) / "spec.json").is_file():
         return RunDir(Path(text))
-    holders = [run for run in runs if text in _job_ids(run)]
+    holders = [run for run in runs if text in job_ids(run)]
     if len(holders) == 1:
         return holders[0]
     if holders:
@@ -513,7 +531,7 @@ def find_those(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[Clu
     return list(runs.values()), wrong
 
 
-def _job_ids(run: RunDir) -> set[str]:
+def job_ids(run: RunDir) -> set[str]:
     """Return a run's job ids: of its submissions, or of the job whose shell started its ranks.
 
     Of an array's element they are its own, 12, its name, 11_1, and the array's, 11.

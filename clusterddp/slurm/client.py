@@ -510,12 +510,55 @@ def ask_for_nodes(job_id: str, count: int, tasks: int) -> None:
     _change(["scontrol", "update", f"JobId={job_id}", *sizes])
 
 
-def requeue(job_id: str) -> None:
+def dependency_of(job_id: str) -> list[str]:
+    """Return what a job waits for, `afterany:12` each; raises SlurmError where Slurm does not say.
+
+    What is fulfilled is no longer among it (seen on 22.05).
+    """
+    fields = _job_fields(job_id)
+    if "Dependency" not in fields:
+        raise SlurmError(f"Slurm does not say what job {job_id} waits for")
+    named = fields["Dependency"] if fields["Dependency"] != "(null)" else ""
+    return [re.sub(r"\(.*", "", item) for item in named.split(",") if item]
+
+
+def depend(job_id: str, dependency: str) -> None:
+    """Have a job in the queue wait for other jobs, in place of those that it waits for.
+
+    Slurm takes it also of a job in DependencyNeverSatisfied, held, or completing after a requeue,
+    and refuses it of one that runs (seen on 22.05). Raises SlurmError with scontrol's words.
+    """
+    _change(["scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}"])
+
+
+def release(job_id: str) -> None:
+    """Let a held job go. Raises SlurmError with scontrol's own words."""
+    _change(["scontrol", "release", job_id])
+
+
+def put_back(job_id: str, dependency: str) -> None:
+    """Put this running job back into the queue, behind other jobs; without any it is held.
+
+    It may be one of --no-requeue, as none of its tasks has started: its owner may allow it, and
+    forbid it again (seen on 22.05). Raises SlurmError.
+    """
+    allowed = _job_fields(job_id).get("Requeue") == "1"
+    if not allowed:
+        _change(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
+    requeue(job_id, hold=not dependency)
+    if not allowed:
+        forbid_requeue(job_id)
+    if dependency:
+        depend(job_id, dependency)
+
+
+def requeue(job_id: str, *, hold: bool = False) -> None:
     """Put a job back into the queue; one that is there already stays.
 
-    Raises RequeueRefused where that is not allowed, SlurmError where Slurm does not answer.
+    hold: it starts only once it is released. Raises RequeueRefused where that is not allowed,
+    SlurmError where Slurm does not answer.
     """
-    answer = ask(["scontrol", "requeue", job_id])
+    answer = ask(["scontrol", "requeuehold" if hold else "requeue", job_id])
     words = f"{answer.stdout} {answer.stderr}".strip()
     if answer.returncode and "pending execution" not in words:
         raise RequeueRefused(words or f"scontrol requeue: exit code {answer.returncode}")

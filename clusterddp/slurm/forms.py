@@ -52,6 +52,8 @@ LOOP_VARIABLE = "CLUSTERDDP_LOOP"
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$|_)")
+"""Part of a variable's name that says that its value is secret."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from clusterddp.launchers import notice_job
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, events, formatting
+from clusterddp.run import bad_nodes, chain, events, formatting
 from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
@@ -33,7 +33,7 @@ from clusterddp.submission.submit import ask_for_partitions, naming_the_job
 from clusterddp.version import of_script
 
 CHANGEABLE = (
-    *("resources", "train", "signal", "job_name", "python", "batch_python"),
+    *("resources", "train", "after", "signal", "job_name", "python", "batch_python"),
     *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
     *("arm_stacks", "silence", "end_silent", "bad_node_hours", "preflight", "notify", "tracker"),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
@@ -273,6 +273,8 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 
 def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> None:
     bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
+    if spec.after:  # ahead of the records
+        chain.check(chain.look(spec), has_queue=spec.launcher != "local")
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(
@@ -455,7 +457,6 @@ def _submit(
                 events.add(run.events, events.Resubmitted, changes=changes)
             submission = launchers.load(after.launcher).submit(after, script, run)
             notice_job.submit(after, run, submission.job_id)
-            return submission
     except RequestError:
         for path, former in kept.items():
             if former:
@@ -463,6 +464,8 @@ def _submit(
             else:
                 path.unlink(missing_ok=True)
         raise
+    chain.rejoin(run)
+    return submission
 
 
 def _renew_records(run: RunDir, records: Mapping[Path, str]) -> dict[Path, Path | None]:

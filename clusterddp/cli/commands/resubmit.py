@@ -15,6 +15,7 @@ import click
 from clusterddp.cli.job_spec import (
     CONTAINER,
     IMAGES_PYTHON,
+    awaited_runs,
     changed_resources,
     container_fields,
     directives_of,
@@ -190,6 +191,8 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     fields |= container_fields({name: given[name] for name in given if name in of_container})
     if "notify" in fields:
         fields["notify"] = forms.words("--notify", fields["notify"])
+    if "after" in fields:
+        fields["after"] = awaited_runs(fields["after"], ctx.params["output_root"])
     if "batch_python" in fields:
         fields["batch_python"] = interpreter(fields["batch_python"])
     image = fields.get("container_image")
