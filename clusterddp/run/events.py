@@ -6,7 +6,7 @@ the field's default. Times are seconds since the epoch.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, ParamSpec
 
@@ -215,9 +215,17 @@ class CodeChanged(Event):
 def read(path: Path) -> list[Event]:
     """Read all events in the order in which they were written; none where there is no file.
 
-    Raises OSError.
+    A job of an array is known by its name, 89_0, until it has a number of its own, with which its
+    start is recorded: its earlier events get that. Raises OSError.
     """
-    return [parse(content) for content in files.read_json_lines(path)]
+    history = [parse(content) for content in files.read_json_lines(path)]
+    numbers = {e.array_element: e.job_id for e in history if isinstance(e, Started) and e.job_id}
+    return [
+        replace(event, job_id=numbers[event.job_id], array_element=event.job_id)
+        if event.job_id in numbers
+        else event
+        for event in history
+    ]
 
 
 def parse(content: Mapping[str, object]) -> Event:

@@ -123,14 +123,7 @@ def run_status(
     """Put the status together; `slurm_states`: what `slurm.client` answers for `jobs_to_ask`."""
     now = time.time() if now is None else now
     submission = latest_submission(events.read(run.events))
-    job = slurm_states.get(submission.job_id) if submission else None
-    if job and is_another_runs(run, job):
-        job = JobState(State.UNKNOWN)
-    alive = submission.is_alive if submission and submission.is_local else None
-    report = latest_report(run, submission.attempt if submission else None)
-    state, detail = judge(submission, report, job, alive, now)
-    if state == CREATED and run.array_index:  # by the script itself
-        detail = "its script has recorded nothing yet"
+    state, detail, job, report = _judge(run, submission, slurm_states, now)
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
@@ -180,6 +173,31 @@ def run_status(
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
+
+
+def _judge(
+    run: RunDir, submission: Submission | None, slurm_states: Mapping[str, JobState], now: float
+) -> tuple[str, str, JobState | None, Report | None]:
+    """Return a run's state and the reason for it, and what they were judged from."""
+    job = slurm_states.get(submission.job_id) if submission else None
+    if job and is_another_runs(run, job):
+        job = JobState(State.UNKNOWN)
+    alive = submission.is_alive if submission and submission.is_local else None
+    report = latest_report(run, submission.attempt if submission else None)
+    state, detail = judge(submission, report, job, alive, now)
+    if state == CREATED and run.array_index:  # by the script itself
+        detail = "its script has recorded nothing yet"
+    return state, detail, job, report
+
+
+def states_of(runs: Sequence[RunDir]) -> list[str]:
+    """Return the states of runs that were submitted, and no more: quick for the many of a sweep."""
+    submissions = [latest_submission(events.read(run.events)) for run in runs]
+    jobs, now = query(jobs_to_ask(submissions)), time.time()
+    return [
+        _judge(run, submission, jobs, now)[0]
+        for run, submission in zip(runs, submissions, strict=True)
+    ]
 
 
 def _left_out(run: RunDir, job_id: str) -> Mapping[str, str]:
