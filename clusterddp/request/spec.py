@@ -456,6 +456,22 @@ class JobSpec:
         )
 
     @property
+    def trainings(self) -> list[TrainConfig]:
+        """Return the trainings that read different files: one, none, or several of a sweep."""
+        if not self.train:
+            return []
+        points = range(len(self.sweep))
+        each = [train_at(self.train, self.sweep.point(i)) for i in points] or [self.train]
+        return [*{(t.model, t.dataset, t.tensorboard): t for t in reversed(each)}.values()][::-1]
+
+    @property
+    def shared_dir(self) -> str:
+        """Return the directory of the sweep, which its points read; empty for a run of its own."""
+        if self.sweep:
+            return self.run_dir
+        return self.run_dir.removesuffix(f"-{self.index}") if self.point else ""
+
+    @property
     def sweep_name(self) -> str:
         """Return the name of the sweep that this run is a point of; empty for none."""
         return self.run_name.rpartition("-")[0] if self.point else ""
@@ -574,6 +590,8 @@ class JobSpec:
                 if path:
                     mounts.append(Mount(path, path, read_only=True))
                     mounts[-1].check(option)
+        if self.shared_dir:
+            mounts.append(Mount(self.shared_dir, self.shared_dir))
         for text in self.container_mounts:
             mounts.append(Mount.parse(text))
             mounts[-1].check()
@@ -726,7 +744,7 @@ class JobSpec:
     @property
     def uses_own_code(self) -> bool:
         """Return whether the tasks run the user's code: a command, a model or a dataset."""
-        return bool(self.command or (self.train and self.train.own_functions))
+        return bool(self.command) or any(train.own_functions for train in self.trainings)
 
     @property
     def node_checks(self) -> str:

@@ -58,6 +58,8 @@ class Submitted(Event):
     in_place_of: str = ""
     """Job that it replaces; empty where a person submitted it."""
     why: str = ""
+    indices: tuple[int, ...] = ()
+    """Points of a sweep that the job array starts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,13 +162,14 @@ class RunDir:
             path.parent.mkdir(parents=True, exist_ok=True)
             # mkdtemp makes it mode 0700: scripts and records may hold values of --env.
             draft = cls(Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)))
-            draft.logs.mkdir()
+            if cls is RunDir:
+                draft.logs.mkdir()
             write_atomically(draft.spec, spec.to_json().encode())
             if script is not None:
                 write_atomically(draft.script, script.encode())
             os.rename(draft.path, path)  # noqa: PTH104 -- fails, as wanted, on a non-empty target
         except OSError as error:
-            _undo(draft.path if draft else None, missing)
+            undo(draft.path if draft else None, missing)
             raise RequestError(
                 f"--output-root: cannot write the run directory {path}: {error.strerror}. "
                 "Choose a folder that you can write and that has room."
@@ -176,7 +177,7 @@ class RunDir:
         try:
             yield cls(path)
         except RequestError:
-            _undo(path, missing)
+            undo(path, missing)
             raise
 
     def make(self, *folders: Path) -> None:
@@ -284,10 +285,11 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
 
 def run_folders(run: RunDir) -> list[Path]:
     """List what lies in a person's tree and is no code: runs, or the folder of runs alone."""
-    return [run.path.parent, *(each.path for each in find_runs(run.path.parent))]
+    root = run.path.parent
+    return [root, *(each.path for each in (*find_runs(root), *directories(SweepDir, root)))]
 
 
-def _undo(made: Path | None, parents: list[Path]) -> None:
+def undo(made: Path | None, parents: list[Path]) -> None:
     """Remove a run's directory, and the folders above it that were made for it alone."""
     import shutil
 

@@ -67,13 +67,20 @@ _SCONTROL = re.compile(
 
 
 def sbatch(
-    script: str, environ: Mapping[str, str], *, comment: str, exclude: Sequence[str] = ()
+    script: str,
+    environ: Mapping[str, str],
+    *,
+    comment: str,
+    exclude: Sequence[str] = (),
+    array: str = "",
 ) -> str:
     """Queue a script and return the job id.
 
     comment: the job comment that the script itself sets; a submission whose answer was lost is
         looked for by it, among this user's jobs of the last minutes.
     exclude: nodes to leave out, in place of those that the script itself leaves out.
+    array: elements to start, `0-3,7%2`, in place of those that the script names; sbatch is given
+        the comment then, too.
 
     Raises RequestError when there is no sbatch or it refuses, with its own words; SlurmError when
     it is not known whether the job was queued.
@@ -83,6 +90,7 @@ def sbatch(
     started = time.time()
     try:
         argv = ["sbatch", "--parsable", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
+        argv += [f"--array={array}", f"--comment={comment}"] if array else []
         answer = call(argv, environ, SBATCH_SECONDS, stdin=script)
     except _NOT_ON_PATH:
         raise RequestError(
@@ -164,8 +172,9 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
         argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
         rows = [line.split("|", 2) for line in _answer(argv, environ).splitlines()]
         ids = [row[0] for row in rows if len(row) == 3 and row[1] >= since and row[2] == comment]
-        if ids:
-            return max(ids, key=lambda job_id: int(re.sub(r"\D.*", "", job_id) or 0))
+        numbers = [int(re.sub(r"\D.*", "", job_id) or 0) for job_id in ids]  # 89 of 89_[0-3]
+        if numbers:
+            return str(max(numbers))
     raise SlurmError(
         f"{problem}. Slurm shows no job with the comment {comment!r}, so it is not known whether "
         "the job was queued. Before you submit again, look with: "

@@ -1,0 +1,45 @@
+"""Sweeps on a real Slurm, typed as a user would type them."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_submit import CLUSTERDDP, WHO, submit, told
+from tests.waiting import wait_for
+
+SMALL = [
+    "--dataset", "synthetic", "--threads", "1", "--batch-size", "32", "--max-steps", "20",
+    "--warmup-steps", "2", "--eval-every", "1000epochs",
+]  # fmt: skip
+
+
+def typed(cluster: SlurmCluster, folder: Path, *argv: str, **kwargs: Any) -> Any:
+    return cluster.run([*CLUSTERDDP, *argv], cwd=folder, timeout=200, **kwargs)
+
+
+def status(cluster: SlurmCluster, folder: Path, name: str) -> Any:
+    answer = typed(cluster, folder, "status", name, "--json")
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+def test_each_point_of_a_command_is_a_run_with_its_own_values(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    done = submit(
+        cluster, tmp_path, "--run-name", "s", "--wait", "--sweep", "lr=0.1,it's $HOME",
+        "--sweep", "seed=0..1", "--max-parallel", "2",
+        "--", sys.executable, "-c", WHO, "--lr={lr}", "{seed}", "{other}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [tmp_path / f"jobs/s-{index}" for index in range(4)]
+    points = [(lr, seed) for lr in ("0.1", "it's $HOME") for seed in "01"]
+    for run, (lr, seed) in zip(runs, points, strict=True):
+        task = told(run, 0)
+        assert task["argv"] == [f"--lr={lr}", seed, "{other}"]
+        assert task["env"]["SLURM_ARRAY_TASK_ID"] == run.name[-1]
+    assert len({told(run, 0)["env"]["MASTER_PORT"] for run in runs}) == 4
