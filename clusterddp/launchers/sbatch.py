@@ -287,13 +287,7 @@ def points(spec: JobSpec) -> list[str]:
 
 def array_of(indices: Iterable[int], max_parallel: int = 0) -> str:
     """Give the value of --array for indices in order, `0-3,7%2`."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index - 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    listed = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    listed = forms.array_indices(indices)
     return f"{listed}%{max_parallel}" if max_parallel else listed
 
 

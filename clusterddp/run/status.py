@@ -22,7 +22,7 @@ from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.records import AttemptRecord, MetricsLine, PreflightRecord, Report
-from clusterddp.run.run_dir import RunDir, find_runs, newest_checkpoint
+from clusterddp.run.run_dir import RunDir, SweepDir, find_runs, newest_checkpoint
 from clusterddp.run.state import (
     CANCELLED,
     CREATED,
@@ -440,6 +440,10 @@ def find_run(root: Path, text: str | None) -> RunDir:
             return run
     if "/" in text and (Path(text) / "spec.json").is_file():
         return RunDir(Path(text))
+    if SweepDir(root / text).is_sweep:
+        raise RequestError(
+            f"{text} is a sweep, and this is about one run: name a point of it, such as {text}-0."
+        )
     holders = [run for run in runs if text in _job_ids(run)]
     if len(holders) == 1:
         return holders[0]
@@ -462,19 +466,6 @@ def statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
 def find_each(root: Path, texts: Sequence[str]) -> list[RunDir]:
     """Find each run, as `find_run` does; one that is named twice is there once."""
     return list({run.path: run for run in (find_run(root, text) for text in texts)}.values())
-
-
-def find_those(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[ClusterDDPError]]:
-    """Find each run once; returns the runs and, for the other names, the errors."""
-    runs: dict[Path, RunDir] = {}
-    wrong: list[ClusterDDPError] = []
-    for text in texts:
-        try:
-            run = find_run(root, text)
-            runs[run.path] = run
-        except RequestError as error:
-            wrong.append(error)
-    return list(runs.values()), wrong
 
 
 def _job_ids(run: RunDir) -> set[str]:

@@ -20,6 +20,7 @@ from clusterddp.slurm.forms import (
     NONCE_VARIABLE,
     RANK_VARIABLES,
     SPARES_VARIABLE,
+    array_indices,
     expand_nodelist,
     time_seconds,
 )
@@ -240,7 +241,10 @@ def lists_exit_code(setting: str, exit_code: int) -> bool:
 
 def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
     """Return the jobs that slurmctld remembers, ended ones too; may raise SlurmError."""
-    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i %A|%T|%r|%k"]
+    # An array's waiting elements have no numbers yet, and stand in one line without -r.
+    asked = [*dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids)]
+    each = ["-r"] if any("_" in job_id for job_id in job_ids) else []
+    argv = ["squeue", "-h", "-a", *each, "-t", "all", "-j", ",".join(asked), "-o", "%i %A|%T|%r|%k"]
     answer = ask(argv, environ)
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
         raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
@@ -286,7 +290,13 @@ def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str] | None
 
 def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
     """Return the jobs that accounting remembers; none where it is off, as on many sites."""
-    fields = ["-P", "-n", "-D", "-X", "-j", ",".join(job_ids), "-o", "JobIDRaw,State,ExitCode"]
+    names = [job_id for job_id in job_ids if "_" in job_id]  # which JobIDRaw never is
+    if names and len(names) < len(job_ids):
+        others = [job_id for job_id in job_ids if job_id not in names]
+        return _sacct(names, environ) | _sacct(others, environ)
+    arrays = ",".join(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+    number = "JobID" if names else "JobIDRaw"
+    fields = ["-P", "-n", "-D", "-X", "-j", arrays, "-o", f"{number},State,ExitCode"]
     jobs: dict[str, JobState] = {}
     for line in _answer(["sacct", *fields], environ).splitlines():
         job_id, state, exit_code = [*line.split("|", 2), "", ""][:3]
@@ -386,6 +396,62 @@ def cancel(job_id: str, environ: Mapping[str, str] | None = None) -> None:
     Raises SlurmError with scancel's own words.
     """
     _change(["scancel", job_id], environ)
+
+
+def cancel_all(job_ids: Sequence[str]) -> None:
+    """Cancel jobs at once, so that no element of an array starts in the place of another.
+
+    Raises SlurmError as `cancel` does.
+    """
+    elements: dict[str, list[int]] = {}
+    for array, _, index in (job_id.partition("_") for job_id in job_ids if "_" in job_id):
+        elements.setdefault(array, []).append(int(index))
+    listed = {array: array_indices(sorted(indices)) for array, indices in elements.items()}
+    jobs = [job_id for job_id in job_ids if "_" not in job_id]
+    _change(["scancel", *jobs, *(f"{array}_[{indices}]" for array, indices in listed.items())])
+
+
+@dataclass(frozen=True)
+class ArrayLimits:
+    """Bounds of a job array as Slurm's settings have them; None where there is none or no word."""
+
+    size: int | None = None
+    """MaxArraySize of slurm.conf: an index is below it."""
+    tasks: int | None = None
+    """max_array_tasks of SchedulerParameters."""
+    jobs: int | None = None
+    """MaxJobCount of slurm.conf: jobs that slurmctld can hold, of all users."""
+    submitted: int | None = None
+    """MaxSubmitJobs of the user's associations and their QOS: jobs queued and running at once."""
+    present: int = 0
+    """Jobs of this user that are queued and running, elements of arrays each."""
+
+
+def array_limits(account: str = "") -> ArrayLimits:
+    """Return the bounds of an array submitted now; `submitted` only where the site enforces it.
+
+    account: the one to be charged; the user's default one where empty.
+    """
+    import getpass
+
+    settings = dict(re.findall(r"^(\w+)\s*=\s*(\S+)", _config(), re.MULTILINE))
+    number = {name: int(text) for name, text in settings.items() if text.isdecimal()}
+    tasks = re.search(r"\bmax_array_tasks=(\d+)", settings.get("SchedulerParameters", ""))
+    submitted, present = None, 0
+    if {"limits", "safe"} & {*settings.get("AccountingStorageEnforce", "").lower().split(",")}:
+        where = [f"user={getpass.getuser()}", *([f"account={account}"] if account else [])]
+        shown = ["sacctmgr", "-n", "-P", "show", "assoc", *where, "format=MaxSubmitJobs"]
+        bounds = [int(line) for line in _answer(shown).split() if line.isdecimal()]
+        submitted = max(bounds, default=None)  # of several accounts, which one is not known here
+        if bounds:
+            present = len(_answer(["squeue", "-h", "-r", "--me", "-o", "%i"]).split())
+    return ArrayLimits(
+        number.get("MaxArraySize"),
+        int(tasks[1]) if tasks else None,
+        number.get("MaxJobCount"),
+        submitted,
+        present,
+    )
 
 
 def kill_step(step: str) -> None:

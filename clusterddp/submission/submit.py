@@ -16,6 +16,7 @@ from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes
 from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
+from clusterddp.slurm.client import array_limits
 from clusterddp.slurm.partitions import Question
 from clusterddp.submission import bundle, outlook, points
 from clusterddp.submission.inputs import find_own_functions, make_sure
@@ -64,6 +65,8 @@ def submit(
     if check and spec.launcher != "local":
         outlook.log_forecast(script)
     if spec.sweep:
+        if spec.launcher != "local":
+            outlook.check_array(spec, len(spec.sweep), array_limits(spec.resources.account))
         return _submit_sweep(spec, script, snapshot_limit_mb)
     with RunDir.create(spec, script) as run, naming_the_job(spec):
         bundle.carry(run)
