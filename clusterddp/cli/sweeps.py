@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,14 +73,14 @@ def described(sweep: Sweep) -> dict[str, object]:
     return {"points": points, "sample_seed": sweep.sample_seed}
 
 
-def table_of(spec: JobSpec, first: int = 0) -> str:
-    """Return the points as a table: the run's name, and what it varies; from an index on."""
+def table_of(spec: JobSpec, indices: Sequence[int] | None = None) -> str:
+    """Return the points, or some of them, as a table: the run's name, and what it varies."""
     from clusterddp.run import formatting
 
     sweep = spec.sweep
     rows = [
         (f"{spec.run_name}-{index}", *map(formatting.line, sweep.points[index]))
-        for index in range(first, len(sweep))
+        for index in (range(len(sweep)) if indices is None else indices)
     ]
     table = formatting.table([("RUN", *sweep.names), *rows])
     if sweep.sample_seed is not None:
@@ -89,19 +89,27 @@ def table_of(spec: JobSpec, first: int = 0) -> str:
 
 
 def follow_sweep(
-    spec: JobSpec, path: Path, submission: SentJob, *, wait: bool, as_json: bool
+    spec: JobSpec,
+    path: Path,
+    submission: SentJob,
+    indices: Sequence[int],
+    *,
+    wait: bool,
+    as_json: bool,
 ) -> int:
-    """Print the submission of a sweep, and follow its points where that is asked for.
+    """Print the submission of points of a sweep, and follow them where that is asked for.
 
     With the launcher `local` the points run here, one after the other. Returns the exit code of
     the command: the highest of the points that were followed.
     """
+    from clusterddp.run import formatting
     from clusterddp.run.run_dir import SweepDir
 
-    sweep, count = SweepDir(path), f"{len(spec.sweep)} points"
+    sweep, count = SweepDir(path), formatting.count(len(indices), "point")
+    runs = [sweep.element(index) for index in indices]
     fields: dict[str, object] = {"sweep": spec.run_name, "run_dir": spec.run_dir}
     is_local = spec.launcher == "local"
-    fields |= {"job_id": submission.job_id, **described(spec.sweep)}
+    fields |= {"job_id": submission.job_id, "indices": [*indices], **described(spec.sweep)}
     words = f"submitted {spec.run_name} as job array {submission.job_id}"
     if is_local:
         words = f"running {spec.run_name} here, one point after the other"
@@ -109,7 +117,7 @@ def follow_sweep(
         f": {count}, each {spec.layout}\n"
         f"  files   {spec.run_dir}-INDEX\n"
         f"  points  clusterddp status {sweep.shown}\n"
-        f"  logs    clusterddp logs {sweep.shown}-0\n"
+        f"  logs    clusterddp logs {runs[0].shown}\n"
         f"  cancel  clusterddp cancel {sweep.shown}"
     )
     if spec.sweep.sample_seed is not None:
@@ -118,21 +126,21 @@ def follow_sweep(
         click.echo(words)
     code = errors.EXIT_DONE
     if is_local:
-        code = _run_here(sweep, as_json=as_json)
+        code = _run_here(sweep, runs, as_json=as_json)
     elif wait:
-        code = _wait(sweep.elements)
+        code = _wait(runs)
     if as_json:
         click.echo(json.dumps({**fields, **({"exit_code": code} if wait or is_local else {})}))
     return code
 
 
-def _run_here(sweep: "SweepDir", *, as_json: bool) -> int:
+def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> int:
     """Run the points one after the other; one that fails keeps no other from its turn."""
     from clusterddp.cli.runs import follow
     from clusterddp.launchers import local
 
     script, code = sweep.script.read_text(), errors.EXIT_DONE
-    for run in sweep.elements:
+    for run in runs:
         spec = run.load_spec()
         log.info(f"{run.name}: {' '.join(f'{name}={text}' for name, text in spec.point)}")
         sent = local.submit(spec, script, run)
@@ -146,7 +154,7 @@ def _run_here(sweep: "SweepDir", *, as_json: bool) -> int:
     return code
 
 
-def _wait(runs: "list[RunDir]") -> int:
+def _wait(runs: "Sequence[RunDir]") -> int:
     """Wait for the end of each run; returns the highest of their exit codes."""
     from clusterddp.run.follow import how_it_ended, wait_for_end
     from clusterddp.run.state import DONE, STOPPED

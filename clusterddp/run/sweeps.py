@@ -10,7 +10,7 @@ from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir, directories, find_runs
 from clusterddp.run.state import CANCELLED, CREATED, DONE, FAILED, QUEUED, RUNNING, STOPPED, UNKNOWN
-from clusterddp.run.status import find_run, states_of
+from clusterddp.run.status import RunStatus, find_run, states_of
 
 _MOST_TELLING = (RUNNING, QUEUED, CREATED, FAILED, UNKNOWN, STOPPED, CANCELLED, DONE)
 """States of points, the one first that tells most about their sweep."""
@@ -137,6 +137,11 @@ def select_each(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[Cl
         except RequestError as error:
             wrong.append(error)
     return list(runs.values()), wrong
+
+
+def has_failed(status: RunStatus) -> bool:
+    """Return whether a run has not ended well, or has never begun, and nothing of it is queued."""
+    return status.state in (FAILED, STOPPED, CANCELLED, CREATED) or status.is_forgotten
 
 
 def grouped(root: Path, runs: Sequence[RunDir]) -> list[RunDir]:

@@ -117,7 +117,8 @@ def command(
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     if swept:
-        return follow_sweep(spec, run.path, submission, wait=wait, as_json=as_json)
+        points = range(len(swept))
+        return follow_sweep(spec, run.path, submission, points, wait=wait, as_json=as_json)
     from clusterddp.cli.runs import follow_submitted
 
     words = (
