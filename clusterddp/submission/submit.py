@@ -51,6 +51,8 @@ def submit(
     if spec.launcher != "local":
         bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
     question = ask_for_partitions(spec)
+    if spec.sweep and spec.launcher != "local":
+        outlook.check_array(spec, len(spec.sweep), array_limits(spec.resources.account))
     _warn_of_launcher(spec)
     _check_commands(spec, script)
     check_pythons(spec, imports=check_python)
@@ -65,8 +67,6 @@ def submit(
     if check and spec.launcher != "local":
         outlook.log_forecast(script)
     if spec.sweep:
-        if spec.launcher != "local":
-            outlook.check_array(spec, len(spec.sweep), array_limits(spec.resources.account))
         return _submit_sweep(spec, script, snapshot_limit_mb)
     with RunDir.create(spec, script) as run, naming_the_job(spec):
         bundle.carry(run)
