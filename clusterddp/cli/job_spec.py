@@ -38,6 +38,7 @@ def job_spec(ctx: click.Context, run_name: str, sweep: Sweep = NO_SWEEP) -> JobS
     with naming_sources(ctx):
         spec = _job_spec(ctx, run_name, sweep)
         spec.refuse_launcher()
+        spec.check_points()
     return spec
 
 

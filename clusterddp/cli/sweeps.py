@@ -122,6 +122,13 @@ def follow_sweep(
     )
     if spec.sweep.sample_seed is not None:
         words += f"\n  drawn   with --sample-seed {spec.sweep.sample_seed}"
+    if sweep.code.is_dir():
+        words += (
+            f"\n  code    {sweep.code}, one copy for all points: a relative path that the COMMAND "
+            "writes is the same for all"
+            if spec.command
+            else f"\n  code    {sweep.code}"
+        )
     if not as_json:
         click.echo(words)
     code = errors.EXIT_DONE
@@ -145,7 +152,7 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
         log.info(f"{run.name}: {' '.join(f'{name}={text}' for name, text in spec.point)}")
         sent = local.submit(spec, script, run)
         assert sent.stop
-        ended = follow(run, goes_on=False, to_stderr=as_json)
+        ended = follow(run, lines=0, goes_on=False, to_stderr=as_json)
         sent.stop()
         code = max(code, ended)
         if ended == errors.EXIT_INTERRUPTED:

@@ -428,7 +428,7 @@ class JobSpec:
             self._check_sweep()
 
     def _check_sweep(self) -> None:
-        """Refuse names that cannot be swept, and points that are no sound request each."""
+        """Refuse names that cannot be swept, and a launcher that cannot sweep."""
         if self.launcher == "submitit":
             raise OptionError(
                 "--sweep",
@@ -439,6 +439,12 @@ class JobSpec:
             check_command(self.command, self.sweep.names)
         else:
             refuse_names(self.sweep.names, {row.name for row in REQUEST})
+
+    def check_points(self) -> None:
+        """Check the request of each point of a sweep; raises RequestError as they do.
+
+        A new request is checked; the record of a sweep, which is read often, without it.
+        """
         for index in range(len(self.sweep)):
             self.element(index)
 

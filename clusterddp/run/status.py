@@ -386,6 +386,8 @@ def _next_command(
     if state == CREATED:
         if run.array_index:
             return f"clusterddp logs --job {run.shown}"
+        if run.sweep:  # whose script starts all points
+            return run.resubmission
         return f"sbatch {shlex.quote(str(run.script))}"
     if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
         return f"clusterddp report {run.shown}" if state == DONE else ""

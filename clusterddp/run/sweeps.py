@@ -58,6 +58,7 @@ class SweepStatus:
             for index, (state, values) in enumerate(zip(self.states, self.points, strict=True))
         ]
         return {
+            "name": self.name,
             "sweep": self.name,
             "state": self.state,
             "counts": self.counts,

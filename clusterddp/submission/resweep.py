@@ -72,6 +72,7 @@ def resubmit_sweep(
         after = change(before)
         if more:
             after = dataclasses.replace(after, sweep=after.sweep.with_points(more))
+        after.check_points()
         check_fields(sweep, dataclasses.replace(before, sweep=after.sweep), after)
         check_changes(sweep, before, after, terms)
         script = script_for(sweep, before, after, terms)

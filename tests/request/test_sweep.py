@@ -156,7 +156,9 @@ def test_a_point_is_the_request_of_a_run_of_its_own() -> None:
 )
 def test_points_that_the_training_cannot_have_are_refused(items: list[str], words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        JobSpec("s", "/s", Resources(), train=TrainConfig(device="cpu"), sweep=parse(items))
+        JobSpec(
+            "s", "/s", Resources(), train=TrainConfig(device="cpu"), sweep=parse(items)
+        ).check_points()
 
 
 def test_braces_are_those_of_a_sweep_and_are_replaced_once() -> None:
