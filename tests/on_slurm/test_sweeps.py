@@ -15,12 +15,10 @@ SMALL = [
     "--dataset", "synthetic", "--threads", "1", "--batch-size", "32", "--max-steps", "20",
     "--warmup-steps", "2", "--eval-every", "1000epochs", "--lr", "0.01",
 ]  # fmt: skip
-FAILS_ONCE = """
-echo start {n}
-[ {n} = a ] || [ -e ok ] && exit 0
-until [ -e go ]; do sleep 0.2; done
-touch ok; exit 4
-"""
+FAILS_ONCE = (
+    "echo start {n}; if [ {n} = a ] || [ -e ok ]; then exit 0; fi; "
+    "until [ -e go ]; do sleep 0.2; done; touch ok; exit 4"
+)
 
 
 def typed(cluster: SlurmCluster, folder: Path, *argv: str, **kwargs: Any) -> Any:
@@ -84,7 +82,6 @@ def test_a_sweep_is_one_line_of_jobs_and_is_stopped_and_cancelled_as_one(
 def test_a_point_whose_requeue_is_refused_goes_on_as_its_element_of_another_array(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    (tmp_path / "jobs").mkdir()
     done = submit(
         cluster, tmp_path, "--run-name", "c", "--sweep", "n=a,b", "--restart-on-failure", "1",
         "--no-snapshot", "--", "bash", "-c", FAILS_ONCE,
