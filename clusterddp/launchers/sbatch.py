@@ -21,7 +21,7 @@ from jinja2.bccache import Bucket
 
 from clusterddp import log
 from clusterddp.errors import RequestError
-from clusterddp.launchers import SentJob
+from clusterddp.launchers import ARRAY, SentJob
 from clusterddp.request import sweep
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import REQUEST, JobSpec, Resources, submission_comment
@@ -37,8 +37,6 @@ _HANDED_OVER = re.compile(r"^[^#\n]*\blaunch\s", re.MULTILINE)
 _QUOTED = re.compile(r"^\s*#.*|'[^']*'", re.MULTILINE)
 """Text that bash leaves as it is: words in single quotes, and comments."""
 _EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)", re.MULTILINE)
-ARRAY = re.compile(r"^#SBATCH --array=", re.MULTILINE)
-"""Line of a script that starts the points of a sweep."""
 _OF_TASKS = re.compile(r"\$\{?(MASTER_PORT|CLUSTERDDP_(NONCE|ATTEMPT))\b")
 _EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
 _POINT = "point"
@@ -119,7 +117,9 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
             indices=tuple(indices),
         )
     for each, name in zip(points or [run], names or [job_id], strict=True):
-        events.add(each.events, events.Submitted, job_id=name, launcher="sbatch", folder=folder)
+        # Those of a sweep are not synced one by one: the sweep's own line tells of all.
+        add = events.add if len(names) < 2 else events.note
+        add(each.events, events.Submitted, job_id=name, launcher="sbatch", folder=folder)
         if choice.nodes:
             events.add(each.events, events.NodesLeftOut, job_id=name, nodes=choice.nodes)
     return SentJob(names[0] if points == [run] else job_id)

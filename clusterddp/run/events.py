@@ -243,6 +243,13 @@ def add(path: Path, event: Callable[P, Event], *args: P.args, **fields: P.kwargs
 
     event: its class, whose fields follow; those that are given are written, and no other.
     """
-    kind = event(*args, **fields).kind
-    now = round(time.time(), 3)
-    files.append_json_line(path, {"event": kind, "time": now, **fields})
+    files.append_json_line(path, _line(event, *args, **fields))
+
+
+def note(path: Path, event: Callable[P, Event], *args: P.args, **fields: P.kwargs) -> None:
+    """Append an event as `add` does, without a sync: where a synced record tells the same."""
+    files.append_json_line(path, _line(event, *args, **fields), sync=False)
+
+
+def _line(event: Callable[P, Event], *args: P.args, **fields: P.kwargs) -> dict[str, object]:
+    return {"event": event(*args, **fields).kind, "time": round(time.time(), 3), **fields}

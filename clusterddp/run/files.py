@@ -134,9 +134,9 @@ def write_record(path: Path, record: object, *, indent: int | None = None) -> No
     write_atomically(path, f"{text}\n".encode())
 
 
-def append_json_line(path: Path, content: Mapping[str, object]) -> None:
+def append_json_line(path: Path, content: Mapping[str, object], *, sync: bool = True) -> None:
     """Append an object to a JSON-lines file in one write, and sync it. Raises OSError."""
-    append_line(path, json.dumps(content, default=dataclasses.asdict), os.O_CREAT, sync=True)
+    append_line(path, json.dumps(content, default=dataclasses.asdict), os.O_CREAT, sync=sync)
 
 
 def append_line(path: Path, line: str, flags: int, *, sync: bool = False) -> None:

@@ -112,26 +112,34 @@ def act_together(
 ) -> list[_Result | ClusterDDPError]:
     """Stop or cancel several runs; returns the results, or the errors in their place.
 
-    Jobs are given to scancel together, those that wait in the queue first: one by one, the end of a
-    point of a sweep would start the next.
+    The elements of an array are given to scancel together, those that wait ahead of all others: one
+    by one, the end of one would start the next.
     """
     results: dict[Path, _Result | ClusterDDPError] = {}
-    for is_turn in (True, False):
-        jobs: dict[str, RunDir] = {}
-        for run, status in runs:
-            if (status.state == QUEUED) is is_turn:
-                try:
-                    results[run.path] = act(run, status, partial(_note, jobs, run))
-                except ClusterDDPError as error:
-                    results[run.path] = error
-        try:
-            if jobs:
-                slurm.cancel_all(list(jobs))
-        except SlurmError as error:
-            for run in jobs.values():
-                _take_back(run)
+    waiting = [each for each in runs if each[1].state == QUEUED and _element(each[1])]
+    for group in (waiting, [each for each in runs if each not in waiting]):
+        arrays: dict[str, dict[str, RunDir]] = {}
+        for run, status in group:
+            send: Send = slurm.cancel
+            if array := _element(status).partition("_")[0]:
+                send = partial(_note, arrays.setdefault(array, {}), run)
+            try:
+                results[run.path] = act(run, status, send)
+            except ClusterDDPError as error:
                 results[run.path] = error
+        for jobs in filter(None, arrays.values()):
+            try:
+                slurm.cancel_all(list(jobs))
+            except SlurmError as error:
+                for run in jobs.values():
+                    _take_back(run)
+                    results[run.path] = error
     return [results[run.path] for run, _ in runs]
+
+
+def _element(status: RunStatus) -> str:
+    """Return the name of the array's element that the run's job is; empty for any other job."""
+    return status.array_element or (status.job_id if "_" in status.job_id else "")
 
 
 def _note(jobs: dict[str, RunDir], run: RunDir, job: str) -> None:

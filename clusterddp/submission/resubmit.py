@@ -14,7 +14,6 @@ from pathlib import Path
 
 from clusterddp import launchers, log
 from clusterddp.errors import CheckpointError, RequestError
-from clusterddp.launchers.sbatch import ARRAY
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.sweep import shown
 from clusterddp.request.train_config import TrainConfig, changes
@@ -218,7 +217,7 @@ def script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> st
     if not _is_earlier(recorded):
         if after == before:
             return recorded
-        whole = run.sweep if before.point and ARRAY.search(recorded) else None
+        whole = run.sweep if before.point and launchers.ARRAY.search(recorded) else None
         asked = whole.load_spec() if whole else before  # a point has the script of its sweep
         again = "" if terms.allow_changed else render(asked, terms.template_folder)
         if again and recorded != again and of_script(recorded) == of_script(again):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import RequestError
-from clusterddp.launchers import SentJob, sbatch
+from clusterddp.launchers import SentJob
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep
 from clusterddp.run import attempt as attempts
@@ -165,6 +165,8 @@ def _submit(
             runs = stack.enter_context(points.created(sweep, after, indices))
         if after.launcher == "local":
             return SentJob("")
+        from clusterddp.launchers import sbatch  # and jinja2, which not every command needs
+
         return sbatch.submit(after, script, sweep, runs)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.launchers import SHIPPED, SentJob, load, sbatch
+from clusterddp.launchers import SHIPPED, SentJob, load
 from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
@@ -76,6 +76,8 @@ def submit(
 
 
 def _submit_sweep(spec: JobSpec, script: str, snapshot_limit_mb: float) -> tuple[SweepDir, SentJob]:
+    from clusterddp.launchers import sbatch  # and jinja2, which not every command needs
+
     indices = range(len(spec.sweep))
     with SweepDir.create(spec, script) as made, naming_the_job(spec):
         sweep = SweepDir(made.path)

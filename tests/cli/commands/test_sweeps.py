@@ -111,7 +111,7 @@ def test_one_line_of_jobs_counts_the_points(sweep: SweepDir, workplace: Workplac
     [listed] = json.loads(workplace.invoke("jobs", "--json").out)
     assert listed["counts"] == {"queued": 5, "running": 1, "done": 3, "failed": 1}
     assert "s-2  failed   2" in workplace.invoke("status", "s").out
-    assert "squeue -h -a -r -t all -j 7,14 -o" in " ".join(workplace.calls)
+    assert "squeue -h -a -r -t all -j 12,14,7 -o" in " ".join(workplace.calls)
 
 
 def test_a_cancelled_sweep_asks_once_and_slurm_once(sweep: SweepDir, workplace: Workplace) -> None:
