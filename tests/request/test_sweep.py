@@ -1,5 +1,6 @@
 """Points of a sweep: what is typed, what is drawn, what is refused, and each point's request."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -193,3 +194,13 @@ def test_hostile_values_are_points() -> None:
     sweep = Sweep.of(["v"], [[text] for text in CARRIED])
     spec = command("p", "--v={v}", sweep=sweep)
     assert [spec.element(i).command[1] for i in range(len(sweep))] == [f"--v={t}" for t in CARRIED]
+
+
+def test_a_container_sees_what_the_points_share() -> None:
+    image = {"container_image": "img.sif", "python": "python3"}
+    spec = JobSpec(
+        "s", "/jobs/s", Resources(), command=("p", "{a}"), sweep=parse(["a=1,2"]), **image
+    )
+    for each in (spec, spec.element(1)):
+        assert "/jobs/s" in [mount.target for mount in each.container.mounts]
+    assert not spec.element(1).container.to_json().count("/jobs/s-1")
