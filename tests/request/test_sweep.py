@@ -1,6 +1,5 @@
 """Points of a sweep: what is typed, what is drawn, what is refused, and each point's request."""
 
-import dataclasses
 import math
 from pathlib import Path
 
