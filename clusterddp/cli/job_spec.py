@@ -20,6 +20,7 @@ from clusterddp.request.options import (
     sbatch_directives,
 )
 from clusterddp.request.spec import ANY, CONDITIONS, DIRECTIVES, JobSpec, Resources
+from clusterddp.request.sweep import NO_SWEEP, Sweep
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
@@ -32,17 +33,23 @@ _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
 """Directives of sbatch(1) that --sbatch and --omit-directive can name, and no shortened form."""
 
 
-def job_spec(ctx: click.Context, run_name: str) -> JobSpec:
+def job_spec(ctx: click.Context, run_name: str, sweep: Sweep = NO_SWEEP) -> JobSpec:
     """Return the checked request; raises RequestError or click's UsageError for one that is not."""
     with naming_sources(ctx):
-        spec = _job_spec(ctx, run_name)
+        spec = _job_spec(ctx, run_name, sweep)
         spec.refuse_launcher()
+        spec.check_points()
     return spec
 
 
-def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
+def _job_spec(ctx: click.Context, run_name: str, sweep: Sweep) -> JobSpec:
     assert isinstance(ctx.obj, Settings)
     values, task_command = {**ctx.params}, ctx.meta["command"]
+    for name in () if task_command else sweep.names:
+        if name.replace("-", "_") in values and source(ctx, name.replace("-", "_")) == "flag":
+            raise OptionError(
+                f"--{name}", f" against --sweep {name}: leave the first out, or the second."
+            )
     train = None if task_command else _train_config(ctx)
     flags = typed_flags(ctx, (row.parameter for row in TRAINING)) if task_command else ""
     if flags:
@@ -67,6 +74,7 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
         "run_dir": f"{os.path.abspath(values['output_root'])}/{run_name}",
         "resources": resources,
         "train": train,
+        "sweep": sweep,
         "command": task_command,
         "environment": environment,
         "pass_environment": passed,

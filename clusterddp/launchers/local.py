@@ -163,9 +163,15 @@ def main() -> None:
             **os.environ,
             **job_environment(script, os.getpid(), Path.cwd(), os.environ.get(VISIBLE_GPUS)),
             **limit.environment(time.time()),
+            **_element(run),
             **_stand_in(Path(folder), os.environ),
         }
         sys.exit(job.run(["bash", str(run.script)], environ, Path(folder) / "steps"))
+
+
+def _element(run: RunDir) -> dict[str, str]:
+    """Give the variable of a sweep's point, whose script is that of all of them."""
+    return {"SLURM_ARRAY_TASK_ID": run.name.rpartition("-")[2]} if run.sweep else {}
 
 
 @contextmanager

@@ -61,7 +61,8 @@ REPLACED = {
     "parsable": "--json",
     "wait": "--wait",
     "wrap": "the COMMAND behind '--'",
-    "array": "'clusterddp submit --dry-run … | sbatch --array=LIST', as a submission is one run",
+    "array": "--sweep NAME=VALUES, which submits a run for each value, or 'clusterddp submit "
+    "--dry-run … | sbatch --array=LIST', as a submission is one run",
     "het-group": "one 'clusterddp submit' for each group, as a submission is one run",
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
 }

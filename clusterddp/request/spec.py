@@ -16,6 +16,15 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
 from clusterddp.request.options import COUNT, EXPEDITE, WHOLE, Choice, option
+from clusterddp.request.sweep import (
+    NO_SWEEP,
+    Point,
+    Sweep,
+    check_command,
+    command_at,
+    refuse_names,
+    train_at,
+)
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 from clusterddp.slurm.forms import LINE, PATH, Form
@@ -62,10 +71,8 @@ def _asked(record: object) -> dict[str, object]:
     asked: dict[str, object] = {}
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
         value = getattr(record, field.name)
-        if dataclasses.is_dataclass(value):
-            asked[field.name] = _asked(value)
-        elif value != field.default:
-            asked[field.name] = value
+        if value != field.default:
+            asked[field.name] = _asked(value) if dataclasses.is_dataclass(value) else value
     return asked
 
 
@@ -384,6 +391,10 @@ class JobSpec:
         shown="quick for more than one node",
         group=table.INTERRUPTED,
     )
+    sweep: Sweep = NO_SWEEP
+    """Points of the sweep that it asks for; empty for one run."""
+    point: Point = ()
+    """Point of a sweep that this run is, `element` of its request; empty for a run of its own."""
 
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
@@ -453,6 +464,68 @@ class JobSpec:
             raise OptionError("--end-silent", " against --silence 0, by which no silence counts.")
         if self.train:
             self._check_ranks(self.train)
+        if self.sweep:
+            self._check_sweep()
+
+    def _check_sweep(self) -> None:
+        """Refuse names that cannot be swept, and a launcher that cannot sweep."""
+        if self.launcher == "submitit":
+            raise OptionError(
+                "--sweep",
+                " against --launcher submitit, whose array would number the points as it likes, "
+                "and requeue without their runs. Use --launcher sbatch.",
+            )
+        if self.command:
+            check_command(self.command, self.sweep.names)
+        else:
+            refuse_names(self.sweep.names, {row.name for row in REQUEST})
+
+    def check_points(self) -> None:
+        """Check the request of each point of a sweep; raises RequestError as they do.
+
+        A new request is checked; the record of a sweep, which is read often, without it.
+        """
+        for index in range(len(self.sweep)):
+            self.element(index)
+
+    def element(self, index: int) -> "JobSpec":
+        """Return the request of one point of the sweep, a run of its own. Raises IndexError."""
+        point = self.sweep.point(index)
+        return dataclasses.replace(
+            self,
+            run_name=f"{self.run_name}-{index}",
+            run_dir=f"{self.run_dir}-{index}",
+            train=train_at(self.train, point) if self.train else None,
+            command=command_at(self.command, point),
+            sweep=NO_SWEEP,
+            point=point,
+        )
+
+    @property
+    def trainings(self) -> list[TrainConfig]:
+        """Return the trainings that read different files: one, none, or several of a sweep."""
+        if not self.train:
+            return []
+        points = range(len(self.sweep))
+        each = [train_at(self.train, self.sweep.point(i)) for i in points] or [self.train]
+        return [*{(t.model, t.dataset, t.tensorboard): t for t in reversed(each)}.values()][::-1]
+
+    @property
+    def shared_dir(self) -> str:
+        """Return the directory of the sweep, which its points read; empty for a run of its own."""
+        if self.sweep:
+            return self.run_dir
+        return self.run_dir.removesuffix(f"-{self.index}") if self.point else ""
+
+    @property
+    def sweep_name(self) -> str:
+        """Return the name of the sweep that this run is a point of; empty for none."""
+        return self.run_name.rpartition("-")[0] if self.point else ""
+
+    @property
+    def index(self) -> int:
+        """Return the index of this run in its sweep, also in its job array. Only with a point."""
+        return int(self.run_name.rpartition("-")[2])
 
     @classmethod
     def _default(cls, name: str) -> object:
@@ -595,6 +668,8 @@ class JobSpec:
                 if path:
                     mounts.append(Mount(path, path, read_only=True))
                     mounts[-1].check(option)
+        if self.shared_dir:
+            mounts.append(Mount(self.shared_dir, self.shared_dir))
         for text in self.container_mounts:
             mounts.append(Mount.parse(text))
             mounts[-1].check()
@@ -754,7 +829,7 @@ class JobSpec:
     @property
     def uses_own_code(self) -> bool:
         """Return whether the tasks run the user's code: a command, a model or a dataset."""
-        return bool(self.command or (self.train and self.train.own_functions))
+        return bool(self.command) or any(train.own_functions for train in self.trainings)
 
     @property
     def node_checks(self) -> str:
@@ -811,6 +886,9 @@ class JobSpec:
             del fields["train"]["numa_binding"]
         if self.train and not self.train.log_every:  # which is a number there
             del fields["train"]["log_every"]
+        for name in ("sweep", "point"):  # nor those before sweeps
+            if not getattr(self, name):
+                del fields[name]
         if self._has_usual_batch_python:
             del fields["batch_python"]
         if not self.container_image:  # nor do those before containers
@@ -864,6 +942,8 @@ class JobSpec:
             if run_dir is not None:
                 fields.setdefault("run_dir", run_dir)
             resources = Resources(**fields.pop("resources"))
+            sweep = fields.pop("sweep", {})
+            fields["sweep"] = Sweep.of(**sweep)
             train = fields.pop("train")
             config = None if train is None else TrainConfig(**train)
             for field, value in fields.items():

@@ -343,14 +343,19 @@ class _Withdrawn(NotStarted):
 
 
 def _refuse_withdrawn(run: RunDir, job_id: str) -> None:
-    cause = restart_policy.withdrawn(events.read(run.events), job_id)
+    history, name = events.read(run.events), own_name(os.environ, job_id)
+    # Until an array's element has recorded a start, it is known by its name.
+    cause = restart_policy.withdrawn(history, job_id) or restart_policy.withdrawn(history, name)
     if cause:
         raise _Withdrawn(cause)
 
 
 def _note_new_job(run: RunDir, job_id: str) -> None:
     """Record that a person has submitted an array's element once more; sbatch notes nothing."""
-    starts = [e.job_id for e in events.read(run.events) if isinstance(e, events.Started)]
+    history, name = events.read(run.events), own_name(os.environ, job_id)
+    if any(isinstance(e, events.Submitted) and e.job_id == name for e in history):
+        return  # whoever submitted it has recorded that
+    starts = [e.job_id for e in history if isinstance(e, events.Started)]
     if starts and job_id not in starts:
         _record(run, events.Resubmitted, job_id=job_id)
 
@@ -448,8 +453,7 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         spec = run.load_spec()
         if spec.launcher == "submitit":
             raise SlurmError("submitit's pickled task belongs to the job that it was made for")
-        if os.environ.get("SLURM_ARRAY_TASK_ID"):
-            raise SlurmError("a job in the place of an array's element would be no element")
+        index = os.environ.get("SLURM_ARRAY_TASK_ID", "")
         comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
         script = run.script.read_text()
         try:
@@ -457,9 +461,12 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         except (ClusterDDPError, OSError) as error:
             choice, exclude = bad_nodes.Choice(remarks=(f"no bad node is left out: {error}",)), []
         successor = _patiently(
-            attempt, lambda: sbatch(script, os.environ, comment=comment, exclude=exclude)
+            attempt,
+            lambda: sbatch(script, os.environ, comment=comment, exclude=exclude, array=index),
         )
-        if successor == job_id:
+        if index:  # its own element of another array
+            successor = f"{successor}_{index}"
+        if successor in (job_id, own_name(os.environ, job_id)):
             raise SlurmError("sbatch gave no answer, and Slurm shows no other job of this run")
     except (ClusterDDPError, OSError) as error:
         _give_up(attempt, job_id, why, error)

@@ -8,7 +8,7 @@ for that one (`rejoin`), which spares them a start in vain.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -175,9 +175,13 @@ def dependency(awaited: Sequence[Awaited], others: Sequence[str] = ()) -> str:
     return ",".join(dict.fromkeys([*filter(None, others), *jobs]))
 
 
-def record(run: RunDir, job_id: str, awaited: Sequence[Awaited]) -> None:
-    """Record that a job waits, in its run, and in those that it waits for. Raises OSError."""
-    _record_wait(run, job_id, awaited)
+def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) -> None:
+    """Record that jobs wait, in their runs, and in those that they wait for. Raises OSError.
+
+    run: the run that waits, or the sweep. jobs: the run's job, or those of the sweep's points.
+    """
+    for waiting, job_id in jobs.items():
+        _record_wait(waiting, job_id, awaited)
     by = str(run.path.absolute())
     for each in awaited:
         if by in _awaited_by(each.run):

@@ -6,7 +6,7 @@ the field's default. Times are seconds since the epoch.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, ParamSpec
 
@@ -58,6 +58,8 @@ class Submitted(Event):
     in_place_of: str = ""
     """Job that it replaces; empty where a person submitted it."""
     why: str = ""
+    indices: tuple[int, ...] = ()
+    """Points of a sweep that the job array starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,9 +271,17 @@ class CodeChanged(Event):
 def read(path: Path) -> list[Event]:
     """Read all events in the order in which they were written; none where there is no file.
 
-    Raises OSError.
+    A job of an array is known by its name, 89_0, until it has a number of its own, with which its
+    start is recorded: its earlier events get that. Raises OSError.
     """
-    return [parse(content) for content in files.read_json_lines(path)]
+    history = [parse(content) for content in files.read_json_lines(path)]
+    numbers = {e.array_element: e.job_id for e in history if isinstance(e, Started) and e.job_id}
+    return [
+        replace(event, job_id=numbers[event.job_id], array_element=event.job_id)
+        if event.job_id in numbers
+        else event
+        for event in history
+    ]
 
 
 def parse(content: Mapping[str, object]) -> Event:
@@ -287,6 +297,13 @@ def add(path: Path, event: Callable[P, Event], *args: P.args, **fields: P.kwargs
 
     event: its class, whose fields follow; those that are given are written, and no other.
     """
-    kind = event(*args, **fields).kind
-    now = round(time.time(), 3)
-    files.append_json_line(path, {"event": kind, "time": now, **fields})
+    files.append_json_line(path, _line(event, *args, **fields))
+
+
+def note(path: Path, event: Callable[P, Event], *args: P.args, **fields: P.kwargs) -> None:
+    """Append an event as `add` does, without a sync: where a synced record tells the same."""
+    files.append_json_line(path, _line(event, *args, **fields), sync=False)
+
+
+def _line(event: Callable[P, Event], *args: P.args, **fields: P.kwargs) -> dict[str, object]:
+    return {"event": event(*args, **fields).kind, "time": round(time.time(), 3), **fields}

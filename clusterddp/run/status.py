@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError, RequestError
+from clusterddp.errors import EXIT_INTERRUPTED, RequestError
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, events, files, formatting, restart_policy
 from clusterddp.run.attempt import Attempt, latest
@@ -23,7 +23,7 @@ from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.progress import progress
 from clusterddp.run.records import AttemptRecord, MetricsLine, PreflightRecord, Report
-from clusterddp.run.run_dir import RunDir, find_runs, newest_checkpoint
+from clusterddp.run.run_dir import RunDir, SweepDir, find_runs, newest_checkpoint
 from clusterddp.run.state import (
     CANCELLED,
     CREATED,
@@ -140,14 +140,7 @@ def run_status(
     now = time.time() if now is None else now
     history = events.read(run.events)
     submission = latest_submission(history)
-    job = slurm_states.get(submission.job_id) if submission else None
-    if job and is_another_runs(run, job):
-        job = JobState(State.UNKNOWN)
-    alive = submission.is_alive if submission and submission.is_local else None
-    report = latest_report(run, submission.attempt if submission else None)
-    state, detail = judge(submission, report, job, alive, now)
-    if state == CREATED and run.array_index:  # by the script itself
-        detail = "its script has recorded nothing yet"
+    state, detail, job, report = _judge(run, submission, slurm_states, now)
     waits = _waits(run, submission, job) if submission and state == QUEUED else None
     if waits:
         detail = f"waits for {waits.why if waits.held else ', '.join(waits.runs)}"
@@ -209,6 +202,34 @@ def run_status(
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
+
+
+def _judge(
+    run: RunDir, submission: Submission | None, slurm_states: Mapping[str, JobState], now: float
+) -> tuple[str, str, JobState | None, Report | None]:
+    """Return a run's state and the reason for it, and what they were judged from."""
+    job = slurm_states.get(submission.job_id) if submission else None
+    if job and is_another_runs(run, job):
+        job = JobState(State.UNKNOWN)
+    alive = submission.is_alive if submission and submission.is_local else None
+    report = latest_report(run, submission.attempt if submission else None)
+    state, detail = judge(submission, report, job, alive, now)
+    if state == CREATED and run.array_index:  # by the script itself
+        detail = "its script has recorded nothing yet"
+    return state, detail, job, report
+
+
+def states_of(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -> list[str]:
+    """Return the states of runs that were submitted, and no more: quick for the many of a sweep.
+
+    known: as of `statuses`.
+    """
+    submissions = [latest_submission(events.read(run.events)) for run in runs]
+    jobs, now = _ask(submissions, known), time.time()
+    return [
+        _judge(run, submission, jobs, now)[0]
+        for run, submission in zip(runs, submissions, strict=True)
+    ]
 
 
 def _cleaned(history: Sequence[events.Event]) -> str:
@@ -432,6 +453,8 @@ def _next_command(
     if state == CREATED:
         if run.array_index:
             return f"clusterddp logs --job {run.shown}"
+        if run.sweep:  # whose script starts all points
+            return run.resubmission
         return f"sbatch {shlex.quote(str(run.script))}"
     if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
         return f"clusterddp report {run.shown}" if state == DONE else ""
@@ -488,6 +511,10 @@ def find_run(root: Path, text: str | None) -> RunDir:
             return run
     if "/" in text and (Path(text) / "spec.json").is_file():
         return RunDir(Path(text))
+    if SweepDir(root / text).is_sweep:
+        raise RequestError(
+            f"{text} is a sweep, and this is about one run: name a point of it, such as {text}-0."
+        )
     holders = [run for run in runs if text in job_ids(run)]
     if len(holders) == 1:
         return holders[0]
@@ -506,29 +533,23 @@ def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -
     known: answers of an earlier look, which this one adds to: squeue alone is asked again for them.
     """
     submissions = [latest_submission(events.read(run.events)) for run in runs]
+    states = _ask(submissions, known)
+    return [run_status(run, states) for run in runs]
+
+
+def _ask(
+    submissions: Sequence[Submission | None], known: dict[str, JobState] | None
+) -> dict[str, JobState]:
     states = query(jobs_to_ask(submissions), known=known)
     if known is not None:
         settled = (State.UNKNOWN, *(state for state in State if state.is_final))
         known |= {j: job for j, job in states.items() if job.state in settled and not job.problem}
-    return [run_status(run, states) for run in runs]
+    return states
 
 
 def find_each(root: Path, texts: Sequence[str]) -> list[RunDir]:
     """Find each run, as `find_run` does; one that is named twice is there once."""
     return list({run.path: run for run in (find_run(root, text) for text in texts)}.values())
-
-
-def find_those(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[ClusterDDPError]]:
-    """Find each run once; returns the runs and, for the other names, the errors."""
-    runs: dict[Path, RunDir] = {}
-    wrong: list[ClusterDDPError] = []
-    for text in texts:
-        try:
-            run = find_run(root, text)
-            runs[run.path] = run
-        except RequestError as error:
-            wrong.append(error)
-    return list(runs.values()), wrong
 
 
 def job_ids(run: RunDir) -> set[str]:

@@ -22,6 +22,7 @@ from clusterddp.slurm.forms import (
     NONCE_VARIABLE,
     RANK_VARIABLES,
     SPARES_VARIABLE,
+    array_indices,
     expand_nodelist,
     time_seconds,
 )
@@ -75,6 +76,7 @@ def sbatch(
     comment: str,
     exclude: Sequence[str] = (),
     dependency: str = "",
+    array: str = "",
 ) -> str:
     """Queue a script and return the job id.
 
@@ -82,6 +84,8 @@ def sbatch(
         looked for by it, among this user's jobs of the last minutes.
     exclude: nodes to leave out, in place of those that the script itself leaves out.
     dependency: what to wait for, in place of what the script itself waits for.
+    array: elements to start, `0-3,7%2`, in place of those that the script names; sbatch is given
+        the comment then, too.
 
     Raises RequestError when there is no sbatch or it refuses, with its own words; SlurmError when
     it is not known whether the job was queued.
@@ -92,6 +96,7 @@ def sbatch(
     try:
         argv = ["sbatch", "--parsable", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
         argv += [f"--dependency={dependency}"] if dependency else []
+        argv += [f"--array={array}", f"--comment={comment}"] if array else []
         answer = call(argv, environ, SBATCH_SECONDS, stdin=script)
     except _NOT_ON_PATH:
         raise RequestError(
@@ -173,8 +178,9 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
         argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
         rows = [line.split("|", 2) for line in _answer(argv, environ).splitlines()]
         ids = [row[0] for row in rows if len(row) == 3 and row[1] >= since and row[2] == comment]
-        if ids:
-            return max(ids, key=lambda job_id: int(re.sub(r"\D.*", "", job_id) or 0))
+        numbers = [int(re.sub(r"\D.*", "", job_id) or 0) for job_id in ids]  # 89 of 89_[0-3]
+        if numbers:
+            return str(max(numbers))
     raise SlurmError(
         f"{problem}. Slurm shows no job with the comment {comment!r}, so it is not known whether "
         "the job was queued. Before you submit again, look with: "
@@ -253,7 +259,11 @@ def lists_exit_code(setting: str, exit_code: int) -> bool:
 
 def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
     """Return the jobs that slurmctld remembers, ended ones too; may raise SlurmError."""
-    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i %A %S|%T|%r|%k"]
+    # An array's waiting elements have no numbers yet, and stand in one line without -r.
+    asked = [*dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids)]
+    each = ["-r"] if any("_" in job_id for job_id in job_ids) else []
+    ids, form = ",".join(asked), "%i %A %S|%T|%r|%k"
+    argv = ["squeue", "-h", "-a", *each, "-t", "all", "-j", ids, "-o", form]
     answer = ask(argv, environ)
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
         raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
@@ -302,7 +312,13 @@ def _add_exit_codes(
 
 def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
     """Return the jobs that accounting remembers; none where it is off, as on many sites."""
-    fields = ["-P", "-n", "-D", "-X", "-j", ",".join(job_ids), "-o", "JobIDRaw,State,ExitCode"]
+    names = [job_id for job_id in job_ids if "_" in job_id]  # which JobIDRaw never is
+    if names and len(names) < len(job_ids):
+        others = [job_id for job_id in job_ids if job_id not in names]
+        return _sacct(names, environ) | _sacct(others, environ)
+    arrays = ",".join(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+    number = "JobID" if names else "JobIDRaw"
+    fields = ["-P", "-n", "-D", "-X", "-j", arrays, "-o", f"{number},State,ExitCode"]
     jobs: dict[str, JobState] = {}
     for line in _answer(["sacct", *fields], environ).splitlines():
         job_id, state, exit_code = [*line.split("|", 2), "", ""][:3]
@@ -416,6 +432,62 @@ def cancel(job_id: str, environ: Mapping[str, str] | None = None) -> None:
     Raises SlurmError with scancel's own words.
     """
     _change(["scancel", job_id], environ)
+
+
+def cancel_all(job_ids: Sequence[str]) -> None:
+    """Cancel jobs at once, so that no element of an array starts in the place of another.
+
+    Raises SlurmError as `cancel` does.
+    """
+    elements: dict[str, list[int]] = {}
+    for array, _, index in (job_id.partition("_") for job_id in job_ids if "_" in job_id):
+        elements.setdefault(array, []).append(int(index))
+    listed = {array: array_indices(sorted(indices)) for array, indices in elements.items()}
+    jobs = [job_id for job_id in job_ids if "_" not in job_id]
+    _change(["scancel", *jobs, *(f"{array}_[{indices}]" for array, indices in listed.items())])
+
+
+@dataclass(frozen=True)
+class ArrayLimits:
+    """Bounds of a job array as Slurm's settings have them; None where there is none or no word."""
+
+    size: int | None = None
+    """MaxArraySize of slurm.conf: an index is below it."""
+    tasks: int | None = None
+    """max_array_tasks of SchedulerParameters."""
+    jobs: int | None = None
+    """MaxJobCount of slurm.conf: jobs that slurmctld can hold, of all users."""
+    submitted: int | None = None
+    """MaxSubmitJobs of the user's associations and their QOS: jobs queued and running at once."""
+    present: int = 0
+    """Jobs of this user that are queued and running, elements of arrays each."""
+
+
+def array_limits(account: str = "") -> ArrayLimits:
+    """Return the bounds of an array submitted now; `submitted` only where the site enforces it.
+
+    account: the one to be charged; the user's default one where empty.
+    """
+    import getpass
+
+    settings = dict(re.findall(r"^(\w+)\s*=\s*(\S+)", _config(), re.MULTILINE))
+    number = {name: int(text) for name, text in settings.items() if text.isdecimal()}
+    tasks = re.search(r"\bmax_array_tasks=(\d+)", settings.get("SchedulerParameters", ""))
+    submitted, present = None, 0
+    if {"limits", "safe"} & {*settings.get("AccountingStorageEnforce", "").lower().split(",")}:
+        where = [f"user={getpass.getuser()}", *([f"account={account}"] if account else [])]
+        shown = ["sacctmgr", "-n", "-P", "show", "assoc", *where, "format=MaxSubmitJobs"]
+        bounds = [int(line) for line in _answer(shown).split() if line.isdecimal()]
+        submitted = max(bounds, default=None)  # of several accounts, which one is not known here
+        if bounds:
+            present = len(_answer(["squeue", "-h", "-r", "--me", "-o", "%i"]).split())
+    return ArrayLimits(
+        number.get("MaxArraySize"),
+        int(tasks[1]) if tasks else None,
+        number.get("MaxJobCount"),
+        submitted,
+        present,
+    )
 
 
 def kill_step(step: str) -> None:

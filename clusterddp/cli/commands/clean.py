@@ -14,7 +14,7 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.run import formatting
 from clusterddp.run.run_dir import find_runs
-from clusterddp.run.status import find_those
+from clusterddp.run.sweeps import select_each
 from clusterddp.submission.clean import Cleaning, clean, plan
 
 _HEADER = ("NAME", "STATE", "BYTES", "PATH", "WHAT")
@@ -65,7 +65,7 @@ def command(
     if as_json and not (dry_run or yes):
         raise click.UsageError("--json asks nothing: add --yes, or --dry-run.")
     now = time.time()
-    runs, failed = find_those(output_root, run) if run else (find_runs(output_root), [])
+    runs, failed = select_each(output_root, run) if run else (find_runs(output_root), [])
     cleanings = plan(runs, named=bool(run), older_than=older_than, now=now)
     if not as_json:
         _show(cleanings, named=bool(run))

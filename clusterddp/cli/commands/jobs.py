@@ -9,11 +9,12 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, echo_json
+from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.run import formatting
-from clusterddp.run.run_dir import find_runs
+from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.run.state import STATES
 from clusterddp.run.status import RunStatus, statuses
+from clusterddp.run.sweeps import SweepStatus, grouped, select_each, sweep_status
 from clusterddp.slurm.states import JobState
 
 _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "LEFT", "TEST-ACC", "WHY")
@@ -24,6 +25,7 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 @click.command(name="jobs", cls=SettingsCommand)
+@click.argument("run", type=RUN, nargs=-1, metavar="[RUN...]")
 @click.option("-n", "--last", type=click.IntRange(1), metavar="N", help="The latest N runs alone.")
 @click.option(
     "--state",
@@ -42,13 +44,17 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 @OUTPUT_ROOT_OPTION
 @JSON_OPTION
 def command(
+    run: tuple[str, ...],
     last: int | None,
     state: tuple[str, ...],
     watch: float | None,
     output_root: Path,
     as_json: bool,
 ) -> None:
-    """List the runs, the latest last.
+    """List the runs, the latest last; of a sweep a line with how many of its points are how.
+
+    RUN is a run, a sweep, whose points are listed then, or a pattern such as 'lr-*'. With --state,
+    too, each point has its own line.
 
     NODES is nodes x tasks per node; AGE counts from the submission; LEFT is the time until a run
     that trains will be done, by its pace of late, or until Slurm expects a queued one to start; WHY
@@ -66,8 +72,8 @@ def command(
         from clusterddp.cli import main
 
         main.go_on()  # it may be watched for days
-        _watch(output_root, last, state, watch)
-    listed = _listed(output_root, last, state)
+        _watch(output_root, run, last, state, watch)
+    listed = _listed(output_root, run, last, state)
     if as_json:
         echo_json([status.as_dict() for status in listed])
     elif not listed:
@@ -79,23 +85,35 @@ def command(
 
 def _listed(
     root: Path,
+    names: Sequence[str],
     last: int | None,
     state: Sequence[str],
     known: dict[str, JobState] | None = None,
-) -> list[RunStatus]:
+) -> list[RunStatus | SweepStatus]:
+    """Return the statuses of what is to be listed. known: see `statuses`."""
     runs = find_runs(root)
-    listed = statuses(runs[-last:] if last and not state else runs, known)
+    if names:
+        found, wrong = select_each(root, names)
+        if wrong:
+            raise wrong[0]
+        paths = {each.path.absolute() for each in found}
+        chosen: list[RunDir] = [each for each in runs if each.path.absolute() in paths]
+    else:
+        chosen = runs if state else grouped(root, runs)
+    listed = _statuses(chosen[-last:] if last and not state else chosen, known)
     if state:
         return [status for status in listed if status.state in state][-(last or 0) :]
     return listed
 
 
-def _watch(root: Path, last: int | None, state: Sequence[str], seconds: float) -> None:
+def _watch(
+    root: Path, names: Sequence[str], last: int | None, state: Sequence[str], seconds: float
+) -> None:
     """Print the list again and again, until an interruption, which is passed on."""
     known: dict[str, JobState] = {}
     before: list[tuple[str, str, str]] | None = None
     while True:
-        listed = _listed(root, last, state, known)
+        listed = _listed(root, names, last, state, known)
         if sys.stdout.isatty():
             size = shutil.get_terminal_size()
             head = f"{root}, {time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends it"
@@ -107,7 +125,14 @@ def _watch(root: Path, last: int | None, state: Sequence[str], seconds: float) -
             click.echo(f"{_HOME}{text}{_END_OF_LINE}{_BELOW}", nl=False)
             sys.stdout.flush()
         else:
-            now = [(each.name, each.state, each.detail) for each in listed]
+            now = [
+                (
+                    each.name,
+                    each.state,
+                    each.summary if isinstance(each, SweepStatus) else each.detail,
+                )
+                for each in listed
+            ]
             if now != before:
                 stamp = time.strftime("%Y-%m-%d %H:%M:%S")
                 click.echo("\n".join([f"--- {stamp}", *_lines(listed, None)]))
@@ -121,7 +146,7 @@ def _none(root: Path, state: Sequence[str]) -> str:
     return f"no {among}runs below {root}"
 
 
-def _lines(listed: Sequence[RunStatus], width: int | None) -> list[str]:
+def _lines(listed: Sequence[RunStatus | SweepStatus], width: int | None) -> list[str]:
     rows = [_row(status, time.time()) for status in listed]
     return [_cut(line, width) for line in formatting.table([_HEADER, *rows]).splitlines()]
 
@@ -131,7 +156,24 @@ def _cut(line: str, width: int | None) -> str:
     return line if width is None or len(line) <= width else f"{line[: width - 1]}…"
 
 
-def _row(status: RunStatus, now: float) -> tuple[str, ...]:
+def _statuses(
+    runs: Sequence[RunDir], known: dict[str, JobState] | None
+) -> list[RunStatus | SweepStatus]:
+    """Return the statuses in order; of a sweep that of all its points together."""
+    alone = [run for run in runs if not isinstance(run, SweepDir)]
+    of_runs = {run.path: status for run, status in zip(alone, statuses(alone, known), strict=True)}
+    return [
+        sweep_status(run, known=known) if isinstance(run, SweepDir) else of_runs[run.path]
+        for run in runs
+    ]
+
+
+def _row(status: RunStatus | SweepStatus, now: float) -> tuple[str, ...]:
+    if isinstance(status, SweepStatus):
+        age = formatting.duration(now - status.submitted_time if status.submitted_time else None)
+        job = status.job_ids[-1] if status.job_ids else "-"
+        points = f"{formatting.count(len(status.points), 'point')}: {status.summary}"
+        return status.name, status.state, job, status.layout, age, "-", "-", "-", points
     since = status.submitted_time or status.started_time or status.created_time
     asked = f"{status.nodes}x{status.tasks_per_node}" if status.nodes else "-"
     why = status.first_failure or status.detail

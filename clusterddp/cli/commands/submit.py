@@ -11,7 +11,8 @@ from clusterddp.cli import main
 from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import WithCommand, options, site_options
 from clusterddp.cli.request_file import RequestCommand, from_option, save
-from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, RequestError
+from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_options, table_of
+from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
 from clusterddp.request.spec import OPTIONS, REQUEST
@@ -56,6 +57,13 @@ class SubmitCommand(RequestCommand, WithCommand):
     help="Write the request to a new file, for --from; the values of variables that are secret by "
     "their names are left out.",
 )
+@sweep_options
+@click.option(
+    "--max-parallel",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Most points of the sweep that run at once.",
+)
 @site_options
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
 @click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
@@ -69,11 +77,14 @@ def command(
     dry_run: bool,
     wait: bool,
     as_json: bool,
+    max_parallel: int | None,
     **_values: object,
 ) -> int:
     """Render an sbatch script, check it, and submit it as a run.
 
     Trains MNIST on every task, or runs COMMAND there with RANK, WORLD_SIZE, MASTER_ADDR … set.
+    With --sweep it submits a run for each point: of the training's options, or of a COMMAND's
+    arguments, which have {NAME} where a value belongs.
     """
     for name in unused_variables(os.environ, REQUEST):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
@@ -81,8 +92,13 @@ def command(
         raise RequestError("--run-name is empty; leave it out to have one made up.")
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
-    made_up = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    spec = job_spec(ctx, run_name or made_up)
+    swept = sweep_of(ctx, max_parallel or 0)
+    if max_parallel and not swept:
+        raise OptionError("--max-parallel", " is for the points of a sweep: give --sweep.")
+    made_up = (
+        f"{'sweep' if swept else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    )
+    spec = job_spec(ctx, run_name or made_up, swept)
     script = load(spec.launcher).prepare(spec, template_folder(ctx))
     if save_to:
         for name in save(ctx, spec, save_to):
@@ -105,7 +121,12 @@ def command(
                 click.echo(f"clusterddp: {words}: sbatch gets a --dependency", err=True)
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
-        fields = {"run": spec.run_name, "run_dir": spec.run_dir, "script": script}
+        fields: dict[str, object] = {"run": spec.run_name, "run_dir": spec.run_dir}
+        fields["script"] = script
+        if swept:
+            fields |= described(swept)
+            if not as_json:
+                click.echo(table_of(spec), err=True)
         click.echo(json.dumps(fields) if as_json else script, nl=as_json)
         return EXIT_DONE
     main.go_on()
@@ -119,6 +140,9 @@ def command(
         )
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    if swept:
+        points = range(len(swept))
+        return follow_sweep(spec, run.path, submission, points, wait=wait, as_json=as_json)
     from clusterddp.cli.runs import follow_submitted
 
     words = (

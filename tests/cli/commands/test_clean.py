@@ -284,7 +284,7 @@ def test_two_at_once_and_a_start_in_the_midst(
     [event] = [e for e in read_events(run) if e["event"] == "cleaned"]
     assert len(event["checkpoints"]) == 2
     monkeypatch.undo()
-    found = run_status.find_those(workplace.root, ["one"])[0]
+    found = [run_status.find_run(workplace.root, "one")]
     codes: list[object] = []
 
     def clean_it() -> None:

@@ -1,0 +1,248 @@
+"""Sweeps as they are typed, with stand-ins for what a healthy cluster cannot be made to say."""
+
+import json
+
+import pytest
+
+from clusterddp.run import events
+from clusterddp.run.files import read_json_lines
+from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
+from clusterddp.run.sweeps import find_sweep, find_sweeps, sweep_status
+from tests.cli.made_runs import Workplace, ended, started, workplace
+
+__all__ = ["workplace"]
+
+CONFIG = "MaxArraySize            = 1001\nMaxJobCount             = 10000\n"
+TEN = ["submit", "--run-name", "s", "--sweep", "n=0..9", "--", "/bin/echo", "{n}"]
+
+
+@pytest.fixture
+def sweep(workplace: Workplace) -> SweepDir:
+    """Ten points of a COMMAND, submitted as array 7."""
+    workplace.command("sbatch", "echo 7")
+    workplace.command("scontrol", f"echo '{CONFIG}'")
+    done = workplace.invoke(*TEN)
+    assert done.code == 0, done.err
+    return SweepDir(workplace.root / "s")
+
+
+def record(run: RunDir, *lines: dict[str, object]) -> None:
+    with run.events.open("a") as file:
+        file.writelines(f"{json.dumps({'time': 1e9, **line})}\n" for line in lines)
+
+
+def finish(sweep: SweepDir, index: int, code: int, job_id: str) -> None:
+    """Record that a point's job has started and ended."""
+    start = {**started(job_id), "array_element": f"7_{index}"}
+    record(sweep.element(index), start, ended(job_id, code))
+
+
+def test_each_point_is_a_run_that_shares_the_sweeps_files(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    assert [run.name for run in find_runs(workplace.root)] == [f"s-{i}" for i in range(10)]
+    assert find_sweeps(workplace.root) == [sweep]
+    run = sweep.element(3)
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert run.load_spec() == sweep.load_spec().element(3)
+    assert run.script.read_text() == sweep.script.read_text()
+    assert run.bundle.resolve().parent == sweep.path
+    assert run.sweep == sweep
+    [event] = read_json_lines(run.events)
+    assert (event["job_id"], event["launcher"]) == ("7_3", "sbatch")
+    [event] = read_json_lines(sweep.events)
+    assert (event["job_id"], event["indices"]) == ("7", [*range(10)])
+    assert "sbatch --parsable --array=0-9 --comment=clusterddp:s" in workplace.calls
+
+
+def test_a_refused_sweep_leaves_nothing(workplace: Workplace) -> None:
+    workplace.command("scontrol", f"echo '{CONFIG}'")
+    workplace.command("sbatch", "echo no >&2; exit 1")
+    done = workplace.invoke(*TEN)
+    assert done.code == 2
+    assert "sbatch refused the job: no" in done.err
+    assert not [*workplace.root.iterdir()]
+
+
+def test_a_run_in_the_place_of_a_point_is_left_alone(workplace: Workplace) -> None:
+    workplace.run("s-4")
+    done = workplace.invoke(*TEN)
+    assert done.code == 2
+    assert "the run s-4 exists already" in done.err
+    assert [path.name for path in workplace.root.iterdir()] == ["s-4"]
+
+
+@pytest.mark.parametrize(
+    ("config", "submitted", "words"),
+    [
+        ("MaxArraySize = 10", "", ""),
+        ("MaxArraySize = 9", "", "up to 9; MaxArraySize of this cluster is 9"),
+        ("SchedulerParameters = a=1,max_array_tasks=5", "", "10 points; max_array_tasks in"),
+        ("MaxJobCount = 9", "", "10 points; MaxJobCount is 9 here"),
+        ("AccountingStorageEnforce = associations,limits,qos", "12", "beside the 3 jobs"),
+        ("AccountingStorageEnforce = associations,limits,qos", "13", ""),
+        ("AccountingStorageEnforce = associations", "1", ""),
+        ("no words at all", "", ""),
+    ],
+)
+def test_what_slurm_does_not_take_is_refused_with_the_figures(
+    workplace: Workplace, config: str, submitted: str, words: str
+) -> None:
+    workplace.command("sbatch", "echo 7")
+    workplace.command("scontrol", f"echo '{config}'")
+    workplace.command("sacctmgr", f"echo; echo {submitted}")
+    workplace.command("squeue", "echo 1; echo 2_0; echo 2_1")
+    done = workplace.invoke(*TEN)
+    assert (done.code, words in done.err) == (2 if words else 0, True), done.err
+
+
+def test_one_line_of_jobs_counts_the_points(sweep: SweepDir, workplace: Workplace) -> None:
+    for index in range(4):
+        finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
+    running = {**started("14"), "array_element": "7_4"}
+    record(sweep.element(4), running)
+    lines = ["7_4 14|RUNNING|None", *(f"7_{i} 7|PENDING|JobArrayTaskLimit" for i in range(5, 10))]
+    workplace.command("squeue", "; ".join(f"echo '{line}'" for line in lines))
+    done = workplace.invoke("jobs")
+    [_, row] = done.out.splitlines()
+    assert row.split()[:4] == ["s", "running", "7", "1x1"]
+    assert row.endswith("10 points: 5 queued, 1 running, 3 done, 1 failed")
+    assert len(workplace.invoke("jobs", "s-[2-4]").out.splitlines()) == 1 + 3
+    [listed] = json.loads(workplace.invoke("jobs", "--json").out)
+    assert listed["counts"] == {"queued": 5, "running": 1, "done": 3, "failed": 1}
+    assert "s-2  failed   2" in workplace.invoke("status", "s").out
+    assert "squeue -h -a -r -t all -j 12,14,7 -o" in " ".join(workplace.calls)
+
+
+def test_a_cancelled_sweep_asks_once_and_slurm_once(sweep: SweepDir, workplace: Workplace) -> None:
+    finish(sweep, 0, code=0, job_id="10")
+    record(sweep.element(1), {**started("11"), "array_element": "7_1"})
+    lines = ["7_1 11|RUNNING|None", *(f"7_{i} 7|PENDING|None" for i in range(2, 10))]
+    workplace.command("squeue", "; ".join(f"echo '{line}'" for line in lines))
+    workplace.command("scancel", "")
+    asked = workplace.invoke("cancel", "s")
+    assert asked.code == 2
+    assert "Cancel 9 runs (1 running, 8 queued)?" in asked.err
+    assert not any(call.startswith("scancel") for call in workplace.calls)
+    done = workplace.invoke("cancel", "--yes", "s")
+    assert done.code == 0, done.err
+    sent = [call for call in workplace.calls if call.startswith("scancel")]
+    assert sent == ["scancel 7_[2-9]", "scancel 7_[1]"]  # those that wait ahead of the others
+    assert events.read(sweep.element(5).events)[-1].kind == "cancelled"
+    workplace.command("squeue", "")
+    assert sweep_status(sweep).counts == {"done": 1, "cancelled": 9}
+
+
+def test_a_cancellation_that_slurm_refuses_is_taken_back(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.command("squeue", 'for i in 0 1 2 3 4 5 6 7 8 9; do echo "7_$i 7|PENDING"; done')
+    workplace.command("scancel", "echo denied >&2; exit 1")
+    done = workplace.invoke("cancel", "-y", "s")
+    assert done.code == 1
+    assert done.err.count("denied") == 1
+    assert events.read(sweep.element(5).events)[-1].kind == "cancel_failed"
+    assert sweep_status(sweep).counts == {"queued": 10}
+
+
+def test_the_points_that_have_failed_are_one_array(sweep: SweepDir, workplace: Workplace) -> None:
+    for index in range(10):
+        finish(sweep, index, code=int(index in (2, 3, 7)), job_id=str(10 + index))
+    workplace.command("sbatch", "echo 30")
+    workplace.command("squeue", "")
+    done = workplace.invoke("resubmit", "s", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["indices"] == [2, 3, 7]
+    assert "sbatch --parsable --array=2-3,7 --comment=clusterddp:s" in workplace.calls
+    kinds = [event.kind for event in events.read(sweep.element(3).events)]
+    assert kinds[-2:] == ["resubmit", "submitted"]
+    assert len(events.read(sweep.element(4).events)) == 3
+    assert find_sweep(workplace.root, "30") == sweep
+
+
+def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    finish(sweep, 3, code=1, job_id="13")
+    workplace.command("squeue", "")
+    workplace.command("sbatch", "echo 30")
+    again = workplace.invoke("resubmit", "s-3")
+    assert again.code == 0, again.err
+    assert "sbatch --parsable --array=3 --comment=clusterddp:s-3" in workplace.calls
+    record(sweep.element(3), {**started("30"), "array_element": "30_3"}, ended("30", 1))
+    workplace.command("sbatch", "echo 40")
+    more = workplace.invoke("resubmit", "s-3", "--mem", "64G")
+    assert more.code == 0, more.err
+    assert workplace.calls[-1] == "sbatch --parsable"
+    script = sweep.element(3).script.read_text()
+    assert "#SBATCH --mem=64G" in script
+    assert "#SBATCH --array" not in script
+    assert "-- /bin/echo 3)" in script
+    assert "#SBATCH --mem" not in sweep.script.read_text()
+    assert sweep.element(3).load_spec().point == (("n", "3"),)
+
+
+def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
+    workplace.command("sbatch", "echo 30")
+    before = sweep.element(0).spec.read_bytes()
+    shown = workplace.invoke("resubmit", "s", "--sweep", "n=8..11", "--dry-run")
+    assert [line.split()[0] for line in shown.err.splitlines()[-2:]] == ["s-10", "s-11"]
+    assert not sweep.element(10).path.exists()
+    done = workplace.invoke("resubmit", "s", "--sweep", "n=8..11", "--max-parallel", "1")
+    assert done.code == 0, done.err
+    assert "sbatch --parsable --array=10-11%1 --comment=clusterddp:s" in workplace.calls
+    assert sweep.load_spec().sweep.points[10:] == (("10",), ("11",))
+    assert "\n11) point_n=11 ;;\n" in sweep.element(0).script.read_text()
+    assert sweep.element(0).spec.read_bytes() == before
+    none = workplace.invoke("resubmit", "s", "--sweep", "n=3")
+    assert (none.code, "has each of these points already" in none.err) == (2, True)
+
+
+def test_points_that_are_refused_leave_the_sweep_as_it_was(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    kept = {path: path.read_bytes() for path in (sweep.spec, sweep.script)}
+    workplace.command("sbatch", "echo no >&2; exit 1")
+    done = workplace.invoke("resubmit", "s", "--sweep", "n=10")
+    assert done.code == 2
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert not sweep.element(10).path.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["resubmit", "s", "--sweep", "m=1"], "varies n, and the new points m"),
+        (["resubmit", "s", "--code", "new"], "share one copy of the code"),
+        (["resubmit", "s-3", "--sweep", "n=1"], "s-3 is no sweep"),
+        (["resubmit", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
+        (["resubmit", "x-*"], "no run below jobs has a name that fits"),
+        (["logs", "-f", "s"], "-f follows one run, and s means 10"),
+        (["checkpoints", "s"], "s is a sweep, and this is about one run"),
+        (["submit", "--max-parallel", "2"], "is for the points of a sweep"),
+        (["submit", "--sample", "2"], "name what to draw"),
+        (["submit", "--lr", "1", "--sweep", "lr=1,2"], "against --sweep lr"),
+        (["submit", "--launcher", "submitit", "--sweep", "lr=1,2"], "against --launcher submitit"),
+    ],
+)
+def test_what_does_not_go_is_refused_with_the_reason(
+    sweep: SweepDir, workplace: Workplace, argv: list[str], words: str
+) -> None:
+    finish(sweep, 3, code=1, job_id="13")
+    workplace.command("squeue", "")
+    done = workplace.invoke(*argv)
+    assert done.code == 2
+    assert words in done.err
+
+
+def test_draws_show_their_seed(workplace: Workplace) -> None:
+    argv = ["submit", "--dry-run", "--json", "--sample", "3", "--sweep", "lr=log:1e-4..1e-1"]
+    made_up = json.loads(workplace.invoke(*argv).out)
+    seed = str(made_up["sample_seed"])
+    assert (
+        json.loads(workplace.invoke(*argv, "--sample-seed", seed).out)["points"]
+        == (made_up["points"])
+    )
+    assert (
+        f"--sample-seed {seed}" in workplace.invoke(*argv[:2], *argv[3:], "--sample-seed", seed).err
+    )
