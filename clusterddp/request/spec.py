@@ -235,8 +235,8 @@ class JobSpec:
     )
     after: tuple[tuple[str, str], ...] = option(
         (),
-        "Wait until a run is done (ok), over its requeues and further jobs, until it has failed, "
-        "or until it has ended at all; repeatable.",
+        "Wait until a run, or a sweep, is done (ok), over its requeues and further jobs, until it "
+        "has failed, or until it has ended at all; repeatable.",
         names="RUN[:ok|any|failed]",
         group=table.ASKED,
     )

@@ -343,11 +343,17 @@ class _Withdrawn(NotStarted):
 
 
 def _refuse_withdrawn(run: RunDir, job_id: str) -> None:
-    history, name = events.read(run.events), own_name(os.environ, job_id)
-    # Until an array's element has recorded a start, it is known by its name.
-    cause = restart_policy.withdrawn(history, job_id) or restart_policy.withdrawn(history, name)
-    if cause:
+    if cause := _withdrawal(events.read(run.events), job_id):
         raise _Withdrawn(cause)
+
+
+def _withdrawal(history: Sequence[events.Event], job_id: str) -> str:
+    """Return how a person has taken back this job, as `restart_policy.withdrawn` does.
+
+    Until an array's element has recorded a start, it is known by its name.
+    """
+    name = own_name(os.environ, job_id)
+    return restart_policy.withdrawn(history, job_id) or restart_policy.withdrawn(history, name)
 
 
 def _note_new_job(run: RunDir, job_id: str) -> None:
@@ -490,16 +496,16 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
 
 def _heed_withdrawal(run: RunDir, job_id: str, successor: str) -> None:
     """Withdraw the next job where a person has stopped or cancelled the run meanwhile."""
-    if restart_policy.withdrawn(events.read(run.events), job_id):
+    if _withdrawal(events.read(run.events), job_id):
         _withdraw(run, successor)
 
 
 def _withdraw(run: RunDir, job_id: str) -> None:
     """Take a job out of the queue; one that stays there all the same starts nothing (`begin`)."""
-    _record(run, events.CancelAsked, job_id=job_id)
+    name = own_name(os.environ, job_id) if job_id == os.environ.get("SLURM_JOB_ID") else job_id
+    _record(run, events.CancelAsked, job_id=name)
     try:
-        own = job_id == os.environ.get("SLURM_JOB_ID")
-        slurm.cancel(own_name(os.environ, job_id) if own else job_id)
+        slurm.cancel(name)
     except SlurmError as error:
         log.info(str(error))
     log.info(f"job {job_id} is cancelled: a person has taken it back")
@@ -629,7 +635,7 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
         _blame_lost_script(run, history)
         blamed = bad_nodes.read_for(run)
         bad = [host for host in _hosts(nodelist) if host in blamed]
-        if not bad or restart_policy.withdrawn(history, job_id):
+        if not bad or _withdrawal(history, job_id):
             return
         choice, hosts = _nodes_to_leave_out(run, spec, job_id)
         given = [host for host in bad if host in choice.nodes]
@@ -674,7 +680,7 @@ def _give_too_few_back(run: RunDir, job_id: str, restart: int, nodelist: str, ne
         spec, history = run.load_spec(), events.read(run.events)
         if not spec.requeues:
             return restart_policy.requeue_is_off(words)
-        if restart_policy.withdrawn(history, job_id):
+        if _withdrawal(history, job_id):
             return words
         if (before := _starts_in_vain(history)) >= _MOST_STARTS_IN_VAIN:
             return f"{words}, for {before + 1} starts in a row"

@@ -1,4 +1,4 @@
-"""Chains: runs that wait for other runs, whichever jobs these take.
+"""Chains: runs that wait for other runs or sweeps, whichever jobs these take.
 
 Slurm holds a job back until the present jobs of the awaited runs are over, with whatever exit code
 (`afterany`): a run's records say more than a job's end does. The start that follows looks at these
@@ -9,7 +9,7 @@ for that one (`rejoin`), which spares them a start in vain.
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.spec import ANY, CONDITIONS, OK, JobSpec
 from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import NotStarted
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import (
     CANCELLED,
     CREATED,
@@ -32,6 +32,7 @@ from clusterddp.run.state import (
     latest_submission,
 )
 from clusterddp.run.status import RunStatus, find_run, job_ids, statuses
+from clusterddp.run.sweeps import find_sweep, most_telling, summary
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.states import State
 
@@ -41,7 +42,7 @@ _PAUSE_SECONDS = 5.0
 
 
 class Due(Enum):
-    """Relation of an awaited run's state to the end that it is to come to."""
+    """Relation of the state of an awaited run, or sweep, to the end that it is to come to."""
 
     MET = "met"
     WAITS = "waits"
@@ -63,13 +64,39 @@ class NotDue(NotStarted):
 
 @dataclass(frozen=True)
 class Awaited:
-    """A run that another one waits for, as it is now."""
+    """A run, or a sweep, that another one waits for, as it is now."""
 
     run: RunDir
+    """Its directory, a `SweepDir` of a sweep."""
     condition: str
     """End that it is to come to, a word of `CONDITIONS`."""
-    status: RunStatus
     due: Due
+    state: str
+    detail: str = ""
+    """Reason for the state; of a sweep how many of its points are in which state."""
+    jobs: tuple[str, ...] = ()
+    """Names by which Slurm takes the jobs to wait for; none where there are none."""
+
+    @classmethod
+    def of(cls, run: RunDir, condition: str, known: Sequence[RunStatus]) -> "Awaited":
+        """Return what is awaited. known: status of the run, or of each point of the sweep."""
+        is_sweep = isinstance(run, SweepDir)
+        waits = [
+            status.array_element or status.job_id
+            for status in known
+            if judge(condition, status) is Due.WAITS and status.launcher != "local"
+        ]
+        if is_sweep:  # an array's id stands for all of its elements
+            waits = [job.partition("_")[0] for job in waits]
+            states = [status.state for status in known]
+            state, detail = most_telling(states), summary(states)
+        else:
+            [status] = known
+            state, detail = status.state, status.detail
+            if state in (RUNNING, CANCELLED):  # the latter's own wait, perhaps: too far from here
+                detail = ""
+        jobs = tuple(dict.fromkeys(filter(None, waits)))
+        return cls(run, condition, judge_all(condition, known), state, detail, jobs)
 
     @property
     def text(self) -> str:
@@ -79,17 +106,17 @@ class Awaited:
     @property
     def words(self) -> str:
         """Return the run and its state: `a (failed: exit code 3)`."""
-        state, detail = self.status.state, self.status.detail
-        if state in (RUNNING, CANCELLED):  # the latter's own wait, perhaps, which goes too far here
-            detail = ""
-        return f"{self.run.name} ({state}{': ' if detail else ''}{detail})"
+        return f"{self.run.name} ({self.state}{': ' if self.detail else ''}{self.detail})"
 
-    @property
-    def job(self) -> str:
-        """Return the name by which Slurm takes the job to wait for; empty where there is none."""
-        if self.due is not Due.WAITS or self.status.launcher == "local":
-            return ""
-        return self.status.array_element or self.status.job_id
+
+def judge_all(condition: str, known: Sequence[RunStatus]) -> Due:
+    """Judge a sweep by its points, once none is queued or running: all are to be done, or to have
+    ended in any way, or one at least to have failed. A run is judged as a sweep of one.
+    """
+    judged = {judge(condition, status) for status in known}
+    ends = (Due.NEVER, Due.HELD, Due.MET)
+    order = (Due.WAITS, Due.UNKNOWN, *(ends[::-1] if condition == FAILED else ends))
+    return next((due for due in order if due in judged), Due.HELD)
 
 
 def judge(condition: str, status: RunStatus) -> Due:
@@ -109,35 +136,40 @@ def judge(condition: str, status: RunStatus) -> Due:
     return Due.MET if ended == (DONE if condition == OK else FAILED) else Due.NEVER
 
 
-# What else can be waited for, beside a run, is to be known by the next two alone.
 def find(output_root: Path, text: str) -> tuple[str, str]:
-    """Find the run of `RUN[:CONDITION]`; returns its directory and the end that it is to come to.
+    """Find what `RUN[:CONDITION]` means; returns its directory and the end that it is to come to.
 
-    Raises RequestError where there is no such run.
+    A sweep is named as a run is. Raises RequestError where there is neither.
     """
     name, _, condition = text.rpartition(":")
     if condition not in CONDITIONS:
         name, condition = text, OK
-    return os.path.abspath(find_run(output_root, name).path), condition
+    found = find_sweep(output_root, name) or find_run(output_root, name)
+    return os.path.abspath(found.path), condition
 
 
 def look(spec: JobSpec) -> list[Awaited]:
-    """Look at the runs that a request waits for; asks Slurm once, and only where it must."""
-    runs = [RunDir(Path(path)) for path, _ in spec.after]
+    """Look at what a request waits for; asks Slurm once, and only where it must.
+
+    Raises RequestError where the request of a sweep cannot be read.
+    """
+    runs = [_at(path) for path, _ in spec.after]
+    each = [_runs_of(run) for run in runs]
+    known = iter(statuses([run for several in each for run in several]))
     awaited = []
-    for run, (_, condition), status in zip(runs, spec.after, statuses(runs), strict=True):
+    for run, several, (_, condition) in zip(runs, each, spec.after, strict=True):
+        of_run = [next(known) for _ in several]
         if run.path.is_dir():
-            awaited.append(Awaited(run, condition, status, judge(condition, status)))
+            awaited.append(Awaited.of(run, condition, of_run))
         else:
-            gone = replace(status, state="gone", detail=f"no {run.path}")
-            awaited.append(Awaited(run, condition, gone, Due.NEVER))
+            awaited.append(Awaited(run, condition, Due.NEVER, "gone", f"no {run.path}"))
     return awaited
 
 
 def describe(awaited: Sequence[Awaited]) -> str:
     """Return what a submission waits for, in words; empty where it begins as any other."""
     waits = [each for each in awaited if each.due is not Due.MET]
-    jobs = " and ".join(each.job for each in waits if each.job)
+    jobs = " and ".join(job for each in waits for job in each.jobs)
     words = f"waits for {', '.join(each.words for each in waits)}" if waits else ""
     return f"{words}, by now job {jobs}" if jobs else words
 
@@ -165,13 +197,13 @@ def check(awaited: Sequence[Awaited], *, has_queue: bool = True) -> None:
                 f"{asked} has not ended, and --launcher local has no queue to wait in. Wait for it "
                 f"with 'clusterddp logs -f {each.run.shown}'."
             )
-        if each.due is Due.WAITS and not each.job:
+        if each.due is Due.WAITS and not each.jobs:
             raise RequestError(f"{asked} has no job in Slurm that another one could wait for.")
 
 
 def dependency(awaited: Sequence[Awaited], others: Sequence[str] = ()) -> str:
     """Return sbatch's --dependency on the runs' present jobs, and on others; empty without any."""
-    jobs = [f"afterany:{each.job}" for each in awaited if each.job]
+    jobs = [f"afterany:{job}" for each in awaited for job in each.jobs]
     return ",".join(dict.fromkeys([*filter(None, others), *jobs]))
 
 
@@ -181,7 +213,7 @@ def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) 
     run: the run that waits, or the sweep. jobs: the run's job, or those of the sweep's points.
     """
     for waiting, job_id in jobs.items():
-        _record_wait(waiting, job_id, awaited)
+        _record_wait(waiting, job_id, awaited, sync=len(jobs) == 1)
     by = str(run.path.absolute())
     for each in awaited:
         if by in _awaited_by(each.run):
@@ -204,7 +236,9 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
     """
     spec, history = run.load_spec(), events.read(run.events)
     is_over = is_rehearsal(os.environ) or restart_policy.causes_of(history)
-    if not spec.after or is_over or restart_policy.withdrawn(history, job_id):
+    name = own_name(os.environ, job_id)  # by which a point of a sweep is known until it begins
+    is_withdrawn = any(restart_policy.withdrawn(history, each) for each in (job_id, name))
+    if not spec.after or is_over or is_withdrawn:
         return ""
     awaited = _look_patiently(spec)
     for each in awaited:
@@ -214,7 +248,6 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
     if not waits:
         log.info(f"it has waited for {', '.join(each.words for each in awaited)}")
         return ""
-    name = own_name(os.environ, job_id)
     if slurm.ending(name, restart) is slurm.Ending.CANCELLED:
         raise NotDue("the job was cancelled while it waited", restart_policy.CANCELLED)
     try:
@@ -222,48 +255,95 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
     except SlurmError as error:
         why = f"not started: it cannot wait again for {waits[0].words}: {error}"
         raise NotDue(why, restart_policy.FAILED) from None
-    _record_wait(run, job_id, awaited)
+    _record_wait(run, name, awaited)
     return f"waits for {', '.join(each.words for each in waits)}"
 
 
 def rejoin(run: RunDir) -> None:
-    """Have the jobs that wait for a run wait for its new job.
+    """Have the jobs that wait for a run or a sweep, or for that of a point, wait for its new job.
 
     Where that fails it is logged: their start looks at the run.
     """
-    for path in _awaited_by(run):
-        waiting = RunDir(Path(path))
+    whole = run.sweep
+    awaited = [run, *([whole] if whole else [])]
+    for path in dict.fromkeys(path for each in awaited for path in _awaited_by(each)):
+        waiting = _at(path)
         try:
-            _rejoin(run, waiting)
+            _rejoin(awaited, waiting)
         except (ClusterDDPError, OSError) as error:
             log.info(f"{waiting.name} looks for the new job of {run.name} once it starts: {error}")
 
 
-def _rejoin(run: RunDir, waiting: RunDir) -> None:
-    spec, history = waiting.load_spec(), events.read(waiting.events)
-    submission = latest_submission(history)
+def _rejoin(renewed: Sequence[RunDir], waiting: RunDir) -> None:
+    """Have the jobs of a run or a sweep wait for the awaited ones as these are now.
+
+    renewed: the run that has a new job, and its sweep.
+    """
+    spec = waiting.load_spec()
     awaited_paths = {Path(path).resolve() for path, _ in spec.after}
-    if run.path.resolve() not in awaited_paths or submission is None:
+    if not awaited_paths & {each.path.resolve() for each in renewed}:
         return
-    if submission.end and submission.end.cause == restart_policy.NOT_DUE:
+    queued, has_ended = _waiting_jobs(waiting, spec)
+    if has_ended:
         log.info(
-            f"{waiting.name} waited for {run.name} and was not started. Submit it again with: "
-            f"{waiting.resubmission}"
+            f"{waiting.name} waited for {renewed[0].name} and was not started. Submit it again "
+            f"with: {waiting.resubmission}"
         )
-    if submission.end or submission.is_local or restart_policy.causes_of(history):
+    if not queued:
         return
-    job = slurm.query([submission.job_id])[submission.job_id]
-    if job.state is not State.PENDING:
-        return  # it is starting, and looks by itself; or it was cancelled
-    name, awaited = job.element or submission.job_id, look(spec)
-    former = {f"afterany:{job_id}" for each in awaited for job_id in job_ids(each.run)}
-    others = [d for d in slurm.dependency_of(name) if d.removesuffix("_*") not in former]
-    waits = [event for event in history if isinstance(event, events.Waits)]
-    slurm.depend(name, dependency(awaited, others))
-    if waits and waits[-1].held:
-        slurm.release(name)
-    _record_wait(waiting, submission.job_id, awaited)
-    log.info(f"{waiting.name} (job {name}) waits for it")
+    awaited = look(spec)
+    awaited_runs = [run for each in awaited for run in _runs_of(each.run)]
+    former = {f"afterany:{job_id}" for run in awaited_runs for job_id in job_ids(run)}
+    first = next(iter(queued.values()))[0]
+    others = [d for d in slurm.dependency_of(first) if d.removesuffix("_*") not in former]
+    jobs = slurm.in_arrays([name for name, _ in queued.values()])
+    for job in jobs:
+        slurm.depend(job, dependency(awaited, others))
+    for job in slurm.in_arrays([name for name, held in queued.values() if held]):
+        slurm.release(job)
+    for run, (name, _) in queued.items():
+        _record_wait(run, name, awaited, sync=len(queued) == 1)
+    log.info(f"{waiting.name} (job {' and '.join(jobs)}) waits for it")
+
+
+def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[str, bool]], bool]:
+    """Find the jobs in the queue of a run, or of a sweep's points, that wait as `spec` says.
+
+    Returns each with its name and whether it is held, and whether a run has ended without
+    beginning. Those that are starting look by themselves.
+    """
+    found: dict[str, tuple[RunDir, bool]] = {}
+    has_ended = False
+    for run in _runs_of(waiting):
+        history = events.read(run.events)
+        submission = latest_submission(history)
+        own = run.read_spec() if isinstance(waiting, SweepDir) else spec
+        if submission is None or own is None or own.after != spec.after:
+            continue  # a point that was submitted again with others to wait for is its own case
+        if submission.end and submission.end.cause == restart_policy.NOT_DUE:
+            has_ended = True
+        if submission.end or submission.is_local or restart_policy.causes_of(history):
+            continue
+        waits = [event for event in history if isinstance(event, events.Waits)]
+        found[submission.job_id] = run, bool(waits and waits[-1].held)
+    jobs = slurm.query([*found]) if found else {}
+    queued = {
+        run: (jobs[job_id].element or job_id, held)
+        for job_id, (run, held) in found.items()
+        if jobs[job_id].state is State.PENDING
+    }
+    return queued, has_ended
+
+
+def _at(path: str) -> RunDir:
+    """Return the run, or the sweep, of a directory."""
+    sweep = SweepDir(Path(path))
+    return sweep if sweep.is_sweep else RunDir(Path(path))
+
+
+def _runs_of(run: RunDir) -> list[RunDir]:
+    """Return the points of a sweep, or the run itself."""
+    return run.elements if isinstance(run, SweepDir) else [run]
 
 
 def _look_patiently(spec: JobSpec) -> list[Awaited]:
@@ -278,16 +358,19 @@ def _look_patiently(spec: JobSpec) -> list[Awaited]:
         time.sleep(_PAUSE_SECONDS)  # a slurmctld that comes back tells nobody
 
 
-def _record_wait(run: RunDir, job_id: str, awaited: Sequence[Awaited]) -> None:
+def _record_wait(
+    run: RunDir, job_id: str, awaited: Sequence[Awaited], *, sync: bool = True
+) -> None:
+    """Record what a job waits for. sync: False for one of many, as `events.note` says."""
     waits = [each for each in awaited if each.due is not Due.MET]
     if waits:
-        events.add(
+        (events.add if sync else events.note)(
             run.events,
             events.Waits,
             job_id=job_id,
             runs=tuple(each.text for each in waits),
             why=", ".join(each.words for each in waits),
-            held=not any(each.job for each in waits),
+            held=not any(each.jobs for each in waits),
         )
 
 

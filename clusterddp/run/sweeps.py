@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,14 +39,12 @@ class SweepStatus:
     @property
     def counts(self) -> Mapping[str, int]:
         """Return how many points are in each state; no state with none."""
-        counted = Counter(self.states)
-        order = (QUEUED, RUNNING, DONE, FAILED, STOPPED, CANCELLED, UNKNOWN, CREATED)
-        return {state: counted[state] for state in order if counted[state]}
+        return _counts(self.states)
 
     @property
     def state(self) -> str:
         """Return the state that tells most: running while a point runs, done once all are."""
-        return next((state for state in _MOST_TELLING if state in self.states), CREATED)
+        return most_telling(self.states)
 
     def as_dict(self) -> dict[str, object]:
         """Return what --json prints: the points with their states, and the counts of these."""
@@ -83,7 +81,23 @@ class SweepStatus:
     @property
     def summary(self) -> str:
         """Return the counts in words, `3 queued, 4 running, 5 done`."""
-        return ", ".join(f"{count} {state}" for state, count in self.counts.items())
+        return summary(self.states)
+
+
+def most_telling(states: Collection[str]) -> str:
+    """Return the state of a sweep whose points are in these states."""
+    return next((state for state in _MOST_TELLING if state in states), CREATED)
+
+
+def summary(states: Iterable[str]) -> str:
+    """Return how many points are in each state, in words: `3 queued, 4 running, 5 done`."""
+    return ", ".join(f"{count} {state}" for state, count in _counts(states).items())
+
+
+def _counts(states: Iterable[str]) -> dict[str, int]:
+    counted = Counter(states)
+    order = (QUEUED, RUNNING, DONE, FAILED, STOPPED, CANCELLED, UNKNOWN, CREATED)
+    return {state: counted[state] for state in order if counted[state]}
 
 
 def find_sweeps(output_root: Path) -> list[SweepDir]:

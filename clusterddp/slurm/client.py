@@ -439,12 +439,20 @@ def cancel_all(job_ids: Sequence[str]) -> None:
 
     Raises SlurmError as `cancel` does.
     """
+    _change(["scancel", *in_arrays(job_ids)])
+
+
+def in_arrays(job_ids: Sequence[str]) -> list[str]:
+    """Return jobs as scancel and scontrol take them, the elements of an array as one: `89_[0-3,7]`.
+
+    Other jobs come first.
+    """
     elements: dict[str, list[int]] = {}
     for array, _, index in (job_id.partition("_") for job_id in job_ids if "_" in job_id):
         elements.setdefault(array, []).append(int(index))
     listed = {array: array_indices(sorted(indices)) for array, indices in elements.items()}
     jobs = [job_id for job_id in job_ids if "_" not in job_id]
-    _change(["scancel", *jobs, *(f"{array}_[{indices}]" for array, indices in listed.items())])
+    return [*jobs, *(f"{array}_[{indices}]" for array, indices in listed.items())]
 
 
 @dataclass(frozen=True)

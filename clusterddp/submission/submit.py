@@ -14,7 +14,7 @@ from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes
+from clusterddp.run import bad_nodes, chain
 from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
 from clusterddp.slurm.client import array_limits
 from clusterddp.slurm.partitions import Question
@@ -86,6 +86,7 @@ def _submit_sweep(spec: JobSpec, script: str, snapshot_limit_mb: float) -> tuple
         _keep_code(spec, sweep, snapshot_limit_mb)
         with points.created(sweep, spec, indices) as runs:
             if spec.launcher == "local":
+                chain.check(chain.look(spec), has_queue=False)  # of which each point looks again
                 return sweep, SentJob("")
             return sweep, sbatch.submit(spec, script, sweep, runs)
 

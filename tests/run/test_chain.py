@@ -10,7 +10,7 @@ from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.run import chain, events
 from clusterddp.run.chain import Awaited, Due
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import STATES
 from clusterddp.run.status import RunStatus, run_status
 from clusterddp.slurm.states import JobState, State
@@ -31,7 +31,7 @@ DUE = {
 
 def awaited(name: str, state: str, condition: str = "ok", **more: Any) -> Awaited:
     status = RunStatus(name, state, **{"job_id": "12", "launcher": "sbatch", **more})
-    return Awaited(RunDir(Path("jobs", name)), condition, status, chain.judge(condition, status))
+    return Awaited.of(RunDir(Path("jobs", name)), condition, [status])
 
 
 @pytest.mark.parametrize("state", DUE)
@@ -41,6 +41,38 @@ def test_each_state_meets_a_condition_or_not(state: str) -> None:
     shown = "unknown" if gone else state
     judged = [awaited("a", shown, how, **gone).due.value for how in ("ok", "any", "failed")]
     assert tuple(judged) == DUE[state]
+
+
+@pytest.mark.parametrize(
+    ("states", "due"),
+    [
+        # of the points        ok       any      failed
+        ("done done", ("met", "met", "never")),
+        ("done failed", ("never", "met", "met")),
+        ("done failed queued", ("waits", "waits", "waits")),
+        ("stopped done", ("held", "met", "held")),
+        ("stopped failed", ("never", "met", "met")),
+        ("cancelled done", ("never", "met", "never")),
+        ("created done", ("held", "held", "held")),
+        ("unknown failed", ("unknown", "unknown", "unknown")),
+    ],
+)
+def test_a_sweep_comes_to_an_end_with_its_last_point(states: str, due: tuple[str, ...]) -> None:
+    known = [RunStatus(f"s-{i}", state) for i, state in enumerate(states.split())]
+    judged = [chain.judge_all(how, known).value for how in ("ok", "any", "failed")]
+    assert tuple(judged) == due
+
+
+def test_a_sweep_is_waited_for_by_its_arrays(tmp_path: Path) -> None:
+    known = [
+        RunStatus("s-0", "running", job_id="15", array_element="7_0", launcher="sbatch"),
+        RunStatus("s-1", "queued", job_id="7_1", launcher="sbatch"),
+        RunStatus("s-2", "queued", job_id="21", launcher="sbatch"),
+        RunStatus("s-3", "failed", job_id="9_3", launcher="sbatch"),
+    ]
+    seen = Awaited.of(SweepDir(tmp_path / "s"), "any", known)
+    assert chain.dependency([seen]) == "afterany:7,afterany:21"
+    assert (seen.text, seen.words) == ("s:any", "s (running: 2 queued, 1 running, 1 failed)")
 
 
 def test_slurm_is_asked_to_wait_for_jobs_whatever_their_end() -> None:

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from clusterddp.run import events
+from clusterddp.run import chain, events
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.run.sweeps import find_sweep, find_sweeps, sweep_status
-from tests.cli.made_runs import Workplace, ended, started, workplace
+from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]
 
@@ -180,6 +180,76 @@ def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
     assert "-- /bin/echo 3)" in script
     assert "#SBATCH --mem" not in sweep.script.read_text()
     assert sweep.element(3).load_spec().point == (("n", "3"),)
+
+
+PENDING = 'for i in 0 1 2 3 4 5 6 7 8 9; do echo "$N_$i $N|PENDING|Dependency"; done'
+SCONTROL = f"""case "$*" in
+*"show job"*) echo " JobId=1 JobState=PENDING Dependency=afterany:$N_*(unfulfilled),singleton(x)" ;;
+*) echo '{CONFIG}' ;;
+esac"""
+
+
+def test_a_run_waits_for_a_sweep_and_for_a_point_that_is_submitted_again(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.command("squeue", PENDING.replace("$N", "7"))
+    for number, text in enumerate(("s", "7", f"{workplace.root}/s:any")):
+        name = f"b{number}"
+        workplace.command("sbatch", f"echo 2{number}")
+        done = workplace.invoke("submit", "--run-name", name, "--after", text, "--", "/bin/true")
+        assert done.code == 0, done.err
+        assert f"{name} waits for s (queued: 10 queued), by now job 7" in done.err
+        assert "sbatch --parsable --dependency=afterany:7" in workplace.calls
+        [(path, _)] = RunDir(workplace.root / name).load_spec().after
+        assert path == str(sweep.path)
+    for index in range(10):
+        finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
+    queued = "echo '20 20|PENDING|Dependency'; echo '{0} 1|PENDING|None'"
+    workplace.command("squeue", queued.format("30_2"))
+    workplace.command("scontrol", SCONTROL.replace("$N", "7"))
+    workplace.command("sbatch", "echo 30")
+    refused = workplace.invoke("submit", "--after", "s", "--", "/bin/true")
+    assert refused.code == 2
+    assert "--after s: s (failed: 9 done, 1 failed) has ended otherwise" in refused.err
+    again = workplace.invoke("resubmit", "s-2")
+    assert again.code == 0, again.err
+    assert "b0 (job 20) waits for it" in again.err
+    record(sweep.element(2), {**started("35"), "array_element": "30_2"}, ended("35", 1))
+    workplace.command("squeue", queued.format("31_2"))
+    workplace.command("sbatch", "echo 31")
+    assert workplace.invoke("resubmit", "s").code == 0
+    # Of what stood there its own part is replaced, and another's stays.
+    sent = [call for call in workplace.calls if "Dependency=" in call]
+    assert sent == [
+        f"scontrol update JobId=20 Dependency=singleton,afterany:{job}" for job in (30, 31)
+    ]
+
+
+def test_a_sweep_waits_as_a_whole_and_is_rejoined_as_a_whole(workplace: Workplace) -> None:
+    workplace.run("a", submitted("5"), started("5"))
+    workplace.command("scontrol", SCONTROL.replace("$N_*", "5"))
+    workplace.command("squeue", "echo '5 5|RUNNING|None'")
+    workplace.command("sbatch", "echo 7")
+    done = workplace.invoke(*TEN[:3], "--after", "a", *TEN[3:])
+    assert done.code == 0, done.err
+    assert (
+        "sbatch --parsable --dependency=afterany:5 --array=0-9 --comment=clusterddp:s"
+        in workplace.calls
+    )
+    squeue = PENDING.replace("$N", "7")
+    workplace.command("squeue", f"{squeue}; echo '5 5|RUNNING|None'")
+    told = json.loads(workplace.invoke("status", "--json", "s-4").out)
+    assert (told["detail"], told["waits_for"]) == ("waits for a", ["a"])
+    awaited = RunDir(workplace.root / "a")
+    record(awaited, ended("5", 75), {**submitted("8"), "in_place_of": "5"})
+    workplace.command("squeue", f"{squeue}; echo '8 8|PENDING|None'")
+    chain.rejoin(awaited)
+    sent = [call for call in workplace.calls if "Dependency=" in call]
+    assert sent == ["scontrol update JobId=7_[0-9] Dependency=singleton,afterany:8"]
+    kept = events.read(RunDir(workplace.root / "s-9").events)
+    assert [event.kind for event in kept] == ["submitted", "waits", "waits"]
+    [by] = [e.by for e in events.read(awaited.events) if isinstance(e, events.AwaitedBy)]
+    assert by == str(workplace.root / "s")
 
 
 def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
