@@ -1,4 +1,7 @@
-"""Queues the small job that tells a run's end where its own script cannot (`run.notify`)."""
+"""Queues the small job that tells a run's end where its own script cannot (`run.notify`).
+
+A sweep has no script of its own: the job tells its end in any case.
+"""
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError
@@ -37,7 +40,7 @@ def render(spec: JobSpec) -> str:
         [
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in lines),
-            f"# Tells a program that {spec.run_name} has ended, where the run's own script cannot.",
+            f"# Tells a program that {spec.run_name} has ended, where nobody else has.",
             f"run_dir={run_dir}",
             'exec >>"$run_dir/logs/notify.log" 2>&1',
             'own=("$run_dir/clusterddp.pyz"); [ -e "${own[0]}" ] || own=(-m clusterddp)',
@@ -51,14 +54,21 @@ def render(spec: JobSpec) -> str:
 
 
 def submit(spec: JobSpec, run: RunDir, job_id: str) -> None:
-    """Queue the job behind the run's; where that is refused, a warning says what it means."""
+    """Queue the job behind the run's; where that is refused, a warning says what it means.
+
+    run: the run, or the sweep, whose array `job_id` is.
+    """
     if not spec.notify or spec.launcher == "local":
         return
     try:
+        run.logs.mkdir(mode=0o700, exist_ok=True)  # of a sweep
         write_atomically(run.notice_script, render(spec).encode())
         notify.queue(run, spec, job_id)
     except (ClusterDDPError, OSError) as error:
-        log.warning(
-            f"--notify: no job waits to tell the end of {run.name}, so that nobody does where its "
-            f"own script cannot, such as after a cancellation in the queue: {error}"
+        words = (
+            "so nobody will"
+            if spec.sweep
+            else "so that nobody does where its own script cannot, such as after a cancellation in "
+            "the queue"
         )
+        log.warning(f"--notify: no job waits to tell the end of {run.name}, {words}: {error}")

@@ -368,8 +368,8 @@ class JobSpec:
     end_silent: bool = option(False, "End the job then, as failed.", group=table.INTERRUPTED)
     notify: tuple[str, ...] = option(
         (),
-        "Program that gets the verdict as JSON on its standard input, once, when the run has ended "
-        "for good, with its arguments as in a shell.",
+        "Program that gets the verdict as JSON on its standard input, once, when the run, or the "
+        "whole sweep, has ended for good, with its arguments as in a shell.",
         LINE,
         "COMMAND",
         type=str,
@@ -489,7 +489,10 @@ class JobSpec:
             self.element(index)
 
     def element(self, index: int) -> "JobSpec":
-        """Return the request of one point of the sweep, a run of its own. Raises IndexError."""
+        """Return the request of one point of the sweep, a run of its own. Raises IndexError.
+
+        Its end is not told: `notify` is for the sweep as a whole.
+        """
         point = self.sweep.point(index)
         return dataclasses.replace(
             self,
@@ -497,6 +500,7 @@ class JobSpec:
             run_dir=f"{self.run_dir}-{index}",
             train=train_at(self.train, point) if self.train else None,
             command=command_at(self.command, point),
+            notify=(),
             sweep=NO_SWEEP,
             point=point,
         )

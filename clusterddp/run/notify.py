@@ -1,8 +1,9 @@
-"""Tells a program of the person's, once, that a run has ended for good: the verdict as JSON.
+"""Tells a program of the person's, once, that a run or a sweep has ended for good: JSON.
 
 The batch controller tells it. A small job that waits for the run's (`launchers.notice_job`) does
 where the controller cannot: a job that was cancelled before it started, or killed, or whose first
 node is lost. Whoever makes the mark first, a file for each submission of a person's, is the one.
+A sweep's end is told by such a job alone, behind the arrays of its points.
 The program's words are arguments, never a shell's; its end changes nothing of the job's.
 """
 
@@ -19,12 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterddp import log
+from clusterddp.errors import ClusterDDPError
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events, files
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import QUEUED, RUNNING
 from clusterddp.run.status import RunStatus, run_status, statuses, submission_folder
+from clusterddp.run.sweeps import SweepStatus, sweep_status
 from clusterddp.slurm import client as slurm
 
 PROGRAM_SECONDS = 60.0
@@ -44,7 +47,7 @@ class Notice:
     """notified-NNNN.json: who has told the program, and how that went."""
 
     by: str = ""
-    """`script`, or `dependent job`."""
+    """`script`, `dependent job`, or `rehearsal` of a sweep that ran on one machine."""
     job_id: str = ""
     """Job in which the program ran."""
     time: float | None = None
@@ -69,7 +72,7 @@ def tell_at_end(run: RunDir, spec: JobSpec) -> None:
         log.info(f"--notify: {type(error).__name__}: {error}")
 
 
-def tell(run: RunDir, spec: JobSpec, status: RunStatus, by: str) -> bool:
+def tell(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -> bool:
     """Run the program, unless somebody has already; returns whether it was run now.
 
     Raises OSError where the mark cannot be made: nobody knows then whether it was told.
@@ -104,7 +107,7 @@ def tell(run: RunDir, spec: JobSpec, status: RunStatus, by: str) -> bool:
 def queue(run: RunDir, spec: JobSpec, job_id: str) -> None:
     """Queue the job that tells the end of the run, behind its job. Raises OSError, ClusterDDPError.
 
-    job_id: as Slurm's commands take it, 89_0 of an array's element.
+    job_id: as Slurm's commands take it, 89_0 of an array's element; several with colons.
     """
     script = run.notice_script.read_text()
     own = slurm.sbatch(
@@ -121,7 +124,8 @@ def comment_of(spec: JobSpec) -> str:
 def tell_as_job(run: RunDir) -> None:
     """Tell the program the end of a run whose job has ended; where it goes on, wait for its next.
 
-    For the job that `queue` has queued. Raises OSError, ClusterDDPError.
+    For the job that `queue` has queued. A sweep's end is that of its last point. Raises OSError,
+    ClusterDDPError.
     """
     spec, own = run.load_spec(), os.environ.get("SLURM_JOB_ID", "")
     waited_for = next(
@@ -134,20 +138,42 @@ def tell_as_job(run: RunDir) -> None:
     )
     deadline = time.monotonic() + SETTLE_SECONDS
     while not mark_of(run).exists():
-        [status] = statuses([run])
-        if status.has_ended or status.is_forgotten:
-            tell(run, spec, status, "dependent job")
-            return
-        job = status.array_element or status.job_id
-        is_waiting = status.state in (QUEUED, RUNNING)
+        status, has_ended, jobs = _look(run)
         is_late = time.monotonic() > deadline
-        if is_waiting and (job != waited_for or is_late):
-            queue(run, spec, job)
-            return
-        if is_late:
+        if has_ended or (is_late and not jobs):
             tell(run, spec, status, "dependent job")
+            return
+        if jobs and (jobs != waited_for or is_late):
+            queue(run, spec, jobs)
             return
         time.sleep(_PAUSE_SECONDS)  # Slurm tells nobody when it has settled
+
+
+def tell_sweep(sweep: SweepDir, by: str) -> None:
+    """Tell the program that a sweep has ended, whose points have run here; logs what fails."""
+    try:
+        spec = sweep.load_spec()
+        if not spec.notify:
+            return
+        status, has_ended, _ = _look(sweep)
+        if has_ended:
+            tell(sweep, spec, status, by)
+    except (ClusterDDPError, OSError) as error:
+        log.warning(f"--notify: {error}")
+
+
+def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, bool, str]:
+    """Return the status of a run or a sweep, whether it has ended, and the jobs that it goes on in.
+
+    The jobs are as `queue` takes them, arrays as wholes.
+    """
+    known = statuses(run.elements if isinstance(run, SweepDir) else [run])
+    status = sweep_status(run, [s.state for s in known]) if isinstance(run, SweepDir) else known[0]
+    jobs = [s.array_element or s.job_id for s in known if s.state in (QUEUED, RUNNING)]
+    if isinstance(run, SweepDir):
+        jobs = [job.partition("_")[0] for job in jobs]
+    has_ended = all(each.has_ended or each.is_forgotten for each in known)
+    return status, has_ended, ":".join(dict.fromkeys(jobs))
 
 
 def mark_of(run: RunDir) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import RequestError
-from clusterddp.launchers import SentJob
+from clusterddp.launchers import SentJob, notice_job
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep
 from clusterddp.run import attempt as attempts
@@ -167,10 +167,13 @@ def _submit(
         else:
             runs = stack.enter_context(points.created(sweep, after, indices))
         if after.launcher == "local":
+            points.note_rehearsal(sweep, indices)
             return SentJob("")
         from clusterddp.launchers import sbatch  # and jinja2, which not every command needs
 
-        return sbatch.submit(after, script, sweep, runs)
+        submission = sbatch.submit(after, script, sweep, runs)
+        notice_job.submit(after, sweep, submission.job_id)
+        return submission
 
 
 def _note(run: RunDir, terms: Terms) -> None:

@@ -87,8 +87,11 @@ def _submit_sweep(spec: JobSpec, script: str, snapshot_limit_mb: float) -> tuple
         with points.created(sweep, spec, indices) as runs:
             if spec.launcher == "local":
                 chain.check(chain.look(spec), has_queue=False)  # of which each point looks again
+                points.note_rehearsal(sweep, indices)
                 return sweep, SentJob("")
-            return sweep, sbatch.submit(spec, script, sweep, runs)
+            submission = sbatch.submit(spec, script, sweep, runs)
+            notice_job.submit(spec, sweep, submission.job_id)
+            return sweep, submission
 
 
 def _check_commands(spec: JobSpec, script: str) -> None:

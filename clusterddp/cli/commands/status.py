@@ -10,7 +10,7 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.run import formatting
 from clusterddp.run.run_dir import SweepDir
-from clusterddp.run.state import STOPPED
+from clusterddp.run.state import DONE, STOPPED
 from clusterddp.run.status import RunStatus, find_run, statuses
 from clusterddp.run.sweeps import find_sweep, is_pattern, latest_sweep, select, sweep_status
 
@@ -67,7 +67,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
         ("sweep", status.name),
         ("state", f"{status.state}: {status.summary}"),
         ("job", ", ".join(status.job_ids)),
-        ("points", f"{len(status.points)}{throttle}"),
+        ("points", f"{status.counts.get(DONE, 0)} of {len(status.points)} done{throttle}"),
         ("submitted", _time(status.submitted_time)),
         ("files", f"{status.directory}-INDEX"),
         ("next", status.next_command),

@@ -1,10 +1,11 @@
 """Sweeps as they are typed, with stand-ins for what a healthy cluster cannot be made to say."""
 
 import json
+import sys
 
 import pytest
 
-from clusterddp.run import chain, events
+from clusterddp.run import chain, events, notify
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.run.sweeps import find_sweep, find_sweeps, sweep_status
@@ -250,6 +251,47 @@ def test_a_sweep_waits_as_a_whole_and_is_rejoined_as_a_whole(workplace: Workplac
     assert [event.kind for event in kept] == ["submitted", "waits", "waits"]
     [by] = [e.by for e in events.read(awaited.events) if isinstance(e, events.AwaitedBy)]
     assert by == str(workplace.root / "s")
+
+
+def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "_PAUSE_SECONDS", 0.01)
+    tell = workplace.folder / "tell.py"
+    tell.write_text("import sys; open('told', 'a').write(sys.stdin.read())")
+    workplace.command("sbatch", "cat >/dev/null; echo 7")
+    workplace.command("scontrol", f"echo '{CONFIG}'")
+    done = workplace.invoke(*TEN[:3], "--notify", f"{sys.executable} tell.py", *TEN[3:])
+    assert done.code == 0, done.err
+    assert [call for call in workplace.calls if call.startswith("sbatch")] == [
+        "sbatch --parsable --array=0-9 --comment=clusterddp:s",
+        "sbatch --parsable --dependency=afterany:7",
+    ]
+    sweep = SweepDir(workplace.root / "s")
+    assert sweep.load_spec().notify
+    assert not sweep.element(3).load_spec().notify
+    for index in range(10):
+        finish(sweep, index, code=int(index in (2, 3)), job_id=str(10 + index))
+    workplace.command("squeue", "echo '30_2 30|PENDING|Priority'")
+    workplace.command("sbatch", "cat >/dev/null; echo 30")
+    assert workplace.invoke("resubmit", "s-2").code == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # of the job that waits
+    notify.tell_as_job(sweep)
+    assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:30"
+    record(sweep.element(2), {**started("31"), "array_element": "30_2"}, ended("31", 0))
+    workplace.command("squeue", "")
+    for _ in range(2):
+        notify.tell_as_job(sweep)
+    [told] = (workplace.folder / "told").read_text().splitlines()
+    verdict = json.loads(told)
+    assert (verdict["sweep"], verdict["state"]) == ("s", "failed")
+    assert verdict["counts"] == {"done": 9, "failed": 1}
+    assert verdict["notified_by"] == "dependent job"
+    assert verdict["points"][3] == {"run": "s-3", "state": "failed", "point": {"n": "3"}}
+    workplace.command("sbatch", "cat >/dev/null; echo 40")
+    assert workplace.invoke("resubmit", "s").code == 0
+    assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:40"
+    assert notify.mark_of(sweep).name == "notified-0002.json"
 
 
 def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
