@@ -3,7 +3,8 @@
 A run that is queued, running or could go on loses nothing unless it is named, and then nothing that
 it needs to go on. Nothing outside a run's directory is touched: no symbolic link is followed, and a
 file counts only where all folders above it are the run's own. What was removed stands in
-events.jsonl.
+events.jsonl. What the points of a sweep share lies in the sweep's directory, and goes only once
+none of them could go on.
 """
 
 import contextlib
@@ -19,17 +20,19 @@ from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events
+from clusterddp.run import events, formatting
 from clusterddp.run.attempt import claimed
-from clusterddp.run.run_dir import RunDir, find_runs
-from clusterddp.run.state import CANCELLED, DONE, FAILED, QUEUED, RUNNING
+from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
+from clusterddp.run.state import CANCELLED, DONE, FAILED, QUEUED, RUNNING, UNKNOWN
 from clusterddp.run.status import RunStatus, statuses
+from clusterddp.run.sweeps import most_telling
 from clusterddp.submission.snapshot import Snapshot
 
 CHECKPOINT = "checkpoint"
 CODE = "code"
 CLUSTERDDP = "clusterddp"
 _OWN_CLUSTERDDP = re.compile(r"clusterddp-[^/]+-[0-9a-f]{12}\.pyz", re.ASCII)
+_MOST_NAMES = 5
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
 
@@ -67,7 +70,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """Things to remove of one run, or that were removed."""
+    """Things to remove of one run, or of what a sweep's points share, or that were removed."""
 
     run: RunDir
     state: str
@@ -86,13 +89,18 @@ def plan(
 ) -> list[Cleaning]:
     """Find what can be spared of each run; asks Slurm once for all of them, and touches nothing.
 
-    named: whether a person has named these runs. older_than: seconds for which a run must have been
+    runs: sweeps among them stand for what their points share, and not for these. named: whether a
+    person has named these runs. older_than: seconds for which a run must have been
     left alone. now: seconds since the epoch.
     """
     resumed = _resumed_by_others({run.path.parent for run in runs})
+    alone = [run for run in runs if not isinstance(run, SweepDir)]
+    known = {run.path: status for run, status in zip(alone, statuses(alone), strict=True)}
     return [
-        _plan(run, status, resumed, named=named, older_than=older_than, now=now)
-        for run, status in zip(runs, statuses(runs), strict=True)
+        _plan_shared(run, named=named, older_than=older_than, now=now)
+        if isinstance(run, SweepDir)
+        else _plan(run, known[run.path], resumed, named=named, older_than=older_than, now=now)
+        for run in runs
     ]
 
 
@@ -103,14 +111,16 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
     person gives to sbatch by hand ends the removal as it starts. Raises RequestError where another
     process is at it, and NotRemoved; what was removed is recorded.
     """
-    with claimed(run):
+    with contextlib.ExitStack() as stack:
+        for each in (run, *_points(run)):
+            stack.enter_context(claimed(each))
         [cleaning] = plan([run], named=named, older_than=older_than, now=now)
         if not cleaning.items:
             return cleaning
-        before, removed = attempts.latest(run), []
+        before, removed = _latest(run), []
         try:
             for item in cleaning.items:
-                if attempts.latest(run) != before:
+                if _latest(run) != before:
                     raise RequestError(f"{run.name} has started meanwhile: the rest of it stays.")
                 _remove(run, item)
                 removed.append(item)
@@ -123,6 +133,16 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
             if removed:
                 _record(run, removed)
         return cleaning
+
+
+def _points(run: RunDir) -> list[RunDir]:
+    """Return the points of a sweep that are there; none of a run. Raises RequestError."""
+    points = run.elements if isinstance(run, SweepDir) else []
+    return [point for point in points if point.path.is_dir()]
+
+
+def _latest(run: RunDir) -> list[attempts.Attempt | None]:
+    return [attempts.latest(each) for each in (_points(run) or [run])]
 
 
 def why_kept(run: RunDir, status: RunStatus) -> str:
@@ -162,6 +182,29 @@ def _plan(
     except (ClusterDDPError, OSError) as error:
         return Cleaning(run, status.state, kept_because=f"it cannot be read: {error}")
     return Cleaning(run, status.state, tuple(_counted(run, found)))
+
+
+def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float) -> Cleaning:
+    """Find what the points of a sweep share, once none of them could go on."""
+    try:
+        points = _points(sweep)
+        known = statuses(points)
+        state = most_telling([status.state for status in known])
+        needed = [run.name for run, s in zip(points, known, strict=True) if why_kept(run, s)]
+        if needed:
+            words = "points that share it could go on"
+            if named:
+                words += f": {formatting.some(needed, _MOST_NAMES, ', ')}"
+            return Cleaning(sweep, state, kept_because=words)
+        if sweep.path.is_symlink() and not named:
+            return Cleaning(sweep, state, kept_because="its directory is a link")
+        changes = [_last_change(run, s) for run, s in zip(points, known, strict=True)]
+        if older_than and now - max(changes, default=0.0) < older_than:
+            return Cleaning(sweep, state, kept_because="not old enough")
+        found = [*_bundles(sweep, keep_current=False), *_code(sweep)]
+    except (ClusterDDPError, OSError) as error:
+        return Cleaning(sweep, UNKNOWN, kept_because=f"it cannot be read: {error}")
+    return Cleaning(sweep, state, tuple(_counted(sweep, found)))
 
 
 def _last_change(run: RunDir, status: RunStatus) -> float:

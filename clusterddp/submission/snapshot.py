@@ -267,9 +267,11 @@ def changes_since_submission(run: RunDir, folder: Path) -> list[str] | None:
 def is_cleaned(run: RunDir) -> bool:
     """Return whether `clusterddp clean` has removed files of the run's copy, which are still gone.
 
-    Raises RequestError where the record of the code cannot be read.
+    The copy of a sweep's point can be the sweep's. Raises RequestError where the record of the code
+    cannot be read.
     """
-    history = events.read(run.events)
+    sweep = run.sweep if run.code.is_symlink() else None
+    history = events.read((sweep or run).events)
     if not any(isinstance(event, events.Cleaned) and event.code_files for event in history):
         return False
     names = Snapshot.read(run.code_record).digests

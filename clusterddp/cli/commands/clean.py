@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -14,7 +15,7 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.run import formatting
 from clusterddp.run.run_dir import find_runs
-from clusterddp.run.sweeps import select_each
+from clusterddp.run.sweeps import find_sweep, find_sweeps, select_each
 from clusterddp.submission.clean import Cleaning, clean, plan
 
 _HEADER = ("NAME", "STATE", "BYTES", "PATH", "WHAT")
@@ -51,6 +52,10 @@ def command(
 ) -> int:
     """Remove what can be spared of runs: a run's name, job id or directory; all old ones without.
 
+    A sweep, or a pattern such as 'lr-*', means several. What a sweep's points share, the copy of
+    your code and the clusterddp, goes where the sweep is named, or no RUN, and none of its points
+    could go on.
+
     Of a run that has ended for good: its checkpoints but for the last valid one and the best, the
     copy of your code but for what your program has written or changed there, and the clusterddp
     that it carries. Records, logs, metrics and reports stay.
@@ -66,6 +71,8 @@ def command(
         raise click.UsageError("--json asks nothing: add --yes, or --dry-run.")
     now = time.time()
     runs, failed = select_each(output_root, run) if run else (find_runs(output_root), [])
+    sweeps = map(partial(find_sweep, output_root), run) if run else find_sweeps(output_root)
+    runs += dict.fromkeys(sweep for sweep in sweeps if sweep)  # what their points share
     cleanings = plan(runs, named=bool(run), older_than=older_than, now=now)
     if not as_json:
         _show(cleanings, named=bool(run))

@@ -1,6 +1,8 @@
 """Sweeps as they are typed, with stand-ins for what a healthy cluster cannot be made to say."""
 
+import hashlib
 import json
+import os
 import sys
 
 import pytest
@@ -292,6 +294,50 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
     assert workplace.invoke("resubmit", "s").code == 0
     assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:40"
     assert notify.mark_of(sweep).name == "notified-0002.json"
+
+
+def test_what_points_share_is_removed_once_none_could_go_on(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.command("squeue", "")
+    workplace.command("sacct", "exit 1")
+    for index in range(10):
+        finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
+    bundle = sweep.bundle.resolve()
+    (sweep.path / "code").mkdir(exist_ok=True)
+    (sweep.code / "train.py").write_text("print()")
+    digest = hashlib.sha256(b"print()").hexdigest()
+    entry = {"files": 1, "bytes": 7, "commit": "", "digests": {"train.py": digest}, "large": []}
+    sweep.code_record.write_text(json.dumps(entry))
+    for name in ("code", "code.json"):
+        for run in sweep.elements:
+            if not os.path.lexists(run.path / name):
+                (run.path / name).symlink_to(f"../s/{name}")
+    # A COMMAND that has failed can start again.
+    for argv in (["s"], [], ["s-*"], ["s-0"]):
+        done = workplace.invoke("clean", "--yes", *argv)
+        assert done.code == 0, done.err
+        assert bundle.exists(), argv
+        assert (sweep.code / "train.py").exists()
+    assert "s is left alone: points that share it could go on: s-2" in (
+        workplace.invoke("clean", "--yes", "s").err
+    )
+    workplace.command("sbatch", "echo 30")
+    assert workplace.invoke("resubmit", "s-2").code == 0
+    record(sweep.element(2), {**started("31"), "array_element": "30_2"}, ended("31", 0))
+    shown = workplace.invoke("clean", "--dry-run", "s")
+    assert [row.split()[0] for row in shown.out.splitlines()[1:3]] == ["s", "s"]
+    assert workplace.invoke("clean", "--yes", "s-*").code == 0
+    assert bundle.exists()
+    assert workplace.invoke("clean", "--yes", "s").code == 0
+    assert not bundle.exists()
+    assert not (sweep.code / "train.py").exists()
+    assert sweep.spec.exists()
+    assert [event.kind for event in events.read(sweep.events)][-1] == "cleaned"
+    record(sweep.element(2), {"event": "resubmit"}, {**started("32")}, ended("32", 1))
+    again = workplace.invoke("resubmit", "s-2")
+    assert again.code == 2
+    assert "was removed by 'clusterddp clean'" in again.err
 
 
 def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
