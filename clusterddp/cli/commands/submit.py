@@ -95,6 +95,12 @@ def command(
     swept = sweep_of(ctx, max_parallel or 0)
     if max_parallel and not swept:
         raise OptionError("--max-parallel", " is for the points of a sweep: give --sweep.")
+    if save_to and swept:
+        raise OptionError(
+            "--save",
+            f" {save_to}: a file holds the request of one run, and no points. Save it without "
+            f"--sweep, and submit with --from {save_to} --sweep NAME=VALUES.",
+        )
     made_up = (
         f"{'sweep' if swept else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     )

@@ -393,6 +393,31 @@ def test_what_does_not_go_is_refused_with_the_reason(
     assert words in done.err
 
 
+def test_a_point_can_be_swept_further_and_a_sweep_is_no_request_for_from(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    file = workplace.folder / "base.toml"
+    for argv, words in (
+        (["submit", "--save", str(file), *TEN[3:]], "a file holds the request of one run"),
+        (["submit", "--from", sweep.name], "s is a sweep, and this is about one run"),
+    ):
+        done = workplace.invoke(*argv)
+        assert done.code == 2
+        assert words in done.err
+    assert not file.exists()
+    argv = ["submit", "--dry-run", "--json", "--run-name", "t"]
+    shown = workplace.invoke(*argv, "--from", "s-3")
+    assert "-- /bin/echo 3)" in json.loads(shown.out)["script"]
+    assert "points" not in json.loads(shown.out)
+    file.write_text("lr = 0.5\nseed = 3\n")
+    shown = workplace.invoke(*argv, "--from", str(file), "--sweep", "lr=0.1,0.2")
+    assert shown.code == 0, shown.err
+    script = json.loads(shown.out)["script"]
+    assert "--lr=0.1" in script
+    assert "--lr=0.5" not in script
+    assert "--seed=3" in script
+
+
 def test_draws_show_their_seed(workplace: Workplace) -> None:
     argv = ["submit", "--dry-run", "--json", "--sample", "3", "--sweep", "lr=log:1e-4..1e-1"]
     made_up = json.loads(workplace.invoke(*argv).out)
