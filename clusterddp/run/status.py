@@ -219,19 +219,6 @@ def _judge(
     return state, detail, job, report
 
 
-def states_of(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -> list[str]:
-    """Return the states of runs that were submitted, and no more: quick for the many of a sweep.
-
-    known: as of `statuses`.
-    """
-    submissions = [latest_submission(events.read(run.events)) for run in runs]
-    jobs, now = _ask(submissions, known), time.time()
-    return [
-        _judge(run, submission, jobs, now)[0]
-        for run, submission in zip(runs, submissions, strict=True)
-    ]
-
-
 def _cleaned(history: Sequence[events.Event]) -> str:
     """Say what `clusterddp clean` has removed since a job of the run was last queued or started."""
     words: list[str] = []
@@ -532,19 +519,26 @@ def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -
 
     known: answers of an earlier look, which this one adds to: squeue alone is asked again for them.
     """
-    submissions = [latest_submission(events.read(run.events)) for run in runs]
-    states = _ask(submissions, known)
-    return [run_status(run, states) for run in runs]
+    return statuses_and_states(runs, (), known)[0]
 
 
-def _ask(
-    submissions: Sequence[Submission | None], known: dict[str, JobState] | None
-) -> dict[str, JobState]:
-    states = query(jobs_to_ask(submissions), known=known)
+def states_of(points: Sequence[RunDir]) -> list[str]:
+    """Return the states of runs that were submitted, and no more: quick for the many of a sweep."""
+    return statuses_and_states((), points)[1]
+
+
+def statuses_and_states(
+    runs: Sequence[RunDir], points: Sequence[RunDir], known: dict[str, JobState] | None = None
+) -> tuple[list[RunStatus], list[str]]:
+    """Return the statuses of runs and the states of points, as the two above do in one look."""
+    submissions = [latest_submission(events.read(run.events)) for run in (*runs, *points)]
+    jobs, now = query(jobs_to_ask(submissions), known=known), time.time()
     if known is not None:
         settled = (State.UNKNOWN, *(state for state in State if state.is_final))
-        known |= {j: job for j, job in states.items() if job.state in settled and not job.problem}
-    return states
+        known |= {j: job for j, job in jobs.items() if job.state in settled and not job.problem}
+    of_points = zip(points, submissions[len(runs) :], strict=True)
+    states = [_judge(point, submission, jobs, now)[0] for point, submission in of_points]
+    return [run_status(run, jobs, now) for run in runs], states
 
 
 def find_each(root: Path, texts: Sequence[str]) -> list[RunDir]:
