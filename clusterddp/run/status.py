@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -496,7 +497,7 @@ def find_run(root: Path, text: str | None) -> RunDir:
     for run in runs:
         if run.name == text:
             return run
-    if "/" in text and (Path(text) / "spec.json").is_file():
+    if "/" in text and _is_run(text):
         return RunDir(Path(text))
     if SweepDir(root / text).is_sweep:
         raise RequestError(
@@ -509,9 +510,13 @@ def find_run(root: Path, text: str | None) -> RunDir:
         names = ", ".join(run.name for run in holders)
         raise RequestError(f"the job id {text} belongs to several runs: {names}. Name one of them.")
     hint = _hint(runs, text)
-    if text and (Path(text) / "spec.json").is_file():
+    if text and _is_run(text):
         hint = f" The run in the folder of that name is {'./' + text!r}."
     raise RequestError(f"there is no run {text!r} below {root}.{hint}")
+
+
+def _is_run(text: str) -> bool:
+    return os.path.isfile(Path(text, "spec.json"))  # noqa: PTH113 -- also of a name that is too long
 
 
 def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -> list[RunStatus]:

@@ -399,6 +399,8 @@ def test_points_that_are_refused_leave_the_sweep_as_it_was(
         (["resubmit", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
         (["resubmit", "x-*"], "no run below jobs has a name that fits"),
         (["logs", "-f", "s"], "-f follows one run, and s means 10"),
+        (["status", "x" * 300], "there is no run 'xxx"),
+        (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),
         (["checkpoints", "s"], "s is a sweep, and this is about one run"),
         (["submit", "--max-parallel", "2"], "is for the points of a sweep"),
         (["submit", "--sample", "2"], "name what to draw"),
