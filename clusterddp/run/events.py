@@ -275,7 +275,8 @@ def read(path: Path) -> list[Event]:
     start is recorded: its earlier events get that. Raises OSError.
     """
     history = [parse(content) for content in files.read_json_lines(path)]
-    numbers = {e.array_element: e.job_id for e in history if isinstance(e, Started) and e.job_id}
+    starts = [e for e in history if isinstance(e, Started) and e.array_element and e.job_id]
+    numbers = {event.array_element: event.job_id for event in starts}
     return [
         replace(event, job_id=numbers[event.job_id], array_element=event.job_id)
         if event.job_id in numbers
