@@ -45,6 +45,7 @@ def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
     """
     folder = Path(template_folder) if template_folder else None
     spec.refuse_launcher()
+    spec.check_points()
     return launchers.load(spec.launcher).prepare(spec, folder)
 
 
@@ -184,6 +185,11 @@ def submit(
     With the launcher `local` the run lives no longer than this process: `wait` for it. Raises
     RequestError where nothing was submitted, SlurmError where Slurm did not answer.
     """
+    if spec.sweep:
+        raise RequestError(
+            "a sweep is no single run: submit it with 'clusterddp submit --sweep …', or each "
+            "spec.element(index) by itself."
+        )
     script = render(spec, template_folder)
     run, _ = submitting.submit(
         spec, script, snapshot_limit_mb=snapshot_limit_mb, check=check, check_python=check_python

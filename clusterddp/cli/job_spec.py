@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from clusterddp.cli.options import config_from, naming_sources, source, typed_flags
-from clusterddp.errors import OptionError
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED, full_name
 from clusterddp.request.options import (
     COUNT,
@@ -19,7 +19,8 @@ from clusterddp.request.options import (
     Settings,
     sbatch_directives,
 )
-from clusterddp.request.spec import DIRECTIVES, JobSpec, Resources
+from clusterddp.request.spec import ANY, CONDITIONS, DIRECTIVES, JobSpec, Resources
+from clusterddp.request.sweep import NO_SWEEP, Sweep
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
@@ -32,17 +33,23 @@ _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
 """Directives of sbatch(1) that --sbatch and --omit-directive can name, and no shortened form."""
 
 
-def job_spec(ctx: click.Context, run_name: str) -> JobSpec:
+def job_spec(ctx: click.Context, run_name: str, sweep: Sweep = NO_SWEEP) -> JobSpec:
     """Return the checked request; raises RequestError or click's UsageError for one that is not."""
     with naming_sources(ctx):
-        spec = _job_spec(ctx, run_name)
+        spec = _job_spec(ctx, run_name, sweep)
         spec.refuse_launcher()
+        spec.check_points()
     return spec
 
 
-def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
+def _job_spec(ctx: click.Context, run_name: str, sweep: Sweep) -> JobSpec:
     assert isinstance(ctx.obj, Settings)
     values, task_command = {**ctx.params}, ctx.meta["command"]
+    for name in () if task_command else sweep.names:
+        if name.replace("-", "_") in values and source(ctx, name.replace("-", "_")) == "flag":
+            raise OptionError(
+                f"--{name}", f" against --sweep {name}: leave the first out, or the second."
+            )
     train = None if task_command else _train_config(ctx)
     flags = typed_flags(ctx, (row.parameter for row in TRAINING)) if task_command else ""
     if flags:
@@ -67,17 +74,24 @@ def _job_spec(ctx: click.Context, run_name: str) -> JobSpec:
         "run_dir": f"{os.path.abspath(values['output_root'])}/{run_name}",
         "resources": resources,
         "train": train,
+        "sweep": sweep,
         "command": task_command,
         "environment": environment,
         "pass_environment": passed,
         **{name: interpreter(values[name]) for name in ("python", "batch_python")},
         **container,
+        "after": _after(values, train),
         "template": _template(ctx),
-        "sbatch": directives_of(sbatch_directives(os.environ), values["sbatch"], resources),
+        "sbatch": directives_of(
+            {} if ctx.meta.get("whole") else sbatch_directives(os.environ),
+            values["sbatch"],
+            resources,
+        ),
         "omit_directives": _omitted(values["omit_directive"]),
         "srun_args": tuple(
             word for line in values["srun_args"] for word in forms.words("--srun-args", line)
         ),
+        "notify": forms.words("--notify", values["notify"] or ""),
         "modules": values["module"],
         "launch_prefix": forms.words("--launch-prefix", values["launch_prefix"] or ""),
         "signal": "" if values["signal"] == "none" else values["signal"],
@@ -186,6 +200,38 @@ def _resume_path(value: str, output_root: str) -> str:
         f": {value!r} is neither a checkpoint, nor a run's directory, nor the name of a run below "
         f"{output_root}.",
     )
+
+
+def _after(values: Mapping[str, Any], train: TrainConfig | None) -> tuple[tuple[str, str], ...]:
+    """Return the runs to wait for: those of --after, and that of --resume while it goes on."""
+    after = awaited_runs(values["after"], Path(values["output_root"]))
+    if not train or not (Path(train.resume) / "spec.json").is_file() or train.resume in dict(after):
+        return after
+    from clusterddp.run.run_dir import RunDir
+    from clusterddp.run.status import statuses
+
+    [status] = statuses([RunDir(Path(train.resume))])
+    goes_on = status.state in ("queued", "running") and status.launcher in ("sbatch", "submitit")
+    return (*after, (train.resume, ANY)) if goes_on else after
+
+
+def awaited_runs(texts: Iterable[str], output_root: Path) -> tuple[tuple[str, str], ...]:
+    """Return the directories of the runs of --after, and the end that each is to come to.
+
+    An empty text names none. Raises OptionError where there is no such run.
+    """
+    texts = [text for text in texts if text]
+    if not texts:
+        return ()
+    from clusterddp.run import chain  # few runs wait
+
+    try:
+        return tuple(dict(chain.find(output_root, text) for text in texts).items())
+    except RequestError as error:
+        ends = f"{', '.join(CONDITIONS[:-1])} or {CONDITIONS[-1]}"
+        raise OptionError(
+            "--after", f": {error} The end to wait for stands behind ':', {ends}."
+        ) from None
 
 
 def environment_of(

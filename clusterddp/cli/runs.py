@@ -19,23 +19,24 @@ from clusterddp.run.state import DONE, FAILED, STOPPED
 from clusterddp.run.status import (
     DEFAULT_ROOT,
     RunStatus,
-    find_those,
     statuses,
     submission_folder,
 )
+from clusterddp.run.sweeps import find_sweeps, select_each
 
 if TYPE_CHECKING:
-    from clusterddp.run.stop import Cancellation, Stop
+    from clusterddp.run.stop import Cancellation, Send, Stop
 
 _Result = TypeVar("_Result", bound="Stop | Cancellation")
 _LAST_LINES = 20
 
 
 def _names(ctx: click.Context, _incomplete: str) -> Iterable[str]:
-    """Return the runs' names, the latest first."""
+    """Return the runs' names, the latest first, behind those of the sweeps."""
     root = ctx.params.get("output_root") or os.environ.get("CLUSTERDDP_OUTPUT_ROOT")
     try:
-        return [run.name for run in reversed(find_runs(Path(root or DEFAULT_ROOT)))]
+        folder = Path(root or DEFAULT_ROOT)
+        return [run.name for run in reversed([*find_runs(folder), *find_sweeps(folder)])]
     except errors.RequestError:
         return []  # while completing, nothing may be printed but names
 
@@ -58,31 +59,36 @@ OUTPUT_ROOT_OPTION = click.option(
 def act_on_each(
     root: Path,
     names: Sequence[str],
-    act: Callable[[RunDir, RunStatus], _Result],
+    act: "Callable[[RunDir, RunStatus, Send], _Result]",
     words: Callable[[_Result], str],
     *,
     as_json: bool,
     wait: Callable[[Sequence[RunDir]], int] | None = None,
+    confirm: Callable[[Sequence[RunStatus]], None] | None = None,
 ) -> int:
     """Act on each run, and print the results; where it does not work with one, the next follows.
 
-    words: words a result for a person, who reads it at once; JSON comes at the end, in a list.
+    words: words a result for a person; JSON comes at the end, in a list.
     wait: waits for the runs with which it worked, and returns an exit code.
+    confirm: raises where a person does not mean the several runs of a sweep or a pattern.
     Returns the highest of the exit codes.
     """
-    runs, failed = find_those(root, names)
+    from clusterddp.run.stop import act_together
+
+    runs, failed = select_each(root, names)
+    known = statuses(runs)
+    if confirm and len(runs) > len(names):
+        confirm(known)
     reached, results = [], []
-    for run, status in zip(runs, statuses(runs), strict=True):
-        try:
-            result = act(run, status)
-        except errors.ClusterDDPError as error:
-            failed.append(error)
+    for run, result in zip(runs, act_together(act, [*zip(runs, known, strict=True)]), strict=True):
+        if isinstance(result, errors.ClusterDDPError):
+            failed.append(result)
             continue
         reached.append(run)
         results.append(result)
         if not as_json:
             click.echo(words(result))
-    for failure in failed:
+    for failure in dict.fromkeys(failed):
         click.echo(f"clusterddp: {failure}", err=True)
     code = max((failure.exit_code for failure in failed), default=errors.EXIT_DONE)
     if wait:

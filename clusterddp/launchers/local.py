@@ -51,6 +51,10 @@ prepare = sbatch.prepare  # the very script that sbatch would get
 def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 -- the run has it
     """Start the stand-in; the job's id is its process id."""
     spec.refuse_pyxis()
+    if spec.after:
+        from clusterddp.run import chain  # few runs wait
+
+        chain.check(chain.look(spec), has_queue=False)
     if spec.resources.nodes > MOST_HOSTS:
         raise RequestError(
             f"--nodes {spec.resources.nodes}: a rehearsal has at most {MOST_HOSTS} hosts."
@@ -159,9 +163,15 @@ def main() -> None:
             **os.environ,
             **job_environment(script, os.getpid(), Path.cwd(), os.environ.get(VISIBLE_GPUS)),
             **limit.environment(time.time()),
+            **_element(run),
             **_stand_in(Path(folder), os.environ),
         }
         sys.exit(job.run(["bash", str(run.script)], environ, Path(folder) / "steps"))
+
+
+def _element(run: RunDir) -> dict[str, str]:
+    """Give the variable of a sweep's point, whose script is that of all of them."""
+    return {"SLURM_ARRAY_TASK_ID": run.name.rpartition("-")[2]} if run.sweep else {}
 
 
 @contextmanager

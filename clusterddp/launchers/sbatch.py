@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,7 +21,8 @@ from jinja2.bccache import Bucket
 
 from clusterddp import log
 from clusterddp.errors import RequestError
-from clusterddp.launchers import SentJob
+from clusterddp.launchers import ARRAY, SentJob
+from clusterddp.request import sweep
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import REQUEST, JobSpec, Resources, submission_comment
 from clusterddp.slurm import forms
@@ -38,6 +39,8 @@ _QUOTED = re.compile(r"^\s*#.*|'[^']*'", re.MULTILINE)
 _EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)", re.MULTILINE)
 _OF_TASKS = re.compile(r"\$\{?(MASTER_PORT|CLUSTERDDP_(NONCE|ATTEMPT))\b")
 _EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
+_POINT = "point"
+"""Variable of the script with the flags of our training's point."""
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
 
 
@@ -75,13 +78,20 @@ def render(
 prepare = render
 
 
-def submit(spec: JobSpec, script: str, run: "RunDir") -> SentJob:
-    """Queue the script, and record its job id in the run."""
-    from clusterddp.run import bad_nodes, events  # these three: not needed for a dry run
+def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"] = ()) -> SentJob:
+    """Queue the script, and record its job id in the run.
+
+    points: those of a sweep that are submitted, as one job array of the sweep's script; `run` is
+    then the sweep. A run that is a point is submitted as such, where the script is the sweep's.
+    """
+    from clusterddp.run import bad_nodes, chain, events  # these four: not needed for a dry run
     from clusterddp.slurm.client import check_expedite, sbatch
 
     if spec.requeue == EXPEDITE:
         check_expedite(os.environ)
+    awaited = chain.look(spec) if spec.after else []
+    chain.check(awaited)
+    dependency = chain.dependency(awaited, [spec.resources.dependency]) if awaited else ""
     comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
     choice = bad_nodes.choose_for_submission(spec)
     # The argument takes the place of a line that the person may have edited.
@@ -94,13 +104,35 @@ def submit(spec: JobSpec, script: str, run: "RunDir") -> SentJob:
         except RequestError as error:  # a file of names, say, which sbatch takes as well
             log.warning(f"no bad node is left out: {error}")
             choice = bad_nodes.Choice()
-    job_id = sbatch(script, os.environ, comment=comment, exclude=exclude)
-    events.add(
-        run.events, events.Submitted, job_id=job_id, launcher="sbatch", folder=str(Path.cwd())
+    if spec.point and ARRAY.search(script):
+        points = [run]
+    indices = [int(point.name.rpartition("-")[2]) for point in points]
+    array = array_of(indices, spec.sweep.max_parallel)
+    job_id = sbatch(
+        script, os.environ, comment=comment, exclude=exclude, dependency=dependency, array=array
     )
-    if choice.nodes:
-        events.add(run.events, events.NodesLeftOut, job_id=job_id, nodes=choice.nodes)
-    return SentJob(job_id)
+    folder, names = str(Path.cwd()), [f"{job_id}_{index}" for index in indices]
+    if points and run != points[0]:
+        events.add(
+            run.events,
+            events.Submitted,
+            job_id=job_id,
+            launcher="sbatch",
+            folder=folder,
+            indices=tuple(indices),
+        )
+    jobs = dict(zip(points or [run], names or [job_id], strict=True))
+    for each, name in jobs.items():
+        # Those of a sweep are not synced one by one: the sweep's own line tells of all.
+        add = events.add if len(names) < 2 else events.note
+        add(each.events, events.Submitted, job_id=name, launcher="sbatch", folder=folder)
+        if choice.nodes:
+            events.add(each.events, events.NodesLeftOut, job_id=name, nodes=choice.nodes)
+    if awaited:
+        chain.record(run, jobs, awaited)
+        if words := chain.describe(awaited):
+            log.info(f"{spec.run_name} {words}")
+    return SentJob(names[0] if points == [run] else job_id)
 
 
 def shipped_folder() -> Path:
@@ -138,6 +170,8 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
         "ntasks": str(resources.job_nodes * tasks_per_node),
         "ntasks-per-node": str(tasks_per_node),
     }
+    if spec.sweep:
+        wanted["array"] = array_of(range(len(spec.sweep)), spec.sweep.max_parallel)
     if agents and (cpus := agent_cpus(spec)):
         wanted["cpus-per-task"] = str(cpus)
     elif resources.cpus_per_task:
@@ -214,12 +248,57 @@ def shell_word(value: object) -> str:
 
 
 def task_arguments(spec: JobSpec) -> list[str]:
-    """Give the arguments of every rank, after `python -m clusterddp`."""
+    """Give the arguments of every rank, after `python -m clusterddp`; without those of a point."""
     if spec.train:
         lead = [f"--signal-lead={spec.signal_lead}"] if spec.signal_lead else []
-        return ["train", f"--run-dir={spec.run_dir}", *lead, *spec.train.to_argv(defaults=False)]
+        argv = spec.train.to_argv(defaults=False)
+        common = [word for word in argv if word.partition("=")[0][2:] not in spec.sweep.names]
+        return ["train", f"--run-dir={spec.run_dir}", *lead, *common]
     arming = ["--arm-stacks"] if spec.arm_stacks else []
     return ["exec", f"--run-dir={spec.run_dir}", *arming, "--", *spec.command]
+
+
+def task_words(spec: JobSpec) -> list[str]:
+    """Give the arguments behind those of the run's directory as words of bash.
+
+    The values of a sweep stand in variables that `points` sets.
+    """
+    arguments = task_arguments(spec)[2:]
+    if not spec.sweep:
+        return [shell_word(word) for word in arguments]
+    if spec.train:
+        return [*map(shell_word, arguments), f'"${{{_POINT}[@]}}"']
+    count = len(arguments) - len(spec.command)
+    pattern = sweep.placeholders(spec.sweep.names)
+
+    def written(word: str) -> str:
+        parts = pattern.split(word)  # text, name, text, name, … text
+        texts = [shell_word(text) if text else "" for text in parts]
+        texts[1::2] = [f'"${{{sweep.variable(name)}}}"' for name in parts[1::2]]
+        return "".join(texts) or shell_word("")
+
+    return [*map(shell_word, arguments[:count]), *map(written, spec.command)]
+
+
+def points(spec: JobSpec) -> list[str]:
+    """Give the branches of a bash `case` over the array's index that set what a point varies."""
+    lines = []
+    for index in range(len(spec.sweep)):
+        point = spec.sweep.point(index)
+        if spec.train:
+            argv = sweep.train_at(spec.train, point).to_argv()
+            words = [word for word in argv if word.partition("=")[0][2:] in spec.sweep.names]
+            settings = f"{_POINT}=({' '.join(map(shell_word, words))})"
+        else:
+            settings = " ".join(f"{sweep.variable(n)}={shell_word(text)}" for n, text in point)
+        lines.append(f"{index}) {settings} ;;")
+    return lines
+
+
+def array_of(indices: Iterable[int], max_parallel: int = 0) -> str:
+    """Give the value of --array for indices in order, `0-3,7%2`."""
+    listed = forms.array_indices(indices)
+    return f"{listed}%{max_parallel}" if max_parallel else listed
 
 
 def _gpus(resources: Resources, tasks_per_node: int) -> str:
@@ -248,6 +327,8 @@ def _context(spec: JobSpec) -> dict[str, object]:
         "shows_all_gpus": _shows_all_gpus(spec),
         "rank_variables": forms.RANK_VARIABLES,
         "task_arguments": task_arguments(spec),
+        "task_words": task_words(spec),
+        "points": points(spec),
         "request": spec.to_script(),
     }
 

@@ -61,7 +61,8 @@ REPLACED = {
     "parsable": "--json",
     "wait": "--wait",
     "wrap": "the COMMAND behind '--'",
-    "array": "'clusterddp submit --dry-run … | sbatch --array=LIST', as a submission is one run",
+    "array": "--sweep NAME=VALUES, which submits a run for each value, or 'clusterddp submit "
+    "--dry-run … | sbatch --array=LIST', as a submission is one run",
     "het-group": "one 'clusterddp submit' for each group, as a submission is one run",
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
 }
@@ -373,17 +374,18 @@ def _check_names(path: Path, sections: Mapping[str, Iterable[str]], known: Colle
         if section == "environment":
             continue
         if section != "defaults" and not section.startswith(_CLUSTER):
-            near = _near(section, ("defaults", "environment"))
+            near = nearest(section, ("defaults", "environment"))
             raise RequestError(
                 f"{path}: unknown section [{section}]{near}; "
                 "there are [defaults], [cluster:NAME] and [environment]."
             )
         for key in keys:
             if key not in known:
-                raise RequestError(f"{path} [{section}]: unknown key {key!r}{_near(key, known)}.")
+                raise RequestError(f"{path} [{section}]: unknown key {key!r}{nearest(key, known)}.")
 
 
-def _near(word: str, known: Collection[str]) -> str:
+def nearest(word: str, known: Collection[str]) -> str:
+    """Return ` (did you mean 'nodes'?)` for a word that is not known; empty without a near one."""
     import difflib
 
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

@@ -16,6 +16,15 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
 from clusterddp.request.options import COUNT, EXPEDITE, WHOLE, Choice, option
+from clusterddp.request.sweep import (
+    NO_SWEEP,
+    Point,
+    Sweep,
+    check_command,
+    command_at,
+    refuse_names,
+    train_at,
+)
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 from clusterddp.slurm.forms import LINE, PATH, Form
@@ -28,6 +37,8 @@ MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
 NO_PREFLIGHT, QUICK, FULL_PREFLIGHT = PREFLIGHTS = ("none", "quick", "full")
+OK, ANY, FAILED = CONDITIONS = ("ok", "any", "failed")
+"""Ends of an awaited run for which a run can ask: done; whatever it is; failed."""
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Variable by which NCCL takes several ranks on one GPU."""
 SHARING = f"{SHARED_GPUS}=1 with NCCL 2.30 or later"
@@ -46,6 +57,7 @@ _SCRIPTS_OWN = "run_dir task prefix agent srun"
 _REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 110
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
 _OF_COMMANDS = {
+    "tracker": "the training itself logs to --tensorboard and metrics.jsonl",
     "arm_stacks": "our own training's are always seen",
     "silence": "the training has --watchdog SECONDS",
     "end_silent": "the training has --process-group-timeout SECONDS",
@@ -59,10 +71,8 @@ def _asked(record: object) -> dict[str, object]:
     asked: dict[str, object] = {}
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
         value = getattr(record, field.name)
-        if dataclasses.is_dataclass(value):
-            asked[field.name] = _asked(value)
-        elif value != field.default:
-            asked[field.name] = value
+        if value != field.default:
+            asked[field.name] = _asked(value) if dataclasses.is_dataclass(value) else value
     return asked
 
 
@@ -223,6 +233,14 @@ class JobSpec:
     template: str = option(
         DEFAULT_TEMPLATE, "Script template; see 'clusterddp templates list'.", names="NAME|FILE"
     )
+    after: tuple[tuple[str, str], ...] = option(
+        (),
+        "Wait until a run, or a sweep, is done (ok), over its requeues and further jobs, until it "
+        "has failed, or until it has ended at all; repeatable.",
+        names="RUN[:ok|any|failed]",
+        group=table.ASKED,
+    )
+    """Directories of the runs that it waits for, and the end that each is to come to."""
     sbatch: tuple[tuple[str, str | None], ...] = option(
         (), "Any other directive; repeatable.", names="KEY=VALUE", group=table.ASKED
     )
@@ -348,6 +366,22 @@ class JobSpec:
         group=table.INTERRUPTED,
     )
     end_silent: bool = option(False, "End the job then, as failed.", group=table.INTERRUPTED)
+    notify: tuple[str, ...] = option(
+        (),
+        "Program that gets the verdict as JSON on its standard input, once, when the run, or the "
+        "whole sweep, has ended for good, with its arguments as in a shell.",
+        LINE,
+        "COMMAND",
+        type=str,
+        group=table.KEPT,
+    )
+    tracker: str = option(
+        "",
+        "Have a COMMAND's rank 0 continue one tracked run over all starts: wandb, mlflow or both.",
+        Form(r"(?:wandb|mlflow)(?:,(?:wandb|mlflow))*", "list of trackers", "wandb,mlflow"),
+        "LIST",
+        group=table.KEPT,
+    )
     preflight: str | None = option(
         None,
         "Check the job's nodes against each other: quick before the tasks start, in a second or "
@@ -357,6 +391,10 @@ class JobSpec:
         shown="quick for more than one node",
         group=table.INTERRUPTED,
     )
+    sweep: Sweep = NO_SWEEP
+    """Points of the sweep that it asks for; empty for one run."""
+    point: Point = ()
+    """Point of a sweep that this run is, `element` of its request; empty for a run of its own."""
 
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
@@ -398,6 +436,8 @@ class JobSpec:
             forms.text("COMMAND", word)
         if self.command and not self.command[0]:
             raise RequestError("COMMAND is empty; give a program to run after '--'.")
+        if self.after:
+            self._check_after()
         if self.resources.spare_nodes:
             self._check_spares()
         self._check_environment()
@@ -412,10 +452,84 @@ class JobSpec:
         for name, why in _OF_COMMANDS.items():
             if self.train and getattr(self, name) != self._default(name):
                 raise OptionError(f"--{name.replace('_', '-')}", f" is for a COMMAND: {why}.")
+        if self.notify and not self.notify[0]:
+            raise OptionError("--notify", ": its first word is empty; give a program to run.")
+        if self.notify and self.launcher == "submitit":
+            raise OptionError(
+                "--notify",
+                " against --launcher submitit, whose job does not end by our verdict. Use "
+                "--launcher sbatch.",
+            )
         if self.end_silent and not self.silence:
             raise OptionError("--end-silent", " against --silence 0, by which no silence counts.")
         if self.train:
             self._check_ranks(self.train)
+        if self.sweep:
+            self._check_sweep()
+
+    def _check_sweep(self) -> None:
+        """Refuse names that cannot be swept, and a launcher that cannot sweep."""
+        if self.launcher == "submitit":
+            raise OptionError(
+                "--sweep",
+                " against --launcher submitit, whose array would number the points as it likes, "
+                "and requeue without their runs. Use --launcher sbatch.",
+            )
+        if self.command:
+            check_command(self.command, self.sweep.names)
+        else:
+            refuse_names(self.sweep.names, {row.name for row in REQUEST})
+
+    def check_points(self) -> None:
+        """Check the request of each point of a sweep; raises RequestError as they do.
+
+        A new request is checked; the record of a sweep, which is read often, without it.
+        """
+        for index in range(len(self.sweep)):
+            self.element(index)
+
+    def element(self, index: int) -> "JobSpec":
+        """Return the request of one point of the sweep, a run of its own. Raises IndexError.
+
+        Its end is not told: `notify` is for the sweep as a whole.
+        """
+        point = self.sweep.point(index)
+        return dataclasses.replace(
+            self,
+            run_name=f"{self.run_name}-{index}",
+            run_dir=f"{self.run_dir}-{index}",
+            train=train_at(self.train, point) if self.train else None,
+            command=command_at(self.command, point),
+            notify=(),
+            sweep=NO_SWEEP,
+            point=point,
+        )
+
+    @property
+    def trainings(self) -> list[TrainConfig]:
+        """Return the trainings that read different files: one, none, or several of a sweep."""
+        if not self.train:
+            return []
+        points = range(len(self.sweep))
+        each = [train_at(self.train, self.sweep.point(i)) for i in points] or [self.train]
+        return [*{(t.model, t.dataset, t.tensorboard): t for t in reversed(each)}.values()][::-1]
+
+    @property
+    def shared_dir(self) -> str:
+        """Return the directory of the sweep, which its points read; empty for a run of its own."""
+        if self.sweep:
+            return self.run_dir
+        return self.run_dir.removesuffix(f"-{self.index}") if self.point else ""
+
+    @property
+    def sweep_name(self) -> str:
+        """Return the name of the sweep that this run is a point of; empty for none."""
+        return self.run_name.rpartition("-")[0] if self.point else ""
+
+    @property
+    def index(self) -> int:
+        """Return the index of this run in its sweep, also in its job array. Only with a point."""
+        return int(self.run_name.rpartition("-")[2])
 
     @classmethod
     def _default(cls, name: str) -> object:
@@ -448,6 +562,28 @@ class JobSpec:
         if train.profile and int(train.profile) >= self.world_size:
             raise OptionError(
                 "--profile", f" {train.profile}: there is no such rank; {self.layout}, from 0."
+            )
+
+    def _check_after(self) -> None:
+        """Refuse runs to wait for where a start cannot look at them, or that Slurm cannot add."""
+        for path, condition in self.after:
+            forms.text("--after", path)
+            if not Path(path).is_absolute():
+                raise OptionError("--after", f": {path!r} is no absolute path of a run.")
+            Choice(CONDITIONS).check("--after", condition)
+        if self.run_dir in dict(self.after):
+            raise OptionError("--after", f": {self.run_name} cannot wait for itself.")
+        if self.launcher == "submitit":
+            raise OptionError(
+                "--after",
+                " against --launcher submitit: its job looks at no other run. Use --launcher "
+                "sbatch, or --dependency with a job id.",
+            )
+        if "?" in self.resources.dependency:
+            raise OptionError(
+                "--after",
+                f" against --dependency {self.resources.dependency}: Slurm takes either all of its "
+                "dependencies (','), which --after needs, or any ('?').",
             )
 
     def _check_spares(self) -> None:
@@ -536,6 +672,8 @@ class JobSpec:
                 if path:
                     mounts.append(Mount(path, path, read_only=True))
                     mounts[-1].check(option)
+        if self.shared_dir:
+            mounts.append(Mount(self.shared_dir, self.shared_dir))
         for text in self.container_mounts:
             mounts.append(Mount.parse(text))
             mounts[-1].check()
@@ -695,7 +833,7 @@ class JobSpec:
     @property
     def uses_own_code(self) -> bool:
         """Return whether the tasks run the user's code: a command, a model or a dataset."""
-        return bool(self.command or (self.train and self.train.own_functions))
+        return bool(self.command) or any(train.own_functions for train in self.trainings)
 
     @property
     def node_checks(self) -> str:
@@ -744,13 +882,17 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
-        for name in (*_OF_COMMANDS, "bad_node_hours", "preflight"):  # nor do those before them
+        since = ("bad_node_hours", "preflight", "notify", "after")
+        for name in (*_OF_COMMANDS, *since):  # nor do those before them
             if getattr(self, name) == self._default(name):
                 del fields[name]
         if self.train and self.train.numa_binding == "none":
             del fields["train"]["numa_binding"]
         if self.train and not self.train.log_every:  # which is a number there
             del fields["train"]["log_every"]
+        for name in ("sweep", "point"):  # nor those before sweeps
+            if not getattr(self, name):
+                del fields[name]
         if self._has_usual_batch_python:
             del fields["batch_python"]
         if not self.container_image:  # nor do those before containers
@@ -804,6 +946,8 @@ class JobSpec:
             if run_dir is not None:
                 fields.setdefault("run_dir", run_dir)
             resources = Resources(**fields.pop("resources"))
+            sweep = fields.pop("sweep", {})
+            fields["sweep"] = Sweep.of(**sweep)
             train = fields.pop("train")
             config = None if train is None else TrainConfig(**train)
             for field, value in fields.items():

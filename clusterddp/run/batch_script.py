@@ -96,11 +96,14 @@ def begin(
             run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words
         )
         raise RunIsDone(words)
-    too_few = _give_too_few_back(run, job_id, restart, nodelist, needed)
-    if not too_few:
-        _avoid_bad_nodes(run, job_id, restart, nodelist)
     try:
+        _await_runs(run, job_id, restart)
+        too_few = _give_too_few_back(run, job_id, restart, nodelist, needed)
+        if not too_few:
+            _avoid_bad_nodes(run, job_id, restart, nodelist)
         attempt = _make_attempt(run, job_id, max_requeues, patience, too_few)
+    except BackInQueue:
+        raise
     except Exception as error:
         _record(run, events.Started, **job)
         expected = isinstance(error, ClusterDDPError)
@@ -111,7 +114,7 @@ def begin(
             job_id=job_id,
             restart=restart,
             exit_code=error.exit_code if isinstance(error, ClusterDDPError) else EXIT_FAILED,
-            cause=error.cause if isinstance(error, _Withdrawn) else restart_policy.FAILED,
+            cause=getattr(error, "cause", restart_policy.FAILED),
             why=f"{'' if expected else bug}{error}",
         )
         raise
@@ -280,6 +283,21 @@ def _is_done(run: RunDir, job_id: str) -> bool:
     return True
 
 
+def _await_runs(run: RunDir, job_id: str, restart: int) -> None:
+    """Put a job back into the queue that is to wait for other runs still. Raises BackInQueue.
+
+    Raises NotDue where the run is not to begin at all.
+    """
+    spec = run.read_spec()  # a damaged one is refused later
+    if spec is None or not spec.after:
+        return
+    from clusterddp.run import chain  # few runs wait
+
+    if words := chain.wait_again(run, job_id, restart):
+        _heed_withdrawal(run, job_id, job_id)
+        raise BackInQueue(f"{words}: job {job_id} is back in the queue")
+
+
 def _make_attempt(
     run: RunDir, job_id: str, max_requeues: int, patience: float, too_few: str
 ) -> Attempt:
@@ -325,14 +343,25 @@ class _Withdrawn(NotStarted):
 
 
 def _refuse_withdrawn(run: RunDir, job_id: str) -> None:
-    cause = restart_policy.withdrawn(events.read(run.events), job_id)
-    if cause:
+    if cause := _withdrawal(events.read(run.events), job_id):
         raise _Withdrawn(cause)
+
+
+def _withdrawal(history: Sequence[events.Event], job_id: str) -> str:
+    """Return how a person has taken back this job, as `restart_policy.withdrawn` does.
+
+    Until an array's element has recorded a start, it is known by its name.
+    """
+    name = own_name(os.environ, job_id)
+    return restart_policy.withdrawn(history, job_id) or restart_policy.withdrawn(history, name)
 
 
 def _note_new_job(run: RunDir, job_id: str) -> None:
     """Record that a person has submitted an array's element once more; sbatch notes nothing."""
-    starts = [e.job_id for e in events.read(run.events) if isinstance(e, events.Started)]
+    history, name = events.read(run.events), own_name(os.environ, job_id)
+    if any(isinstance(e, events.Submitted) and e.job_id == name for e in history):
+        return  # whoever submitted it has recorded that
+    starts = [e.job_id for e in history if isinstance(e, events.Started)]
     if starts and job_id not in starts:
         _record(run, events.Resubmitted, job_id=job_id)
 
@@ -430,8 +459,7 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         spec = run.load_spec()
         if spec.launcher == "submitit":
             raise SlurmError("submitit's pickled task belongs to the job that it was made for")
-        if os.environ.get("SLURM_ARRAY_TASK_ID"):
-            raise SlurmError("a job in the place of an array's element would be no element")
+        index = os.environ.get("SLURM_ARRAY_TASK_ID", "")
         comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
         script = run.script.read_text()
         try:
@@ -439,9 +467,12 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         except (ClusterDDPError, OSError) as error:
             choice, exclude = bad_nodes.Choice(remarks=(f"no bad node is left out: {error}",)), []
         successor = _patiently(
-            attempt, lambda: sbatch(script, os.environ, comment=comment, exclude=exclude)
+            attempt,
+            lambda: sbatch(script, os.environ, comment=comment, exclude=exclude, array=index),
         )
-        if successor == job_id:
+        if index:  # its own element of another array
+            successor = f"{successor}_{index}"
+        if successor in (job_id, own_name(os.environ, job_id)):
             raise SlurmError("sbatch gave no answer, and Slurm shows no other job of this run")
     except (ClusterDDPError, OSError) as error:
         _give_up(attempt, job_id, why, error)
@@ -456,22 +487,25 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         why=why,
     )
     log.info(f"job {successor} goes on in place of job {job_id}")
+    from clusterddp.run import chain  # seldom needed
+
+    chain.rejoin(run)
     _note_left_out(run, successor, attempt.number, choice)
     _heed_withdrawal(run, job_id, successor)
 
 
 def _heed_withdrawal(run: RunDir, job_id: str, successor: str) -> None:
     """Withdraw the next job where a person has stopped or cancelled the run meanwhile."""
-    if restart_policy.withdrawn(events.read(run.events), job_id):
+    if _withdrawal(events.read(run.events), job_id):
         _withdraw(run, successor)
 
 
 def _withdraw(run: RunDir, job_id: str) -> None:
     """Take a job out of the queue; one that stays there all the same starts nothing (`begin`)."""
-    _record(run, events.CancelAsked, job_id=job_id)
+    name = own_name(os.environ, job_id) if job_id == os.environ.get("SLURM_JOB_ID") else job_id
+    _record(run, events.CancelAsked, job_id=name)
     try:
-        own = job_id == os.environ.get("SLURM_JOB_ID")
-        slurm.cancel(own_name(os.environ, job_id) if own else job_id)
+        slurm.cancel(name)
     except SlurmError as error:
         log.info(str(error))
     log.info(f"job {job_id} is cancelled: a person has taken it back")
@@ -601,7 +635,7 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
         _blame_lost_script(run, history)
         blamed = bad_nodes.read_for(run)
         bad = [host for host in _hosts(nodelist) if host in blamed]
-        if not bad or restart_policy.withdrawn(history, job_id):
+        if not bad or _withdrawal(history, job_id):
             return
         choice, hosts = _nodes_to_leave_out(run, spec, job_id)
         given = [host for host in bad if host in choice.nodes]
@@ -646,7 +680,7 @@ def _give_too_few_back(run: RunDir, job_id: str, restart: int, nodelist: str, ne
         spec, history = run.load_spec(), events.read(run.events)
         if not spec.requeues:
             return restart_policy.requeue_is_off(words)
-        if restart_policy.withdrawn(history, job_id):
+        if _withdrawal(history, job_id):
             return words
         if (before := _starts_in_vain(history)) >= _MOST_STARTS_IN_VAIN:
             return f"{words}, for {before + 1} starts in a row"

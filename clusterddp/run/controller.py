@@ -24,7 +24,13 @@ from pathlib import Path
 from typing import ParamSpec
 
 from clusterddp import log, version
-from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, ClusterDDPError
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PAUSED,
+    ClusterDDPError,
+    RequestError,
+)
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
@@ -35,6 +41,7 @@ from clusterddp.run import (
     events,
     files,
     formatting,
+    notify,
     preflight,
     silence,
     spares,
@@ -103,6 +110,8 @@ def control(
     index = os.environ.get("SLURM_ARRAY_TASK_ID")  # each element is a run, of one request
     asked = str(run_dir).removesuffix(f"-{index}") if index else str(run_dir)
     spec = JobSpec.from_script(script.read_text("utf-8", "surrogateescape"), asked)
+    if spec.sweep:
+        spec = _point(spec, index)
     run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
         raise NoRunDirectory(f"{run_dir} is gone, so the run cannot resume. Submit it anew.")
@@ -119,8 +128,21 @@ def control(
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
         code = Controller(spec, run, the_script).run(argv, ended, code_changes, carry)
+        if spec.notify:
+            notify.tell_at_end(run, spec)
         the_script.report_exit_code(code)
         return code
+
+
+def _point(spec: JobSpec, index: str | None) -> JobSpec:
+    """Return the request of the array's element; raises RequestError where the sweep has none."""
+    try:
+        return spec.element(int(index or ""))
+    except (ValueError, IndexError):
+        raise RequestError(
+            f"the sweep {spec.run_name} has no point {index!r}: its indices are 0 to "
+            f"{len(spec.sweep) - 1}. Start it with sbatch --array=INDEX."
+        ) from None
 
 
 class Script:

@@ -6,11 +6,11 @@ the field's default. Times are seconds since the epoch.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, ParamSpec
 
-from clusterddp.run import files
+from clusterddp.run import files, formatting
 
 P = ParamSpec("P")
 
@@ -58,6 +58,8 @@ class Submitted(Event):
     in_place_of: str = ""
     """Job that it replaces; empty where a person submitted it."""
     why: str = ""
+    indices: tuple[int, ...] = ()
+    """Points of a sweep that the job array starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +207,60 @@ class NodesLeftOut(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cleaned(Event):
+    """Removal by `clusterddp clean`."""
+
+    kind: ClassVar[str] = "cleaned"
+    checkpoints: tuple[int, ...] = ()
+    """Steps."""
+    code_files: int = 0
+    """Files of the copy of the code."""
+    clusterddp: tuple[str, ...] = ()
+    """Files of the run's own clusterddp."""
+    bytes: int = 0
+    """Bytes that were given back."""
+
+    def describe(self) -> str:
+        """Name what is gone: `2 checkpoints, 14 files of the code, its clusterddp`."""
+        named = (
+            ("{}", formatting.count(len(self.checkpoints), "checkpoint") * bool(self.checkpoints)),
+            ("{} of the code", formatting.count(self.code_files, "file") * bool(self.code_files)),
+            ("{}", "its clusterddp" * bool(self.clusterddp)),
+        )
+        return formatting.known(*named)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoticeQueued(Event):
+    """Queueing of the job that tells the run's end; `job_id` is the job that it waits for."""
+
+    kind: ClassVar[str] = "notice_queued"
+    notice_job: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits(Event):
+    """Wait of the job in the queue for other runs, from its submission or a start of it on."""
+
+    kind: ClassVar[str] = "waits"
+    runs: tuple[str, ...] = ()
+    """Names, with the end that each is to come to where that is not `ok`: `a`, `b:any`."""
+    why: str = ""
+    """States of these runs, in words."""
+    held: bool = False
+    """True where Slurm holds the job until one of them is submitted again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwaitedBy(Event):
+    """Run that waits for this one."""
+
+    kind: ClassVar[str] = "awaited_by"
+    by: str = ""
+    """Its directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CodeChanged(Event):
     """Difference of an attempt's code from what was submitted, where no copy was made of it."""
 
@@ -215,9 +271,18 @@ class CodeChanged(Event):
 def read(path: Path) -> list[Event]:
     """Read all events in the order in which they were written; none where there is no file.
 
-    Raises OSError.
+    A job of an array is known by its name, 89_0, until it has a number of its own, with which its
+    start is recorded: its earlier events get that. Raises OSError.
     """
-    return [parse(content) for content in files.read_json_lines(path)]
+    history = [parse(content) for content in files.read_json_lines(path)]
+    starts = [e for e in history if isinstance(e, Started) and e.array_element and e.job_id]
+    numbers = {event.array_element: event.job_id for event in starts}
+    return [
+        replace(event, job_id=numbers[event.job_id], array_element=event.job_id)
+        if event.job_id in numbers
+        else event
+        for event in history
+    ]
 
 
 def parse(content: Mapping[str, object]) -> Event:
@@ -233,6 +298,13 @@ def add(path: Path, event: Callable[P, Event], *args: P.args, **fields: P.kwargs
 
     event: its class, whose fields follow; those that are given are written, and no other.
     """
-    kind = event(*args, **fields).kind
-    now = round(time.time(), 3)
-    files.append_json_line(path, {"event": kind, "time": now, **fields})
+    files.append_json_line(path, _line(event, *args, **fields))
+
+
+def note(path: Path, event: Callable[P, Event], *args: P.args, **fields: P.kwargs) -> None:
+    """Append an event as `add` does, without a sync: where a synced record tells the same."""
+    files.append_json_line(path, _line(event, *args, **fields), sync=False)
+
+
+def _line(event: Callable[P, Event], *args: P.args, **fields: P.kwargs) -> dict[str, object]:
+    return {"event": event(*args, **fields).kind, "time": round(time.time(), 3), **fields}

@@ -134,13 +134,15 @@ def write_record(path: Path, record: object, *, indent: int | None = None) -> No
     write_atomically(path, f"{text}\n".encode())
 
 
-def append_json_line(path: Path, content: Mapping[str, object], mode: int = 0o600) -> None:
+def append_json_line(
+    path: Path, content: Mapping[str, object], mode: int = 0o600, *, sync: bool = True
+) -> None:
     """Append an object to a JSON-lines file in one write, and sync it. Raises OSError.
 
     mode: of a new file.
     """
     line = json.dumps(content, default=dataclasses.asdict)
-    append_line(path, line, os.O_CREAT, sync=True, mode=mode)
+    append_line(path, line, os.O_CREAT, sync=sync, mode=mode)
 
 
 def append_line(

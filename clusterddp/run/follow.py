@@ -72,17 +72,25 @@ class LogTail:
 class LogPrinter:
     """Writes several logs to one stream; with more than one, every line names its file."""
 
-    def __init__(self, paths: Sequence[Path], lines: int | None, stream: BinaryIO) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        lines: int | None,
+        stream: BinaryIO,
+        labels: Sequence[str] = (),
+    ) -> None:
+        """Take the files; labels: their names in front of the lines, by default the files'."""
         self._tails = [LogTail(path, lines) for path in paths]
+        self._labels = labels or [path.stem for path in paths]
         self._stream = stream
 
     def print_new(self, *, last: bool = False) -> None:
         """Write the new bytes; `last` also writes lines that have no end yet."""
-        for tail in self._tails:
+        for tail, name in zip(self._tails, self._labels, strict=True):
             if len(self._tails) == 1:
                 content = tail.read()
             else:
-                label = f"{tail.path.stem} | ".encode()
+                label = f"{name} | ".encode()
                 content = b"".join(label + line + b"\n" for line in tail.read_lines(last=last))
             if content:
                 self._stream.write(content)
@@ -112,7 +120,7 @@ def how_it_ended(status: RunStatus) -> str:
     if status.state == DONE:
         figures = formatting.known(
             ("{}", why),
-            ("accuracy {:.4f}", status.accuracy),
+            ("test accuracy {}", formatting.percent(status.accuracy)),
             ("took {}", formatting.duration(status.elapsed_seconds)),
         )
         return f"done{': ' if figures else ''}{figures}"

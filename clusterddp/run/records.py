@@ -99,6 +99,8 @@ class SignOfLife:
     """Step of the newest checkpoint."""
     spent: Spent | None = None
     """None of a COMMAND."""
+    planned: int | None = None
+    """Step at which the training will be done; None where nobody knows."""
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,20 @@ A run is one directory below the output root. What is in it:
     metrics.jsonl        leads to current/metrics.jsonl
     outcomes/            of ranks that were started by hand, each by itself
     report.json          what the run achieved
+    notify.sbatch        with --notify; notified-NNNN.json says who told the program, and
+                         logs/notify.log has what that printed
+    tracked.json         with --tracker
     evaluation.json      which classes were confused in the end, the images of the highest loss
     batch_sizes.json     with --find-batch-size
     resubmit-NNNN.claim  who resubmits the run, or did last
+
+A sweep has a directory of its own beside those of its points, which are runs, SWEEP-INDEX. In it:
+
+    sweep.json           the request with all points, in place of spec.json: a sweep is no run
+    script.sbatch        the one script of all points
+    events.jsonl         which points were submitted, when, as which array
+    clusterddp.pyz, code/, code.json
+                         what its points share: in their directories are links to these
 """
 
 import os
@@ -40,12 +51,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.files import write_atomically
 
+_Kind = TypeVar("_Kind", bound="RunDir")
 _CHECKPOINT = re.compile(r"step-(\d+)\.pt", re.ASCII)
 
 
@@ -89,6 +101,12 @@ class RunDir:
     report = PathIn("report.json")
     batch_sizes = PathIn("batch_sizes.json")
     """Throughput of each batch size, where they were tried."""
+    notify_log = PathIn("logs/notify.log")
+    """Output of the program that --notify names."""
+    notice_script = PathIn("notify.sbatch")
+    """Script of the job that tells it where the run's own cannot."""
+    tracked = PathIn("tracked.json")
+    """Ids by which trackers know the run."""
     evaluation = PathIn("evaluation.json")
     """Classes that were confused in the end, and the images of the highest loss."""
 
@@ -114,6 +132,16 @@ class RunDir:
         if spec and index.isdigit() and path.parent / name == Path(spec.run_dir).resolve():
             return index
         return ""
+
+    @property
+    def sweep(self) -> "SweepDir | None":
+        """Sweep of which this run is a point; None for any other run."""
+        name, _, index = self.name.rpartition("-")
+        folder = SweepDir(self.path.parent / name)
+        if not (name and index.isdecimal() and folder.spec.is_file()):
+            return None
+        spec = folder.read_spec()
+        return folder if spec and int(index) < len(spec.sweep) else None
 
     @property
     def resubmission(self) -> str:
@@ -144,13 +172,14 @@ class RunDir:
             path.parent.mkdir(parents=True, exist_ok=True)
             # mkdtemp makes it mode 0700: scripts and records may hold values of --env.
             draft = cls(Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)))
-            draft.logs.mkdir()
+            if cls is RunDir:
+                draft.logs.mkdir()
             write_atomically(draft.spec, spec.to_json().encode())
             if script is not None:
                 write_atomically(draft.script, script.encode())
             os.rename(draft.path, path)  # noqa: PTH104 -- fails, as wanted, on a non-empty target
         except OSError as error:
-            _undo(draft.path if draft else None, missing)
+            undo(draft.path if draft else None, missing)
             raise RequestError(
                 f"--output-root: cannot write the run directory {path}: {error.strerror}. "
                 "Choose a folder that you can write and that has room."
@@ -158,7 +187,7 @@ class RunDir:
         try:
             yield cls(path)
         except RequestError:
-            _undo(path, missing)
+            undo(path, missing)
             raise
 
     def make(self, *folders: Path) -> None:
@@ -190,25 +219,56 @@ class RunDir:
             return None
 
 
+@dataclass(frozen=True)
+class SweepDir(RunDir):
+    """Directory of a sweep: its request with all points, and what these share."""
+
+    spec = PathIn("sweep.json")
+
+    def element(self, index: int) -> RunDir:
+        """Return the directory of one point's run."""
+        return RunDir(self.path.with_name(f"{self.name}-{index}"))
+
+    @property
+    def elements(self) -> list[RunDir]:
+        """Directories of the points' runs, by index. Raises RequestError as `load_spec` does."""
+        return [self.element(index) for index in range(len(self.load_spec().sweep))]
+
+    @property
+    def is_sweep(self) -> bool:
+        """Return whether a sweep's request is there; also of a name that is too long."""
+        return os.path.isfile(self.spec)  # noqa: PTH113 -- Path's own raises OSError then
+
+
 def find_runs(output_root: Path) -> list[RunDir]:
     """List the runs below an output root that this user can read, the latest last.
 
-    Raises RequestError where it cannot be read.
+    A sweep is none, but each of its points is. Raises RequestError where it cannot be read.
+    """
+    return directories(RunDir, output_root)
+
+
+def directories(kind: type[_Kind], output_root: Path) -> list[_Kind]:
+    """List the directories of a kind below an output root, the latest last.
+
+    Raises RequestError as `find_runs` does.
     """
     try:
         if not output_root.is_dir():
             return []
-        runs = [
-            RunDir(path)
-            for path in output_root.iterdir()
-            if not path.name.startswith(".") and os.access(path / "spec.json", os.R_OK)
-        ]
-        return sorted(runs, key=lambda run: (run.spec.stat().st_mtime, run.name))
+        found = [kind(path) for path in output_root.iterdir() if not path.name.startswith(".")]
+        readable = [run for run in found if os.access(run.spec, os.R_OK)]
+        return sorted(readable, key=lambda run: (run.spec.stat().st_mtime, _in_order(run.name)))
     except OSError as error:
         raise RequestError(
             f"--output-root: {output_root} cannot be read: {error.strerror}. Name a folder of runs "
             "that you can read."
         ) from None
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """Return what sorts a sweep's points by number: those of `a-2` ahead of those of `a-10`."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def checkpoint_step(path: Path) -> int | None:
@@ -235,10 +295,11 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
 
 def run_folders(run: RunDir) -> list[Path]:
     """List what lies in a person's tree and is no code: runs, or the folder of runs alone."""
-    return [run.path.parent, *(each.path for each in find_runs(run.path.parent))]
+    root = run.path.parent
+    return [root, *(each.path for each in (*find_runs(root), *directories(SweepDir, root)))]
 
 
-def _undo(made: Path | None, parents: list[Path]) -> None:
+def undo(made: Path | None, parents: list[Path]) -> None:
     """Remove a run's directory, and the folders above it that were made for it alone."""
     import shutil
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -15,20 +16,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError, RequestError
+from clusterddp.errors import EXIT_INTERRUPTED, RequestError
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes, events, files, restart_policy
+from clusterddp.run import bad_nodes, events, files, formatting, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
+from clusterddp.run.progress import progress
 from clusterddp.run.records import AttemptRecord, MetricsLine, PreflightRecord, Report
-from clusterddp.run.run_dir import RunDir, find_runs, newest_checkpoint
+from clusterddp.run.run_dir import RunDir, SweepDir, find_runs, newest_checkpoint
 from clusterddp.run.state import (
     CANCELLED,
     CREATED,
     DONE,
     ENDED,
     FAILED,
+    HELD_BACK,
     NEVER_STARTS,
     QUEUED,
     RUNNING,
@@ -80,10 +83,20 @@ class RunStatus:
     restart_reasons: list[str] = field(default_factory=list)
     goes_on_after: str = ""
     """Reason for which it waits to start again, if it does."""
+    waits_for: list[str] = field(default_factory=list)
+    """Runs that it waits for in the queue, `a` or `b:any`; empty once it may begin."""
     checkpoint_step: int | None = None
     """Step of the newest checkpoint, by its name: 'clusterddp checkpoints' verifies them."""
     checkpoint_time: float | None = None
     step: int | None = None
+    steps_planned: int | None = None
+    """Step at which the training will be done; None where nobody knows, as of a COMMAND."""
+    percent_done: float | None = None
+    """Share of these steps that is done, from 0 to 100."""
+    seconds_left: float | None = None
+    """Seconds until then while it runs, by the pace of late."""
+    expected_start: float | None = None
+    """Slurm's estimate of its start while it is queued, in seconds since the epoch."""
     epoch: int | None = None
     loss: float | None = None
     """Loss of the training, the latest in metrics.jsonl."""
@@ -100,6 +113,8 @@ class RunStatus:
     """Seconds from the latest start to the end, or to now; None while it waits in the queue."""
     exit_code: int | None = None
     first_failure: str = ""
+    cleaned: str = ""
+    """What `clusterddp clean` has removed since it was last submitted, and when."""
     directory: str = ""
     works_in: str = ""
     """Folder in which the tasks run a person's code, where its relative output lies."""
@@ -124,19 +139,18 @@ def run_status(
 ) -> RunStatus:
     """Put the status together; `slurm_states`: what `slurm.client` answers for `jobs_to_ask`."""
     now = time.time() if now is None else now
-    submission = latest_submission(events.read(run.events))
-    job = slurm_states.get(submission.job_id) if submission else None
-    if job and is_another_runs(run, job):
-        job = JobState(State.UNKNOWN)
-    alive = submission.is_alive if submission and submission.is_local else None
-    report = latest_report(run, submission.attempt if submission else None)
-    state, detail = judge(submission, report, job, alive, now)
-    if state == CREATED and run.array_index:  # by the script itself
-        detail = "its script has recorded nothing yet"
+    history = events.read(run.events)
+    submission = latest_submission(history)
+    state, detail, job, report = _judge(run, submission, slurm_states, now)
+    waits = _waits(run, submission, job) if submission and state == QUEUED else None
+    if waits:
+        detail = f"waits for {waits.why if waits.held else ', '.join(waits.runs)}"
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
-    figures, latest = report or Report(), latest_metrics(run.metrics)
+    figures, lines = report or Report(), _last_lines(run.metrics)
+    latest = _summed_up(lines)
+    done = progress(_latest_attempt(run), lines)
     checkpoint = newest_checkpoint(run.checkpoints)
     failure = _failure(run, state, submission, by_hand)
     spec = run.read_spec()
@@ -160,9 +174,14 @@ def run_status(
         restarts=known.restarts,
         restart_reasons=list(known.reasons),
         goes_on_after=reason(known.put_back) if known.put_back else "",
+        waits_for=list(waits.runs) if waits else [],
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
-        step=first_known(figures.steps, latest.step if latest.step >= 0 else None),
+        step=first_known(figures.steps, done.step),
+        steps_planned=first_known(figures.steps, done.planned),
+        percent_done=100.0 if figures.steps else done.percent,
+        seconds_left=done.seconds_left if state == RUNNING else None,
+        expected_start=job.start if job and state == QUEUED else None,
         epoch=first_known(figures.epochs, latest.epoch),
         loss=latest.loss,
         accuracy=first_known(figures.accuracy, latest.accuracy),
@@ -175,6 +194,7 @@ def run_status(
         elapsed_seconds=_elapsed(known, state, now),
         exit_code=_exit_code(state, submission, job),
         first_failure=failure.describe() if failure else "",
+        cleaned=_cleaned(history),
         directory=str(run.path),
         works_in=_works_in(run, spec),
         next_command=f"clusterddp cancel {run.shown}"
@@ -183,6 +203,42 @@ def run_status(
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
+
+
+def _judge(
+    run: RunDir, submission: Submission | None, slurm_states: Mapping[str, JobState], now: float
+) -> tuple[str, str, JobState | None, Report | None]:
+    """Return a run's state and the reason for it, and what they were judged from."""
+    job = slurm_states.get(submission.job_id) if submission else None
+    if job and is_another_runs(run, job):
+        job = JobState(State.UNKNOWN)
+    alive = submission.is_alive if submission and submission.is_local else None
+    report = latest_report(run, submission.attempt if submission else None)
+    state, detail = judge(submission, report, job, alive, now)
+    if state == CREATED and run.array_index:  # by the script itself
+        detail = "its script has recorded nothing yet"
+    return state, detail, job, report
+
+
+def _cleaned(history: Sequence[events.Event]) -> str:
+    """Say what `clusterddp clean` has removed since a job of the run was last queued or started."""
+    words: list[str] = []
+    for event in history:
+        if isinstance(event, events.Cleaned):
+            day = time.strftime("%Y-%m-%d", time.localtime(event.time))
+            words.append(f"{event.describe()} ({formatting.size(event.bytes)}) on {day}")
+        elif isinstance(event, events.Submitted | Started):
+            words = []
+    return "; ".join(words)
+
+
+def _waits(run: RunDir, submission: Submission, job: JobState | None) -> events.Waits | None:
+    """Find what the job waits for, unless Slurm holds it back for another reason by now."""
+    if submission.start.time or (job and job.reason not in HELD_BACK):
+        return None
+    history = events.read(run.events)
+    waits = [event for event in history if isinstance(event, events.Waits)]
+    return next((event for event in waits[::-1] if event.job_id == submission.job_id), None)
 
 
 def _left_out(run: RunDir, state: str, job_id: str) -> Mapping[str, str]:
@@ -224,9 +280,17 @@ def _works_in(run: RunDir, spec: JobSpec | None) -> str:
 
 def latest_metrics(path: Path) -> MetricsLine:
     """Read from the end of metrics.jsonl: loss of the training, accuracy on the test set."""
+    return _summed_up(_last_lines(path))
+
+
+def _last_lines(path: Path) -> list[MetricsLine]:
+    tail = files.parse_json_lines(files.read_tail(path, _METRICS_BYTES))
+    return [line for values in tail if (line := files.load(MetricsLine, values)) is not None]
+
+
+def _summed_up(lines: Sequence[MetricsLine]) -> MetricsLine:
     latest = MetricsLine()
-    for values in files.parse_json_lines(files.read_tail(path, _METRICS_BYTES)):
-        line = files.load(MetricsLine, values) or MetricsLine()
+    for line in lines:
         if line.step >= 0:
             latest = dataclasses.replace(latest, step=line.step, epoch=line.epoch)
         if line.tested:
@@ -234,6 +298,12 @@ def latest_metrics(path: Path) -> MetricsLine:
         elif line.loss is not None:
             latest = dataclasses.replace(latest, loss=line.loss)
     return latest
+
+
+def _latest_attempt(run: RunDir) -> Attempt | None:
+    with contextlib.suppress(OSError):
+        return latest(run)
+    return None
 
 
 def latest_report(run: RunDir, attempt: int | None) -> Report | None:
@@ -371,10 +441,14 @@ def _next_command(
     if state == CREATED:
         if run.array_index:
             return f"clusterddp logs --job {run.shown}"
+        if run.sweep:  # whose script starts all points
+            return run.resubmission
         return f"sbatch {shlex.quote(str(run.script))}"
     if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
         return f"clusterddp report {run.shown}" if state == DONE else ""
     again = run.resubmission
+    if submission.end and submission.end.cause == restart_policy.NOT_DUE and state == CANCELLED:
+        return again
     if state == STOPPED or (state == CANCELLED and has_checkpoint):
         return again
     logs = run.rank_log(0), run.job_log
@@ -423,25 +497,53 @@ def find_run(root: Path, text: str | None) -> RunDir:
     for run in runs:
         if run.name == text:
             return run
-    if "/" in text and (Path(text) / "spec.json").is_file():
+    if "/" in text and _is_run(text):
         return RunDir(Path(text))
-    holders = [run for run in runs if text in _job_ids(run)]
+    if SweepDir(root / text).is_sweep:
+        raise RequestError(
+            f"{text} is a sweep, and this is about one run: name a point of it, such as {text}-0."
+        )
+    holders = [run for run in runs if text in job_ids(run)]
     if len(holders) == 1:
         return holders[0]
     if holders:
         names = ", ".join(run.name for run in holders)
         raise RequestError(f"the job id {text} belongs to several runs: {names}. Name one of them.")
     hint = _hint(runs, text)
-    if text and (Path(text) / "spec.json").is_file():
+    if text and _is_run(text):
         hint = f" The run in the folder of that name is {'./' + text!r}."
     raise RequestError(f"there is no run {text!r} below {root}.{hint}")
 
 
-def statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
-    """Return how the runs are doing; asks Slurm once for all of them, and only where it must."""
-    submissions = [latest_submission(events.read(run.events)) for run in runs]
-    states = query(jobs_to_ask(submissions))
-    return [run_status(run, states) for run in runs]
+def _is_run(text: str) -> bool:
+    return os.path.isfile(Path(text, "spec.json"))  # noqa: PTH113 -- also of a name that is too long
+
+
+def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -> list[RunStatus]:
+    """Return how the runs are doing; asks Slurm once for all of them, and only where it must.
+
+    known: answers of an earlier look, which this one adds to: squeue alone is asked again for them.
+    """
+    return statuses_and_states(runs, (), known)[0]
+
+
+def states_of(points: Sequence[RunDir]) -> list[str]:
+    """Return the states of runs that were submitted, and no more: quick for the many of a sweep."""
+    return statuses_and_states((), points)[1]
+
+
+def statuses_and_states(
+    runs: Sequence[RunDir], points: Sequence[RunDir], known: dict[str, JobState] | None = None
+) -> tuple[list[RunStatus], list[str]]:
+    """Return the statuses of runs and the states of points, as the two above do in one look."""
+    submissions = [latest_submission(events.read(run.events)) for run in (*runs, *points)]
+    jobs, now = query(jobs_to_ask(submissions), known=known), time.time()
+    if known is not None:
+        settled = (State.UNKNOWN, *(state for state in State if state.is_final))
+        known |= {j: job for j, job in jobs.items() if job.state in settled and not job.problem}
+    of_points = zip(points, submissions[len(runs) :], strict=True)
+    states = [_judge(point, submission, jobs, now)[0] for point, submission in of_points]
+    return [run_status(run, jobs, now) for run in runs], states
 
 
 def find_each(root: Path, texts: Sequence[str]) -> list[RunDir]:
@@ -449,20 +551,7 @@ def find_each(root: Path, texts: Sequence[str]) -> list[RunDir]:
     return list({run.path: run for run in (find_run(root, text) for text in texts)}.values())
 
 
-def find_those(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[ClusterDDPError]]:
-    """Find each run once; returns the runs and, for the other names, the errors."""
-    runs: dict[Path, RunDir] = {}
-    wrong: list[ClusterDDPError] = []
-    for text in texts:
-        try:
-            run = find_run(root, text)
-            runs[run.path] = run
-        except RequestError as error:
-            wrong.append(error)
-    return list(runs.values()), wrong
-
-
-def _job_ids(run: RunDir) -> set[str]:
+def job_ids(run: RunDir) -> set[str]:
     """Return a run's job ids: of its submissions, or of the job whose shell started its ranks.
 
     Of an array's element they are its own, 12, its name, 11_1, and the array's, 11.

@@ -3,7 +3,11 @@
 import contextlib
 import os
 import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
@@ -21,6 +25,10 @@ from clusterddp.run.state import (
 )
 from clusterddp.run.status import RunStatus
 from clusterddp.slurm import client as slurm
+
+_Result = TypeVar("_Result", bound="Stop | Cancellation")
+Send = Callable[[str], None]
+"""Gives a job to scancel, by its id."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,10 @@ class Cancellation:
     message: str
 
 
-def stop(run: RunDir, status: RunStatus) -> Stop:
+def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
     """Ask a run to save and leave; the record comes first, so that no other attempt follows.
+
+    send: takes a waiting job out of Slurm's queue.
 
     A run that waits in the queue is cancelled. Raises SlurmError with scancel's words, or
     RequestError when its directory cannot be written or it has not started yet; the record is then
@@ -74,7 +84,7 @@ def stop(run: RunDir, status: RunStatus) -> Stop:
         message = f"{run.name} has already ended: {status.state}"
         return Stop(run.name, submission.job_id, False, False, message)
     if status.state == QUEUED:
-        result = cancel(run, status)
+        result = cancel(run, status, send)
         where = "waits in the queue, where nothing trains"
         if submission.is_local:
             where = "is still starting, and has nothing to save"
@@ -96,10 +106,59 @@ def stop(run: RunDir, status: RunStatus) -> Stop:
     return Stop(run.name, submission.job_id, True, False, f"{run.name}: {asked}{doubt}", again)
 
 
-def cancel(run: RunDir, status: RunStatus) -> Cancellation:
+def act_together(
+    act: Callable[[RunDir, RunStatus, Send], _Result],
+    runs: Sequence[tuple[RunDir, RunStatus]],
+) -> list[_Result | ClusterDDPError]:
+    """Stop or cancel several runs; returns the results, or the errors in their place.
+
+    The elements of an array are given to scancel together, those that wait ahead of all others: one
+    by one, the end of one would start the next.
+    """
+    results: dict[Path, _Result | ClusterDDPError] = {}
+    waiting = [each for each in runs if each[1].state == QUEUED and _element(each[1])]
+    for group in (waiting, [each for each in runs if each not in waiting]):
+        arrays: dict[str, dict[str, RunDir]] = {}
+        for run, status in group:
+            send: Send = slurm.cancel
+            if array := _element(status).partition("_")[0]:
+                send = partial(_note, arrays.setdefault(array, {}), run)
+            try:
+                results[run.path] = act(run, status, send)
+            except ClusterDDPError as error:
+                results[run.path] = error
+        for jobs in filter(None, arrays.values()):
+            try:
+                slurm.cancel_all(list(jobs))
+            except SlurmError as error:
+                for run in jobs.values():
+                    _take_back(run)
+                    results[run.path] = error
+    return [results[run.path] for run, _ in runs]
+
+
+def _element(status: RunStatus) -> str:
+    """Return the name of the array's element that the run's job is; empty for any other job."""
+    return status.array_element or (status.job_id if "_" in status.job_id else "")
+
+
+def _note(jobs: dict[str, RunDir], run: RunDir, job: str) -> None:
+    jobs[job] = run
+
+
+def _take_back(run: RunDir) -> None:
+    """Record that a cancellation has not reached the run's job."""
+    with contextlib.suppress(OSError):
+        submission = latest_submission(events.read(run.events))
+        if submission:
+            events.add(run.events, events.CancelFailed, job_id=submission.job_id)
+
+
+def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancellation:
     """Ask for the end of a run, and record that first, so that its end is not taken for a failure.
 
-    A disk on which nothing can be recorded keeps no run from being ended; a warning is logged.
+    send: gives a job to scancel. A disk on which nothing can be recorded keeps no run from being
+    ended; a warning is logged.
     Raises SlurmError with scancel's words, or RequestError for a run of another machine; the record
     is then taken back.
     """
@@ -135,13 +194,12 @@ def cancel(run: RunDir, status: RunStatus) -> Cancellation:
     job = status.array_element or submission.job_id
     try:
         if not submission.is_local:
-            slurm.cancel(job)
+            send(job)
         elif submission.pid is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(submission.pid, signal.SIGTERM)
     except (SlurmError, OSError) as error:
-        with contextlib.suppress(OSError):
-            events.add(run.events, events.CancelFailed, job_id=submission.job_id)
+        _take_back(run)
         if isinstance(error, OSError):
             raise RequestError(
                 f"{run.name}: process {submission.pid} cannot be signalled: {error.strerror}."

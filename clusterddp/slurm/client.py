@@ -22,6 +22,7 @@ from clusterddp.slurm.forms import (
     NONCE_VARIABLE,
     RANK_VARIABLES,
     SPARES_VARIABLE,
+    array_indices,
     expand_nodelist,
     time_seconds,
 )
@@ -69,13 +70,22 @@ _SCONTROL = re.compile(
 
 
 def sbatch(
-    script: str, environ: Mapping[str, str], *, comment: str, exclude: Sequence[str] = ()
+    script: str,
+    environ: Mapping[str, str],
+    *,
+    comment: str,
+    exclude: Sequence[str] = (),
+    dependency: str = "",
+    array: str = "",
 ) -> str:
     """Queue a script and return the job id.
 
     comment: the job comment that the script itself sets; a submission whose answer was lost is
         looked for by it, among this user's jobs of the last minutes.
     exclude: nodes to leave out, in place of those that the script itself leaves out.
+    dependency: what to wait for, in place of what the script itself waits for.
+    array: elements to start, `0-3,7%2`, in place of those that the script names; sbatch is given
+        the comment then, too.
 
     Raises RequestError when there is no sbatch or it refuses, with its own words; SlurmError when
     it is not known whether the job was queued.
@@ -85,6 +95,8 @@ def sbatch(
     started = time.time()
     try:
         argv = ["sbatch", "--parsable", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
+        argv += [f"--dependency={dependency}"] if dependency else []
+        argv += [f"--array={array}", f"--comment={comment}"] if array else []
         answer = call(argv, environ, SBATCH_SECONDS, stdin=script)
     except _NOT_ON_PATH:
         raise RequestError(
@@ -166,8 +178,9 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
         argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
         rows = [line.split("|", 2) for line in _answer(argv, environ).splitlines()]
         ids = [row[0] for row in rows if len(row) == 3 and row[1] >= since and row[2] == comment]
-        if ids:
-            return max(ids, key=lambda job_id: int(re.sub(r"\D.*", "", job_id) or 0))
+        numbers = [int(re.sub(r"\D.*", "", job_id) or 0) for job_id in ids]  # 89 of 89_[0-3]
+        if numbers:
+            return str(max(numbers))
     raise SlurmError(
         f"{problem}. Slurm shows no job with the comment {comment!r}, so it is not known whether "
         "the job was queued. Before you submit again, look with: "
@@ -175,9 +188,16 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
     )
 
 
-def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, JobState]:
+def query(
+    job_ids: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    known: Mapping[str, JobState] | None = None,
+) -> dict[str, JobState]:
     """Return the state of each job: from one squeue call, then scontrol and sacct.
 
+    known: answers of an earlier call, of which only squeue's can change: no other command is called
+    for these jobs.
     Never raises: a job that no command knows, an id that is none of Slurm's, and every job on a
     machine without Slurm are `State.UNKNOWN`; `problem` says when Slurm could not be asked.
     """
@@ -187,9 +207,15 @@ def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> d
     if valid_ids:
         try:
             jobs = _squeue(valid_ids, environ)
-            _add_exit_codes(jobs, environ)
+            same = [
+                j for j, job in (known or {}).items() if j in jobs and jobs[j].state is job.state
+            ]
+            jobs |= {job_id: (known or {})[job_id] for job_id in same}
+            _add_exit_codes(jobs, environ, besides=same)
         except SlurmError as error:
             unknown = replace(unknown, problem=str(error))
+        if not unknown.problem:
+            jobs = {**(known or {}), **jobs}
         missing = [job_id for job_id in valid_ids if job_id not in jobs]
         if missing:
             jobs |= _sacct(missing, environ)
@@ -233,7 +259,11 @@ def lists_exit_code(setting: str, exit_code: int) -> bool:
 
 def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
     """Return the jobs that slurmctld remembers, ended ones too; may raise SlurmError."""
-    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", "%i %A|%T|%r|%k"]
+    # An array's waiting elements have no numbers yet, and stand in one line without -r.
+    asked = [*dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids)]
+    each = ["-r"] if any("_" in job_id for job_id in job_ids) else []
+    ids, form = ",".join(asked), "%i %A %S|%T|%r|%k"
+    argv = ["squeue", "-h", "-a", *each, "-t", "all", "-j", ids, "-o", form]
     answer = ask(argv, environ)
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
         raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
@@ -243,13 +273,14 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[s
         names, state, reason, comment = [*line.split("|", 3), "", "", ""][:4]
         if not state:
             continue  # `CLUSTER: name` of a multi-cluster squeue, or a site's remark
-        name, _, raw_id = names.partition(" ")
+        name, raw_id, start = [*names.split(" "), "", ""][:3]
         array, underscore, _ = name.partition("_")
         job = JobState(
             parse_state(state),
             _reason(reason),
             comment=_reason(comment),
             element=name if underscore else "",
+            start=_expected(start) if parse_state(state) is State.PENDING else None,
             word=other_word(state),
         )
         # The SLURM_JOB_ID of an array's element is its raw id; that of the last one is the array's.
@@ -262,8 +293,10 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[s
     return arrays | jobs
 
 
-def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str] | None) -> None:
-    ended = [job_id for job_id, job in jobs.items() if job.state.is_final]
+def _add_exit_codes(
+    jobs: dict[str, JobState], environ: Mapping[str, str] | None, besides: Sequence[str]
+) -> None:
+    ended = [j for j, job in jobs.items() if job.state.is_final and j not in besides]
     for job_id in ended[-MOST_SCONTROL_CALLS:]:
         try:
             name = jobs[job_id].element or job_id
@@ -279,7 +312,13 @@ def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str] | None
 
 def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
     """Return the jobs that accounting remembers; none where it is off, as on many sites."""
-    fields = ["-P", "-n", "-D", "-X", "-j", ",".join(job_ids), "-o", "JobIDRaw,State,ExitCode"]
+    names = [job_id for job_id in job_ids if "_" in job_id]  # which JobIDRaw never is
+    if names and len(names) < len(job_ids):
+        others = [job_id for job_id in job_ids if job_id not in names]
+        return _sacct(names, environ) | _sacct(others, environ)
+    arrays = ",".join(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+    number = "JobID" if names else "JobIDRaw"
+    fields = ["-P", "-n", "-D", "-X", "-j", arrays, "-o", f"{number},State,ExitCode"]
     jobs: dict[str, JobState] = {}
     for line in _answer(["sacct", *fields], environ).splitlines():
         job_id, state, exit_code = [*line.split("|", 2), "", ""][:3]
@@ -288,6 +327,14 @@ def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[st
             code = parse_exit_code(exit_code, "sacct") if word.is_final else None
             jobs[job_id] = JobState(word, exit_code=code, word=other_word(state))
     return jobs
+
+
+def _expected(text: str) -> float | None:
+    """Return the time of squeue's %S, in this machine's time zone; None for N/A."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
 
 
 def _reason(text: str) -> str:
@@ -387,6 +434,70 @@ def cancel(job_id: str, environ: Mapping[str, str] | None = None) -> None:
     _change(["scancel", job_id], environ)
 
 
+def cancel_all(job_ids: Sequence[str]) -> None:
+    """Cancel jobs at once, so that no element of an array starts in the place of another.
+
+    Raises SlurmError as `cancel` does.
+    """
+    _change(["scancel", *in_arrays(job_ids)])
+
+
+def in_arrays(job_ids: Sequence[str]) -> list[str]:
+    """Return jobs as scancel and scontrol take them, the elements of an array as one: `89_[0-3,7]`.
+
+    Other jobs come first.
+    """
+    elements: dict[str, list[int]] = {}
+    for array, _, index in (job_id.partition("_") for job_id in job_ids if "_" in job_id):
+        elements.setdefault(array, []).append(int(index))
+    listed = {array: array_indices(sorted(indices)) for array, indices in elements.items()}
+    jobs = [job_id for job_id in job_ids if "_" not in job_id]
+    return [*jobs, *(f"{array}_[{indices}]" for array, indices in listed.items())]
+
+
+@dataclass(frozen=True)
+class ArrayLimits:
+    """Bounds of a job array as Slurm's settings have them; None where there is none or no word."""
+
+    size: int | None = None
+    """MaxArraySize of slurm.conf: an index is below it."""
+    tasks: int | None = None
+    """max_array_tasks of SchedulerParameters."""
+    jobs: int | None = None
+    """MaxJobCount of slurm.conf: jobs that slurmctld can hold, of all users."""
+    submitted: int | None = None
+    """MaxSubmitJobs of the user's associations and their QOS: jobs queued and running at once."""
+    present: int = 0
+    """Jobs of this user that are queued and running, elements of arrays each."""
+
+
+def array_limits(account: str = "") -> ArrayLimits:
+    """Return the bounds of an array submitted now; `submitted` only where the site enforces it.
+
+    account: the one to be charged; the user's default one where empty.
+    """
+    import getpass
+
+    settings = dict(re.findall(r"^(\w+)\s*=\s*(\S+)", _config(), re.MULTILINE))
+    number = {name: int(text) for name, text in settings.items() if text.isdecimal()}
+    tasks = re.search(r"\bmax_array_tasks=(\d+)", settings.get("SchedulerParameters", ""))
+    submitted, present = None, 0
+    if {"limits", "safe"} & {*settings.get("AccountingStorageEnforce", "").lower().split(",")}:
+        where = [f"user={getpass.getuser()}", *([f"account={account}"] if account else [])]
+        shown = ["sacctmgr", "-n", "-P", "show", "assoc", *where, "format=MaxSubmitJobs"]
+        bounds = [int(line) for line in _answer(shown).split() if line.isdecimal()]
+        submitted = max(bounds, default=None)  # of several accounts, which one is not known here
+        if bounds:
+            present = len(_answer(["squeue", "-h", "-r", "--me", "-o", "%i"]).split())
+    return ArrayLimits(
+        number.get("MaxArraySize"),
+        int(tasks[1]) if tasks else None,
+        number.get("MaxJobCount"),
+        submitted,
+        present,
+    )
+
+
 def kill_step(step: str) -> None:
     """Kill a step's tasks at once. Raises SlurmError with scancel's own words."""
     _change(["scancel", "--signal=KILL", step])
@@ -479,12 +590,55 @@ def ask_for_nodes(job_id: str, count: int, tasks: int) -> None:
     _change(["scontrol", "update", f"JobId={job_id}", *sizes])
 
 
-def requeue(job_id: str) -> None:
+def dependency_of(job_id: str) -> list[str]:
+    """Return what a job waits for, `afterany:12` each; raises SlurmError where Slurm does not say.
+
+    What is fulfilled is no longer among it (seen on 22.05).
+    """
+    fields = _job_fields(job_id)
+    if "Dependency" not in fields:
+        raise SlurmError(f"Slurm does not say what job {job_id} waits for")
+    named = fields["Dependency"] if fields["Dependency"] != "(null)" else ""
+    return [re.sub(r"\(.*", "", item) for item in named.split(",") if item]
+
+
+def depend(job_id: str, dependency: str) -> None:
+    """Have a job in the queue wait for other jobs, in place of those that it waits for.
+
+    Slurm takes it also of a job in DependencyNeverSatisfied, held, or completing after a requeue,
+    and refuses it of one that runs (seen on 22.05). Raises SlurmError with scontrol's words.
+    """
+    _change(["scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}"])
+
+
+def release(job_id: str) -> None:
+    """Let a held job go. Raises SlurmError with scontrol's own words."""
+    _change(["scontrol", "release", job_id])
+
+
+def put_back(job_id: str, dependency: str) -> None:
+    """Put this running job back into the queue, behind other jobs; without any it is held.
+
+    It may be one of --no-requeue, as none of its tasks has started: its owner may allow it, and
+    forbid it again (seen on 22.05). Raises SlurmError.
+    """
+    allowed = _job_fields(job_id).get("Requeue") == "1"
+    if not allowed:
+        _change(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
+    requeue(job_id, hold=not dependency)
+    if not allowed:
+        forbid_requeue(job_id)
+    if dependency:
+        depend(job_id, dependency)
+
+
+def requeue(job_id: str, *, hold: bool = False) -> None:
     """Put a job back into the queue; one that is there already stays.
 
-    Raises RequeueRefused where that is not allowed, SlurmError where Slurm does not answer.
+    hold: it starts only once it is released. Raises RequeueRefused where that is not allowed,
+    SlurmError where Slurm does not answer.
     """
-    answer = ask(["scontrol", "requeue", job_id])
+    answer = ask(["scontrol", "requeuehold" if hold else "requeue", job_id])
     words = f"{answer.stdout} {answer.stderr}".strip()
     if answer.returncode and "pending execution" not in words:
         raise RequeueRefused(words or f"scontrol requeue: exit code {answer.returncode}")

@@ -15,7 +15,7 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -52,6 +52,8 @@ LOOP_VARIABLE = "CLUSTERDDP_LOOP"
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$|_)")
+"""Part of a variable's name that says that its value is secret."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,17 @@ MAIL_USER = Form(r"[A-Za-z0-9_.+@-]+", "mail address", "me@example.org")
 DIRECTIVE = Form(r"[a-z][a-z0-9-]*", "name of a directive", "signal or mem")
 NETWORK_INTERFACE = Form(r"[=^]{0,2}[A-Za-z0-9_.:,@-]+", "network interface", "ib0")
 MODULE = Form(r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]*", "environment module", "cuda/12.4")
+
+
+def array_indices(indices: Iterable[int]) -> str:
+    """Write indices in order as Slurm does: `0-3,7`."""
+    spans: list[list[int]] = []
+    for index in indices:
+        if spans and spans[-1][1] == index - 1:
+            spans[-1][1] = index
+        else:
+            spans.append([index, index])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def run_name(option: str, value: str) -> str:

@@ -152,7 +152,7 @@ def renewed(run: RunDir) -> Iterator[list[str]]:
     The run goes back to the former one when the body raises RequestError. Yields what changes, a
     line or none. Raises RequestError as `carry` does.
     """
-    former = _carried(run)
+    former, target = _carried(run), _target(run)
     new = carry(run)
     try:
         yield [] if new == former else [f"clusterddp {former or 'installed'}, now {new}"]
@@ -160,7 +160,7 @@ def renewed(run: RunDir) -> Iterator[list[str]]:
         if former is None:
             run.bundle.unlink()
         else:
-            link(run.bundle, former.path.name)
+            link(run.bundle, target)  # that of a sweep's point lies with the sweep
         if new != former:
             for file in (new.path, *_bytecode(new.path.parent / "__pycache__", new.path)):
                 file.unlink(missing_ok=True)
@@ -174,7 +174,7 @@ def keep(run: RunDir) -> None:
     """
     carried = find(run)
     installed = Bundle(run.path.resolve() / _name(build()))
-    if carried and carried != installed:
+    if carried and carried.path.name != installed.path.name:
         log.info(
             f"{run.name} keeps its clusterddp {carried}; {installed} is installed. Take that with "
             "--clusterddp new."
@@ -225,6 +225,10 @@ def build() -> bytes:
 def _carried(run: RunDir) -> Bundle | None:
     """Return the file to which the run leads, as it is."""
     return Bundle(run.bundle.resolve()) if run.bundle.is_symlink() else None
+
+
+def _target(run: RunDir) -> str:
+    return str(run.bundle.readlink()) if run.bundle.is_symlink() else ""
 
 
 def _name(content: bytes) -> str:

@@ -93,7 +93,7 @@ def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list
         raise
     finally:
         if run.code.is_dir():
-            shutil.rmtree(_former(run), ignore_errors=True)
+            _remove(_former(run))
 
 
 def mend(run: RunDir) -> None:
@@ -105,7 +105,9 @@ def mend(run: RunDir) -> None:
         if _former(run).is_dir() and not run.code.exists():
             _former(run).rename(run.code)
         for left in (_draft(run), _former(run)):
-            if left.is_dir():
+            if left.is_symlink():
+                left.unlink()
+            elif left.is_dir():
                 shutil.rmtree(left)
     except OSError as error:
         raise RequestError(f"{run.path} cannot be written: {error}.") from None
@@ -132,6 +134,15 @@ def _take(
     log.info(f"kept what {run.name} has written, although the folder has it too: {_shown(both)}")
     digests = {name: digest for name, digest in taken.digests.items() if name not in both}
     return replace(taken, digests=digests, files=len(digests))
+
+
+def _remove(former: Path) -> None:
+    """Remove a former copy; that of a sweep's point may be a link to what all points use."""
+    if former.is_symlink():
+        with contextlib.suppress(OSError):
+            former.unlink()
+    else:
+        shutil.rmtree(former, ignore_errors=True)
 
 
 def _draft(run: RunDir) -> Path:

@@ -9,6 +9,7 @@ from clusterddp.errors import OptionError, SlurmError
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import formatting
 from clusterddp.slurm import forms
+from clusterddp.slurm.client import ArrayLimits
 from clusterddp.slurm.partitions import Partition
 
 _MOST_NAMES = 30
@@ -58,6 +59,35 @@ def check_partitions(spec: JobSpec, partitions: Mapping[str, Partition]) -> None
         problems.append(f"--time {asked.time}: the limit of {where} is {longest.limit}")
     for problem in problems:
         log.warning(f"{problem}, as sinfo says. Slurm refuses such a job, or it waits for ever")
+
+
+def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
+    """Refuse a sweep that Slurm would not take as one array; raises OptionError with the figures.
+
+    count: points that are submitted now.
+    """
+    size, last = limits.size, len(spec.sweep) - 1
+    if size is not None and last >= size:
+        parts = -(-len(spec.sweep) // size)
+        raise OptionError(
+            "--sweep",
+            f": {len(spec.sweep)} points, whose indices go up to {last}; MaxArraySize of this "
+            f"cluster is {size}, so an index is {size - 1} at most. Submit it as {parts} sweeps "
+            "with other values each.",
+        )
+    bounds = {
+        "max_array_tasks in SchedulerParameters": (limits.tasks, 0),
+        "MaxJobCount": (limits.jobs, 0),
+        "your MaxSubmitJobs": (limits.submitted, limits.present),
+    }
+    for name, (most, present) in bounds.items():
+        if most is not None and count + present > most:
+            more = f" beside the {present} jobs that you have queued or running" if present else ""
+            raise OptionError(
+                "--sweep",
+                f": {count} points{more}; {name} is {most} here. Submit fewer points now, and the "
+                f"others later: clusterddp resubmit {spec.run_name} --sweep …",
+            )
 
 
 def log_forecast(script: str) -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 
 from clusterddp import launchers, log
 from clusterddp.errors import CheckpointError, RequestError
+from clusterddp.launchers import notice_job
 from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.sweep import shown
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, events, formatting
+from clusterddp.run import bad_nodes, chain, events, formatting
 from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
@@ -32,9 +34,9 @@ from clusterddp.submission.submit import ask_for_partitions, naming_the_job
 from clusterddp.version import of_script
 
 CHANGEABLE = (
-    *("resources", "train", "signal", "job_name", "python", "batch_python"),
+    *("resources", "train", "after", "signal", "job_name", "python", "batch_python"),
     *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
-    *("arm_stacks", "silence", "end_silent", "bad_node_hours", "preflight"),
+    *("arm_stacks", "silence", "end_silent", "bad_node_hours", "preflight", "notify", "tracker"),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
 """Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
@@ -113,7 +115,7 @@ def resubmit(
         if claim:
             code_renewal.mend(run)
         before = run.load_spec()
-        stack.enter_context(_submission_folder(run))
+        stack.enter_context(submission_folder_of(run))
         _check_directory(run, before)
         if terms.from_scratch and before.train is None:
             raise RequestError(
@@ -124,16 +126,16 @@ def resubmit(
         if after.train and terms.allow_changed:  # the ranks check their configuration too
             train = dataclasses.replace(after.train, allow_changed=True)
             after = dataclasses.replace(after, train=train)
-        _check_fields(run, before, after)
+        check_fields(run, before, after)
         if claim:
             _check_state(run, before, after)
         else:
             _check_done(run, before, after, run_status(run, {}))
-        _check_changes(run, before, after, terms)
+        check_changes(run, before, after, terms)
         for remark in after.remarks:
             if remark not in before.remarks:
                 log.warning(remark)
-        script = _script(run, before, after, terms)
+        script = script_for(run, before, after, terms)
         own_code = run.code if run.code.is_dir() and not terms.new_code else None
         if after.command != before.command:
             after.refuse_launcher()
@@ -163,7 +165,7 @@ def resubmit(
 
 
 @contextlib.contextmanager
-def _submission_folder(run: RunDir) -> Iterator[None]:
+def submission_folder_of(run: RunDir) -> Iterator[None]:
     """Enter the folder of the run's first submission: a command's relative paths start there."""
     folder, here = submission_folder(run), Path.cwd()
     if folder and folder != here:
@@ -181,7 +183,7 @@ def _submission_folder(run: RunDir) -> Iterator[None]:
             os.chdir(here)
 
 
-def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
+def check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     """Refuse a change of what a run keeps for good."""
     new, open_to_change = vars(after), (*CHANGEABLE, *(() if before.train else OF_COMMAND))
     fixed = [n for n, value in vars(before).items() if n not in open_to_change and value != new[n]]
@@ -190,9 +192,19 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
             f"{run.name} keeps its {', '.join(fixed)}: a resubmission cannot change them. Submit a "
             "new run."
         )
+    if not before.point:
+        return
+    swept = [name.replace("-", "_") for name, _ in before.point] if before.train else []
+    moved = [name for name in swept if getattr(before.train, name) != getattr(after.train, name)]
+    if moved or before.command != after.command:
+        raise RequestError(
+            f"{run.name} is the point {shown(before.point)} of the sweep {before.sweep_name}, and "
+            "stays that. Add a point with other values: clusterddp resubmit "
+            f"{before.sweep_name} --sweep …, or submit a new run."
+        )
 
 
-def _script(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
+def script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
     """Return the script to send: the recorded one where nothing was changed, or a new one.
 
     One of an earlier version is rendered anew, unless lines of the person's would be lost.
@@ -206,7 +218,9 @@ def _script(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
     if not _is_earlier(recorded):
         if after == before:
             return recorded
-        again = "" if terms.allow_changed else render(before, terms.template_folder)
+        whole = run.sweep if before.point and launchers.ARRAY.search(recorded) else None
+        asked = whole.load_spec() if whole else before  # a point has the script of its sweep
+        again = "" if terms.allow_changed else render(asked, terms.template_folder)
         if again and recorded != again and of_script(recorded) == of_script(again):
             raise RequestError(
                 f"{run.script} is not what template {before.template} gives for this run: it was "
@@ -272,6 +286,8 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 
 def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> None:
     bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
+    if spec.after:  # ahead of the records
+        chain.check(chain.look(spec), has_queue=spec.launcher != "local")
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(
@@ -356,7 +372,7 @@ def _check_done(run: RunDir, before: JobSpec, after: JobSpec, status: RunStatus)
     )
 
 
-def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> None:
+def check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> None:
     """Refuse, with the difference shown, a request that would train to other weights.
 
     Logs in what the folder differs from the copy of the code that the run uses.
@@ -370,6 +386,11 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
             )
     if terms.new_code or not run.code_record.is_file():
         return
+    if snapshot.is_cleaned(run):
+        raise RequestError(
+            f"the copy of its code that {run.name} ran was removed by 'clusterddp clean'. To run "
+            f"the files of {Path.cwd()} as they are now: --code new."
+        )
     if run.code.is_dir():
         code_renewal.log_changes(before, run)
     elif not terms.allow_changed:  # it uses the folder itself
@@ -430,24 +451,33 @@ def _submit(
     """
     claim.use()
     run = claim.run
-    kept: dict[Path, Path | None] = {}
     records = {run.spec: after.to_json(), run.script: script}
     if after == before:  # and there is no script of `debug`
         is_kept = run.script.is_file() and _recorded_script(run) == script
         records = {} if is_kept else {run.script: script}
+    with naming_the_job(after), renewed_records(run, records):
+        # Before the submission: the job's first line may come before the record of its id.
+        changes = (*_differences(before, after), *new)
+        latest = attempts.latest(run) if terms.from_scratch else None
+        if latest:
+            events.add(run.events, events.Resubmitted, changes=changes, from_scratch=latest.number)
+        else:
+            events.add(run.events, events.Resubmitted, changes=changes)
+        submission = launchers.load(after.launcher).submit(after, script, run)
+        notice_job.submit(after, run, submission.job_id)
+    chain.rejoin(run)
+    return submission
+
+
+@contextlib.contextmanager
+def renewed_records(run: RunDir, records: Mapping[Path, str]) -> Iterator[None]:
+    """Write files of a run anew while the body submits it; the former ones stay under a number.
+
+    They are put back when the body raises RequestError. Raises OSError.
+    """
+    kept = _renew_records(run, records) if records else {}
     try:
-        with naming_the_job(after):
-            kept = _renew_records(run, records)
-            # Before the submission: the job's first line may come before the record of its id.
-            changes = (*_differences(before, after), *new)
-            latest = attempts.latest(run) if terms.from_scratch else None
-            if latest:
-                events.add(
-                    run.events, events.Resubmitted, changes=changes, from_scratch=latest.number
-                )
-            else:
-                events.add(run.events, events.Resubmitted, changes=changes)
-            return launchers.load(after.launcher).submit(after, script, run)
+        yield
     except RequestError:
         for path, former in kept.items():
             if former:

@@ -9,15 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.launchers import SentJob, load
+from clusterddp.launchers import SHIPPED, SentJob, load, notice_job
 from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes
-from clusterddp.run.run_dir import RunDir, run_folders
+from clusterddp.run import bad_nodes, chain
+from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
+from clusterddp.slurm.client import array_limits
 from clusterddp.slurm.partitions import Question
-from clusterddp.submission import bundle, outlook
+from clusterddp.submission import bundle, outlook, points
 from clusterddp.submission.inputs import find_own_functions, make_sure
 from clusterddp.submission.programs import check_command, check_pythons
 
@@ -33,6 +34,10 @@ def submit(
 ) -> tuple[RunDir, SentJob]:
     """Check the files that the tasks will read, make the run's directory, submit the script.
 
+    Of a sweep it is the sweep's directory, beside which those of its points are made; with the
+    launcher `local`, which has no queue, nothing of it is submitted yet (`SentJob.job_id` is
+    empty).
+
     check: ask Slurm for its forecast first. check_python: start the tasks' interpreters, which have
     to import torch. inputs_are_sure: the caller has checked the files
     that the tasks read, and logged the request's remarks. Raises RequestError, and then leaves
@@ -42,14 +47,18 @@ def submit(
         raise RequestError(
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
         )
+    points.refuse_existing(spec, range(len(spec.sweep)))
     if spec.launcher != "local":
         bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
     question = ask_for_partitions(spec)
+    if spec.sweep and spec.launcher != "local":
+        outlook.check_array(spec, len(spec.sweep), array_limits(spec.resources.account))
     _warn_of_launcher(spec)
-    check_command(spec, script)
+    _check_commands(spec, script)
     check_pythons(spec, imports=check_python)
-    if spec.train and not inputs_are_sure:
-        make_sure(spec.train, spec)
+    if not inputs_are_sure:
+        for train in spec.trainings:
+            make_sure(train, spec)
     if not inputs_are_sure:
         for remark in spec.remarks:
             warning(remark)
@@ -57,11 +66,42 @@ def submit(
         outlook.check_partitions(spec, question.answer())
     if check and spec.launcher != "local":
         outlook.log_forecast(script)
+    if spec.sweep:
+        return _submit_sweep(spec, script, snapshot_limit_mb)
     with RunDir.create(spec, script) as run, naming_the_job(spec):
         bundle.carry(run)
         _keep_code(spec, run, snapshot_limit_mb)
         submission = load(spec.launcher).submit(spec, script, run)
+        notice_job.submit(spec, run, submission.job_id)
     return run, submission
+
+
+def _submit_sweep(spec: JobSpec, script: str, snapshot_limit_mb: float) -> tuple[SweepDir, SentJob]:
+    from clusterddp.launchers import sbatch  # and jinja2, which not every command needs
+
+    indices = range(len(spec.sweep))
+    with SweepDir.create(spec, script) as made, naming_the_job(spec):
+        sweep = SweepDir(made.path)
+        bundle.carry(sweep)
+        _keep_code(spec, sweep, snapshot_limit_mb)
+        with points.created(sweep, spec, indices) as runs:
+            if spec.launcher == "local":
+                chain.check(chain.look(spec), has_queue=False)  # of which each point looks again
+                points.note_rehearsal(sweep, indices)
+                return sweep, SentJob("")
+            submission = sbatch.submit(spec, script, sweep, runs)
+            notice_job.submit(spec, sweep, submission.job_id)
+            return sweep, submission
+
+
+def _check_commands(spec: JobSpec, script: str) -> None:
+    """Check the COMMAND; of a sweep that of its first point, whose script is another one."""
+    if not spec.sweep:
+        check_command(spec, script)
+    elif spec.command:
+        first, prepare = spec.element(0), load(spec.launcher).prepare
+        is_own = prepare(spec, None) == script if spec.template in SHIPPED else False
+        check_command(first, prepare(first, None) if is_own else script)
 
 
 def ask_for_partitions(spec: JobSpec) -> Question | None:
@@ -99,8 +139,8 @@ def check_own_code(spec: JobSpec) -> None:
     Raises RequestError where the model or the dataset is a function that is not there.
     """
     _warn_of_launcher(spec)
-    if spec.train:
-        find_own_functions(spec.train, spec)
+    for train in spec.trainings:
+        find_own_functions(train, spec)
 
 
 def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
@@ -116,7 +156,8 @@ def runs_code_of(spec: JobSpec, tree: Path) -> bool:
     """Return whether the tasks run code of this tree, rather than ours or what is installed."""
     if spec.train is None:
         return True
-    files = [user_functions.find(reference, tree) for _, reference in spec.train.own_functions]
+    functions = [function for train in spec.trainings for function in train.own_functions]
+    files = [user_functions.find(reference, tree) for _, reference in functions]
     return any(file and file.is_relative_to(tree) for file in files)
 
 

@@ -344,6 +344,7 @@ def _train(
         presence.step = lambda: training.position.step
         presence.saved = lambda: saver.last_step if saver else None
         presence.spent = training.spent
+        presence.planned = training.planned_steps
         try:
             reason = train(training)
         except BaseException as error:

@@ -17,6 +17,7 @@ import pytest
 from clusterddp.errors import RequestError
 from clusterddp.launchers import sbatch
 from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.sweep import Sweep
 from tests.hostile import CARRIED, REFUSED
 from tests.request.test_spec import spec
 
@@ -59,6 +60,42 @@ def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) 
     )  # fmt: skip
     assert seen.stdout == value
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_value_of_a_point_reaches_bash_as_it_is(template: str, tmp_path: Path) -> None:
+    sweep = Sweep.of(["v", "n-m"], [[value, str(i)] for i, value in enumerate(CARRIED)])
+    words = ("prog", "{v}", "it's {v}{n-m} {x}", "end")
+    script = sbatch.render(spec(template=template, command=words, sweep=sweep))
+    table = script[script.index("\ncase ") : script.index("\nesac\n") + 6]
+    task = script[
+        script.index("\ntask=(") : script.index(
+            "\nlaunch " if template == TEMPLATES[0] else "\n# The agents"
+        )
+    ]
+    seen = subprocess.run(
+        [
+            *("bash", "-c"),
+            f'for SLURM_ARRAY_TASK_ID in {{0..{len(CARRIED) - 1}}}; do {table}{task}\n'
+            'printf "%s\\0" "${task[@]: -4}"; done',
+        ],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    wanted = [("prog", v, f"it's {v}{i} {{x}}", "end") for i, v in enumerate(CARRIED)]
+    assert seen.stdout.split("\0") == [*(word for point in wanted for word in point), ""]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_index_without_a_point_ends_the_script() -> None:
+    script = sbatch.render(spec(sweep=Sweep.of(["lr"], [["0.1"], ["0.2"]])))
+    table = script[script.index("\ncase ") : script.index("\nesac\n") + 6]
+    for index in ("2", ""):
+        done = subprocess.run(
+            ["bash", "-c", f"SLURM_ARRAY_TASK_ID={index}; {table} echo on"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"no point of the sweep has the index '{index}'" in done.stderr
 
 
 @pytest.mark.parametrize("value", CARRIED)

@@ -1,5 +1,8 @@
 """`clusterddp cancel`: ends runs, whether Slurm or this workstation runs them."""
 
+import sys
+from collections import Counter
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 
@@ -7,15 +10,18 @@ import click
 
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, act_on_each
+from clusterddp.errors import RequestError
+from clusterddp.run.status import RunStatus
 from clusterddp.run.stop import cancel
 
 
 @click.command(name="cancel", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask ahead of several runs at once.")
 @OUTPUT_ROOT_OPTION
 @JSON_OPTION
-def command(run: tuple[str, ...], output_root: Path, as_json: bool) -> int:
-    """Cancel each RUN: a run's name, job id or directory.
+def command(run: tuple[str, ...], yes: bool, output_root: Path, as_json: bool) -> int:
+    """Cancel each RUN: a name, job id or directory; of a sweep all its points, or those of 'lr-*'.
 
     A Slurm job is given to scancel; a run on this workstation gets SIGTERM and ends in order. It
     returns at once: 'clusterddp status' shows when the run has ended. One that has ended already
@@ -23,4 +29,20 @@ def command(run: tuple[str, ...], output_root: Path, as_json: bool) -> int:
 
     Exit codes: 0 each is cancelled or had ended, 1 one could not be cancelled, 2 one is no run.
     """
-    return act_on_each(output_root, run, cancel, attrgetter("message"), as_json=as_json)
+    confirm = None if yes else _confirm
+    return act_on_each(
+        output_root, run, cancel, attrgetter("message"), as_json=as_json, confirm=confirm
+    )
+
+
+def _confirm(runs: Sequence[RunStatus]) -> None:
+    """Ask once whether several runs are meant; raises RequestError where nobody can answer."""
+    counts = Counter(status.state for status in runs if not status.has_ended)
+    if not counts:
+        return
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    question = f"Cancel {counts.total()} runs ({states})?"
+    if not sys.stdin.isatty():
+        raise RequestError(f"{question} Nobody is here to answer: add --yes.")
+    if not click.confirm(question, err=True):
+        raise RequestError("nothing was cancelled.")

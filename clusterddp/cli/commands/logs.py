@@ -1,6 +1,7 @@
 """`clusterddp logs`: shows the logs of the ranks and of the job, as they are or as they grow."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -9,7 +10,9 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow
 from clusterddp.errors import RequestError
 from clusterddp.run.follow import LogPrinter, check_logs, default_log
+from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import find_run, statuses
+from clusterddp.run.sweeps import select
 
 
 @click.command(name="logs", cls=SettingsCommand)
@@ -40,12 +43,22 @@ def command(
 
     Without --rank and --job: the job log of a failed run, which names the rank that failed first,
     and otherwise rank 0's log. Several logs are shown with the file's name before each line. The
-    files are logs/job.log, logs/rank-R.log, and logs/node-N.log for each torchrun agent.
+    files are logs/job.log, logs/rank-R.log, and logs/node-N.log for each torchrun agent. Of a
+    sweep, or a pattern such as 'lr-*', the log of each run is shown, with the run's name.
 
     Exit codes: 0 shown, or with -f the run is done; 1 with -f: it failed or was cancelled; 2 there
     is no such run or log; 75 with -f: it was stopped and can resume; 130 interrupted.
     """
-    run_dir = find_run(output_root, run)
+    several = select(output_root, run) if run else []
+    if len(several) > 1:
+        if following:
+            raise RequestError(
+                f"-f follows one run, and {run} means {len(several)}: name one, such as "
+                f"{several[0].name}; 'clusterddp jobs {run}' shows them all."
+            )
+        _print_several(several, ranks, job=job, lines=lines)
+        return 0
+    run_dir = several[0] if several else find_run(output_root, None)
     [status] = statuses([run_dir])
     for rank in ranks:
         if status.world_size is not None and rank >= status.world_size:
@@ -61,3 +74,18 @@ def command(
     check_logs(run_dir, status, paths)
     LogPrinter(paths, lines, sys.stdout.buffer).print_new(last=True)
     return 0
+
+
+def _print_several(
+    runs: Sequence[RunDir], ranks: Sequence[int], *, job: bool, lines: int | None
+) -> None:
+    """Print the logs of several runs as far as they are there, each line with the run's name."""
+    labelled: dict[Path, str] = {}
+    for run, status in zip(runs, statuses(runs), strict=True):
+        paths = [run.job_log] if job else []
+        paths += [run.rank_log(rank) for rank in dict.fromkeys(ranks)]
+        paths = paths or [default_log(run, status)]
+        labelled |= {path: f"{run.name}/{path.stem}" for path in paths if path.is_file()}
+    if not labelled:
+        raise RequestError(f"none of the {len(runs)} runs has such a log yet.")
+    LogPrinter([*labelled], lines, sys.stdout.buffer, [*labelled.values()]).print_new(last=True)

@@ -15,6 +15,7 @@ import click
 from clusterddp.cli.job_spec import (
     CONTAINER,
     IMAGES_PYTHON,
+    awaited_runs,
     changed_resources,
     container_fields,
     directives_of,
@@ -30,12 +31,18 @@ from clusterddp.cli.options import (
     typed_flags,
 )
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
-from clusterddp.errors import EXIT_DONE
+from clusterddp.cli.sweeps import follow_sweep, sweep_of, sweep_options, table_of
+from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError
 from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec, Resources
+from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING
-from clusterddp.run.status import find_run
+from clusterddp.run.run_dir import SweepDir
+from clusterddp.run.status import find_run, statuses
+from clusterddp.run.sweeps import find_sweep, has_failed, is_pattern, select
+from clusterddp.slurm import forms
 from clusterddp.submission.resubmit import CHANGEABLE, Terms, resubmit
+from clusterddp.submission.resweep import resubmit_sweep
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
 # from its own checkpoints, which come before those of another run.
@@ -76,6 +83,13 @@ class ResubmitCommand(WithCommand):
 )
 @click.argument("run", type=RUN, metavar="RUN [-- COMMAND…]")
 @options([*_ASKED, *_TRAINED], settings=False, defaults=False)
+@sweep_options
+@click.option(
+    "--max-parallel",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Most points of the sweep that run at once, of those that are submitted now.",
+)
 @click.option(
     "--template-dir",
     metavar="DIR",
@@ -127,9 +141,13 @@ def command(
     wait: bool,
     output_root: Path,
     as_json: bool,
+    max_parallel: int | None,
     **_values: object,
 ) -> int:
     """Submit RUN once more: it resumes from its last checkpoint, in its own directory.
+
+    Of a sweep those points are submitted again that have failed, were stopped, cancelled or lost.
+    With --sweep or --sweep-file points are added instead: those that the sweep has are left alone.
 
     RUN is a run's name, job id or directory. Its script is sent as it stands, unless options are
     given: they replace the recorded ones, and an empty value drops one (--dependency ''). One of
@@ -150,7 +168,6 @@ def command(
     """
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
-    run_dir = find_run(output_root, run)
     terms = Terms(
         allow_changed=bool(ctx.params["allow_changed"]),
         new_code=code == "new",
@@ -159,6 +176,20 @@ def command(
         template_folder=template_dir,
         snapshot_limit_mb=snapshot_limit,
     )
+    sweep, more = find_sweep(output_root, run), sweep_of(ctx)
+    if sweep is None and (more or max_parallel):
+        raise RequestError(
+            f"{run} is no sweep: --sweep and --max-parallel are for the points of one."
+        )
+    if sweep is None and is_pattern(run):
+        if dry_run or wait:
+            raise click.UsageError(f"--dry-run and --wait are for one run; {run} means several.")
+        return _resubmit_each(ctx, output_root, run, terms, as_json=as_json)
+    run_dir = sweep or find_run(output_root, run)
+    if sweep:
+        return _resubmit_sweep(
+            ctx, sweep, more, terms, max_parallel, dry_run=dry_run, wait=wait, as_json=as_json
+        )
     done = resubmit(run_dir, partial(changed_request, ctx), terms, dry_run=dry_run)
     spec, submission = done.spec, done.submission
     if submission is None:
@@ -175,6 +206,60 @@ def command(
     return follow_submitted(spec, run_dir, submission, words, wait=wait, as_json=as_json, lines=0)
 
 
+def _resubmit_sweep(
+    ctx: click.Context,
+    sweep: SweepDir,
+    more: Sweep,
+    terms: Terms,
+    max_parallel: int | None,
+    *,
+    dry_run: bool,
+    wait: bool,
+    as_json: bool,
+) -> int:
+    def change(before: JobSpec) -> JobSpec:
+        after = changed_request(ctx, before)
+        if max_parallel is None:
+            return after
+        points = dataclasses.replace(before.sweep, max_parallel=max_parallel)
+        return dataclasses.replace(after, sweep=points)
+
+    done = resubmit_sweep(sweep, change, more, terms, dry_run=dry_run)
+    if done.submission is None:
+        if not as_json:
+            click.echo(table_of(done.spec, done.indices), err=True)
+        fields = {"sweep": sweep.name, "indices": done.indices, "script": done.script}
+        click.echo(json.dumps(fields) if as_json else done.script, nl=as_json)
+        return EXIT_DONE
+    return follow_sweep(
+        done.spec, sweep.path, done.submission, done.indices, wait=wait, as_json=as_json
+    )
+
+
+def _resubmit_each(
+    ctx: click.Context, root: Path, pattern: str, terms: Terms, *, as_json: bool
+) -> int:
+    """Submit those of several runs again that have not ended well; returns the exit code."""
+    runs = select(root, pattern)
+    again = [run for run, s in zip(runs, statuses(runs), strict=True) if has_failed(s)]
+    if not again:
+        raise RequestError(f"none of the {len(runs)} runs of {pattern} has failed or was stopped.")
+    code, fields = EXIT_DONE, []
+    for run in again:
+        try:
+            done = resubmit(run, partial(changed_request, ctx), terms)
+        except ClusterDDPError as error:
+            click.echo(f"clusterddp: {error}", err=True)
+            code = max(code, error.exit_code)
+            continue
+        fields.append({"run": run.name, "run_dir": done.spec.run_dir, "job_id": done.job_id})
+        if not as_json:
+            click.echo(f"submitted {run.name} again as job {done.job_id}; it {done.beginning}")
+    if as_json:
+        click.echo(json.dumps(fields))
+    return code
+
+
 def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     """Return the request with the typed options in place of the recorded ones.
 
@@ -187,6 +272,10 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     of_container = {*CONTAINER, "python"}
     fields = {name: given[name] for name in given if name in {*CHANGEABLE} - of_container}
     fields |= container_fields({name: given[name] for name in given if name in of_container})
+    if "notify" in fields:
+        fields["notify"] = forms.words("--notify", fields["notify"])
+    if "after" in fields:
+        fields["after"] = awaited_runs(fields["after"], ctx.params["output_root"])
     if "batch_python" in fields:
         fields["batch_python"] = interpreter(fields["batch_python"])
     image = fields.get("container_image")

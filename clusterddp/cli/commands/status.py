@@ -1,6 +1,7 @@
 """`clusterddp status`: how one run is doing, and what to type next."""
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -8,8 +9,10 @@ import click
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.run import formatting
-from clusterddp.run.state import STOPPED
+from clusterddp.run.run_dir import SweepDir
+from clusterddp.run.state import DONE, STOPPED
 from clusterddp.run.status import RunStatus, find_run, statuses
+from clusterddp.run.sweeps import find_sweep, is_pattern, latest_sweep, select, sweep_status
 
 _WIDTH = len("checkpoint") + 2
 _MOST_REASONS = 5
@@ -22,12 +25,26 @@ _MOST_REASONS = 5
 def command(run: str | None, output_root: Path, as_json: bool) -> None:
     """Show how RUN is doing: a run's name, job id or directory; the latest run without one.
 
+    Of a sweep, or a pattern such as 'lr-*', it shows a line for each of the runs.
+
     States: created (nothing submitted), queued, running, done, failed, cancelled, stopped (it can
     resume from its last checkpoint, but does not by itself), unknown (the job recorded no end, and
     Slurm cannot say or no longer knows).
 
     Exit codes: 0 whenever it could tell, however the run ended; 2 there is no such run.
     """
+    if run and is_pattern(run):
+        listed = statuses(select(output_root, run))
+        rows = [(s.name, s.state, formatting.line(s.first_failure or s.detail)) for s in listed]
+        if as_json:
+            echo_json([status.as_dict() for status in listed])
+        else:
+            click.echo(formatting.table([("RUN", "STATE", "WHY"), *rows]))
+        return
+    sweep = find_sweep(output_root, run) if run else latest_sweep(output_root)
+    if sweep:
+        _show_sweep(sweep, as_json=as_json)
+        return
     [status] = statuses([find_run(output_root, run)])
     if as_json:
         echo_json(status.as_dict())
@@ -35,16 +52,47 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
         click.echo(describe(status))
 
 
+def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
+    status = sweep_status(sweep)
+    if as_json:
+        echo_json(status.as_dict())
+        return
+    states = zip(status.states, status.points, strict=True)
+    rows = [
+        (f"{status.name}-{index}", state, *map(formatting.line, point))
+        for index, (state, point) in enumerate(states)
+    ]
+    throttle = f", {status.max_parallel} at once at most" if status.max_parallel else ""
+    lines = [
+        ("sweep", status.name),
+        ("state", f"{status.state}: {status.summary}"),
+        ("job", ", ".join(status.job_ids)),
+        ("points", f"{status.counts.get(DONE, 0)} of {len(status.points)} done{throttle}"),
+        ("submitted", _time(status.submitted_time)),
+        ("files", f"{status.directory}-INDEX"),
+        ("next", status.next_command),
+    ]
+    click.echo(_labelled(lines))
+    click.echo(f"\n{formatting.table([('RUN', 'STATE', *status.names), *rows])}")
+
+
 def describe(status: RunStatus) -> str:
     """The status as lines of `label  value`; what is not known is left out."""
     launcher = f" ({status.launcher})" if status.launcher else ""
     took = "took {}" if status.has_ended else "running for {}"
     elapsed = formatting.duration(status.elapsed_seconds) if status.started_time else ""
+    left = formatting.duration(status.seconds_left)
     progress = formatting.known(
-        ("step {}", status.step),
+        ("step {}", formatting.steps(status.step, status.steps_planned, status.percent_done)),
+        ("about {} left", left),
         ("epoch {}", status.epoch),
-        ("loss {:.4f}", status.loss),
-        ("accuracy {:.4f}", status.accuracy),
+        ("training loss {}", formatting.loss(status.loss)),
+        ("test accuracy {}", formatting.percent(status.accuracy)),
+    )
+    wait = (status.expected_start or 0.0) - time.time()
+    starts = formatting.known(
+        ("expected {}", _time(status.expected_start)),
+        ("in {}", formatting.duration(wait) if status.expected_start and wait > 0 else ""),
     )
     lines = [
         ("run", status.name),
@@ -57,6 +105,7 @@ def describe(status: RunStatus) -> str:
         ("hosts", formatting.some(status.hosts, 8)),
         ("preflight", status.preflight),
         ("submitted", _time(status.submitted_time)),
+        ("start", f"{starts}, by Slurm's estimate" if starts else ""),
         ("started", formatting.known(("{}", _time(status.started_time)), (took, elapsed))),
         ("ended", _time(status.ended_time)),
         ("progress", progress),
@@ -66,10 +115,14 @@ def describe(status: RunStatus) -> str:
         lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
     lines += [("left out", f"{host}: {reason}") for host, reason in status.left_out.items()]
     lines += [("warning", text) for text in status.warnings]
-    lines += [("files", status.directory)]
+    lines += [("cleaned", status.cleaned), ("files", status.directory)]
     if status.works_in:
         lines.append(("works in", f"{status.works_in}; relative output lies there"))
     lines += [("next", status.next_command)]
+    return _labelled(lines)
+
+
+def _labelled(lines: Iterable[tuple[str, str]]) -> str:
     return "\n".join(
         f"{label:<{_WIDTH}}{formatting.clean(value)}" for label, value in lines if value
     )

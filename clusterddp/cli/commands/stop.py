@@ -20,7 +20,7 @@ from clusterddp.run.stop import Stop, stop
 @OUTPUT_ROOT_OPTION
 @JSON_OPTION
 def command(run: tuple[str, ...], wait: bool, output_root: Path, as_json: bool) -> int:
-    """Ask each RUN to save and leave: a run's name, job id or directory.
+    """Ask each RUN to save and leave: a run's name, job id or directory, a sweep's, or 'lr-*'.
 
     Its ranks save a checkpoint at one step and end, within seconds, and no other attempt follows
     until 'clusterddp resubmit RUN' resumes from there. The job of a COMMAND gets SIGUSR1. A run

@@ -3,19 +3,22 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import click
 
 from clusterddp.cli import main
 from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import WithCommand, options, site_options
-from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, RequestError
+from clusterddp.cli.request_file import RequestCommand, from_option, save
+from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_options, table_of
+from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
 from clusterddp.request.spec import OPTIONS, REQUEST
 
 
-class SubmitCommand(WithCommand):
+class SubmitCommand(RequestCommand, WithCommand):
     """Answers sbatch's other forms with ours."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -39,12 +42,28 @@ class SubmitCommand(WithCommand):
 @click.command(
     cls=SubmitCommand,
     options_metavar="[OPTIONS] [-- COMMAND…]",
-    epilog="Precedence: flag, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this shell, "
-    "site.cfg, --recipe, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
+    epilog="Precedence: flag, --from, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this "
+    "shell, site.cfg, --recipe, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
     "75 it was stopped and can resume, 130 interrupted.",
 )
 @options(OPTIONS.values())
 @click.option("--run-name", metavar="NAME", help="Name of the run; made up when absent.")
+@from_option
+@click.option(
+    "--save",
+    "save_to",
+    metavar="FILE.toml",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the request to a new file, for --from; the values of variables that are secret by "
+    "their names are left out.",
+)
+@sweep_options
+@click.option(
+    "--max-parallel",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Most points of the sweep that run at once.",
+)
 @site_options
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
 @click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
@@ -54,14 +73,18 @@ def command(
     ctx: click.Context,
     /,
     run_name: str | None,
+    save_to: Path | None,
     dry_run: bool,
     wait: bool,
     as_json: bool,
+    max_parallel: int | None,
     **_values: object,
 ) -> int:
     """Render an sbatch script, check it, and submit it as a run.
 
     Trains MNIST on every task, or runs COMMAND there with RANK, WORLD_SIZE, MASTER_ADDR … set.
+    With --sweep it submits a run for each point: of the training's options, or of a COMMAND's
+    arguments, which have {NAME} where a value belongs.
     """
     for name in unused_variables(os.environ, REQUEST):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
@@ -69,9 +92,27 @@ def command(
         raise RequestError("--run-name is empty; leave it out to have one made up.")
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
-    made_up = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    spec = job_spec(ctx, run_name or made_up)
+    swept = sweep_of(ctx, max_parallel or 0)
+    if max_parallel and not swept:
+        raise OptionError("--max-parallel", " is for the points of a sweep: give --sweep.")
+    if save_to and swept:
+        raise OptionError(
+            "--save",
+            f" {save_to}: a file holds the request of one run, and no points. Save it without "
+            f"--sweep, and submit with --from {save_to} --sweep NAME=VALUES.",
+        )
+    made_up = (
+        f"{'sweep' if swept else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    )
+    spec = job_spec(ctx, run_name or made_up, swept)
     script = load(spec.launcher).prepare(spec, template_folder(ctx))
+    if save_to:
+        for name in save(ctx, spec, save_to):
+            click.echo(
+                f"clusterddp: {save_to} passes {name} by name, without its value, which is secret "
+                "by its name: set it where you submit",
+                err=True,
+            )
     if dry_run:
         if spec.uses_own_code:
             from clusterddp.submission import submit
@@ -79,9 +120,19 @@ def command(
             submit.check_own_code(spec)
         for remark in spec.remarks:
             click.echo(f"clusterddp: warning: {remark}", err=True)
+        if spec.after:
+            from clusterddp.run import chain
+
+            if words := chain.describe(chain.look(spec)):
+                click.echo(f"clusterddp: {words}: sbatch gets a --dependency", err=True)
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
-        fields = {"run": spec.run_name, "run_dir": spec.run_dir, "script": script}
+        fields: dict[str, object] = {"run": spec.run_name, "run_dir": spec.run_dir}
+        fields["script"] = script
+        if swept:
+            fields |= described(swept)
+            if not as_json:
+                click.echo(table_of(spec), err=True)
         click.echo(json.dumps(fields) if as_json else script, nl=as_json)
         return EXIT_DONE
     main.go_on()
@@ -95,6 +146,9 @@ def command(
         )
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    if swept:
+        points = range(len(swept))
+        return follow_sweep(spec, run.path, submission, points, wait=wait, as_json=as_json)
     from clusterddp.cli.runs import follow_submitted
 
     words = (

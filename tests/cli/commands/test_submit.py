@@ -30,6 +30,10 @@ SCRIPTS: dict[str, list[str]] = {
     "agents": [*EIGHT, "--template", "torchrun.sbatch.j2"],
     "submitit": [*EIGHT, "--launcher", "submitit"],
     "command": [*EIGHT, "--", "python", "train.py", "--lr", "0.1", "a b", "$(x)"],
+    "sweep": [*EIGHT, "--sweep", "lr=0.1,0.3", "--sweep", "compile=yes,no", "--max-parallel", "2"],
+    "sweep-command": [
+        "--sweep", "lr=0.1,it's $HOME", "--", "python", "train.py", "--lr={lr} {other}", "{lr}",
+    ],
     "resources": [
         "--nodes", "3", "--gpus-per-node", "a100:4", "--tasks-per-node", "2",
         "--cpus-per-task", "8", "--mem", "64G", "--time", "1-02:30:00", "--partition", "gpu,long",

@@ -1,0 +1,183 @@
+"""Shared by the commands on sweeps: the options of one, its points as a table, its submission."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from clusterddp import errors, log
+from clusterddp.launchers import SentJob
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points
+
+if TYPE_CHECKING:  # a dry run reads no run
+    from clusterddp.run.run_dir import RunDir, SweepDir
+
+F = TypeVar("F", bound=Callable[..., object])
+_SEEDS = 2**32
+
+
+def sweep_options(function: F) -> F:
+    """Add the options that name the points of a sweep, for `sweep_of`."""
+    rows: dict[str, dict[str, Any]] = {
+        "--sweep": {
+            "multiple": True,
+            "metavar": "NAME=VALUES",
+            "help": "Submit a run for each value, lr=0.1,0.3 or seed=0..4, and for each "
+            "combination of several; repeatable.",
+        },
+        "--sweep-file": {
+            "type": click.Path(path_type=Path, dir_okay=False),
+            "metavar": "FILE",
+            "help": "Points of your own: a *.csv with names in its first line, or a *.jsonl.",
+        },
+        "--sample": {
+            "type": int,
+            "metavar": "N",
+            "help": "Draw N points at random from the values of --sweep: of lists, "
+            "log:1e-4..1e-1 or lin:0..1.",
+        },
+        "--sample-seed": {
+            "type": click.IntRange(0, _SEEDS - 1),
+            "metavar": "SEED",
+            "help": "Seed of the draws; made up when absent, shown and recorded.",
+        },
+    }
+    for name, keywords in reversed(rows.items()):
+        function = click.option(name, **keywords)(function)
+    return function
+
+
+def sweep_of(ctx: click.Context, max_parallel: int = 0) -> Sweep:
+    """Return the sweep that was typed; none without its options. Raises OptionError."""
+    items, path = ctx.params["sweep"], ctx.params["sweep_file"]
+    sample, seed = ctx.params["sample"], ctx.params["sample_seed"]
+    if seed is not None and sample is None:
+        raise errors.OptionError("--sample-seed", " is for draws: give --sample N.")
+    if not items and path is None:
+        if sample is not None:
+            raise errors.OptionError("--sample", ": name what to draw with --sweep NAME=VALUES.")
+        return NO_SWEEP
+    if sample is not None and seed is None:
+        seed = int.from_bytes(os.urandom(4), "big")
+    rows = read_points(path) if path else ()
+    return parse(items, rows, sample=sample, seed=seed or 0, max_parallel=max_parallel)
+
+
+def described(sweep: Sweep) -> dict[str, object]:
+    """Return what --json says of a sweep's points."""
+    points = [dict(sweep.point(index)) for index in range(len(sweep))]
+    return {"points": points, "sample_seed": sweep.sample_seed}
+
+
+def table_of(spec: JobSpec, indices: Sequence[int] | None = None) -> str:
+    """Return the points, or some of them, as a table: the run's name, and what it varies."""
+    from clusterddp.run import formatting
+
+    sweep = spec.sweep
+    rows = [
+        (f"{spec.run_name}-{index}", *map(formatting.line, sweep.points[index]))
+        for index in (range(len(sweep)) if indices is None else indices)
+    ]
+    table = formatting.table([("RUN", *sweep.names), *rows])
+    if sweep.sample_seed is not None:
+        table += f"\ndrawn with --sample-seed {sweep.sample_seed}"
+    return table
+
+
+def follow_sweep(
+    spec: JobSpec,
+    path: Path,
+    submission: SentJob,
+    indices: Sequence[int],
+    *,
+    wait: bool,
+    as_json: bool,
+) -> int:
+    """Print the submission of points of a sweep, and follow them where that is asked for.
+
+    With the launcher `local` the points run here, one after the other. Returns the exit code of
+    the command: the highest of the points that were followed.
+    """
+    from clusterddp.run import formatting
+    from clusterddp.run.run_dir import SweepDir
+
+    sweep, count = SweepDir(path), formatting.count(len(indices), "point")
+    runs = [sweep.element(index) for index in indices]
+    fields: dict[str, object] = {"sweep": spec.run_name, "run_dir": spec.run_dir}
+    is_local = spec.launcher == "local"
+    fields |= {"job_id": submission.job_id, "indices": [*indices], **described(spec.sweep)}
+    words = f"submitted {spec.run_name} as job array {submission.job_id}"
+    if is_local:
+        words = f"running {spec.run_name} here, one point after the other"
+    words += (
+        f": {count}, each {spec.layout}\n"
+        f"  files   {spec.run_dir}-INDEX\n"
+        f"  points  clusterddp status {sweep.shown}\n"
+        f"  logs    clusterddp logs {runs[0].shown}\n"
+        f"  cancel  clusterddp cancel {sweep.shown}"
+    )
+    if spec.sweep.sample_seed is not None:
+        words += f"\n  drawn   with --sample-seed {spec.sweep.sample_seed}"
+    if sweep.code.is_dir():
+        words += (
+            f"\n  code    {sweep.code}, one copy for all points: a relative path that the COMMAND "
+            "writes is the same for all"
+            if spec.command
+            else f"\n  code    {sweep.code}"
+        )
+    if not as_json:
+        click.echo(words)
+    code = errors.EXIT_DONE
+    if is_local:
+        code = _run_here(sweep, runs, as_json=as_json)
+    elif wait:
+        code = _wait(runs)
+    if as_json:
+        click.echo(json.dumps({**fields, **({"exit_code": code} if wait or is_local else {})}))
+    return code
+
+
+def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> int:
+    """Run the points one after the other; one that fails keeps no other from its turn."""
+    from clusterddp.cli.runs import follow
+    from clusterddp.launchers import local
+
+    script, code = sweep.script.read_text(), errors.EXIT_DONE
+    for run in runs:
+        spec = run.load_spec()
+        log.info(f"{run.name}: {' '.join(f'{name}={text}' for name, text in spec.point)}")
+        sent = local.submit(spec, script, run)
+        assert sent.stop
+        ended = follow(run, lines=0, goes_on=False, to_stderr=as_json)
+        sent.stop()
+        code = max(code, ended)
+        if ended == errors.EXIT_INTERRUPTED:
+            log.info(f"{sweep.name}: interrupted; the points after {run.name} have not run")
+            break
+    else:
+        from clusterddp.run import notify  # where all have run, a program may be told
+
+        notify.tell_sweep(sweep, "rehearsal")
+    return code
+
+
+def _wait(runs: "Sequence[RunDir]") -> int:
+    """Wait for the end of each run; returns the highest of their exit codes."""
+    from clusterddp.run.follow import how_it_ended, wait_for_end
+    from clusterddp.run.state import DONE, STOPPED
+
+    codes = {DONE: errors.EXIT_DONE, STOPPED: errors.EXIT_PAUSED}
+    code = errors.EXIT_DONE
+    try:
+        for run in runs:
+            status = wait_for_end(run)
+            log.info(f"{run.name}: {how_it_ended(status)}")
+            ended = codes.get(status.state, errors.EXIT_FAILED)
+            code = ended if code == errors.EXIT_DONE or ended == errors.EXIT_FAILED else code
+    except KeyboardInterrupt:
+        return errors.EXIT_INTERRUPTED
+    return code

@@ -1,0 +1,395 @@
+"""Points of a sweep: the values that a person types, as a grid, as a file, or drawn at random.
+
+Pure, but for the file that `read_points` reads. `JobSpec.element` puts a point into a request.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import OptionError
+from clusterddp.request.train_config import TRAINING, TrainConfig
+from clusterddp.slurm import forms
+
+if TYPE_CHECKING:
+    import random
+
+Point = tuple[tuple[str, str], ...]
+"""Names with their values, as texts."""
+
+MOST_POINTS = 100_000
+"""A mistyped range is refused ahead of what Slurm would say of it."""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+_DRAWN = re.compile(r"(log|lin):(.+)\.\.(.+)")
+_YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
+_ROWS = {row.name: row for row in TRAINING}
+_KEPT = {
+    "recipe": "a recipe sets several options; sweep these",
+    "resume": "every point begins at the same checkpoint; submit one sweep for each",
+    "data-dir": "every point reads the same folder; submit one sweep for each",
+    "find-batch-size": "it trains nothing; run it once, without a sweep",
+    "allow-changed": "it belongs to the resubmission of a run",
+}
+"""Options of the training that a sweep cannot vary, and why."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Points of a sweep, in the order of their indices; empty for a request of one run.
+
+    Points are only ever appended: an index stands for one point for good.
+    """
+
+    names: tuple[str, ...] = ()
+    points: tuple[tuple[str, ...], ...] = ()
+    max_parallel: int = 0
+    """Most points that run at once; 0 leaves it to Slurm."""
+    sample_seed: int | None = None
+    """Seed with which the points were drawn; None where they were given."""
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            if not _NAME.fullmatch(name):
+                raise OptionError(
+                    "--sweep",
+                    f": {name!r} is no name: a letter, then letters, digits, '-' and '_', 40 at "
+                    "most.",
+                )
+        variables = [variable(name) for name in self.names]
+        twice = next(
+            (n for n, v in zip(self.names, variables, strict=True) if variables.count(v) > 1), None
+        )
+        if twice:
+            raise OptionError("--sweep", f" {twice}: is named twice; give it all its values once.")
+        if bool(self.names) != bool(self.points):
+            raise OptionError("--sweep", ": there are no points.")
+        for point in self.points:
+            if len(point) != len(self.names):
+                raise OptionError(
+                    "--sweep",
+                    f": a point has {len(point)} values for {len(self.names)} names "
+                    f"({', '.join(self.names)}).",
+                )
+            for name, text in zip(self.names, point, strict=True):
+                forms.text(f"--sweep {name}", text)
+        if len({*self.points}) < len(self.points):
+            again = next(point for point in self.points if self.points.count(point) > 1)
+            raise OptionError(
+                "--sweep",
+                f": the point {shown(tuple(zip(self.names, again, strict=True)))} is "
+                "there twice; it would be trained twice to the same end.",
+            )
+
+    @classmethod
+    def of(
+        cls, names: Sequence[str] = (), points: Iterable[Sequence[str]] = (), **others: int | None
+    ) -> "Sweep":
+        """Return the sweep of a record's lists."""
+        return cls(tuple(names), tuple(map(tuple, points)), **others)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def point(self, index: int) -> Point:
+        """Return the values of a point by name. Raises IndexError."""
+        return tuple(zip(self.names, self.points[index], strict=True))
+
+    def with_points(self, more: "Sweep") -> "Sweep":
+        """Return this sweep with those points of another one appended that it does not have.
+
+        Raises OptionError where the other one has other names.
+        """
+        if {*more.names} != {*self.names}:
+            raise OptionError(
+                "--sweep",
+                f": the sweep varies {', '.join(self.names)}, and the new points "
+                f"{', '.join(more.names)}. Give a value for each, or submit a new sweep.",
+            )
+        order = [more.names.index(name) for name in self.names]
+        have = set(self.points)
+        fresh = [tuple(point[i] for i in order) for point in more.points]
+        return dataclasses.replace(
+            self, points=(*self.points, *(point for point in fresh if point not in have))
+        )
+
+
+NO_SWEEP = Sweep()
+
+
+def variable(name: str) -> str:
+    """Return the variable of the batch script that holds a point's value, `point_lr`."""
+    return f"point_{name.replace('-', '_')}"
+
+
+def shown(point: Point) -> str:
+    """Return a point as a person reads it, `lr=0.1 seed=3`."""
+    return " ".join(f"{name}={text}" for name, text in point)
+
+
+def parse(
+    items: Sequence[str],
+    rows: Sequence[Mapping[str, str]] = (),
+    *,
+    sample: int | None = None,
+    seed: int = 0,
+    max_parallel: int = 0,
+) -> Sweep:
+    """Return the sweep of what was typed: every combination of the values, or draws from them.
+
+    items: `lr=0.1,0.3`, `seed=0..4`, and `lr=log:1e-4..1e-1` or `lin:` with a sample. rows: points
+    of a file, each of which is combined with the values of `items`. sample: number of draws.
+    seed: of the draws. Raises OptionError with what was seen and expected.
+    """
+    values: dict[str, str] = {}
+    for item in items:
+        name, equals, text = item.partition("=")
+        if not equals or not text:
+            raise OptionError(
+                "--sweep", f" {item}: give NAME=VALUES, such as lr=0.1,0.3 or seed=0..4."
+            )
+        if name in values or any(name in row for row in rows):
+            raise OptionError("--sweep", f" {name}: is named twice; give it all its values once.")
+        values[name] = text
+    names = (*(rows[0] if rows else ()), *values)
+    if sample is not None:
+        if rows:
+            raise OptionError("--sample", " draws from the values of --sweep, not from a file.")
+        if not values:
+            raise OptionError("--sample", ": name what to draw with --sweep NAME=VALUES.")
+        import random  # not needed where nothing is drawn
+
+        points = _draws(values, sample, random.Random(seed))
+        return Sweep(names, points, max_parallel, seed)
+    lists = [_list(name, text) for name, text in values.items()]
+    count = math.prod(map(len, lists)) * max(len(rows), 1)
+    if count > MOST_POINTS:
+        raise OptionError("--sweep", f": {count} points; {MOST_POINTS} is the most.")
+    firsts = [tuple(row.values()) for row in rows] or [()]
+    points = tuple((*first, *rest) for first in firsts for rest in itertools.product(*lists))
+    return Sweep(names, points, max_parallel)
+
+
+def read_points(path: Path) -> list[dict[str, str]]:
+    """Read the points of a CSV file with a header, or of a JSON-lines file of objects.
+
+    Values keep the form in which they are written there. Raises OptionError with the line.
+    """
+
+    def wrong(line: int, problem: str) -> OptionError:
+        return OptionError("--sweep-file", f" {path}, line {line}: {problem}")
+
+    if path.suffix not in (".csv", ".jsonl"):
+        raise OptionError("--sweep-file", f" {path}: expected a file named *.csv or *.jsonl.")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise OptionError("--sweep-file", f" {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise OptionError("--sweep-file", f" {path} is not UTF-8 text.") from None
+    rows: list[dict[str, str]] = []
+    if path.suffix == ".csv":
+        import csv  # not needed where no such file is
+
+        lines = csv.reader(text.splitlines(keepends=True), strict=True)
+        try:
+            header = [name.strip() for name in next(lines, [])]
+            for cells in lines:
+                if cells and len(cells) != len(header):
+                    words = f"{len(cells)} values for the {len(header)} names of the first line."
+                    raise wrong(lines.line_num, words)
+                if cells:
+                    rows.append(dict(zip(header, cells, strict=True)))
+        except csv.Error as error:
+            raise wrong(lines.line_num, f"{error}.") from None
+        if len({*header}) < len(header):
+            raise wrong(1, "a name stands there twice.")
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                rows.append(_object(line, partial(wrong, number)))
+                if rows[-1].keys() != rows[0].keys():
+                    raise wrong(number, f"expected the names {', '.join(rows[0])}.")
+    if not rows or not rows[0]:
+        raise OptionError("--sweep-file", f" {path} has no points.")
+    return [{name: row[name] for name in rows[0]} for row in rows]
+
+
+def refuse_names(names: Iterable[str], request: Iterable[str]) -> None:
+    """Refuse names that a sweep of our training cannot vary; raises OptionError with the reason.
+
+    request: names of the options that decide what Slurm is asked for.
+    """
+    asked = {*request}
+    for name in names:
+        if name in _KEPT:
+            raise OptionError("--sweep", f" {name}: {_KEPT[name]}.")
+        if name in asked:
+            raise OptionError(
+                "--sweep",
+                f" {name}: a sweep is one job array, whose elements all ask Slurm for the same. "
+                "Submit one sweep for each value.",
+            )
+        if name not in _ROWS:
+            import difflib
+
+            near = difflib.get_close_matches(name, _ROWS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise OptionError(
+                "--sweep",
+                f" {name}: the training has no such option.{hint} The arguments of a program of "
+                "your own stand behind '--', with {" + name + "} where the value belongs.",
+            )
+
+
+def train_at(train: TrainConfig, point: Point) -> TrainConfig:
+    """Return a training's configuration at a point. Raises OptionError for a value not valid."""
+    values = {_ROWS[name].parameter: _value(name, text) for name, text in point}
+    try:
+        return dataclasses.replace(train, **values)  # type: ignore[arg-type]
+    except OptionError as error:
+        raise OptionError(
+            error.option,
+            f"{str(error).removeprefix(error.option)} It is the point {shown(point)} of the sweep.",
+        ) from None
+
+
+def command_at(command: Sequence[str], point: Point) -> tuple[str, ...]:
+    """Return a COMMAND's words with the values in place of `{name}`; other braces stay."""
+    values, pattern = dict(point), placeholders([name for name, _ in point])
+    return tuple(pattern.sub(lambda brace: values[brace[1]], word) for word in command)
+
+
+def placeholders(names: Sequence[str]) -> re.Pattern[str]:
+    """Return the pattern of `{name}` for these names, the name as its group."""
+    return re.compile(rf"\{{({'|'.join(map(re.escape, names))})\}}")
+
+
+def check_command(command: Sequence[str], names: Sequence[str]) -> None:
+    """Raise OptionError where a name has no place in the COMMAND."""
+    used = {name for word in command for name in placeholders(names).findall(word)}
+    for name in names:
+        if name not in used:
+            raise OptionError(
+                "--sweep",
+                f" {name}: there is no {{{name}}} in the COMMAND, so every point would run the "
+                f"same. Write it where the value belongs: -- python train.py --{name} {{{name}}}. "
+                "What is asked of Slurm is the same for all points.",
+            )
+
+
+def _value(name: str, text: str) -> object:
+    row = _ROWS[name]
+    try:
+        if row.type is bool:
+            if text.lower() in (*_YES, *_NO):
+                return text.lower() in _YES
+            raise ValueError
+        return row.type(text)
+    except ValueError:
+        nouns = {int: "whole number", float: "number", bool: "yes or no"}
+        raise OptionError(
+            f"--sweep {name}", f": {text!r} is no {nouns.get(row.type, 'value')}."
+        ) from None
+
+
+def _list(name: str, text: str) -> list[str]:
+    """Return the values of a list with commas; `0..4` in it is a range with both its ends."""
+    if _DRAWN.fullmatch(text):
+        raise OptionError(
+            "--sweep", f" {name}={text} is drawn at random: say how often with --sample N."
+        )
+    values: list[str] = []
+    for item in text.split(","):
+        ends = _RANGE.fullmatch(item)
+        if not item:
+            raise OptionError(
+                "--sweep",
+                f" {name}={text}: a value is empty. Values with commas, and empty ones, stand in a "
+                "--sweep-file.",
+            )
+        if not ends:
+            values.append(item)
+            continue
+        first, last = int(ends[1]), int(ends[2])
+        if not first <= last < first + MOST_POINTS:
+            raise OptionError("--sweep", f" {name}={text}: {item} is no range such as 0..4.")
+        values += map(str, range(first, last + 1))
+    if len({*values}) < len(values):
+        again = next(value for value in values if values.count(value) > 1)
+        raise OptionError("--sweep", f" {name}={text}: {again} stands there twice.")
+    return values
+
+
+def _draws(
+    values: Mapping[str, str], count: int, source: "random.Random"
+) -> tuple[tuple[str, ...], ...]:
+    """Draw different points; raises OptionError where the values do not give so many."""
+    if not 1 <= count <= MOST_POINTS:
+        raise OptionError("--sample", f" {count}: is not within 1 and {MOST_POINTS}.")
+    draw = [_drawn(name, text) for name, text in values.items()]
+    points: dict[tuple[str, ...], None] = {}
+    for _ in range(100 * count):
+        # `random` alone gives the same numbers in every version of Python.
+        points[tuple(at(source.random()) for at in draw)] = None
+        if len(points) == count:
+            return tuple(points)
+    raise OptionError(
+        "--sample", f" {count}: the values give hardly more than {len(points)} different points."
+    )
+
+
+def _drawn(name: str, text: str) -> Callable[[float], str]:
+    """Return the function that takes a number from 0 to below 1 to a value."""
+    form = _DRAWN.fullmatch(text)
+    if not form:
+        choices = _list(name, text)
+        return lambda number: choices[int(number * len(choices))]
+    kind, low, high = form.groups()
+    try:
+        first, last = float(low), float(high)
+    except ValueError:
+        first = last = math.nan
+    if not (math.isfinite(last - first) and first < last and (kind == "lin" or first > 0)):
+        raise OptionError(
+            "--sweep",
+            f" {name}={text}: expected two numbers, the smaller one first"
+            f"{' and above 0' if kind == 'log' else ''}, such as {kind}:1e-4..1e-1.",
+        )
+    is_whole = low.isdigit() and high.isdigit()
+
+    def at(number: float) -> str:
+        if is_whole and kind == "lin":
+            return str(int(first + number * (last - first + 1)))
+        if kind == "lin":
+            return f"{first + number * (last - first):.6g}"
+        value = math.exp(math.log(first) + number * (math.log(last) - math.log(first)))
+        return str(round(value)) if is_whole else f"{value:.6g}"
+
+    return at
+
+
+def _object(line: str, wrong: Callable[[str], OptionError]) -> dict[str, str]:
+    """Read an object of plain values; numbers keep the form in which they are written."""
+    try:
+        content = json.loads(line, parse_float=str, parse_int=str, parse_constant=str)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or not content:
+        raise wrong('expected an object such as {"lr": 0.1, "seed": 0}.')
+    words = {True: "true", False: "false"}
+    row = {name: words[v] if isinstance(v, bool) else v for name, v in content.items()}
+    odd = next((name for name, value in row.items() if not isinstance(value, str)), None)
+    if odd is not None:
+        raise wrong(f"{odd} is neither a text, a number, true nor false.")
+    return row

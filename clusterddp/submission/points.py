@@ -1,0 +1,71 @@
+"""Directories of a sweep's points: made when they are submitted, so that queued ones are seen."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from clusterddp.errors import RequestError
+from clusterddp.request.spec import JobSpec
+from clusterddp.run import events
+from clusterddp.run.run_dir import RunDir, SweepDir, undo
+
+SHARED = ("clusterddp.pyz", "code", "code.json", "script.sbatch")
+"""Files of a sweep that its points lead to."""
+
+
+@contextlib.contextmanager
+def created(sweep: SweepDir, spec: JobSpec, indices: Sequence[int]) -> Iterator[list[RunDir]]:
+    """Make the directories of points as runs that share the sweep's files, or none at all.
+
+    They are taken away again when the body raises RequestError. Raises RequestError where one
+    exists or cannot be written.
+    """
+    refuse_existing(spec, indices)
+    points = [sweep.element(index) for index in indices]
+    shared = [name for name in SHARED if os.path.lexists(sweep.path / name)]
+    try:
+        try:
+            for index, point in zip(indices, points, strict=True):
+                _make(point, spec.element(index), sweep, shared)
+        except OSError as error:
+            raise RequestError(
+                f"--output-root: cannot write {error.filename or sweep.path}: {error.strerror}. "
+                "Choose a folder that you can write and that has room."
+            ) from None
+        yield points
+    except RequestError:
+        for point in points:
+            undo(point.path, [])
+        raise
+
+
+def refuse_existing(spec: JobSpec, indices: Sequence[int]) -> None:
+    """Refuse points whose directories are there already; raises RequestError."""
+    for index in indices:
+        path = Path(f"{spec.run_dir}-{index}")
+        if os.path.lexists(path):
+            raise RequestError(
+                f"the run {path.name} exists already at {path}, and would be a point of the sweep "
+                f"{spec.run_name}; choose another --run-name."
+            )
+
+
+def note_rehearsal(sweep: SweepDir, indices: Sequence[int]) -> None:
+    """Record that points will run on this machine, one after the other. Raises OSError."""
+    folder = str(Path.cwd())
+    events.add(
+        sweep.events, events.Submitted, launcher="local", folder=folder, indices=tuple(indices)
+    )
+
+
+def _make(point: RunDir, spec: JobSpec, sweep: SweepDir, shared: Sequence[str]) -> None:
+    """Make one; its request comes last, as it makes the directory a run. Raises OSError."""
+    point.path.mkdir(mode=0o700)
+    for name in shared:
+        (point.path / name).symlink_to(Path("..") / sweep.name / name)
+    # Not synced one by one: the sweep's own request has all of it.
+    descriptor = os.open(point.path / ".spec.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(spec.to_json())
+    (point.path / ".spec.json").replace(point.spec)

@@ -1,0 +1,456 @@
+"""Sweeps as they are typed, with stand-ins for what a healthy cluster cannot be made to say."""
+
+import hashlib
+import json
+import os
+import sys
+
+import pytest
+
+from clusterddp.cli.commands import jobs
+from clusterddp.run import chain, events, notify
+from clusterddp.run.files import read_json_lines
+from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
+from clusterddp.run.sweeps import find_sweep, find_sweeps, sweep_status
+from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
+
+__all__ = ["workplace"]
+
+CONFIG = "MaxArraySize            = 1001\nMaxJobCount             = 10000\n"
+PENDING = 'for i in 0 1 2 3 4 5 6 7 8 9; do echo "$N_$i $N|PENDING|Dependency"; done'
+SCONTROL = f"""case "$*" in
+*"show job"*) echo " JobId=1 JobState=PENDING Dependency=afterany:$N_*(unfulfilled),singleton(x)" ;;
+*) echo '{CONFIG}' ;;
+esac"""
+TEN = ["submit", "--run-name", "s", "--sweep", "n=0..9", "--", "/bin/echo", "{n}"]
+
+
+@pytest.fixture
+def sweep(workplace: Workplace) -> SweepDir:
+    """Ten points of a COMMAND, submitted as array 7."""
+    workplace.command("sbatch", "echo 7")
+    workplace.command("scontrol", f"echo '{CONFIG}'")
+    done = workplace.invoke(*TEN)
+    assert done.code == 0, done.err
+    return SweepDir(workplace.root / "s")
+
+
+def record(run: RunDir, *lines: dict[str, object]) -> None:
+    with run.events.open("a") as file:
+        file.writelines(f"{json.dumps({'time': 1e9, **line})}\n" for line in lines)
+
+
+def finish(sweep: SweepDir, index: int, code: int, job_id: str) -> None:
+    """Record that a point's job has started and ended."""
+    start = {**started(job_id), "array_element": f"7_{index}"}
+    record(sweep.element(index), start, ended(job_id, code))
+
+
+def test_each_point_is_a_run_that_shares_the_sweeps_files(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    assert [run.name for run in find_runs(workplace.root)] == [f"s-{i}" for i in range(10)]
+    assert find_sweeps(workplace.root) == [sweep]
+    run = sweep.element(3)
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert run.load_spec() == sweep.load_spec().element(3)
+    assert run.script.read_text() == sweep.script.read_text()
+    assert run.bundle.resolve().parent == sweep.path
+    assert run.sweep == sweep
+    [event] = read_json_lines(run.events)
+    assert (event["job_id"], event["launcher"]) == ("7_3", "sbatch")
+    [event] = read_json_lines(sweep.events)
+    assert (event["job_id"], event["indices"]) == ("7", [*range(10)])
+    assert "sbatch --parsable --array=0-9 --comment=clusterddp:s" in workplace.calls
+
+
+def test_a_refused_sweep_leaves_nothing(workplace: Workplace) -> None:
+    workplace.command("scontrol", f"echo '{CONFIG}'")
+    workplace.command("sbatch", "echo no >&2; exit 1")
+    done = workplace.invoke(*TEN)
+    assert done.code == 2
+    assert "sbatch refused the job: no" in done.err
+    assert not [*workplace.root.iterdir()]
+
+
+def test_a_run_in_the_place_of_a_point_is_left_alone(workplace: Workplace) -> None:
+    workplace.run("s-4")
+    done = workplace.invoke(*TEN)
+    assert done.code == 2
+    assert "the run s-4 exists already" in done.err
+    assert [path.name for path in workplace.root.iterdir()] == ["s-4"]
+
+
+@pytest.mark.parametrize(
+    ("config", "submitted", "words"),
+    [
+        ("MaxArraySize = 10", "", ""),
+        ("MaxArraySize = 9", "", "up to 9; MaxArraySize of this cluster is 9"),
+        ("SchedulerParameters = a=1,max_array_tasks=5", "", "10 points; max_array_tasks in"),
+        ("MaxJobCount = 9", "", "10 points; MaxJobCount is 9 here"),
+        ("AccountingStorageEnforce = associations,limits,qos", "12", "beside the 3 jobs"),
+        ("AccountingStorageEnforce = associations,limits,qos", "13", ""),
+        ("AccountingStorageEnforce = associations", "1", ""),
+        ("no words at all", "", ""),
+    ],
+)
+def test_what_slurm_does_not_take_is_refused_with_the_figures(
+    workplace: Workplace, config: str, submitted: str, words: str
+) -> None:
+    workplace.command("sbatch", "echo 7")
+    workplace.command("scontrol", f"echo '{config}'")
+    workplace.command("sacctmgr", f"echo; echo {submitted}")
+    workplace.command("squeue", "echo 1; echo 2_0; echo 2_1")
+    done = workplace.invoke(*TEN)
+    assert (done.code, words in done.err) == (2 if words else 0, True), done.err
+
+
+def test_one_line_of_jobs_counts_the_points(sweep: SweepDir, workplace: Workplace) -> None:
+    for index in range(4):
+        finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
+    running = {**started("14"), "array_element": "7_4"}
+    record(sweep.element(4), running)
+    lines = ["7_4 14|RUNNING|None", *(f"7_{i} 7|PENDING|JobArrayTaskLimit" for i in range(5, 10))]
+    workplace.command("squeue", "; ".join(f"echo '{line}'" for line in lines))
+    done = workplace.invoke("jobs")
+    [_, row] = done.out.splitlines()
+    assert row.split()[:4] == ["s", "running", "7", "1x1"]
+    assert row.endswith("10 points: 5 queued, 1 running, 3 done, 1 failed")
+    assert len(workplace.invoke("jobs", "s-[2-4]").out.splitlines()) == 1 + 3
+    [listed] = json.loads(workplace.invoke("jobs", "--json").out)
+    assert listed["counts"] == {"queued": 5, "running": 1, "done": 3, "failed": 1}
+    assert "s-2  failed   2" in workplace.invoke("status", "s").out
+    assert "squeue -h -a -r -t all -j 12,14,7 -o" in " ".join(workplace.calls)
+
+
+def test_a_watch_has_one_line_a_sweep_and_one_squeue_a_look(
+    sweep: SweepDir, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workplace.run("one", submitted("3"), started("3"), age=20)
+    looks: list[float] = []
+
+    def pass_by(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+        finish(sweep, len(looks), code=0, job_id=str(10 + len(looks)))
+
+    workplace.command("squeue", f"{PENDING.replace('$N', '7')}; echo '3 3|RUNNING|None'")
+    monkeypatch.setattr(jobs, "_sleep", pass_by)
+    got = workplace.invoke("jobs", "--watch")
+    assert got.code == 130
+    rows = [line for line in got.out.splitlines() if line.startswith("s ")]
+    assert [row.partition("points: ")[2] for row in rows] == [
+        "10 queued", "9 queued, 1 done", "8 queued, 2 done",
+    ]  # fmt: skip
+    assert sum(call.startswith("squeue") for call in workplace.calls) == 3
+    assert "points      2 of 10 done" in workplace.invoke("status", "s").out
+
+
+def test_a_cancelled_sweep_asks_once_and_slurm_once(sweep: SweepDir, workplace: Workplace) -> None:
+    finish(sweep, 0, code=0, job_id="10")
+    record(sweep.element(1), {**started("11"), "array_element": "7_1"})
+    lines = ["7_1 11|RUNNING|None", *(f"7_{i} 7|PENDING|None" for i in range(2, 10))]
+    workplace.command("squeue", "; ".join(f"echo '{line}'" for line in lines))
+    workplace.command("scancel", "")
+    asked = workplace.invoke("cancel", "s")
+    assert asked.code == 2
+    assert "Cancel 9 runs (1 running, 8 queued)?" in asked.err
+    assert not any(call.startswith("scancel") for call in workplace.calls)
+    done = workplace.invoke("cancel", "--yes", "s")
+    assert done.code == 0, done.err
+    sent = [call for call in workplace.calls if call.startswith("scancel")]
+    assert sent == ["scancel 7_[2-9]", "scancel 7_[1]"]  # those that wait ahead of the others
+    assert events.read(sweep.element(5).events)[-1].kind == "cancelled"
+    workplace.command("squeue", "")
+    assert sweep_status(sweep).counts == {"done": 1, "cancelled": 9}
+
+
+def test_a_cancellation_that_slurm_refuses_is_taken_back(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.command("squeue", 'for i in 0 1 2 3 4 5 6 7 8 9; do echo "7_$i 7|PENDING"; done')
+    workplace.command("scancel", "echo denied >&2; exit 1")
+    done = workplace.invoke("cancel", "-y", "s")
+    assert done.code == 1
+    assert done.err.count("denied") == 1
+    assert events.read(sweep.element(5).events)[-1].kind == "cancel_failed"
+    assert sweep_status(sweep).counts == {"queued": 10}
+
+
+def test_the_points_that_have_failed_are_one_array(sweep: SweepDir, workplace: Workplace) -> None:
+    for index in range(10):
+        finish(sweep, index, code=int(index in (2, 3, 7)), job_id=str(10 + index))
+    workplace.command("sbatch", "echo 30")
+    workplace.command("squeue", "")
+    done = workplace.invoke("resubmit", "s", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["indices"] == [2, 3, 7]
+    assert "sbatch --parsable --array=2-3,7 --comment=clusterddp:s" in workplace.calls
+    kinds = [event.kind for event in events.read(sweep.element(3).events)]
+    assert kinds[-2:] == ["resubmit", "submitted"]
+    assert len(events.read(sweep.element(4).events)) == 3
+    assert find_sweep(workplace.root, "30") == sweep
+
+
+def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    finish(sweep, 3, code=1, job_id="13")
+    workplace.command("squeue", "")
+    workplace.command("sbatch", "echo 30")
+    again = workplace.invoke("resubmit", "s-3")
+    assert again.code == 0, again.err
+    assert "sbatch --parsable --array=3 --comment=clusterddp:s-3" in workplace.calls
+    record(sweep.element(3), {**started("30"), "array_element": "30_3"}, ended("30", 1))
+    workplace.command("sbatch", "echo 40")
+    more = workplace.invoke("resubmit", "s-3", "--mem", "64G")
+    assert more.code == 0, more.err
+    assert workplace.calls[-1] == "sbatch --parsable"
+    script = sweep.element(3).script.read_text()
+    assert "#SBATCH --mem=64G" in script
+    assert "#SBATCH --array" not in script
+    assert "-- /bin/echo 3)" in script
+    assert "#SBATCH --mem" not in sweep.script.read_text()
+    assert sweep.element(3).load_spec().point == (("n", "3"),)
+
+
+def test_a_run_waits_for_a_sweep_and_for_a_point_that_is_submitted_again(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.command("squeue", PENDING.replace("$N", "7"))
+    for number, text in enumerate(("s", "7", f"{workplace.root}/s:any")):
+        name = f"b{number}"
+        workplace.command("sbatch", f"echo 2{number}")
+        done = workplace.invoke("submit", "--run-name", name, "--after", text, "--", "/bin/true")
+        assert done.code == 0, done.err
+        assert f"{name} waits for s (queued: 10 queued), by now job 7" in done.err
+        assert "sbatch --parsable --dependency=afterany:7" in workplace.calls
+        [(path, _)] = RunDir(workplace.root / name).load_spec().after
+        assert path == str(sweep.path)
+    for index in range(10):
+        finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
+    queued = "echo '20 20|PENDING|Dependency'; echo '{0} 1|PENDING|None'"
+    workplace.command("squeue", queued.format("30_2"))
+    workplace.command("scontrol", SCONTROL.replace("$N", "7"))
+    workplace.command("sbatch", "echo 30")
+    refused = workplace.invoke("submit", "--after", "s", "--", "/bin/true")
+    assert refused.code == 2
+    assert "--after s: s (failed: 9 done, 1 failed) has ended otherwise" in refused.err
+    again = workplace.invoke("resubmit", "s-2")
+    assert again.code == 0, again.err
+    assert "b0 (job 20) waits for it" in again.err
+    record(sweep.element(2), {**started("35"), "array_element": "30_2"}, ended("35", 1))
+    workplace.command("squeue", queued.format("31_2"))
+    workplace.command("sbatch", "echo 31")
+    assert workplace.invoke("resubmit", "s").code == 0
+    # Of what stood there its own part is replaced, and another's stays.
+    sent = [call for call in workplace.calls if "Dependency=" in call]
+    assert sent == [
+        f"scontrol update JobId=20 Dependency=singleton,afterany:{job}" for job in (30, 31)
+    ]
+
+
+def test_a_sweep_waits_as_a_whole_and_is_rejoined_as_a_whole(workplace: Workplace) -> None:
+    workplace.run("a", submitted("5"), started("5"))
+    workplace.command("scontrol", SCONTROL.replace("$N_*", "5"))
+    workplace.command("squeue", "echo '5 5|RUNNING|None'")
+    workplace.command("sbatch", "echo 7")
+    done = workplace.invoke(*TEN[:3], "--after", "a", *TEN[3:])
+    assert done.code == 0, done.err
+    assert (
+        "sbatch --parsable --dependency=afterany:5 --array=0-9 --comment=clusterddp:s"
+        in workplace.calls
+    )
+    squeue = PENDING.replace("$N", "7")
+    workplace.command("squeue", f"{squeue}; echo '5 5|RUNNING|None'")
+    told = json.loads(workplace.invoke("status", "--json", "s-4").out)
+    assert (told["detail"], told["waits_for"]) == ("waits for a", ["a"])
+    awaited = RunDir(workplace.root / "a")
+    record(awaited, ended("5", 75), {**submitted("8"), "in_place_of": "5"})
+    workplace.command("squeue", f"{squeue}; echo '8 8|PENDING|None'")
+    chain.rejoin(awaited)
+    sent = [call for call in workplace.calls if "Dependency=" in call]
+    assert sent == ["scontrol update JobId=7_[0-9] Dependency=singleton,afterany:8"]
+    kept = events.read(RunDir(workplace.root / "s-9").events)
+    assert [event.kind for event in kept] == ["submitted", "waits", "waits"]
+    [by] = [e.by for e in events.read(awaited.events) if isinstance(e, events.AwaitedBy)]
+    assert by == str(workplace.root / "s")
+
+
+def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "_PAUSE_SECONDS", 0.01)
+    tell = workplace.folder / "tell.py"
+    tell.write_text("import sys; open('told', 'a').write(sys.stdin.read())")
+    workplace.command("sbatch", "cat >/dev/null; echo 7")
+    workplace.command("scontrol", f"echo '{CONFIG}'")
+    done = workplace.invoke(*TEN[:3], "--notify", f"{sys.executable} tell.py", *TEN[3:])
+    assert done.code == 0, done.err
+    assert [call for call in workplace.calls if call.startswith("sbatch")] == [
+        "sbatch --parsable --array=0-9 --comment=clusterddp:s",
+        "sbatch --parsable --dependency=afterany:7",
+    ]
+    sweep = SweepDir(workplace.root / "s")
+    assert sweep.load_spec().notify
+    assert not sweep.element(3).load_spec().notify
+    for index in range(10):
+        finish(sweep, index, code=int(index in (2, 3)), job_id=str(10 + index))
+    workplace.command("squeue", "echo '30_2 30|PENDING|Priority'")
+    workplace.command("sbatch", "cat >/dev/null; echo 30")
+    assert workplace.invoke("resubmit", "s-2").code == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # of the job that waits
+    notify.tell_as_job(sweep)
+    assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:30"
+    record(sweep.element(2), {**started("31"), "array_element": "30_2"}, ended("31", 0))
+    workplace.command("squeue", "")
+    for _ in range(2):
+        notify.tell_as_job(sweep)
+    [told] = (workplace.folder / "told").read_text().splitlines()
+    verdict = json.loads(told)
+    assert (verdict["sweep"], verdict["state"]) == ("s", "failed")
+    assert verdict["counts"] == {"done": 9, "failed": 1}
+    assert verdict["notified_by"] == "dependent job"
+    assert verdict["points"][3] == {"run": "s-3", "state": "failed", "point": {"n": "3"}}
+    workplace.command("sbatch", "cat >/dev/null; echo 40")
+    assert workplace.invoke("resubmit", "s").code == 0
+    assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:40"
+    assert notify.mark_of(sweep).name == "notified-0002.json"
+
+
+def test_what_points_share_is_removed_once_none_could_go_on(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.command("squeue", "")
+    workplace.command("sacct", "exit 1")
+    for index in range(10):
+        finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
+    bundle = sweep.bundle.resolve()
+    (sweep.path / "code").mkdir(exist_ok=True)
+    (sweep.code / "train.py").write_text("print()")
+    digest = hashlib.sha256(b"print()").hexdigest()
+    entry = {"files": 1, "bytes": 7, "commit": "", "digests": {"train.py": digest}, "large": []}
+    sweep.code_record.write_text(json.dumps(entry))
+    for name in ("code", "code.json"):
+        for run in sweep.elements:
+            if not os.path.lexists(run.path / name):
+                (run.path / name).symlink_to(f"../s/{name}")
+    # A COMMAND that has failed can start again.
+    for argv in (["s"], [], ["s-*"], ["s-0"]):
+        done = workplace.invoke("clean", "--yes", *argv)
+        assert done.code == 0, done.err
+        assert bundle.exists(), argv
+        assert (sweep.code / "train.py").exists()
+    assert "s is left alone: points that share it could go on: s-2" in (
+        workplace.invoke("clean", "--yes", "s").err
+    )
+    workplace.command("sbatch", "echo 30")
+    assert workplace.invoke("resubmit", "s-2").code == 0
+    record(sweep.element(2), {**started("31"), "array_element": "30_2"}, ended("31", 0))
+    shown = workplace.invoke("clean", "--dry-run", "s")
+    assert [row.split()[0] for row in shown.out.splitlines()[1:3]] == ["s", "s"]
+    assert workplace.invoke("clean", "--yes", "s-*").code == 0
+    assert bundle.exists()
+    assert workplace.invoke("clean", "--yes", "s").code == 0
+    assert not bundle.exists()
+    assert not (sweep.code / "train.py").exists()
+    assert sweep.spec.exists()
+    assert [event.kind for event in events.read(sweep.events)][-1] == "cleaned"
+    record(sweep.element(2), {"event": "resubmit"}, {**started("32")}, ended("32", 1))
+    again = workplace.invoke("resubmit", "s-2")
+    assert again.code == 2
+    assert "was removed by 'clusterddp clean'" in again.err
+
+
+def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
+    workplace.command("sbatch", "echo 30")
+    before = sweep.element(0).spec.read_bytes()
+    shown = workplace.invoke("resubmit", "s", "--sweep", "n=8..11", "--dry-run")
+    assert [line.split()[0] for line in shown.err.splitlines()[-2:]] == ["s-10", "s-11"]
+    assert not sweep.element(10).path.exists()
+    done = workplace.invoke("resubmit", "s", "--sweep", "n=8..11", "--max-parallel", "1")
+    assert done.code == 0, done.err
+    assert "sbatch --parsable --array=10-11%1 --comment=clusterddp:s" in workplace.calls
+    assert sweep.load_spec().sweep.points[10:] == (("10",), ("11",))
+    assert "\n11) point_n=11 ;;\n" in sweep.element(0).script.read_text()
+    assert sweep.element(0).spec.read_bytes() == before
+    none = workplace.invoke("resubmit", "s", "--sweep", "n=3")
+    assert (none.code, "has each of these points already" in none.err) == (2, True)
+
+
+def test_points_that_are_refused_leave_the_sweep_as_it_was(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    kept = {path: path.read_bytes() for path in (sweep.spec, sweep.script)}
+    workplace.command("sbatch", "echo no >&2; exit 1")
+    done = workplace.invoke("resubmit", "s", "--sweep", "n=10")
+    assert done.code == 2
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert not sweep.element(10).path.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["resubmit", "s", "--sweep", "m=1"], "varies n, and the new points m"),
+        (["resubmit", "s", "--code", "new"], "share one copy of the code"),
+        (["resubmit", "s-3", "--sweep", "n=1"], "s-3 is no sweep"),
+        (["resubmit", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
+        (["resubmit", "x-*"], "no run below jobs has a name that fits"),
+        (["logs", "-f", "s"], "-f follows one run, and s means 10"),
+        (["status", "x" * 300], "there is no run 'xxx"),
+        (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),
+        (["checkpoints", "s"], "s is a sweep, and this is about one run"),
+        (["submit", "--max-parallel", "2"], "is for the points of a sweep"),
+        (["submit", "--sample", "2"], "name what to draw"),
+        (["submit", "--lr", "1", "--sweep", "lr=1,2"], "against --sweep lr"),
+        (["submit", "--launcher", "submitit", "--sweep", "lr=1,2"], "against --launcher submitit"),
+    ],
+)
+def test_what_does_not_go_is_refused_with_the_reason(
+    sweep: SweepDir, workplace: Workplace, argv: list[str], words: str
+) -> None:
+    finish(sweep, 3, code=1, job_id="13")
+    workplace.command("squeue", "")
+    done = workplace.invoke(*argv)
+    assert done.code == 2
+    assert words in done.err
+
+
+def test_a_point_can_be_swept_further_and_a_sweep_is_no_request_for_from(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    file = workplace.folder / "base.toml"
+    for argv, words in (
+        (["submit", "--save", str(file), *TEN[3:]], "a file holds the request of one run"),
+        (["submit", "--from", sweep.name], "s is a sweep, and this is about one run"),
+    ):
+        done = workplace.invoke(*argv)
+        assert done.code == 2
+        assert words in done.err
+    assert not file.exists()
+    argv = ["submit", "--dry-run", "--json", "--run-name", "t"]
+    shown = workplace.invoke(*argv, "--from", "s-3")
+    assert "-- /bin/echo 3)" in json.loads(shown.out)["script"]
+    assert "points" not in json.loads(shown.out)
+    file.write_text("lr = 0.5\nseed = 3\n")
+    shown = workplace.invoke(*argv, "--from", str(file), "--sweep", "lr=0.1,0.2")
+    assert shown.code == 0, shown.err
+    script = json.loads(shown.out)["script"]
+    assert "--lr=0.1" in script
+    assert "--lr=0.5" not in script
+    assert "--seed=3" in script
+
+
+def test_draws_show_their_seed(workplace: Workplace) -> None:
+    argv = ["submit", "--dry-run", "--json", "--sample", "3", "--sweep", "lr=log:1e-4..1e-1"]
+    made_up = json.loads(workplace.invoke(*argv).out)
+    seed = str(made_up["sample_seed"])
+    assert (
+        json.loads(workplace.invoke(*argv, "--sample-seed", seed).out)["points"]
+        == (made_up["points"])
+    )
+    assert (
+        f"--sample-seed {seed}" in workplace.invoke(*argv[:2], *argv[3:], "--sample-seed", seed).err
+    )

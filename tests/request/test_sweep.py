@@ -1,0 +1,205 @@
+"""Points of a sweep: what is typed, what is drawn, what is refused, and each point's request."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import OptionError, RequestError
+from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points
+from clusterddp.request.train_config import TrainConfig
+from tests.hostile import CARRIED, REFUSED
+
+
+def training(*items: str, **more: object) -> JobSpec:
+    return JobSpec("s", "/jobs/s", Resources(), train=TrainConfig(), sweep=parse(items), **more)  # type: ignore[arg-type]
+
+
+def command(*words: str, sweep: Sweep) -> JobSpec:
+    return JobSpec("s", "/jobs/s", Resources(), command=words, sweep=sweep)
+
+
+@pytest.mark.parametrize(
+    ("items", "names", "points"),
+    [
+        (["lr=0.1,1e-3"], ["lr"], [["0.1"], ["1e-3"]]),
+        (["seed=-1..1"], ["seed"], [["-1"], ["0"], ["1"]]),
+        (["a=0..1,7", "b=x,y"], ["a", "b"], [[a, b] for a in "017" for b in "xy"]),
+        (["f=a=b,c"], ["f"], [["a=b"], ["c"]]),
+    ],
+)
+def test_a_grid_has_every_combination(
+    items: list[str], names: list[str], points: list[list[str]]
+) -> None:
+    assert parse(items) == Sweep.of(names, points)
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        (["lr"], "give NAME=VALUES"),
+        (["lr="], "give NAME=VALUES"),
+        (["lr=1,,2"], "a value is empty"),
+        (["lr=1,1"], "1 stands there twice"),
+        (["lr=1", "lr=2"], "is named twice"),
+        (["a-b=1", "a_b=2"], "is named twice"),
+        (["seed=4..0"], "no range such as 0..4"),
+        (["seed=0..999999999"], "no range"),
+        (["a=0..999", "b=0..999"], "1000000 points"),
+        (["2x=1"], "is no name"),
+        (["lr=log:1..2"], "--sample N"),
+    ],
+)
+def test_what_is_no_grid_is_refused(items: list[str], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        parse(items)
+
+
+def test_draws_are_the_same_for_a_seed_and_lie_within_their_bounds() -> None:
+    items = ["lr=log:1e-4..1e-1", "width=log:16..1024", "beta=lin:0.5..0.6", "o=a,b", "n=0..2"]
+    drawn = parse(items, sample=50, seed=7)
+    assert drawn == parse(items, sample=50, seed=7) != parse(items, sample=50, seed=8)
+    # They must not change with Python's version, nor with ours.
+    assert drawn.points[0] == ("0.00093648", "30", "0.565093", "a", "1")
+    assert drawn.sample_seed == 7
+    rates = [float(point[0]) for point in drawn.points]
+    assert min(rates) >= 1e-4
+    assert max(rates) <= 1e-1
+    assert -3.0 < sum(map(math.log10, rates)) / 50 < -2.0  # even in the logarithm
+    assert {point[3] for point in drawn.points} == {"a", "b"}
+    assert {point[4] for point in drawn.points} == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("items", "count", "words"),
+    [
+        (["o=a,b"], 3, "hardly more than 2"),
+        (["lr=log:0..1"], 3, "above 0"),
+        (["lr=lin:2..1"], 3, "smaller one first"),
+        (["lr=lin:a..b"], 3, "expected two numbers"),
+        (["lr=lin:0..inf"], 3, "expected two numbers"),
+        (["lr=lin:0..1"], 0, "not within"),
+        ([], 3, "name what to draw"),
+    ],
+)
+def test_draws_that_cannot_be_made_are_refused(items: list[str], count: int, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        parse(items, sample=count)
+
+
+def test_files_give_points_that_are_combined_with_the_others(tmp_path: Path) -> None:
+    table, lines = tmp_path / "p.csv", tmp_path / "p.jsonl"
+    table.write_text('\ufefflr,note\r\n1e-3,"a, ""b"""\r\n0.10,\r\n')
+    lines.write_text('{"lr": 1e-3, "note": "a, \\"b\\""}\n\n{"note": "", "lr": 0.10}\n')
+    rows = read_points(table)
+    assert (
+        rows
+        == read_points(lines)
+        == [
+            {"lr": "1e-3", "note": 'a, "b"'},
+            {"lr": "0.10", "note": ""},
+        ]
+    )
+    assert parse(["seed=0..1"], rows).points[2:] == (("0.10", "", "0"), ("0.10", "", "1"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("p.csv", "a,b\n1\n", "line 2: 1 values for the 2 names"),
+        ("p.csv", "a,a\n1,2\n", "stands there twice"),
+        ("p.csv", 'a\n"1\n', "line"),
+        ("p.csv", "a\n", "has no points"),
+        ("p.csv", "", "has no points"),
+        ("p.jsonl", "{}\n", "line 1: expected an object"),
+        ("p.jsonl", "[1]\n", "expected an object"),
+        ("p.jsonl", '{"a": [1]}\n', "a is neither"),
+        ("p.jsonl", '{"a": 1}\n{"b": 1}\n', "line 2: expected the names a"),
+        ("p.txt", "a\n1\n", r"\*\.csv or \*\.jsonl"),
+    ],
+)
+def test_a_file_that_holds_no_points_is_refused(
+    tmp_path: Path, name: str, content: str, words: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(OptionError, match=words):
+        read_points(tmp_path / name)
+
+
+def test_a_point_is_the_request_of_a_run_of_its_own() -> None:
+    spec = training("lr=0.1,0.3", "compile=yes,no", "batch-size=32")
+    point = spec.element(3)
+    assert (point.run_name, point.run_dir, point.index) == ("s-3", "/jobs/s-3", 3)
+    assert (point.sweep_name, point.shared_dir) == ("s", "/jobs/s")
+    assert (point.sweep, point.point[0]) == (NO_SWEEP, ("lr", "0.3"))
+    assert point.train == TrainConfig(lr=0.3, compile=False, batch_size=32)
+    for each in (spec, point):
+        assert JobSpec.from_json(each.to_json()) == each
+    assert JobSpec.from_script("\n".join(spec.to_script()), "/jobs/s") == spec
+    assert "sweep" not in JobSpec("r", "/jobs/r", Resources(), command=("a",)).to_json()
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        (["nodes=1,2"], "nodes: a sweep is one job array"),
+        (["time=1:00,2:00"], "time: a sweep is one job array"),
+        (["recipe=a"], "recipe: a recipe sets several"),
+        (["learning=1"], "no such option"),
+        (["lr=0.1,high"], "'high' is no number"),
+        (["epochs=1.5"], "'1.5' is no whole number"),
+        (["compile=maybe"], "no yes or no"),
+        (["lr=1,-1"], "the point lr=-1"),
+        (["precision=tf32"], "the point precision=tf32"),
+    ],
+)
+def test_points_that_the_training_cannot_have_are_refused(items: list[str], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        JobSpec(
+            "s", "/s", Resources(), train=TrainConfig(device="cpu"), sweep=parse(items)
+        ).check_points()
+
+
+def test_braces_are_those_of_a_sweep_and_are_replaced_once() -> None:
+    sweep = Sweep.of(["a", "b"], [["{b}", "x"]])
+    spec = command("p", "{a}{b}", "{c}", "{ a }", "${a}", sweep=sweep)
+    assert spec.element(0).command == ("p", "{b}x", "{c}", "{ a }", "${b}")
+    with pytest.raises(OptionError, match=r"there is no \{n\} in the COMMAND"):
+        command("p", "{a}", sweep=parse(["a=1", "n=1,2"]))
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_value_that_no_script_can_carry_is_refused(text: str) -> None:
+    with pytest.raises(RequestError):
+        Sweep.of(["a"], [[text]])
+
+
+def test_points_are_appended_and_none_is_there_twice() -> None:
+    before = parse(["a=1,2", "b=x"])
+    after = before.with_points(parse(["b=x,y", "a=2,3"]))
+    assert after.points == (("1", "x"), ("2", "x"), ("3", "x"), ("2", "y"), ("3", "y"))
+    assert before.with_points(parse(["a=1", "b=x"])) == before
+    with pytest.raises(OptionError, match="varies a, b, and the new points a"):
+        before.with_points(parse(["a=9"]))
+
+
+def test_an_array_of_submitit_is_refused() -> None:
+    with pytest.raises(OptionError, match="against --launcher submitit"):
+        training("lr=1,2", launcher="submitit")
+
+
+def test_hostile_values_are_points() -> None:
+    sweep = Sweep.of(["v"], [[text] for text in CARRIED])
+    spec = command("p", "--v={v}", sweep=sweep)
+    assert [spec.element(i).command[1] for i in range(len(sweep))] == [f"--v={t}" for t in CARRIED]
+
+
+def test_a_container_sees_what_the_points_share() -> None:
+    image = {"container_image": "img.sif", "python": "python3"}
+    spec = JobSpec(
+        "s", "/jobs/s", Resources(), command=("p", "{a}"), sweep=parse(["a=1,2"]), **image
+    )
+    for each in (spec, spec.element(1)):
+        assert "/jobs/s" in [mount.target for mount in each.container.mounts]
+    assert not spec.element(1).container.to_json().count("/jobs/s-1")
