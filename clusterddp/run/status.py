@@ -192,12 +192,18 @@ def _judge(
 
 def states_of(runs: Sequence[RunDir]) -> list[str]:
     """Return the states of runs that were submitted, and no more: quick for the many of a sweep."""
+    return [state for state, _ in judge_all(runs)]
+
+
+def judge_all(runs: Sequence[RunDir]) -> list[tuple[str, Report | None]]:
+    """Return the states of runs that were submitted, each with the report of its latest attempt."""
     submissions = [latest_submission(events.read(run.events)) for run in runs]
     jobs, now = query(jobs_to_ask(submissions)), time.time()
-    return [
-        _judge(run, submission, jobs, now)[0]
+    judged = (
+        _judge(run, submission, jobs, now)
         for run, submission in zip(runs, submissions, strict=True)
-    ]
+    )
+    return [(state, report) for state, _, _, report in judged]
 
 
 def _left_out(run: RunDir, job_id: str) -> Mapping[str, str]:
@@ -463,11 +469,6 @@ def statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
     submissions = [latest_submission(events.read(run.events)) for run in runs]
     states = query(jobs_to_ask(submissions))
     return [run_status(run, states) for run in runs]
-
-
-def find_each(root: Path, texts: Sequence[str]) -> list[RunDir]:
-    """Find each run, as `find_run` does; one that is named twice is there once."""
-    return list({run.path: run for run in (find_run(root, text) for text in texts)}.values())
 
 
 def _job_ids(run: RunDir) -> set[str]:
