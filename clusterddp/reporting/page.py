@@ -23,6 +23,7 @@ _FORMATS = ("percent", "loss", "duration", "rate", "memory")
 _LARGEST_MATRIX = 30
 _MOST_RANKS = 16
 _MOST_STARTS = 50
+_MOST_LINES = 6  # of a sweep's rows: the bands of more cover each other
 _MOST_CURVES = 50  # of runs that are one line with a band
 _LEFT_OUT = "(left out)"
 
@@ -44,7 +45,7 @@ def page(gathered: Sequence[Gathered]) -> str:
 
 def sweep_page(report: SweepReport) -> str:
     """Render the page of a sweep. Raises ImportError without matplotlib."""
-    best = [row for row in report.rows if row.figures][: len(plots.PALETTE)]
+    best = [row for row in report.rows[:_MOST_LINES] if report.by in row.figures]
     folder = Path(report.directory)
     lines = [
         [

@@ -570,7 +570,7 @@ def _logarithmic(axes: "Axes", which: Literal["x", "y"] = "y") -> None:
 
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0) if which == "x" else (1.0, 2.0, 5.0)))
     axis.set_minor_locator(NullLocator())
 
 

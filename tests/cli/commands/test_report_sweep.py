@@ -13,6 +13,7 @@ from clusterddp.run.run_dir import RunDir, SweepDir
 from tests.cli.made_runs import Workplace, ended, started, workplace
 from tests.cli.test_imports import HEAVY, folder, watched
 from tests.hostile import CARRIED
+from tests.reporting.test_page import Page
 
 __all__ = ["folder", "workplace"]
 
@@ -64,14 +65,14 @@ def test_a_sweep_is_a_table_over_seeds_the_best_first(
     got = workplace.invoke("report", "lr")
     assert (got.code, got.err) == (0, "")
     assert "sweep      lr\n" in got.out
-    assert "6 points" not in got.out and "3 done" in got.out and "1 failed" in got.out
+    assert "state      queued: 2 queued, 3 done, 1 failed\n" in got.out
     words = "test accuracy, highest first; mean and sample standard deviation of N runs, over seed"
     assert f"by         {words}\n" in got.out
     header, *lines = rows(got.out)
     assert header == ["lr", "TEST-ACCURACY", "SPREAD", "N", "STATE", "BEST-RUN"]
     assert lines[0] == ["0.3", "85.00%", "7.07%", "2", "2", "done", "lr-2"]
     assert lines[1] == ["1", "60.00%", "-", "1", "1", "done,", "1", "failed", "lr-4"]
-    assert lines[2][:4] == ["0.1", "-", "-", "0"]
+    assert lines[2] == ["0.1", "-", "-", "0", "2", "queued", "lr-0"]
 
 
 def test_slurm_is_asked_once_and_each_file_read_once(sweep: SweepDir, workplace: Workplace) -> None:
@@ -231,7 +232,7 @@ def test_hostile_values_and_metrics_neither_move_the_cursor_nor_forge_lines(
 def test_neither_torch_nor_matplotlib_is_loaded(folder: Path) -> None:
     argv = ["submit", "--run-name=x", "--no-snapshot", "--sweep=n=1,2", "--", "true", "{n}"]
     watched(folder, argv)
-    answer = "echo '7_0|RUNNING|None|'; echo '7_1|RUNNING|None|'"
+    answer = "echo '7_0 8|RUNNING|None'; echo '7_1 9|RUNNING|None'"
     (folder / "bin" / "squeue").write_text(f"#!/bin/sh\n{answer}\n")
     loaded, started = watched(folder, ["report", "x"])
     assert not loaded & {"jinja2", "matplotlib", "PIL", *HEAVY}
@@ -254,8 +255,16 @@ def test_the_page_has_curves_with_bands_and_the_metric_over_the_parameter(
                  "<h3>training loss</h3>", "The axis of lr is logarithmic.", "85.00%",
                  "Line: mean over seed; band: lowest to highest.", "lr=0.3"):  # fmt: skip
         assert told in page, told
-    assert page.count("<svg ") == 3
+    assert len(Page(page).all("svg")) == 3
     assert "FillBetweenPolyCollection" not in page and "#010203" not in page
+
+
+@needs_matplotlib
+def test_the_page_of_a_sweep_that_has_not_begun_has_no_pictures(workplace: Workplace) -> None:
+    workplace.sweep("s", ("n",), ("1",), ("2",))
+    page = Page(workplace.invoke("report", "s", "--html=-").out)
+    assert not page.all("svg")
+    assert len(page.all("tr")) == 3
 
 
 @needs_matplotlib
@@ -268,5 +277,5 @@ def test_hostile_values_are_text_in_the_page(workplace: Workplace) -> None:
         measure(run, "eval", 1e308, -1e308 if number else 1e308, name="loss")
     page = workplace.invoke("report", "s", "--by=</h3><b>$x$", "--html=-").out
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 2
-    assert "<script>" not in page and "<b>" not in page and "{{ 7*7 }}" in page
+    assert "<script>" not in page and "<b>" not in page and "{{ 7*7 }}" in Page(page).text
     assert workplace.invoke("report", "s", "--by=loss", "--html=-").code == 0
