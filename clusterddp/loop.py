@@ -117,6 +117,8 @@ class Loop:
         """Steps since the run began, over all its attempts."""
         self.epoch = 0
         """Epoch that is being trained, from 0."""
+        self._epochs = 0
+        """Epochs of all; 0 where nobody has said."""
         self._batch, self._batches = 0, -1
         """Batches of the epoch that are trained, and how many it has; -1 where nobody knows."""
         self._seconds = 0.0
@@ -151,6 +153,7 @@ class Loop:
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left of so many, from 0; saves at the end of the last."""
         self._restore_random(0)
+        self._epochs = count
         if self.epoch >= count and self.rank == 0:
             folder = "" if self._in_run else f"; remove {self.attempt.run.path} to begin anew"
             log.info(f"nothing is left to train: epoch {count} is done{folder}")
@@ -295,8 +298,15 @@ class Loop:
             self._presence.__exit__()
             self._presence = None
             with suppress(OSError):
-                self.attempt.show_life(self.steps, self._saver.last_step, self._spent())
+                saved, spent = self._saver.last_step, self._spent()
+                self.attempt.show_life(self.steps, saved, spent, self._planned())
             self.attempt.end_life()
+
+    def _planned(self) -> int | None:
+        """Return the step at which the loop will be done, where each batch is one step."""
+        epoch, batch, batches = self.epoch, self._batch, self._batches
+        is_a_step_each = epoch * batches + batch - self.steps in (0, 1)
+        return self._epochs * batches if self._epochs and batches > 0 and is_a_step_each else None
 
     def _spent(self) -> Spent:
         """Sum up rank 0's time; what ranks wait for each other is not seen from here."""
@@ -424,6 +434,7 @@ class Loop:
         self._presence.step = lambda: self.steps
         self._presence.saved = lambda: saver.last_step
         self._presence.spent = self._spent
+        self._presence.planned = self._planned
         self._presence.__enter__()
         spec = self.attempt.run.read_spec() if self._in_run else None
         self._deadline = Deadline(spec.signal_lead if spec else 0)

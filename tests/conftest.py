@@ -17,6 +17,7 @@ import submitit  # noqa: F401
 
 from clusterddp import log
 from clusterddp.data.synthetic import synthesise
+from clusterddp.slurm import client
 from clusterddp.slurm.forms import RANK_VARIABLES
 from tests import gpu
 from tests.data.made_sets import NOBODY
@@ -66,6 +67,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             name.startswith(_SETTINGS) and not name.startswith("CLUSTERDDP_TEST")
         ):
             monkeypatch.delenv(name)
+    client._slurmd_port.cache_clear()  # that of another test's cluster
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def test_the_snippets_of_the_python_page_run_as_they_stand(
     (tmp_path / "data").symlink_to(synthetic_dir)
     process = subprocess.run(
         [sys.executable, "-c", READER, str(PAGE)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=3 * PATIENCE, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
     blocks = PAGE.read_text().count("```python")

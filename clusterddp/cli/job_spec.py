@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from clusterddp.cli.options import config_from, naming_sources, source, typed_flags
-from clusterddp.errors import OptionError
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED, full_name
 from clusterddp.request.options import (
     COUNT,
@@ -19,7 +19,7 @@ from clusterddp.request.options import (
     Settings,
     sbatch_directives,
 )
-from clusterddp.request.spec import DIRECTIVES, JobSpec, Resources
+from clusterddp.request.spec import ANY, CONDITIONS, DIRECTIVES, JobSpec, Resources
 from clusterddp.request.sweep import NO_SWEEP, Sweep
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
@@ -80,12 +80,18 @@ def _job_spec(ctx: click.Context, run_name: str, sweep: Sweep) -> JobSpec:
         "pass_environment": passed,
         **{name: interpreter(values[name]) for name in ("python", "batch_python")},
         **container,
+        "after": _after(values, train),
         "template": _template(ctx),
-        "sbatch": directives_of(sbatch_directives(os.environ), values["sbatch"], resources),
+        "sbatch": directives_of(
+            {} if ctx.meta.get("whole") else sbatch_directives(os.environ),
+            values["sbatch"],
+            resources,
+        ),
         "omit_directives": _omitted(values["omit_directive"]),
         "srun_args": tuple(
             word for line in values["srun_args"] for word in forms.words("--srun-args", line)
         ),
+        "notify": forms.words("--notify", values["notify"] or ""),
         "modules": values["module"],
         "launch_prefix": forms.words("--launch-prefix", values["launch_prefix"] or ""),
         "signal": "" if values["signal"] == "none" else values["signal"],
@@ -194,6 +200,38 @@ def _resume_path(value: str, output_root: str) -> str:
         f": {value!r} is neither a checkpoint, nor a run's directory, nor the name of a run below "
         f"{output_root}.",
     )
+
+
+def _after(values: Mapping[str, Any], train: TrainConfig | None) -> tuple[tuple[str, str], ...]:
+    """Return the runs to wait for: those of --after, and that of --resume while it goes on."""
+    after = awaited_runs(values["after"], Path(values["output_root"]))
+    if not train or not (Path(train.resume) / "spec.json").is_file() or train.resume in dict(after):
+        return after
+    from clusterddp.run.run_dir import RunDir
+    from clusterddp.run.status import statuses
+
+    [status] = statuses([RunDir(Path(train.resume))])
+    goes_on = status.state in ("queued", "running") and status.launcher in ("sbatch", "submitit")
+    return (*after, (train.resume, ANY)) if goes_on else after
+
+
+def awaited_runs(texts: Iterable[str], output_root: Path) -> tuple[tuple[str, str], ...]:
+    """Return the directories of the runs of --after, and the end that each is to come to.
+
+    An empty text names none. Raises OptionError where there is no such run.
+    """
+    texts = [text for text in texts if text]
+    if not texts:
+        return ()
+    from clusterddp.run import chain  # few runs wait
+
+    try:
+        return tuple(dict(chain.find(output_root, text) for text in texts).items())
+    except RequestError as error:
+        ends = f"{', '.join(CONDITIONS[:-1])} or {CONDITIONS[-1]}"
+        raise OptionError(
+            "--after", f": {error} The end to wait for stands behind ':', {ends}."
+        ) from None
 
 
 def environment_of(

@@ -158,6 +158,10 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
         if ended == errors.EXIT_INTERRUPTED:
             log.info(f"{sweep.name}: interrupted; the points after {run.name} have not run")
             break
+    else:
+        from clusterddp.run import notify  # where all have run, a program may be told
+
+        notify.tell_sweep(sweep, "rehearsal")
     return code
 
 

@@ -23,7 +23,7 @@ from clusterddp.run.status import RunStatus, find_run, latest_report, statuses
 NOT_RUN = "not run"
 INTERRUPTED = "interrupted"
 _LAST_BYTES = 4096
-_NAMES = "STRATEGY RANKS NODES TIME TOTAL IMAGES/S SPEED-UP EFFICIENCY ACCURACY MEMORY"
+_NAMES = "STRATEGY RANKS NODES TIME TOTAL IMAGES/S SPEED-UP EFFICIENCY TEST-ACCURACY MEMORY"
 _HEADER = _NAMES.split()
 _IN_WORDS: dict[object, str] = {True: "CUDA graphs", False: "no CUDA graphs"}
 _OF_ALL = 3  # columns of a row without figures
@@ -351,7 +351,7 @@ def figures(trial: Trial) -> str:
     [line] = results([trial])
     if line.images_per_second is None:
         return _state(line)
-    accuracy = f", accuracy {line.accuracy:.2%}" if line.accuracy is not None else ""
+    accuracy = f", test accuracy {line.accuracy:.2%}" if line.accuracy is not None else ""
     return f"{line.images_per_second:,.0f} images/s{accuracy}"
 
 

@@ -18,7 +18,7 @@ _STOP_SECONDS = 1.0
 
 
 class Phase(IntEnum):
-    """Phases of a step, in their order."""
+    """Phases of a step, in their order, after those of the checks ahead of the first one."""
 
     words: str
     """Activity of a rank in it, with a place for the step."""
@@ -28,6 +28,9 @@ class Phase(IntEnum):
         phase._value_, phase.words = number, words
         return phase
 
+    MULTIPLY = -3, "multiplying matrices in its preflight"
+    PAIR = -2, "exchanging with a rank of another node in its preflight"
+    TOGETHER = -1, "waiting for all ranks in its preflight"
     START = 0, "starting, after step {}"
     DATA = 1, "fetching the batch of step {}"
     FORWARD = 2, "in the forward pass of step {}"

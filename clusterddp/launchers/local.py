@@ -51,6 +51,10 @@ prepare = sbatch.prepare  # the very script that sbatch would get
 def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 -- the run has it
     """Start the stand-in; the job's id is its process id."""
     spec.refuse_pyxis()
+    if spec.after:
+        from clusterddp.run import chain  # few runs wait
+
+        chain.check(chain.look(spec), has_queue=False)
     if spec.resources.nodes > MOST_HOSTS:
         raise RequestError(
             f"--nodes {spec.resources.nodes}: a rehearsal has at most {MOST_HOSTS} hosts."

@@ -84,11 +84,14 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
     points: those of a sweep that are submitted, as one job array of the sweep's script; `run` is
     then the sweep. A run that is a point is submitted as such, where the script is the sweep's.
     """
-    from clusterddp.run import bad_nodes, events  # these three: not needed for a dry run
+    from clusterddp.run import bad_nodes, chain, events  # these four: not needed for a dry run
     from clusterddp.slurm.client import check_expedite, sbatch
 
     if spec.requeue == EXPEDITE:
         check_expedite(os.environ)
+    awaited = chain.look(spec) if spec.after else []
+    chain.check(awaited)
+    dependency = chain.dependency(awaited, [spec.resources.dependency]) if awaited else ""
     comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
     choice = bad_nodes.choose_for_submission(spec)
     # The argument takes the place of a line that the person may have edited.
@@ -105,7 +108,9 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
         points = [run]
     indices = [int(point.name.rpartition("-")[2]) for point in points]
     array = array_of(indices, spec.sweep.max_parallel)
-    job_id = sbatch(script, os.environ, comment=comment, exclude=exclude, array=array)
+    job_id = sbatch(
+        script, os.environ, comment=comment, exclude=exclude, dependency=dependency, array=array
+    )
     folder, names = str(Path.cwd()), [f"{job_id}_{index}" for index in indices]
     if points and run != points[0]:
         events.add(
@@ -116,12 +121,17 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
             folder=folder,
             indices=tuple(indices),
         )
-    for each, name in zip(points or [run], names or [job_id], strict=True):
+    jobs = dict(zip(points or [run], names or [job_id], strict=True))
+    for each, name in jobs.items():
         # Those of a sweep are not synced one by one: the sweep's own line tells of all.
         add = events.add if len(names) < 2 else events.note
         add(each.events, events.Submitted, job_id=name, launcher="sbatch", folder=folder)
         if choice.nodes:
             events.add(each.events, events.NodesLeftOut, job_id=name, nodes=choice.nodes)
+    if awaited:
+        chain.record(run, jobs, awaited)
+        if words := chain.describe(awaited):
+            log.info(f"{spec.run_name} {words}")
     return SentJob(names[0] if points == [run] else job_id)
 
 

@@ -6,6 +6,8 @@ until it names this attempt's nonce, and only numbers and short texts after that
 """
 
 import contextlib
+import errno
+import functools
 import re
 import selectors
 import socket
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from clusterddp.errors import RequestError
 from clusterddp.preflight import verdict
 from clusterddp.preflight.measurements import (
     Lines,
@@ -24,6 +27,7 @@ from clusterddp.preflight.measurements import (
     load,
 )
 from clusterddp.preflight.verdict import Node
+from clusterddp.slurm.forms import expand_nodelist
 
 FIRST_SECONDS = 60.0
 """Time for the first node to answer: Slurm may hold a step back."""
@@ -37,6 +41,11 @@ _ENDED = re.compile(
 _END_SECONDS = 3.0
 """Time for srun to end by itself; a probe that is stopped keeps it waiting."""
 _MOST_CONNECTIONS = 4096
+_OF_TASKS = {
+    *("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU"),
+    *("SLURM_TRES_BIND", "SLURM_TRES_PER_TASK"),
+}
+"""Variables that give srun's tasks their shares of a node's GPUs: a probe has all of them."""
 
 
 @dataclass
@@ -64,17 +73,25 @@ class Collection:
     silent: dict[str, str] = field(default_factory=dict)
     """Where a node was that has not answered in time, by its name."""
     remarks: tuple[str, ...] = ()
-    """What is known of nodes whose probe has ended by itself."""
+    """Nodes whose probe has ended by itself, and what is known of them."""
     trouble: str = ""
     """Reason for which the checks could not run."""
+    is_unreached: bool = False
+    """True where that is that no other node can connect to the batch host."""
 
 
 def words(
-    nodes: Sequence[str], program: Sequence[str], addresses: Sequence[str], port: int, gpus: int
+    nodes: Sequence[str],
+    program: Sequence[str],
+    addresses: Sequence[str],
+    port: int,
+    gpus: int,
+    ports: Sequence[int] = (),
 ) -> list[str]:
     """Return the command that starts a probe on each node.
 
     program: that of clusterddp, on the host. addresses: the batch host's. gpus: of each node.
+    ports: those of which a probe listens on the first that is free.
     """
     count = len(nodes)
     return [
@@ -83,18 +100,33 @@ def words(
         *("--distribution=block", "--mpi=none", "--overlap", "--export=ALL"),
         *("--kill-on-bad-exit=0", "--input=none", "--", *program, "probe"),
         *(f"--collector={address}" for address in addresses),
-        *(f"--port={port}", f"--gpus={gpus}"),
+        *(f"--port={port}", f"--gpus={gpus}", *(f"--listen={each}" for each in ports)),
     ]
 
 
-def listen() -> socket.socket:
-    """Listen on a free port, at all addresses. Raises OSError."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # switched off in the kernel
+def listen(ports: Sequence[int] = (), address: str = "") -> socket.socket:
+    """Listen on the first of these ports that is free, else on any. Raises OSError.
+
+    address: all addresses by default.
+    """
+    for port in ports:
+        with contextlib.suppress(OSError):
+            return _listening(address, port)
+    return _listening(address, 0)
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    if not address and socket.has_dualstack_ipv6():
+        try:
             return socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
             )
-    return socket.create_server(("", 0), backlog=1024)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            # IPv6 is switched off in the kernel
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=1024)
 
 
 def collect(
@@ -112,8 +144,13 @@ def collect(
     with contextlib.closing(_Collector(server, hosts, nonce, has_ended, exit_codes)) as collector:
         collector.await_all(hosts, FIRST_SECONDS, one_is_enough=True)
         if not collector.probes:
-            return Collection(trouble="no node has answered")
+            unreached = collector.unreached()
+            return Collection(
+                trouble=unreached or "no node has answered", is_unreached=bool(unreached)
+            )
         collector.await_all(hosts, PATIENCE_SECONDS)
+        if unreached := collector.unreached():
+            return Collection(trouble=unreached, is_unreached=True)
         collector.measure_together()
         if verdict.judge(collector.nodes(), collector.silent()).comparisons:
             collector.measure_together()  # once more: it may have been a moment's load
@@ -192,6 +229,19 @@ class _Collector:
             for host, code in self._exit_codes().items()
             if host in self._hosts and host not in self.probes and code != UNREACHED
         )
+
+    def unreached(self) -> str:
+        """Say so where no other node reaches the batch host; empty otherwise.
+
+        A firewall that drops what it forbids does that, and tells of no node.
+        """
+        own = {host for host, probe in self.probes.items() if not probe.has_gone}
+        codes = self._exit_codes()
+        others = [host for host in self._hosts if host not in own]
+        if len(own) > 1 or not others or any(codes.get(h) != UNREACHED for h in others):
+            return ""
+        named = f"{others[0]}{f' and {len(others) - 1} more' if others[1:] else ''}"
+        return f"{named} cannot connect to port {self._server.getsockname()[1]} of this host"
 
     def measure_together(self) -> None:
         """Have all nodes that answer measure at one time, and keep the better of two answers."""
@@ -320,10 +370,27 @@ def _is_local(address: str) -> bool:
 
 
 def exit_codes(log: Path) -> dict[str, int]:
-    """Return the exit codes of the probes that have failed, by their nodes, from srun's lines."""
+    """Return the exit codes of the probes that have failed, by their nodes, from srun's lines.
+
+    Only a log that has grown is read again: this is asked ten times a second, and for each node.
+    """
     with contextlib.suppress(OSError):
-        return {host: int(code) for host, code in _ENDED.findall(log.read_text(errors="replace"))}
+        return _exit_codes(log, log.stat().st_size)
     return {}
+
+
+@functools.lru_cache(maxsize=1)
+def _exit_codes(log: Path, size: int) -> dict[str, int]:
+    ended = _ENDED.findall(log.read_bytes()[:size].decode(errors="replace"))
+    # srun names several in one line where they come by one message: h[02-04].
+    return {host: int(code) for hosts, code in ended for host in _expanded(hosts)}
+
+
+def _expanded(hosts: str) -> list[str]:
+    try:
+        return expand_nodelist(hosts)
+    except RequestError:
+        return []
 
 
 @contextlib.contextmanager
@@ -337,11 +404,11 @@ def started(
     with log.open("wb") as output:
         srun = subprocess.Popen(
             argv,
-            env=environ,
+            env={name: value for name, value in environ.items() if name not in _OF_TASKS},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            preexec_fn=prepare,  # noqa: PLW1509 -- no threads yet
+            preexec_fn=prepare,  # noqa: PLW1509 -- the attempt has no threads yet
         )
     try:
         yield lambda: srun.poll() is not None

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
+_NOT_FOUND = 6
+"""NVML_ERROR_NOT_FOUND."""
+_WHOLE_UUID = len("GPU-01234567-89ab-cdef-0123-456789abcdef")
 _XID_EVENT = 0x8
 """nvmlEventTypeXidCriticalError."""
 _UNCORRECTED, _VOLATILE = 1, 0
@@ -33,7 +36,8 @@ def check(granted: int, visible: Sequence[str], library: Any = None) -> tuple[in
     """Return how many GPUs answer, and what is wrong with those of the job; -1 without NVML.
 
     granted: GPUs of the job on this node; with 0 nothing is looked at. visible: the numbers and
-    UUIDs of CUDA_VISIBLE_DEVICES. Where the node shows more GPUs than the job's, these name them.
+    UUIDs of CUDA_VISIBLE_DEVICES. Where the node shows more GPUs than the job's, or these are parts
+    of GPUs (MIG), they name the job's; without names none is looked at, as it may be another job's.
     """
     if not granted:
         return -1, ""
@@ -47,22 +51,32 @@ def check(granted: int, visible: Sequence[str], library: Any = None) -> tuple[in
         count = ctypes.c_uint()
         if code := nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
             return -1, f"NVML counts no GPUs (nvmlDeviceGetCount_v2: {code})"
-        numbers = list(range(count.value))
-        if count.value > granted:
-            named = [int(name) for name in visible if name.isdigit()]
-            numbers = [number for number in numbers if number in named] or numbers[:granted]
-        faults = [(number, _fault(nvml, number)) for number in numbers]
+        names = [str(number) for number in range(count.value)]
+        if count.value > granted or any(name.startswith("MIG-") for name in visible):
+            uuids = [name for name in visible if name.startswith(("GPU-", "MIG-"))]
+            names = [name for name in names if name in visible] + uuids
+            if not names:
+                return granted, ""
+        faults = [(name, _fault(nvml, name)) for name in names]
         lost = sum(fault.startswith("does not answer") for _, fault in faults)
-        return len(numbers) - lost, "; ".join(f"GPU {n} {fault}" for n, fault in faults if fault)
+        return len(names) - lost, "; ".join(f"GPU {n} {fault}" for n, fault in faults if fault)
     finally:
         nvml.nvmlShutdown()
 
 
-def _fault(nvml: Any, number: int) -> str:
-    """Name what is wrong with a GPU; what a GPU does not support is passed over."""
+def _fault(nvml: Any, name: str) -> str:
+    """Name what is wrong with a GPU; what a GPU does not support is passed over.
+
+    name: its number or UUID. Of a UUID only that no GPU has it tells of this GPU: NVML says that a
+    GPU is lost (15) of any on the node then, and may not know a part of one, or a shortened UUID.
+    """
     device = ctypes.c_void_p()
-    if code := nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)):
-        return f"does not answer (NVML {code})"  # 15: it has fallen off the bus
+    if name.isdigit():
+        if code := nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(device)):
+            return f"does not answer (NVML {code})"  # 15: it has fallen off the bus
+    elif code := nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device)):
+        is_gone = code == _NOT_FOUND and name.startswith("GPU-") and len(name) == _WHOLE_UUID
+        return f"does not answer (NVML {code})" if is_gone else ""
     faults = []
     errors = ctypes.c_ulonglong()
     failed = nvml.nvmlDeviceGetTotalEccErrors(device, _UNCORRECTED, _VOLATILE, ctypes.byref(errors))

@@ -1,13 +1,14 @@
-"""What the checks of a job's nodes measure, as it passes between the nodes: lines of JSON.
+"""Measurements of a job's nodes, as they pass between these.
 
-Whoever sends a line may be a stranger: what is read from it has its type, or its default.
+Ahead of the tasks these are lines of JSON. Whoever sends a line may be a stranger: what is read
+from it has its type, or its default.
 """
 
 import json
 import math
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ MOST_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class NodeMeasurements:
-    """What a node finds out about itself; a number below 0 is not known."""
+    """Measurements of a node by itself; a number below 0 is not known."""
 
     gpus_granted: int = 0
     gpus_seen: int = -1
@@ -45,7 +46,7 @@ class NodeMeasurements:
 
 @dataclass(frozen=True)
 class LoadMeasurements:
-    """What a node measures at the same time as the others."""
+    """Measurements of a node at the same time as the others."""
 
     spin: float = -1.0
     """Seconds that a fixed loop took."""
@@ -70,18 +71,37 @@ class Pair:
     """Reason for which there was no connection."""
 
 
+@dataclass(frozen=True)
+class RankMeasurements:
+    """Measurements of a rank inside a training's own process."""
+
+    rank: int
+    local_rank: int
+    host: str
+    device: str = "cpu"
+    """`cuda:1` or `cpu`."""
+    model: str = ""
+    """Name of its GPU; only those of one name are compared."""
+    fault: str = ""
+    """Fault in a matrix product whose result is known."""
+    speed: float = -1.0
+    """Floating-point operations per second in such products; below 0 where unknown."""
+    pairs: Mapping[int, float] = field(default_factory=dict)
+    """Bytes per second in all-reduces with one rank of another node each, by its rank."""
+
+
 def load(kind: type[T], content: object) -> T:
     """Build a record of plain fields from parsed JSON; what is not of its type has its default."""
     values = {}
     known = content if isinstance(content, Mapping) else {}
-    for field in fields(kind):  # type: ignore[arg-type]
-        value, wanted = known.get(field.name), type(field.default)
+    for each in fields(kind):  # type: ignore[arg-type]
+        value, wanted = known.get(each.name), type(each.default)
         if wanted is float and type(value) is int and abs(value) < 1 << 60:
             value = float(value)
         if isinstance(value, float) and not math.isfinite(value):
             continue
         if type(value) is wanted:
-            values[field.name] = value[:200] if isinstance(value, str) else value
+            values[each.name] = value[:200] if isinstance(value, str) else value
     return kind(**values)
 
 

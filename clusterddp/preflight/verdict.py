@@ -14,23 +14,26 @@ from clusterddp.preflight.measurements import LoadMeasurements, NodeMeasurements
 
 LEAST_MEMORY_BYTES = 1 << 30
 MEMORY_SHARE = 0.25
-"""Of the others' median: with less than this, and than the bytes above, a node fails. With half of
-what the job asked for per node, and half of the others' median, as well."""
+"""Share of the others' median: with less than this, and than the bytes above, a node fails. With
+half of what the job asked for per node, and half of the others' median, as well."""
 LEAST_FREE_BYTES = 64 << 20
 """Room on the local disk; in /dev/shm a megabyte has to fit."""
 SPIN_FACTOR = 3.0
 """Times the others' median that the loop takes where other work holds the processor."""
 LINK_SPEED_SHARE = 0.25
-"""Of the others' median speed that an interface has, and fails: 100 Gbit/s that came up as 25."""
+"""Share of the others' median speed at which an interface fails: 100 Gbit/s that came up as 25."""
 SLOW_SHARE = 0.2
-"""Of the median of all transfers, below which one is slow …"""
+"""Share of the median of all transfers, below which one is slow …"""
 QUICK_BYTES_PER_SECOND = 250e6
 """… unless it is quicker than this."""
 CLOCK_SECONDS = 5.0
 """Difference from the median of at least three clocks."""
 NO_ANSWER = "no answer"
 """Beginning of what is known of a node that has not answered at all."""
+_SLOWNESS = {"foreign work", "link speed", "slow transfers"}
+"""Checks by comparison: with a node that fails these alone a training is slow, and no more."""
 _MOST_REMARKS = 10
+_FEW = 5
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,15 @@ class Verdict:
 
     failed: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
-    """What is no fault of one node."""
+    """Findings that are no fault of one node."""
     comparisons: bool = False
     """True where a node failed by what a moment's load can do."""
+    slow: tuple[str, ...] = ()
+    """Of those that have failed the ones that are slower than the others, and nothing worse."""
 
 
 @dataclass(frozen=True)
-class _Flow:
+class Flow:
     """Transfer from one node to another, or a connection."""
 
     source: str
@@ -67,39 +72,55 @@ class _Flow:
 
 def judge(nodes: Sequence[Node], silent: Mapping[str, str]) -> Verdict:
     """Judge the nodes; silent: those that have not answered, each with what is known of it."""
-    total = len(nodes) + len(silent)
-    failed: dict[str, list[str]] = {}
-    remarks: list[str] = []
+    blames = Blames(len(nodes) + len(silent))
     comparisons = False
-
-    def blame(found: Mapping[str, str], what: str) -> bool:
-        if 2 * len(found) > total > 1:
-            first, reason = next(iter(found.items()))
-            remarks.append(
-                f"{len(found)} of {total} nodes: {what}, so no one of them is blamed "
-                f"({first}: {reason})"
-            )
-            return False
-        for host, reason in found.items():
-            failed.setdefault(host, []).append(reason)
-        return bool(found)
-
-    blame(_silent(nodes, silent), "no answer")
+    blames.add(_silent(nodes, silent), "no answer")
     for what, check in _CHECKS.items():
-        blame({node.host: why for node in nodes if (why := check(node, nodes))}, what)
-    for what, culprits in (
+        blames.add({node.host: why for node in nodes if (why := check(node, nodes))}, what)
+    for what, blamed in (
         ("foreign work", _loaded(nodes)),
         ("not reached", _unreached(nodes)),
         ("slow transfers", _slow(nodes)),
     ):
-        comparisons = blame(culprits, what) or comparisons
-    unexplained = [*_unexplained(nodes, failed)]
-    remarks += unexplained[:_MOST_REMARKS]
-    if len(unexplained) > _MOST_REMARKS:
-        remarks.append(f"{len(unexplained) - _MOST_REMARKS} more pairs are like that")
-    return Verdict(
-        {host: "; ".join(reasons) for host, reasons in failed.items()}, tuple(remarks), comparisons
-    )
+        comparisons = blames.add(blamed, what) or comparisons
+    return blames.verdict([*_unexplained(nodes, blames.failed)], comparisons)
+
+
+class Blames:
+    """Nodes that fail checks, and what it was; a check that most of them fail blames none."""
+
+    def __init__(self, total: int) -> None:
+        """total: nodes that are judged."""
+        self.failed: dict[str, list[str]] = {}
+        self._total, self._remarks = total, list[str]()
+        self._unfit: set[str] = set()
+
+    def add(self, found: Mapping[str, str], what: str) -> bool:
+        """Blame nodes for failing a check; returns whether it blames any.
+
+        found: what was measured, by the node's name. what: the check.
+        """
+        if 2 * len(found) > self._total > 1:
+            first, reason = next(iter(found.items()))
+            self._remarks.append(
+                f"{len(found)} of {self._total} nodes: {what}, so no one of them is blamed "
+                f"({first}: {reason})"
+            )
+            return False
+        for host, reason in found.items():
+            self.failed.setdefault(host, []).append(reason)
+        if what not in _SLOWNESS:
+            self._unfit |= found.keys()
+        return bool(found)
+
+    def verdict(self, unexplained: Sequence[str], comparisons: bool) -> Verdict:
+        """Sum up; unexplained: pairs that stand apart where neither node is blamed."""
+        remarks = [*self._remarks, *unexplained[:_MOST_REMARKS]]
+        if len(unexplained) > _MOST_REMARKS:
+            remarks.append(f"{len(unexplained) - _MOST_REMARKS} more pairs are like that")
+        failed = {host: "; ".join(reasons) for host, reasons in self.failed.items()}
+        slow = tuple(host for host in failed if host not in self._unfit)
+        return Verdict(failed, tuple(remarks), comparisons, slow)
 
 
 def better(former: Mapping[str, Pair], latter: Mapping[str, Pair]) -> dict[str, Pair]:
@@ -141,8 +162,8 @@ def table(
                 own.shm_fault or _bytes(own.shm_free),
                 f"{seen.spin * 1000:.0f} ms" if seen.spin >= 0 else "-",
                 f"{seen.interface}{speed}" or "-",
-                _rate(sent),
-                _rate(received),
+                shown_rate(sent),
+                shown_rate(received),
                 f"{own.clock:+.3f} s",
                 "failed" if node.host in verdict.failed else "",
             )
@@ -239,7 +260,7 @@ def _loaded(nodes: Sequence[Node]) -> dict[str, str]:
 
 def _unreached(nodes: Sequence[Node]) -> dict[str, str]:
     flows = [
-        _Flow(node.host, other, 0.0, not pair.error)
+        Flow(node.host, other, 0.0, not pair.error)
         for node in nodes
         for other, pair in node.pairs.items()
     ]
@@ -249,21 +270,21 @@ def _unreached(nodes: Sequence[Node]) -> dict[str, str]:
         host: f"cannot reach {count} other nodes ({words})"
         if outwards
         else f"{count} other nodes cannot connect to it ({words})"
-        for host, (outwards, count, _) in _culprits(flows)
+        for host, (outwards, count, _) in culprits(flows)
     }
 
 
 def _slow(nodes: Sequence[Node]) -> dict[str, str]:
     flows = _flows(nodes)
-    usual = statistics.median([flow.rate for flow in flows] or [0.0])
+    usual = _usual([flow.rate for flow in flows], nodes)
     return {
-        host: f"{'sends' if outwards else 'receives'} at most {_rate(rate)} with {count} other "
-        f"nodes, where {_rate(usual)} is usual"
-        for host, (outwards, count, rate) in _culprits(flows)
+        host: f"{'sends' if outwards else 'receives'} at most {shown_rate(rate)} with {count} "
+        f"other nodes, where {shown_rate(usual)} is usual"
+        for host, (outwards, count, rate) in culprits(flows)
     }
 
 
-def _culprits(flows: Sequence[_Flow]) -> Iterator[tuple[str, tuple[bool, int, float]]]:
+def culprits(flows: Sequence[Flow]) -> Iterator[tuple[str, tuple[bool, int, float]]]:
     """Yield the nodes of which every flow in one direction is bad, with two others at least.
 
     Of these others two at least have good flows elsewhere, so that it is not theirs. With each:
@@ -286,7 +307,7 @@ def _culprits(flows: Sequence[_Flow]) -> Iterator[tuple[str, tuple[bool, int, fl
                 break
 
 
-def _flows(nodes: Sequence[Node]) -> list[_Flow]:
+def _flows(nodes: Sequence[Node]) -> list[Flow]:
     """Return all transfers, each from its sender's side."""
     rates = [
         (source, target, rate)
@@ -298,9 +319,19 @@ def _flows(nodes: Sequence[Node]) -> list[_Flow]:
             (other, node.host, pair.received),
         )
     ]
-    usual = statistics.median([rate for *_, rate in rates] or [0.0])
+    usual = _usual([rate for *_, rate in rates], nodes)
     floor = min(SLOW_SHARE * usual, QUICK_BYTES_PER_SECOND)
-    return [_Flow(source, target, rate, rate >= floor) for source, target, rate in rates]
+    return [Flow(source, target, rate, rate >= floor) for source, target, rate in rates]
+
+
+def _usual(rates: Sequence[float], nodes: Sequence[Node]) -> float:
+    """Return the usual rate, of which one slow node tells nothing.
+
+    That is the median. Of three or four nodes one is part of half of the transfers or more: there
+    it is what a quarter of them reach.
+    """
+    share = 0.75 if len(nodes) < _FEW else 0.5
+    return sorted(rates)[int(share * len(rates))] if rates else 0.0
 
 
 def _unexplained(nodes: Sequence[Node], failed: Mapping[str, object]) -> Iterator[str]:
@@ -311,7 +342,7 @@ def _unexplained(nodes: Sequence[Node], failed: Mapping[str, object]) -> Iterato
                 yield f"{node.host} cannot connect to {other}: {pair.error}"
     for flow in _flows(nodes):
         if not flow.is_good and not {flow.source, flow.target} & {*failed}:
-            yield f"{flow.source} sends to {flow.target} at {_rate(flow.rate)} alone"
+            yield f"{flow.source} sends to {flow.target} at {shown_rate(flow.rate)} alone"
 
 
 def _others(node: Node, nodes: Sequence[Node], measure: Callable[[Node], float]) -> list[float]:
@@ -333,5 +364,6 @@ def _bytes(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def _rate(bytes_per_second: float) -> str:
+def shown_rate(bytes_per_second: float) -> str:
+    """Format a rate, `1,582.6 MB/s`; one below 0 is not known."""
     return "-" if bytes_per_second < 0 else f"{bytes_per_second / 1e6:,.1f} MB/s"

@@ -18,8 +18,9 @@ from clusterddp.ranks.variables import Number, Place
 Origin = Literal["torch", "slurm", "single"]
 
 _COUNTS = {"rank": "world_size", "local_rank": "local_world_size", "node_rank": "num_nodes"}
-_LOWEST_PORT = 12000
+LOWEST_PORT = 12000
 _PORTS = 20000
+HIGHEST_PORT = LOWEST_PORT + _PORTS - 1
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 MOST_RANKS = 100_000
 """Most ranks of a run that are started by hand: torch's store waits for no more than 128 x 1024
@@ -130,7 +131,7 @@ def master_port(job_id: int, step_id: int, restart_count: int, candidate: int = 
     collide only at 20000 jobs' distance, and the candidates visit every port.
     """
     offset = job_id * 97 + step_id * 11 + restart_count + candidate * 4001
-    return _LOWEST_PORT + offset % _PORTS
+    return LOWEST_PORT + offset % _PORTS
 
 
 def foreign(environ: Mapping[str, str]) -> list[str]:

@@ -328,8 +328,9 @@ def _of_runs(
             lines.append(Line(trained, colour, faint=bool(tested) and not alone))
         if tested:
             lines.append(Line(tested, tests, strong=True))
-        if alone and tested:
-            legend = [(colour, "training"), (tests, "test set")]
+        if alone and scale != "from zero":
+            shown = (bool(trained), colour, "training"), (bool(tested), tests, "test set")
+            legend = [(colour, name) for is_drawn, colour, name in shown if is_drawn]
         elif known and not alone:
             legend.append((colour, each.report.name))
         marks += _marks(each, MUTED if alone else colour)

@@ -127,6 +127,7 @@ COUNT = Number("a positive whole number", least=1)
 WHOLE = Number("a whole number of at least 0")
 NUMBER = Number("a finite number of at least 0")
 POSITIVE = Number("a finite number above 0", least=math.ulp(0.0))
+HOURS = Number("a number above 0 and below a million", least=math.ulp(0.0), below=1e6)
 SHARE = Number("a number from 0 to below 1", below=1)
 
 
@@ -373,17 +374,18 @@ def _check_names(path: Path, sections: Mapping[str, Iterable[str]], known: Colle
         if section == "environment":
             continue
         if section != "defaults" and not section.startswith(_CLUSTER):
-            near = _near(section, ("defaults", "environment"))
+            near = nearest(section, ("defaults", "environment"))
             raise RequestError(
                 f"{path}: unknown section [{section}]{near}; "
                 "there are [defaults], [cluster:NAME] and [environment]."
             )
         for key in keys:
             if key not in known:
-                raise RequestError(f"{path} [{section}]: unknown key {key!r}{_near(key, known)}.")
+                raise RequestError(f"{path} [{section}]: unknown key {key!r}{nearest(key, known)}.")
 
 
-def _near(word: str, known: Collection[str]) -> str:
+def nearest(word: str, known: Collection[str]) -> str:
+    """Return ` (did you mean 'nodes'?)` for a word that is not known; empty without a near one."""
     import difflib
 
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

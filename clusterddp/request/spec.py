@@ -36,7 +36,9 @@ SPEC_FORMAT = 1
 MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
-NO_PREFLIGHT, QUICK = PREFLIGHTS = ("none", "quick")
+NO_PREFLIGHT, QUICK, FULL_PREFLIGHT = PREFLIGHTS = ("none", "quick", "full")
+OK, ANY, FAILED = CONDITIONS = ("ok", "any", "failed")
+"""Ends of an awaited run for which a run can ask: done; whatever it is; failed."""
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Variable by which NCCL takes several ranks on one GPU."""
 SHARING = f"{SHARED_GPUS}=1 with NCCL 2.30 or later"
@@ -55,6 +57,7 @@ _SCRIPTS_OWN = "run_dir task prefix agent srun"
 _REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 110
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
 _OF_COMMANDS = {
+    "tracker": "the training itself logs to --tensorboard and metrics.jsonl",
     "arm_stacks": "our own training's are always seen",
     "silence": "the training has --watchdog SECONDS",
     "end_silent": "the training has --process-group-timeout SECONDS",
@@ -154,10 +157,12 @@ class Resources:
         wanted = set(forms.expand_nodelist(self.nodelist) if self.nodelist else ())
         unwanted = forms.expand_nodelist(self.exclude) if self.exclude else ()
         if len(wanted) > self.job_nodes:
+            more = f" and --spare-nodes for {self.spare_nodes} more" if self.spare_nodes else ""
             raise OptionError(
                 f"--nodelist {self.nodelist}",
-                f" names {len(wanted)} hosts, but --nodes asks for {self.nodes}: Slurm gives a job "
-                f"every host of its list. Use --nodes {len(wanted)} or a shorter list.",
+                f" names {len(wanted)} hosts, but --nodes asks for {self.nodes}{more}: Slurm gives "
+                f"a job every host of its list. Use --nodes {len(wanted) - self.spare_nodes} or a "
+                "shorter list.",
             )
         if self.spare_nodes and len(wanted) == self.nodes:
             raise OptionError(
@@ -228,6 +233,14 @@ class JobSpec:
     template: str = option(
         DEFAULT_TEMPLATE, "Script template; see 'clusterddp templates list'.", names="NAME|FILE"
     )
+    after: tuple[tuple[str, str], ...] = option(
+        (),
+        "Wait until a run, or a sweep, is done (ok), over its requeues and further jobs, until it "
+        "has failed, or until it has ended at all; repeatable.",
+        names="RUN[:ok|any|failed]",
+        group=table.ASKED,
+    )
+    """Directories of the runs that it waits for, and the end that each is to come to."""
     sbatch: tuple[tuple[str, str | None], ...] = option(
         (), "Any other directive; repeatable.", names="KEY=VALUE", group=table.ASKED
     )
@@ -317,7 +330,7 @@ class JobSpec:
     bad_node_hours: float = option(
         24.0,
         "Hours for which a node that this run blames is left out of the next starts.",
-        table.POSITIVE,
+        table.HOURS,
         group=table.INTERRUPTED,
     )
     snapshot: bool | None = option(
@@ -353,10 +366,27 @@ class JobSpec:
         group=table.INTERRUPTED,
     )
     end_silent: bool = option(False, "End the job then, as failed.", group=table.INTERRUPTED)
+    notify: tuple[str, ...] = option(
+        (),
+        "Program that gets the verdict as JSON on its standard input, once, when the run, or the "
+        "whole sweep, has ended for good, with its arguments as in a shell.",
+        LINE,
+        "COMMAND",
+        type=str,
+        group=table.KEPT,
+    )
+    tracker: str = option(
+        "",
+        "Have a COMMAND's rank 0 continue one tracked run over all starts: wandb, mlflow or both.",
+        Form(r"(?:wandb|mlflow)(?:,(?:wandb|mlflow))*", "list of trackers", "wandb,mlflow"),
+        "LIST",
+        group=table.KEPT,
+    )
     preflight: str | None = option(
         None,
-        "Check the job's nodes against each other before its tasks start: quick takes a second or "
-        "two. A node that fails is named, and no task starts.",
+        "Check the job's nodes against each other: quick before the tasks start, in a second or "
+        "two; full also in the training's own processes, before the first step: matrix products "
+        "and all-reduces. A node that fails is named, and the run starts without it.",
         Choice(PREFLIGHTS),
         shown="quick for more than one node",
         group=table.INTERRUPTED,
@@ -406,6 +436,8 @@ class JobSpec:
             forms.text("COMMAND", word)
         if self.command and not self.command[0]:
             raise RequestError("COMMAND is empty; give a program to run after '--'.")
+        if self.after:
+            self._check_after()
         if self.resources.spare_nodes:
             self._check_spares()
         self._check_environment()
@@ -420,6 +452,14 @@ class JobSpec:
         for name, why in _OF_COMMANDS.items():
             if self.train and getattr(self, name) != self._default(name):
                 raise OptionError(f"--{name.replace('_', '-')}", f" is for a COMMAND: {why}.")
+        if self.notify and not self.notify[0]:
+            raise OptionError("--notify", ": its first word is empty; give a program to run.")
+        if self.notify and self.launcher == "submitit":
+            raise OptionError(
+                "--notify",
+                " against --launcher submitit, whose job does not end by our verdict. Use "
+                "--launcher sbatch.",
+            )
         if self.end_silent and not self.silence:
             raise OptionError("--end-silent", " against --silence 0, by which no silence counts.")
         if self.train:
@@ -449,7 +489,10 @@ class JobSpec:
             self.element(index)
 
     def element(self, index: int) -> "JobSpec":
-        """Return the request of one point of the sweep, a run of its own. Raises IndexError."""
+        """Return the request of one point of the sweep, a run of its own. Raises IndexError.
+
+        Its end is not told: `notify` is for the sweep as a whole.
+        """
         point = self.sweep.point(index)
         return dataclasses.replace(
             self,
@@ -457,6 +500,7 @@ class JobSpec:
             run_dir=f"{self.run_dir}-{index}",
             train=train_at(self.train, point) if self.train else None,
             command=command_at(self.command, point),
+            notify=(),
             sweep=NO_SWEEP,
             point=point,
         )
@@ -520,6 +564,28 @@ class JobSpec:
                 "--profile", f" {train.profile}: there is no such rank; {self.layout}, from 0."
             )
 
+    def _check_after(self) -> None:
+        """Refuse runs to wait for where a start cannot look at them, or that Slurm cannot add."""
+        for path, condition in self.after:
+            forms.text("--after", path)
+            if not Path(path).is_absolute():
+                raise OptionError("--after", f": {path!r} is no absolute path of a run.")
+            Choice(CONDITIONS).check("--after", condition)
+        if self.run_dir in dict(self.after):
+            raise OptionError("--after", f": {self.run_name} cannot wait for itself.")
+        if self.launcher == "submitit":
+            raise OptionError(
+                "--after",
+                " against --launcher submitit: its job looks at no other run. Use --launcher "
+                "sbatch, or --dependency with a job id.",
+            )
+        if "?" in self.resources.dependency:
+            raise OptionError(
+                "--after",
+                f" against --dependency {self.resources.dependency}: Slurm takes either all of its "
+                "dependencies (','), which --after needs, or any ('?').",
+            )
+
     def _check_spares(self) -> None:
         """Refuse spare nodes where the batch controller does not choose the step's nodes."""
         asked = f"--spare-nodes {self.resources.spare_nodes}"
@@ -535,13 +601,23 @@ class JobSpec:
                 f" against --restart-in-job {self.restart_in_job}: torchrun's agents start their "
                 "ranks again on the nodes that they have. Leave one of them out.",
             )
-        words = [word.partition("=")[0] for text in self.srun_args for word in shlex.split(text)]
+        words = [  # `-N4` is `-N 4`
+            word.partition("=")[0] if word.startswith("--") else word[:2]
+            for text in self.srun_args
+            for word in shlex.split(text)
+        ]
         taken = next((word for word in words if word in _SPARES_OWN.split()), "")
         if taken:
             raise OptionError(
                 asked,
                 f" against --srun-args {taken}: the job chooses the nodes of each step. Leave one "
                 "of them out.",
+            )
+        if dict(self.sbatch).get("no-kill", "off") != "off":
+            raise OptionError(
+                asked,
+                " against --sbatch no-kill: a job that loses its script's node would run on, with "
+                "no script, to its time limit. Leave no-kill out: spares do without it.",
             )
 
     def _check_container(self) -> None:
@@ -721,7 +797,14 @@ class JobSpec:
         elif 0 < gpus < tasks:
             remarks.append(f"{tasks // gpus} ranks share each GPU, its time and its memory")
         if self.launcher == "local":
+            if self.preflight not in (None, NO_PREFLIGHT):
+                remarks.append(f"--preflight {self.preflight} checks nothing here: one machine")
             return tuple(remarks)
+        if self.command and self.preflight == FULL_PREFLIGHT:
+            remarks.append(
+                "--preflight full is quick for a COMMAND: what it adds is measured inside "
+                "clusterddp's own training"
+            )
         if gpus and not (self.says_cpus or "cpus-per-task" in self.omit_directives):
             rank = "GPU rank" if self.train else "task"
             gets = f"each {rank} gets one CPU, unless the partition has a DefCpuPerGPU"
@@ -754,12 +837,14 @@ class JobSpec:
 
     @property
     def node_checks(self) -> str:
-        """Return the checks of nodes ahead of the tasks, one of `PREFLIGHTS`.
+        """Return the checks of nodes, one of `PREFLIGHTS`.
 
-        A rehearsal has one node, whatever is asked for.
+        A rehearsal has one node, whatever is asked for. For a COMMAND full is quick.
         """
         if self.launcher == "local":
             return NO_PREFLIGHT
+        if self.command and self.preflight == FULL_PREFLIGHT:
+            return QUICK
         is_usual = self.launcher == "sbatch" and self.resources.nodes > 1
         return self.preflight or (QUICK if is_usual else NO_PREFLIGHT)
 
@@ -775,14 +860,16 @@ class JobSpec:
 
     @property
     def layout(self) -> str:
-        """Return the ranks in words, `2 nodes x 4 tasks = 8 ranks`."""
+        """Return the ranks in words, `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
+        spares = self.resources.spare_nodes
         counts = (
             (self.resources.nodes, "node"),
             (self.resources.tasks_per_node, "task"),
             (self.world_size, "rank"),
         )
         nodes, tasks, ranks = (f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts)
-        return f"{nodes} x {tasks} = {ranks}"
+        more = f", and {spares} spare node{'s' if spares != 1 else ''}" if spares else ""
+        return f"{nodes} x {tasks} = {ranks}{more}"
 
     @property
     def _has_usual_batch_python(self) -> bool:
@@ -795,7 +882,8 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
-        for name in (*_OF_COMMANDS, "bad_node_hours", "preflight"):  # nor do those before them
+        since = ("bad_node_hours", "preflight", "notify", "after")
+        for name in (*_OF_COMMANDS, *since):  # nor do those before them
             if getattr(self, name) == self._default(name):
                 del fields[name]
         if self.train and self.train.numa_binding == "none":

@@ -87,6 +87,8 @@ class Attempt:
     """Record of how the ranks left together."""
     preflight = PathIn("preflight.json")
     """Record of what the nodes measured ahead of the tasks."""
+    full_preflight = PathIn("preflight-full.json")
+    """Record of what the ranks measured before they trained."""
     preflight_log = PathIn("preflight.log")
     """Output of these checks, which is of interest where they could not run."""
     reserve = PathIn("reserve")
@@ -189,15 +191,21 @@ class Attempt:
         request = files.read(StopRequest, self.stop)
         return (request.reason if request else "") or "signal"
 
-    def show_life(self, step: int, saved: int | None = None, spent: Spent | None = None) -> None:
+    def show_life(
+        self,
+        step: int,
+        saved: int | None = None,
+        spent: Spent | None = None,
+        planned: int | None = None,
+    ) -> None:
         """Renew the sign of life: how far the training is, what it has saved, and its time.
 
-        Raises OSError.
+        planned: step at which it will be done. Raises OSError.
 
         By a rename, after which a network file system looks at this folder anew, and so at `stop`.
         """
         fresh = self.alive.with_name(f".{self.alive.name}.{os.getpid()}")
-        sign = dataclasses.asdict(SignOfLife(step, saved, spent))
+        sign = dataclasses.asdict(SignOfLife(step, saved, spent, planned))
         fresh.write_text(json.dumps(sign))  # nobody waits for the disk
         fresh.replace(self.alive)
 

@@ -7,6 +7,7 @@ nodes for the request.
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +18,28 @@ from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.run import events, files, hardware
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
+from clusterddp.run.records import SlowRank
+from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import partitions
-from clusterddp.slurm.forms import expand_nodelist
+from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.partitions import Node
 
 BY_PREFLIGHT = "preflight"
-"""It failed a check ahead of the tasks, or answered none."""
+"""It failed a check ahead of the tasks or of the first step, or answered none."""
 BY_LOSS = "lost"
 """It was lost while tasks ran there."""
 BY_HARDWARE = "hardware"
 """A rank there died of something that names hardware (`hardware`)."""
 BY_REPETITION = "repetition"
 """Ranks crashed there again that got further elsewhere."""
+BY_STRAGGLING = "straggling"
+"""It was slow with several ranks, which were slow nowhere else."""
 
 FILE_NAME = "bad-nodes.jsonl"
+_MODE = 0o666
+"""Less the umask: people can share an output root."""
+_SAME_SECONDS = 1.0
+"""Most between a run's event and the line of the list that was written with it."""
 _DECIDING = {
     *("batch", "constraint", "contiguous", "cores-per-socket", "cpus-per-gpu", "exclude"),
     *("extra-node-info", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"),
@@ -55,36 +64,49 @@ class BadNode:
     expires: float = 0.0
 
 
-def blame(attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str) -> None:
+def blame(
+    attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str, *, is_remark: bool = False
+) -> None:
     """Record nodes as bad, in the run's events and in the output root. Raises OSError.
 
-    nodes: what was measured or seen, by the node's name.
+    nodes: what was measured or seen, by the node's name. is_remark: the attempt goes on all
+    the same, so that its verdict has nothing to do with them, and the event names no attempt.
     """
+    if not nodes:
+        return
     run, now = attempt.run, time.time()
-    events.add(
-        run.events, events.NodesBlamed, job_id=job_id, attempt=attempt.number, nodes=nodes, by=by
-    )
+    number = None if is_remark else attempt.number
+    events.add(run.events, events.NodesBlamed, job_id=job_id, attempt=number, nodes=nodes, by=by)
     spec = run.read_spec()
     expires = now + 3600 * (spec.bad_node_hours if spec else JobSpec.bad_node_hours)
     for host, reason in nodes.items():
         node = BadNode(host, reason, by, run.name, job_id, attempt.number, now, expires)
-        files.append_json_line(run.path.parent / FILE_NAME, vars(node))
+        files.append_json_line(run.path.parent / FILE_NAME, vars(node), _MODE)
 
 
 def blamed(attempt: Attempt) -> set[str]:
     """Return the nodes that were blamed in an attempt, whatever for. Raises OSError."""
-    return {
-        node
+    return {node for event in blames(attempt) for node in event.nodes}
+
+
+def blames(attempt: Attempt, by: str = "") -> list[events.NodesBlamed]:
+    """Return the records of what was blamed in an attempt, in order. Raises OSError.
+
+    by: what blames, such as BY_LOSS; empty for all.
+    """
+    return [
+        event
         for event in events.read(attempt.run.events)
-        if isinstance(event, events.NodesBlamed) and event.attempt == attempt.number
-        for node in event.nodes
-    }
+        if isinstance(event, events.NodesBlamed)
+        and event.attempt == attempt.number
+        and (not by or event.by == by)
+    ]
 
 
 def clear(root: Path, hosts: Collection[str]) -> None:
     """Take nodes off the list of an output root. Raises OSError."""
     for host in hosts:
-        files.append_json_line(root / FILE_NAME, vars(BadNode(host, time=time.time())))
+        files.append_json_line(root / FILE_NAME, vars(BadNode(host, time=time.time())), _MODE)
 
 
 def read(root: Path) -> dict[str, BadNode]:
@@ -96,6 +118,39 @@ def read(root: Path) -> dict[str, BadNode]:
 def known(root: Path) -> set[str]:
     """Return every node that was ever blamed in an output root. Raises OSError."""
     return set(_latest(root))
+
+
+def read_for(run: RunDir) -> dict[str, BadNode]:
+    """Return the nodes that a run avoids: the list's, and those that it has blamed itself."""
+    now = time.time()
+    return {host: node for host, node in _latest_for(run).items() if node.expires > now}
+
+
+def known_to(run: RunDir) -> set[str]:
+    """Return every node that was ever blamed in a run's output root, or by the run."""
+    return set(_latest_for(run))
+
+
+def _latest_for(run: RunDir) -> dict[str, BadNode]:
+    """Join the list and the run's own events, for the list may take no line, or not be readable."""
+    latest: dict[str, BadNode] = {}
+    try:
+        latest = _latest(run.path.parent)
+    except OSError as error:
+        log.info(f"the list of bad nodes cannot be read: {error}")
+    spec = run.read_spec()
+    seconds = 3600 * (spec.bad_node_hours if spec else JobSpec.bad_node_hours)
+    for event in events.read(run.events):
+        if not isinstance(event, events.NodesBlamed):
+            continue
+        when = event.time or 0.0
+        for host, reason in event.nodes.items():
+            if host not in latest or when > latest[host].time + _SAME_SECONDS:
+                latest[host] = BadNode(
+                    host, reason, event.by, run.name, event.job_id, event.attempt, when,
+                    when + seconds,
+                )  # fmt: skip
+    return latest
 
 
 def _latest(root: Path) -> dict[str, BadNode]:
@@ -126,15 +181,17 @@ def choose(
     partition: str = "",
     others: Collection[str] = (),
     seconds: float | None = None,
+    run: RunDir | None = None,
 ) -> Choice:
     """Choose the bad nodes of an output root that a job can leave out; asks sinfo once, if at all.
 
-    count: nodes that the job needs, if other than asked for. partition: that of the job.
-    others: sbatch's further options in the request. seconds: bound on sinfo. Where nothing can be
-    told, nothing is left out, and a remark says so.
+    count: nodes that the job needs, if other than asked for. partition: of the job; one that asks
+    for several can start in any of these next, and names one alone while it runs (seen on 22.05).
+    others: sbatch's further options in the request. seconds: bound on sinfo. run: whose own blames
+    count too. Where nothing can be told, nothing is left out, and a remark says so.
     """
     try:
-        bad = read(root)
+        bad = read_for(run) if run else read(root)
     except OSError as error:
         return Choice(remarks=(f"bad nodes cannot be read: {error}",))
     if not bad:
@@ -143,12 +200,12 @@ def choose(
     why = ""
     if asked.reservation:
         why = f"which nodes reservation {asked.reservation} has is not known"
-    elif "," in asked.partition:
-        why = f"which of {asked.partition} the job gets is not known"
     elif deciding := sorted(_DECIDING & {*others}):
         why = f"which nodes can serve --{deciding[0]} is not known"
     if why:
         return Choice(remarks=(f"{names} cannot be left out: {why}",))
+    if partition and "," in asked.partition:
+        partition = f"{partition},{asked.partition}"
     try:
         nodes = partitions.nodes(partition or asked.partition, environ, seconds)
     except SlurmError as error:
@@ -181,14 +238,19 @@ def choose_for_submission(spec: JobSpec) -> Choice:
 def among(
     bad: Mapping[str, BadNode], asked: Resources, nodes: Sequence[Node], count: int
 ) -> Choice:
-    """Choose, of a partition's nodes, the bad ones to leave out, the latest blamed first.
+    """Choose, of the nodes of partitions, the bad ones to leave out, the latest blamed first.
 
-    Enough others stay that Slurm can give now: one that is down may be needed once it is back.
+    In each partition enough others stay that Slurm can give now: one that is down may be needed
+    once it is back.
     """
-    demanded, unwanted = set(_hosts(asked.nodelist)), set(_hosts(asked.exclude))
-    fitting = {node.name for node in nodes if _fits(node, asked)} - unwanted
-    here = {node.name for node in nodes}
-    room = len(fitting) - count
+    demanded, unwanted = set(hosts_of(asked.nodelist)), set(hosts_of(asked.exclude))
+    here: dict[str, set[str]] = defaultdict(set)
+    fitting: dict[str, set[str]] = defaultdict(set)
+    for each in nodes:
+        here[each.name].add(each.partition)
+        if _fits(each, asked) and each.name not in unwanted:
+            fitting[each.partition].add(each.name)
+    room = {each.partition: len(fitting[each.partition]) - count for each in nodes}
     chosen: dict[str, str] = {}
     remarks: list[str] = []
     for node in sorted(bad.values(), key=lambda node: node.time, reverse=True):
@@ -196,13 +258,15 @@ def among(
             continue  # Slurm would not give it anyway; an unknown name it refuses
         if node.host in demanded:
             remarks.append(f"{node.host} is bad ({node.reason}), but --nodelist demands it")
-        elif room < (node.host in fitting):
+        elif tight := [p for p in here[node.host] if room[p] < (node.host in fitting[p])]:
+            where = f" in {min(tight)}" if len(room) > 1 else ""
             remarks.append(
-                f"{node.host} is bad ({node.reason}), but is not left out: of {len(fitting)} nodes "
-                f"that fit, the job needs {count}"
+                f"{node.host} is bad ({node.reason}), but is not left out: of "
+                f"{len(fitting[min(tight)])} nodes that fit{where}, the job needs {count}"
             )
         else:
-            room -= node.host in fitting
+            for partition in here[node.host]:
+                room[partition] -= node.host in fitting[partition]
             chosen[node.host] = node.reason
     return Choice(chosen, tuple(remarks))
 
@@ -213,7 +277,7 @@ def refuse_demanded(root: Path, asked: Resources) -> None:
         bad = read(root) if asked.nodelist else {}
     except OSError:
         return
-    demanded = [node for host in _hosts(asked.nodelist) if (node := bad.get(host))]
+    demanded = [node for host in hosts_of(asked.nodelist) if (node := bad.get(host))]
     if demanded:
         why = "; ".join(f"{node.host} is left out as bad: {node.reason}" for node in demanded)
         names = " ".join(node.host for node in demanded)
@@ -232,7 +296,7 @@ def merged(
     before: what the job leaves out so far. known: all that were ever blamed; of these the ones that
     are bad no longer come back.
     """
-    own = _hosts(asked.exclude)
+    own = hosts_of(asked.exclude)
     others = [host for host in before if host not in known]
     return list(dict.fromkeys([*own, *others, *chosen]))
 
@@ -245,6 +309,8 @@ class Trial:
     failure: Failure | None = None
     reached: int | None = None
     """Step of its newest checkpoint; None where nobody counts steps."""
+    slow: Sequence[SlowRank] = ()
+    """Ranks that were named for being slow."""
 
 
 def failed_again(trials: Sequence[Trial]) -> str:
@@ -271,6 +337,38 @@ def failed_again(trials: Sequence[Trial]) -> str:
     return host if max(elsewhere, default=0) > furthest else ""
 
 
+def straggling(trials: Sequence[Trial]) -> dict[str, str]:
+    """Return the nodes that are slow, whatever rank runs there, each with what was seen.
+
+    In the last attempt several ranks of the node were slow to its end, or one was and in an earlier
+    attempt another one. One attempt is enough: its ranks are dealt new random shares of the data
+    at each epoch, and the next one may well have the same ranks there. A rank that was slow on
+    several nodes brings it along, and counts for none; nor does any where more than half of the
+    nodes have slow ranks.
+    """
+    last = trials[-1] if trials else Trial(())
+    if 2 * len({slow.host for slow in last.slow}) > len(set(last.hosts)):
+        return {}
+    places: dict[int, set[str]] = defaultdict(set)
+    for slow in (slow for trial in trials for slow in trial.slow):
+        places[slow.rank].add(slow.host)
+    nodes = {}
+    for host in dict.fromkeys(slow.host for slow in last.slow if slow.host in last.hosts):
+        *earlier, now = (
+            [slow for slow in trial.slow if slow.host == host and places[slow.rank] == {host}]
+            for trial in trials
+        )
+        before = {slow.rank for several in earlier for slow in several}
+        lasting = {slow.rank for slow in now if slow.until is None}
+        if len(lasting) > 1 or any(before - {slow.rank} for slow in now):
+            ranks = sorted(before | {slow.rank for slow in now})
+            nodes[host] = (
+                f"slow with ranks {', '.join(map(str, ranks))}, in the last attempt at "
+                f"{min(slow.share for slow in now):.0%} of the other ranks' median speed"
+            )
+    return nodes
+
+
 def _fits(node: Node, asked: Resources) -> bool:
     """Return whether a node can serve the request now, as far as sinfo tells."""
     cpus = (asked.cpus_per_task or 1) * asked.tasks_per_node
@@ -290,7 +388,3 @@ def _megabytes(size: str) -> int:
         return 0
     number, unit = (size[:-1], size[-1].upper()) if size[-1].isalpha() else (size, "M")
     return int(number) * {"K": 1, "M": 1 << 10, "G": 1 << 20, "T": 1 << 30}[unit] >> 10
-
-
-def _hosts(nodelist: str) -> list[str]:
-    return expand_nodelist(nodelist) if nodelist else []

@@ -18,11 +18,11 @@ from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, events, files, logs, restart_policy
+from clusterddp.run import bad_nodes, events, files, formatting, logs, restart_policy
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt, print_to_job_log
-from clusterddp.run.records import LastWord
+from clusterddp.run.records import LastWord, SlowRanks
 from clusterddp.run.restart_policy import (
     Decision,
     Policy,
@@ -51,11 +51,11 @@ _LAST_LINES = 10
 _LONGEST_REASON = 300
 _LOG_TAIL_BYTES = 1 << 20
 _MOST_STARTS_IN_VAIN = 2
-"""Starts in a row that put the job back for a bad node; the next one uses what it was given."""
+"""Starts in a row that put the job back for the nodes that it was given; the next one does not."""
 
 
 class BackInQueue(NotStarted):
-    """Slurm has given a bad node, and the job is back in the queue without it."""
+    """Slurm has given a bad node or too few, and the job is back in the queue for others."""
 
     exit_code = EXIT_PAUSED  # a script of 0.1.0 would go on after 0
 
@@ -73,14 +73,15 @@ def begin(
     patience: float,
     code_changes: Callable[[RunDir], Sequence[str]],
     spares: Sequence[str] = (),
+    needed: int = 0,
 ) -> Attempt:
     """Make the next attempt of the run.
 
     restart: SLURM_RESTART_COUNT. patience: seconds to wait for an attempt that still trains.
     code_changes: lists what differs from the submitted code, where the run uses no copy of it.
-    spares: the job's nodes beside those of `nodelist`.
-    Raises RunIsDone, BackInQueue where Slurm has given a bad node that the next start leaves out,
-    and ClusterDDPError where the attempt is refused; all are recorded.
+    spares: the job's nodes beside those of `nodelist`. needed: nodes of a step.
+    Raises RunIsDone, BackInQueue where Slurm has given too few nodes, or a bad one that the next
+    start leaves out, and ClusterDDPError where the attempt is refused; all are recorded.
     """
     name = own_name(os.environ, job_id)
     job: dict[str, Any] = {"job_id": job_id, "restart": restart, "nodelist": nodelist}
@@ -95,9 +96,14 @@ def begin(
             run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words
         )
         raise RunIsDone(words)
-    _avoid_bad_nodes(run, job_id, restart, nodelist)
     try:
-        attempt = _make_attempt(run, job_id, max_requeues, patience)
+        _await_runs(run, job_id, restart)
+        too_few = _give_too_few_back(run, job_id, restart, nodelist, needed)
+        if not too_few:
+            _avoid_bad_nodes(run, job_id, restart, nodelist)
+        attempt = _make_attempt(run, job_id, max_requeues, patience, too_few)
+    except BackInQueue:
+        raise
     except Exception as error:
         _record(run, events.Started, **job)
         expected = isinstance(error, ClusterDDPError)
@@ -108,7 +114,7 @@ def begin(
             job_id=job_id,
             restart=restart,
             exit_code=error.exit_code if isinstance(error, ClusterDDPError) else EXIT_FAILED,
-            cause=error.cause if isinstance(error, _Withdrawn) else restart_policy.FAILED,
+            cause=getattr(error, "cause", restart_policy.FAILED),
             why=f"{'' if expected else bug}{error}",
         )
         raise
@@ -155,20 +161,31 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
 
 
 def resume_in_job(
-    attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: Policy, nodelist: str
-) -> bool:
+    attempt: Attempt,
+    exit_code: int,
+    job_id: str,
+    restart: int,
+    policy: Policy,
+    choose: Callable[[], Sequence[str]],
+) -> Sequence[str]:
     """Print and record how an attempt ended whose successor begins at once, on nodes of this job.
 
-    nodelist: those nodes. The others are as of `finish`, but that no requeue has to be allowed.
-    Returns False, with nothing recorded, where none is due, or the job itself is ending.
+    choose: returns these nodes, once the bad ones are known; none where too few are left. The
+    others are as of `finish`, but that no requeue has to be allowed. Returns the nodes. None, with
+    no end recorded, where no node was lost or blamed, no attempt is due, or the job itself is
+    ending. Raises OSError.
     """
     run, name = attempt.run, own_name(os.environ, job_id)
     verdict = _judge(attempt, exit_code, job_id, restart, replace(policy, requeue=True))
     is_withdrawn = restart_policy.withdrawn(events.read(run.events), job_id)
     if not verdict.decision.go_on or is_withdrawn or ending(name, restart) is not Ending.NONE:
-        return False
+        return []
+    _blame_nodes(attempt, job_id, verdict.end)
+    nodes = choose() if bad_nodes.blamed(attempt) else []
+    if not nodes:
+        return []
     _conclude(attempt, verdict, job_id, restart)
-    why = verdict.decision.why
+    why, nodelist = verdict.decision.why, ",".join(nodes)
     _record(
         run,
         events.ResumedInJob,
@@ -179,12 +196,12 @@ def resume_in_job(
     )
     # The verdict on the next attempt reads srun's lines from here on.
     log.info(f"{why}: {run.name}, job {job_id} on {nodelist}, goes on without the queue")
-    return True
+    return nodes
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """How an attempt ended, and what follows."""
+    """End of an attempt, and what follows."""
 
     end: End
     decision: Decision
@@ -266,11 +283,33 @@ def _is_done(run: RunDir, job_id: str) -> bool:
     return True
 
 
-def _make_attempt(run: RunDir, job_id: str, max_requeues: int, patience: float) -> Attempt:
-    """Make the attempt. Raises ClusterDDPError, and what else ends this process."""
+def _await_runs(run: RunDir, job_id: str, restart: int) -> None:
+    """Put a job back into the queue that is to wait for other runs still. Raises BackInQueue.
+
+    Raises NotDue where the run is not to begin at all.
+    """
+    spec = run.read_spec()  # a damaged one is refused later
+    if spec is None or not spec.after:
+        return
+    from clusterddp.run import chain  # few runs wait
+
+    if words := chain.wait_again(run, job_id, restart):
+        _heed_withdrawal(run, job_id, job_id)
+        raise BackInQueue(f"{words}: job {job_id} is back in the queue")
+
+
+def _make_attempt(
+    run: RunDir, job_id: str, max_requeues: int, patience: float, too_few: str
+) -> Attempt:
+    """Make the attempt. Raises ClusterDDPError, and what else ends this process.
+
+    too_few: what is said of a start that has not the nodes for a step.
+    """
     try:
         run.load_spec()  # refused where a newer version has written it
         _refuse_withdrawn(run, job_id)
+        if too_few:
+            raise NotStarted(f"{too_few}. Resume with: {run.resubmission}")
         if own_name(os.environ, job_id) != job_id:
             _note_new_job(run, job_id)
         if len(restart_policy.causes_of(events.read(run.events))) > max_requeues:
@@ -304,11 +343,17 @@ class _Withdrawn(NotStarted):
 
 
 def _refuse_withdrawn(run: RunDir, job_id: str) -> None:
-    history, name = events.read(run.events), own_name(os.environ, job_id)
-    # Until an array's element has recorded a start, it is known by its name.
-    cause = restart_policy.withdrawn(history, job_id) or restart_policy.withdrawn(history, name)
-    if cause:
+    if cause := _withdrawal(events.read(run.events), job_id):
         raise _Withdrawn(cause)
+
+
+def _withdrawal(history: Sequence[events.Event], job_id: str) -> str:
+    """Return how a person has taken back this job, as `restart_policy.withdrawn` does.
+
+    Until an array's element has recorded a start, it is known by its name.
+    """
+    name = own_name(os.environ, job_id)
+    return restart_policy.withdrawn(history, job_id) or restart_policy.withdrawn(history, name)
 
 
 def _note_new_job(run: RunDir, job_id: str) -> None:
@@ -419,7 +464,7 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         script = run.script.read_text()
         try:
             choice, exclude = _nodes_to_leave_out(run, spec, job_id)
-        except SlurmError as error:
+        except (ClusterDDPError, OSError) as error:
             choice, exclude = bad_nodes.Choice(remarks=(f"no bad node is left out: {error}",)), []
         successor = _patiently(
             attempt,
@@ -442,66 +487,86 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         why=why,
     )
     log.info(f"job {successor} goes on in place of job {job_id}")
+    from clusterddp.run import chain  # seldom needed
+
+    chain.rejoin(run)
     _note_left_out(run, successor, attempt.number, choice)
     _heed_withdrawal(run, job_id, successor)
 
 
 def _heed_withdrawal(run: RunDir, job_id: str, successor: str) -> None:
     """Withdraw the next job where a person has stopped or cancelled the run meanwhile."""
-    if restart_policy.withdrawn(events.read(run.events), job_id):
+    if _withdrawal(events.read(run.events), job_id):
         _withdraw(run, successor)
 
 
 def _withdraw(run: RunDir, job_id: str) -> None:
     """Take a job out of the queue; one that stays there all the same starts nothing (`begin`)."""
-    _record(run, events.CancelAsked, job_id=job_id)
+    name = own_name(os.environ, job_id) if job_id == os.environ.get("SLURM_JOB_ID") else job_id
+    _record(run, events.CancelAsked, job_id=name)
     try:
-        own = job_id == os.environ.get("SLURM_JOB_ID")
-        slurm.cancel(own_name(os.environ, job_id) if own else job_id)
+        slurm.cancel(name)
     except SlurmError as error:
         log.info(str(error))
     log.info(f"job {job_id} is cancelled: a person has taken it back")
 
 
 def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
-    """Blame the nodes that were lost, that hardware names, or on which ranks crash again."""
+    """Blame nodes that were lost, that hardware names, where ranks crash again or are slow.
+
+    One that was blamed in the attempt is not blamed twice.
+    """
     if is_rehearsal(os.environ):
         return
     try:
-        blamed = bad_nodes.read(attempt.run.path.parent) if end.lost_nodes else {}
+        already = bad_nodes.blamed(attempt)
+        blamed = bad_nodes.read_for(attempt.run) if end.lost_nodes else {}
         new = [
             # A job's log can tell of an earlier attempt in the same job.
             host
             for host in end.lost_nodes
-            if host not in blamed or blamed[host].job_id != job_id
+            if host not in already and (host not in blamed or blamed[host].job_id != job_id)
         ]
         if new:
             lost = dict.fromkeys(new, f"lost during attempt {attempt.number}")
             bad_nodes.blame(attempt, job_id, lost, bad_nodes.BY_LOSS)
-        if end.failure and end.hardware:
-            named = {end.failure.host: f"rank {end.failure.rank} died: {end.hardware}"}
+        failure = end.failure if end.failure and end.failure.host not in already else None
+        if failure and end.hardware:
+            named = {failure.host: f"rank {failure.rank} died: {end.hardware}"}
             bad_nodes.blame(attempt, job_id, named, bad_nodes.BY_HARDWARE)
-        elif end.failure and (host := bad_nodes.failed_again(_trials(attempt.run))):
-            why = f"ranks crash there again that got further elsewhere: {end.failure.reason}"
+        elif failure and (host := bad_nodes.failed_again(_trials(attempt, failure))):
+            why = f"ranks crash there again that got further elsewhere: {failure.reason}"
             again = {host: why.partition("\n")[0][:_LONGEST_REASON]}
             bad_nodes.blame(attempt, job_id, again, bad_nodes.BY_REPETITION)
+        is_latest = end.cause != restart_policy.SUPERSEDED
+        is_slow = is_latest and attempt.stragglers.exists()
+        slow = bad_nodes.straggling(_trials(attempt, end.failure)) if is_slow else {}
+        if fresh := {host: why for host, why in slow.items() if host not in already}:
+            for host, why in fresh.items():
+                log.info(f"node {host} is bad: {why}")
+            bad_nodes.blame(attempt, job_id, fresh, bad_nodes.BY_STRAGGLING)
     except OSError as error:
         log.info(f"bad nodes cannot be recorded: {error}")
 
 
-def _trials(run: RunDir) -> list[bad_nodes.Trial]:
-    """Return the run's attempts since a person last submitted it, the latest last."""
-    history = events.read(run.events)
+def _trials(latest: Attempt, failure: Failure | None) -> list[bad_nodes.Trial]:
+    """Return the run's attempts since a person last submitted it, the latest last.
+
+    failure: of that one, whose end need not be recorded yet.
+    """
+    run, history = latest.run, events.read(latest.run.events)
     started = {e.attempt: e for e in history if isinstance(e, events.Started)}
-    ended = {e.attempt: e for e in history if isinstance(e, events.Ended)}
+    failures = {e.attempt: e.first_failure for e in history if isinstance(e, events.Ended)}
+    failures[latest.number] = failure
     trials = []
     for number in restart_policy.causes_of(history):
-        end, attempt = ended.get(number, events.Ended()), Attempt(run, number)
+        attempt = Attempt(run, number)
         more, record = gained(attempt), attempt.read_record()
         begin_step = (record.step or 0) if record else 0
         reached = None if more is None else begin_step + more
         hosts = _hosts(started[number].nodelist)
-        trials.append(bad_nodes.Trial(hosts, end.first_failure, reached))
+        slow = (files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers
+        trials.append(bad_nodes.Trial(hosts, failures.get(number), reached, slow))
     return trials
 
 
@@ -510,7 +575,7 @@ def _leave_out(run: RunDir, job_id: str, number: int) -> None:
 
     number: of the attempt that has ended.
     """
-    if not (run.path.parent / bad_nodes.FILE_NAME).exists():
+    if not bad_nodes.known_to(run):
         return
     try:
         spec = run.load_spec()
@@ -529,21 +594,21 @@ def _nodes_to_leave_out(
 ) -> tuple[bad_nodes.Choice, list[str]]:
     """Return the bad nodes that the next start can do without, and all that it leaves out.
 
-    Raises OSError, and SlurmError where Slurm does not say what the job leaves out so far.
+    Raises SlurmError where Slurm does not say what the job leaves out so far.
     """
-    root = run.path.parent
-    known = bad_nodes.known(root)
+    known = bad_nodes.known_to(run)
     if not known:
         return bad_nodes.Choice(), []
     job = slurm.job_nodes(own_name(os.environ, job_id))
     count = os.environ.get("SLURM_JOB_NUM_NODES", "")
     choice = bad_nodes.choose(
-        root,
+        run.path.parent,
         spec.resources,
         os.environ,
         count=int(count) if count.isdecimal() else 0,
         partition=job.partition,
         others=dict(spec.sbatch),
+        run=run,
     )
     return choice, bad_nodes.merged(spec.resources, job.excluded, choice.nodes, known)
 
@@ -568,9 +633,9 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
     try:
         spec, history = run.load_spec(), events.read(run.events)
         _blame_lost_script(run, history)
-        blamed = bad_nodes.read(run.path.parent)
+        blamed = bad_nodes.read_for(run)
         bad = [host for host in _hosts(nodelist) if host in blamed]
-        if not bad or restart_policy.withdrawn(history, job_id):
+        if not bad or _withdrawal(history, job_id):
             return
         choice, hosts = _nodes_to_leave_out(run, spec, job_id)
         given = [host for host in bad if host in choice.nodes]
@@ -600,6 +665,42 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
     raise BackInQueue(f"{words}: job {job_id} is back in the queue")
 
 
+def _give_too_few_back(run: RunDir, job_id: str, restart: int, nodelist: str, needed: int) -> str:
+    """Put a job back into the queue that has fewer nodes than a step needs. Raises BackInQueue.
+
+    As a person can have it, and a release of Slurm whose requeue asks for the nodes that the job
+    had at its end. Returns what is to be said where that is of no use; empty with nodes enough.
+    """
+    given = len(_hosts(nodelist))
+    if given >= needed or is_rehearsal(os.environ):
+        return ""
+    nodes = formatting.count(given, "node")
+    words = f"Slurm has given {nodes}, and a step of the run needs {needed}"
+    try:
+        spec, history = run.load_spec(), events.read(run.events)
+        if not spec.requeues:
+            return restart_policy.requeue_is_off(words)
+        if _withdrawal(history, job_id):
+            return words
+        if (before := _starts_in_vain(history)) >= _MOST_STARTS_IN_VAIN:
+            return f"{words}, for {before + 1} starts in a row"
+        _requeue(own_name(os.environ, job_id), restart)
+    except (ClusterDDPError, OSError) as error:
+        return f"{words}, and the job cannot go back into the queue: {error}"
+    _record(run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words)
+    _record(run, events.Requeued, job_id=job_id, why=words)
+    _heed_withdrawal(run, job_id, job_id)
+    asked = spec.resources.nodes + spec.resources.spare_nodes
+    try:
+        # As the job asked Slurm for them: torchrun's template starts one agent a node.
+        each = os.environ.get("SLURM_NTASKS_PER_NODE", "")
+        tasks = asked * (int(each) if each.isdecimal() else spec.resources.tasks_per_node)
+        slurm.ask_for_nodes(own_name(os.environ, job_id), asked, tasks)
+    except SlurmError as error:
+        log.info(f"the job cannot ask for {asked} nodes: {error}")
+    raise BackInQueue(f"{words}: job {job_id} is back in the queue, for {asked}")
+
+
 def _starts_in_vain(history: Sequence[events.Event]) -> int:
     """Count the latest starts in a row that began no attempt."""
     starts = [e for e in history if isinstance(e, events.Started | events.StartedInVain)]
@@ -617,14 +718,14 @@ def _blame_lost_script(run: RunDir, history: Sequence[events.Event]) -> None:
     if not number or causes[number]:
         return
     before = {e.attempt: e for e in history if isinstance(e, events.Started)}[number]
-    blamed = [e.nodes for e in history if isinstance(e, events.NodesBlamed) and e.attempt == number]
+    blamed = bad_nodes.blamed(Attempt(run, number))
     text = files.read_tail(run.job_log, _LOG_TAIL_BYTES).decode(errors="replace")
     lost = set(nodes_lost(text.rpartition(f", job {before.job_id} on ")[2]))
     with contextlib.suppress(SlurmError):
         partition = os.environ.get("SLURM_JOB_PARTITION", "")
         lost |= {node.name for node in partitions.nodes(partition, os.environ) if node.is_lost}
     named = [host for host in _hosts(before.nodelist) if host in lost]
-    new = [host for host in named if not any(host in nodes for nodes in blamed)]
+    new = [host for host in named if host not in blamed]
     if new:
         reason = f"lost during attempt {number}, whose end nobody recorded"
         bad_nodes.blame(

@@ -19,8 +19,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import ParamSpec
 
 from clusterddp import log, version
 from clusterddp.errors import (
@@ -33,12 +34,14 @@ from clusterddp.errors import (
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
-from clusterddp.request.spec import NO_PREFLIGHT, JobSpec
+from clusterddp.request.spec import FULL_PREFLIGHT, NO_PREFLIGHT, JobSpec
 from clusterddp.run import (
     bad_nodes,
     batch_script,
     events,
+    files,
     formatting,
+    notify,
     preflight,
     silence,
     spares,
@@ -48,14 +51,17 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.batch_script import BackInQueue, RunIsDone
 from clusterddp.run.files import write_atomically
 from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.records import PreflightRecord
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.forms import (
     ATTEMPT_VARIABLE,
+    FULL_PREFLIGHT_VARIABLE,
     NONCE_VARIABLE,
     SPARES_VARIABLE,
     expand_nodelist,
+    hosts_of,
 )
 
 EXIT_NO_RUN = 73
@@ -65,10 +71,15 @@ SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
 _TORN_DOWN = "torn-down"
 _READY_SECONDS = 10.0
 """Time for srun to listen to signals; one that came earlier would end it."""
+_WATCHES_SECONDS = 5.0
+"""Time for the threads of an attempt to see that it is over, which they look for every 2 s."""
 _AGENT_GRACE_SECONDS = 180.0
 """Time for an agent to start its ranks again."""
 
+P = ParamSpec("P")
 
+_OF_RANKS, _OF_PREFLIGHT = range(5), range(20, 25)
+"""Candidates of `master_port`."""
 _ANSWERS = 3
 """Descriptor of the pipe to the script; what Python itself prints goes elsewhere."""
 
@@ -117,6 +128,8 @@ def control(
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
         code = Controller(spec, run, the_script).run(argv, ended, code_changes, carry)
+        if spec.notify:
+            notify.tell_at_end(run, spec)
         the_script.report_exit_code(code)
         return code
 
@@ -226,15 +239,16 @@ class Controller:
             nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
             self._allocation = spares.Allocation(nodelist, spec.resources.nodes)
         self._nodes: list[str] = []
-        """Those of the step, where they are chosen."""
+        """Nodes of the step, where they are chosen."""
         self._starts = 0
         """Attempts that have ended in this start of the job."""
         self._noting_lost = threading.Lock()
+        self._watches: list[threading.Thread] = []
         self._signals_seen = False
         self._unsent: list[str] = []
         """Signals for srun, which may not listen yet."""
         self._is_ending = False
-        """True where Slurm has begun to end the job."""
+        """True where Slurm has begun to end the job while its nodes were checked."""
 
     def run(
         self,
@@ -301,6 +315,7 @@ class Controller:
                 else batch_script.ANOTHER_ATTEMPT_SECONDS,
                 code_changes,
                 idle,
+                spec.resources.nodes if self._allocation else 0,
             )
         except ClusterDDPError as error:
             log.info(str(error))
@@ -309,52 +324,71 @@ class Controller:
 
     def _start(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Check the nodes and start the tasks; returns srun's exit code."""
+        self._await_watches()
         nodes = self._nodes
+        if self._allocation:  # a spare that was blamed before would only take its time again
+            bad = spares.bad(self._run)
+            nodes = [n for n in self._allocation.left if n in self._nodes or n not in bad]
         if not nodes:
             with contextlib.suppress(ClusterDDPError):  # a list that nobody can read is not checked
                 nodes = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))
-        failed = self._preflight(attempt, nodes)
-        return EXIT_FAILED if failed else self._step(attempt, argv)
+        if self._preflight(attempt, nodes):
+            return EXIT_FAILED
+        code = self._step(attempt, argv)
+        return EXIT_FAILED if self._full_preflight(attempt) else code
 
     def _resumes_in_job(self, code: int) -> bool:
         """Choose the nodes of another attempt in this job, and record the end of this one.
 
-        code: srun's. Returns False, with nothing recorded, where the attempt ends as any other:
-        no node was lost or blamed, too few good ones are left, or the job itself is to end.
+        code: srun's. Returns False, with no end recorded, where the attempt ends as any other: no
+        node was lost or blamed, too few good ones are left, or the job itself is to end.
         """
         attempt, allocation = self._attempt, self._allocation
         if not (attempt and allocation) or self._signals_seen or self._script.has_gone:
             return False
+        name = own_name(os.environ, self._job_id)
+        if attempt.is_superseded or slurm.ending(name, self._restart) is not slurm.Ending.NONE:
+            return False  # the nodes are those of a later start, or about to be nobody's
         with self._noting_lost:  # a watch that has seen a loss has recorded it
             others = [node for node in self._others() if node not in allocation.lost]
-        self._note_lost(attempt, spares.find_lost(attempt, others, code))
-        if not bad_nodes.blamed(attempt):
-            return False
-        nodes = allocation.choose(spares.bad(self._run))
+        self._note_lost(attempt, spares.find_lost(attempt, others, code, self._idle()))
+
+        def choose() -> list[str]:
+            nodes = allocation.choose(spares.bad(self._run))
+            if not nodes:
+                log.info("too few good nodes are left in the job to go on in it")
+            return nodes
+
+        policy = Policy.of(self._spec)
+        nodes = batch_script.resume_in_job(
+            attempt, code, self._job_id, self._restart, policy, choose
+        )
         if not nodes:
-            log.info("too few good nodes are left in the job to go on in it")
             return False
-        policy, nodelist = Policy.of(self._spec), ",".join(nodes)
-        if not batch_script.resume_in_job(
-            attempt, code, self._job_id, self._restart, policy, nodelist
-        ):
-            return False
-        self._nodes, self._starts = nodes, self._starts + 1
+        self._nodes, self._starts = list(nodes), self._starts + 1
         return True
 
     def _note_lost(self, attempt: Attempt, lost: Mapping[str, str]) -> None:
-        """Record nodes as lost, and give them back; from any thread."""
+        """Record nodes as lost, and give them back; from any thread, not for a later start."""
         assert self._allocation
+        if attempt.is_superseded:
+            return
         with self._noting_lost:
             fresh = {node: why for node, why in lost.items() if node not in self._allocation.lost}
             self._allocation.lost |= fresh.keys()
             if fresh:
-                spares.blame(attempt, self._job_id, fresh)
+                spares.blame(attempt, self._job_id, fresh, self._nodes)
                 spares.give_back(own_name(os.environ, self._job_id), self._allocation)
 
     def _others(self) -> list[str]:
         """Return the nodes of the step but for this one, which does not lose itself."""
         return [node for node in self._nodes if node != os.environ.get("SLURMD_NODENAME")]
+
+    def _idle(self) -> list[str]:
+        """Return the nodes of the job that have no tasks, but for this one and the lost."""
+        left = self._allocation.left if self._allocation else []
+        own = os.environ.get("SLURMD_NODENAME")
+        return [node for node in left if node not in self._nodes and node != own]
 
     def _name_set_up(self, code: int) -> None:
         """Log that the script's lines ahead of the step have failed, and which these are."""
@@ -397,10 +431,10 @@ class Controller:
         return batch_script.finish(attempt, code, self._job_id, self._restart, policy)
 
     def _preflight(self, attempt: Attempt, nodes: Sequence[str]) -> dict[str, str]:
-        """Check the nodes ahead of the tasks; returns those that fail, with what was measured.
+        """Check the nodes ahead of the tasks; returns those of the step that fail, and the reason.
 
-        These are blamed. Where the checks cannot run, or the job is being ended meanwhile, there
-        are none.
+        These are blamed, and idle spares that fail too. Where the checks cannot run, or the job is
+        being ended meanwhile, there are none.
         """
         if self._spec.node_checks == NO_PREFLIGHT or not nodes or is_rehearsal(os.environ):
             return {}
@@ -409,32 +443,77 @@ class Controller:
         names = (host_name(os.environ), os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
         gpus = self._spec.resources.gpus_per_node
         try:
-            record = preflight.check(attempt, nodes, program, names, gpus, _reset_signals())
+            ports = preflight_ports(int(self._job_id), self._restart, self._starts)
+            record = preflight.check(
+                attempt, nodes, program, names, gpus, _reset_signals(), ports, self._hear_of_end
+            )
         except Exception:  # a fault of ours costs the checks alone
             log.info(traceback.format_exc())
             return {}
+        if self._hear_of_end() or not record.failed:
+            return {}
+        known = spares.bad(self._run)
+        of_step = {*(self._nodes or nodes)}
+        idle = {host: why for host, why in record.failed.items() if host not in of_step}
+        failed = {host: why for host, why in record.failed.items() if host in of_step}
+        self._blame(attempt, idle, is_remark=True)
+        if not failed:
+            return {}
+        why_used = self._why_used(failed, record, known)
+        fresh = {host: why for host, why in failed.items() if not why_used or host not in known}
+        self._blame(attempt, fresh, is_remark=bool(why_used))
+        if why_used:
+            used = f"{why_used}, and used all the same: {', '.join(failed)}"
+            log.info(used)
+            preflight.note(attempt, used)
+            return {}
+        return failed
+
+    def _why_used(
+        self, failed: Mapping[str, str], record: PreflightRecord, known: Collection[str]
+    ) -> str:
+        """Say why the tasks start on nodes that have failed; empty where they do not."""
+        if {*failed} <= {*known}:
+            return "known as bad"  # Slurm has given them all the same: the request needs them
+        if self._allocation:
+            return ""
+        if {*failed} <= {*known, *hosts_of(self._spec.resources.nodelist)}:
+            return "demanded by --nodelist"
+        if {*failed} <= {*record.slow} and not self._spec.requeues:
+            return "slow, with requeue off and no spare"
+        return ""
+
+    def _hear_of_end(self) -> bool:
+        """Take the signals that have come; returns whether the job is ending."""
         while self._script.has_more and not self._script.has_gone:
             signals = self._script.read_signals()
             self._is_ending = self._is_ending or "TERM" in signals
             self._handle(signals)
-        if not record.failed or self._is_ending or self._script.has_gone:
-            return {}
-        known = spares.bad(self._run)
-        if all(host in known for host in record.failed):
-            # Slurm has given them all the same, as the request cannot do without them.
-            log.info(f"the job has no better nodes than {', '.join(record.failed)}: they are used")
-            return {}
+        return self._is_ending or self._script.has_gone or "TERM" in self._unsent
+
+    def _full_preflight(self, attempt: Attempt) -> bool:
+        """Blame the nodes for which the ranks have left before they trained; True with some."""
+        record = files.read(PreflightRecord, attempt.full_preflight)
+        if not record or not record.failed:
+            return False
+        preflight.log_record(record)
+        self._blame(attempt, record.failed)
+        return True
+
+    def _blame(
+        self, attempt: Attempt, failed: Mapping[str, str], *, is_remark: bool = False
+    ) -> None:
+        by = bad_nodes.BY_PREFLIGHT
         try:
-            bad_nodes.blame(attempt, self._job_id, record.failed, bad_nodes.BY_PREFLIGHT)
+            bad_nodes.blame(attempt, self._job_id, failed, by, is_remark=is_remark)
         except OSError as error:
             log.info(f"cannot record the nodes that have failed: {error.strerror}")
-        return dict(record.failed)
 
     def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Start the tasks, and wait for them; returns srun's exit code."""
         while self._script.has_more and not self._script.has_gone:
             self._handle(self._script.read_signals())
-        if self._script.has_gone or "TERM" in self._unsent:
+        if self._script.has_gone or self._is_ending or "TERM" in self._unsent:
             return 128 + signal.SIGTERM
         if self._unsent and self._spec.command:
             return EXIT_PAUSED  # asked before there was anything to stop
@@ -457,6 +536,8 @@ class Controller:
             NONCE_VARIABLE: secrets.token_hex(16),
             ATTEMPT_VARIABLE: str(attempt.number),
         }
+        if self._spec.node_checks == FULL_PREFLIGHT:
+            environ[FULL_PREFLIGHT_VARIABLE] = "1"
         if self._allocation:
             environ[SPARES_VARIABLE] = str(self._spec.resources.spare_nodes)
             if environ.get("MASTER_ADDR", "") == environ.get("SLURMD_NODENAME"):
@@ -531,26 +612,25 @@ class Controller:
         def at_work() -> int | None:
             return srun if step_watch.is_srun(srun, parent) else None
 
-        threading.Thread(
-            target=step_watch.watch,
-            args=(attempt, job, spec.world_size, at_work, grace),
-            daemon=True,
-        ).start()
+        self._watch(step_watch.watch, attempt, job, spec.world_size, at_work, grace)
 
     def _watch_nodes(self, attempt: Attempt, srun: int) -> None:
-        """End the step once it has lost a node, from a thread of its own."""
-        parent, nodes = os.getpid(), self._others()
+        """End the step once it has lost a node, and note lost spares; from a thread of its own."""
+        parent, of_step = os.getpid(), {*self._nodes}
+        nodes = spares.NodeWatch(attempt, self._others(), self._idle())
 
         def at_work() -> int | None:
             return srun if step_watch.is_srun(srun, parent) else None
 
         def watch() -> None:
-            if lost := spares.await_loss(attempt, nodes, at_work):
+            while lost := spares.await_loss(nodes, at_work):
                 self._note_lost(attempt, lost)
-                job = own_name(os.environ, self._job_id)
-                spares.end_step(attempt, job, lost, at_work)
+                if of_step.intersection(lost):
+                    job = own_name(os.environ, self._job_id)
+                    spares.end_step(attempt, job, lost, at_work)
+                    return
 
-        threading.Thread(target=watch, daemon=True).start()
+        self._watch(watch)
 
     def _watch_output(self, attempt: Attempt, srun: "subprocess.Popen[bytes]") -> None:
         """Print the ranks' stacks once they print nothing, from a thread of its own."""
@@ -563,11 +643,22 @@ class Controller:
             else:  # its tasks have KillWait to end
                 slurm.cancel(step)
 
-        threading.Thread(
-            target=silence.watch,
-            args=(attempt, spec.world_size, spec.silence * 60, end if spec.end_silent else None),
-            daemon=True,
-        ).start()
+        ending = end if spec.end_silent else None
+        self._watch(silence.watch, attempt, spec.world_size, spec.silence * 60, ending)
+
+    def _watch(self, watch: Callable[P, object], *args: P.args, **more: P.kwargs) -> None:
+        """Run a watch of the attempt in a thread of its own."""
+        self._watches.append(threading.Thread(target=watch, args=args, kwargs=more, daemon=True))
+        self._watches[-1].start()
+
+    def _await_watches(self) -> None:
+        """Wait for the threads of the attempt before, which end as it is superseded by now.
+
+        A process is forked with Python's code ahead of its program: no thread should hold a lock.
+        """
+        deadline = time.monotonic() + _WATCHES_SECONDS
+        while self._watches:
+            self._watches.pop().join(max(0.0, deadline - time.monotonic()))
 
 
 def _reset_signals() -> Callable[[], None]:
@@ -618,6 +709,14 @@ def _listens(pid: int, number: int) -> bool:
     return any(int(masks[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigBlk"))
 
 
+def preflight_ports(job_id: int, restart: int, starts: int = 0) -> list[int]:
+    """Return the ports on which the batch host and the probes may listen ahead of the tasks.
+
+    Of those that a site opens for the ranks, but none that these may take.
+    """
+    return [master_port(job_id, starts, restart, candidate) for candidate in _OF_PREFLIGHT]
+
+
 def free_master_port(job_id: int, restart: int, starts: int = 0) -> int:
     """Choose the port on which rank 0 will listen: jobs that share a node get different ones.
 
@@ -631,5 +730,5 @@ def free_master_port(job_id: int, restart: int, starts: int = 0) -> int:
                 _, address, _, state, *_ = line.split()
                 if state == "0A":
                     listening.add(int(address.rpartition(":")[2], 16))
-    ports = [master_port(job_id, starts, restart, candidate) for candidate in range(5)]
+    ports = [master_port(job_id, starts, restart, candidate) for candidate in _OF_RANKS]
     return next((port for port in ports if port not in listening), ports[-1])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, ParamSpec
 
-from clusterddp.run import files
+from clusterddp.run import files, formatting
 
 P = ParamSpec("P")
 
@@ -192,9 +192,9 @@ class NodesBlamed(Event):
 
     kind: ClassVar[str] = "nodes_blamed"
     nodes: Mapping[str, str] = field(default_factory=dict)
-    """What was measured or seen, by the node's name."""
+    """Measurements, or what was seen, by the node's name."""
     by: str = ""
-    """What blames them: a word of `bad_nodes`."""
+    """Word of `bad_nodes` for what blames them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +204,60 @@ class NodesLeftOut(Event):
     kind: ClassVar[str] = "nodes_left_out"
     nodes: Mapping[str, str] = field(default_factory=dict)
     """Reasons by the node's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cleaned(Event):
+    """Removal by `clusterddp clean`."""
+
+    kind: ClassVar[str] = "cleaned"
+    checkpoints: tuple[int, ...] = ()
+    """Steps."""
+    code_files: int = 0
+    """Files of the copy of the code."""
+    clusterddp: tuple[str, ...] = ()
+    """Files of the run's own clusterddp."""
+    bytes: int = 0
+    """Bytes that were given back."""
+
+    def describe(self) -> str:
+        """Name what is gone: `2 checkpoints, 14 files of the code, its clusterddp`."""
+        named = (
+            ("{}", formatting.count(len(self.checkpoints), "checkpoint") * bool(self.checkpoints)),
+            ("{} of the code", formatting.count(self.code_files, "file") * bool(self.code_files)),
+            ("{}", "its clusterddp" * bool(self.clusterddp)),
+        )
+        return formatting.known(*named)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoticeQueued(Event):
+    """Queueing of the job that tells the run's end; `job_id` is the job that it waits for."""
+
+    kind: ClassVar[str] = "notice_queued"
+    notice_job: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits(Event):
+    """Wait of the job in the queue for other runs, from its submission or a start of it on."""
+
+    kind: ClassVar[str] = "waits"
+    runs: tuple[str, ...] = ()
+    """Names, with the end that each is to come to where that is not `ok`: `a`, `b:any`."""
+    why: str = ""
+    """States of these runs, in words."""
+    held: bool = False
+    """True where Slurm holds the job until one of them is submitted again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwaitedBy(Event):
+    """Run that waits for this one."""
+
+    kind: ClassVar[str] = "awaited_by"
+    by: str = ""
+    """Its directory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,18 +134,26 @@ def write_record(path: Path, record: object, *, indent: int | None = None) -> No
     write_atomically(path, f"{text}\n".encode())
 
 
-def append_json_line(path: Path, content: Mapping[str, object], *, sync: bool = True) -> None:
-    """Append an object to a JSON-lines file in one write, and sync it. Raises OSError."""
-    append_line(path, json.dumps(content, default=dataclasses.asdict), os.O_CREAT, sync=sync)
+def append_json_line(
+    path: Path, content: Mapping[str, object], mode: int = 0o600, *, sync: bool = True
+) -> None:
+    """Append an object to a JSON-lines file in one write, and sync it. Raises OSError.
+
+    mode: of a new file.
+    """
+    line = json.dumps(content, default=dataclasses.asdict)
+    append_line(path, line, os.O_CREAT, sync=sync, mode=mode)
 
 
-def append_line(path: Path, line: str, flags: int, *, sync: bool = False) -> None:
-    """Append a line in one write. Raises OSError. flags: of open(2).
+def append_line(
+    path: Path, line: str, flags: int, *, sync: bool = False, mode: int = 0o600
+) -> None:
+    """Append a line in one write. Raises OSError. flags: of open(2). mode: of a new file.
 
     Two writers do not mix their lines, and a line that was torn, by a kill or a full disk, is ended
     first.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | flags, mode)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

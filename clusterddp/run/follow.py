@@ -120,7 +120,7 @@ def how_it_ended(status: RunStatus) -> str:
     if status.state == DONE:
         figures = formatting.known(
             ("{}", why),
-            ("accuracy {:.4f}", status.accuracy),
+            ("test accuracy {}", formatting.percent(status.accuracy)),
             ("took {}", formatting.duration(status.elapsed_seconds)),
         )
         return f"done{': ' if figures else ''}{figures}"

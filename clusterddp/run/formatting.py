@@ -13,6 +13,14 @@ def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
+def steps(step: int | None, planned: int | None, percent_done: float | None) -> str:
+    """Format steps as `40 of 400 (10%)`, or `40` where nobody knows of how many; `-` without."""
+    if step is None or planned is None or percent_done is None:
+        return "-" if step is None else str(step)
+    # 100% is for what is done.
+    return f"{step} of {planned} ({int(percent_done)}%)"
+
+
 def duration(seconds: float | None) -> str:
     """Format a time as `14.7s`, `12m05s`, `3h07m`, `2d04h`."""
     if seconds is None:
@@ -45,6 +53,13 @@ def memory(count: int | None) -> str:
         return "-"
     mebibytes = count / 2**20
     return f"{mebibytes:,.0f} MiB" if mebibytes < 1000 else f"{mebibytes / 1024:,.1f} GiB"
+
+
+def size(count: int) -> str:
+    """Format bytes as `812 B`, `345.7 kB`, `1.2 GB`: powers of 1000, as of disks."""
+    power = min((len(str(count)) - 1) // 3, 4)
+    unit = ("B", "kB", "MB", "GB", "TB")[power]
+    return f"{count / 1000**power:.1f} {unit}" if power else f"{count} B"
 
 
 def signal_name(number: int) -> str:

@@ -50,7 +50,7 @@ OF_TORCH = (
         "NCCL, src/misc/ibvwrap.cc and src/transport/net_ib.cc",
     ),
 )
-"""What torch's exceptions say. A plain ncclSystemError is what a lost peer gives as well."""
+"""Words of torch's exceptions. A plain ncclSystemError is what a lost peer gives as well."""
 OF_LOG = (
     Sign(
         "Xid",

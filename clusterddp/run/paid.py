@@ -19,7 +19,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import expand_nodelist
 
 _DIGITS = 6
-"""Of hours: some four milliseconds."""
+"""Digits of hours: some four milliseconds."""
 
 
 @dataclass(frozen=True)

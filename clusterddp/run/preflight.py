@@ -11,6 +11,7 @@ from functools import partial
 from clusterddp import log
 from clusterddp.preflight import collector, verdict
 from clusterddp.preflight.collector import Collection
+from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT
 from clusterddp.run import files, formatting
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.logs import print_to_job_log
@@ -18,6 +19,10 @@ from clusterddp.run.records import PreflightRecord
 from clusterddp.slurm.forms import NONCE_VARIABLE
 
 _FORMAT = 1
+_OPEN = (
+    f"If a firewall forbids it, open ports {LOWEST_PORT} to {HIGHEST_PORT} between the nodes, "
+    "where the ranks meet as well; or submit with --preflight none"
+)
 
 
 def check(
@@ -27,28 +32,35 @@ def check(
     batch_host: Sequence[str],
     gpus: int,
     prepare: Callable[[], None],
+    ports: Sequence[int] = (),
+    is_over: Callable[[], bool] = lambda: False,
 ) -> PreflightRecord:
     """Check the nodes, log a table of them and record it; one that fails is named.
 
     program: that of clusterddp on the host. batch_host: its name and address. gpus: of each node.
-    prepare: called in srun's process before srun. Where the checks cannot run, nobody fails.
+    prepare: called in srun's process before srun. ports: those to listen on, on this host and on
+    the nodes, the first that is free. is_over: whether the job is ending, asked all the while.
+    Where the checks cannot run, or the job is ending, nobody fails.
     """
     began, nonce = time.monotonic(), secrets.token_hex(16)
     environ = {**os.environ, NONCE_VARIABLE: nonce}
     try:
-        with contextlib.closing(collector.listen()) as server:
+        with contextlib.closing(collector.listen(ports)) as server:
             names = list(filter(None, batch_host))
-            argv = collector.words(nodes, program, names, server.getsockname()[1], gpus)
+            port = server.getsockname()[1]
+            argv = collector.words(nodes, program, names, port, gpus, ports)
             with collector.started(argv, environ, attempt.preflight_log, prepare) as has_ended:
                 codes = partial(collector.exit_codes, attempt.preflight_log)
-                collection = collector.collect(server, nodes, nonce, has_ended, codes)
+                ended = partial(_either, is_over, has_ended)
+                collection = collector.collect(server, nodes, nonce, ended, codes)
     except OSError as error:
         collection = Collection(trouble=error.strerror or str(error))
     took = round(time.monotonic() - began, 3)
     judged = verdict.judge(collection.nodes, collection.silent)
     remarks = (*collection.remarks, *judged.remarks)
     if collection.trouble:
-        why = f"{collection.trouble}; {_last_words(attempt)}".rstrip("; ")
+        more = f". {_OPEN}" if collection.is_unreached else f"; {_last_words(attempt)}"
+        why = f"{collection.trouble}{more}".rstrip("; ")
         record = PreflightRecord(f"could not run: {why}", took)
     else:
         rows = verdict.table(collection.nodes, collection.silent, judged)
@@ -59,11 +71,8 @@ def check(
         summary = f"{passed} passed in {took:.1f} s"
         if judged.failed:
             summary = f"failed: {', '.join(judged.failed)}; {summary}"
-        record = PreflightRecord(summary, took, judged.failed, remarks)
-    for line in (record.summary, *record.remarks):
-        log.info(f"preflight: {formatting.line(line)}")
-    for host, reason in record.failed.items():
-        log.info(f"preflight: {host} failed: {formatting.line(reason)}")
+        record = PreflightRecord(summary, took, judged.failed, remarks, judged.slow)
+    log_record(record)
     measured = [dataclasses.asdict(node) for node in collection.nodes]
     content = {"format": _FORMAT, **vars(record), "silent": collection.silent, "nodes": measured}
     try:
@@ -71,6 +80,28 @@ def check(
     except OSError as error:
         log.info(f"cannot write {attempt.preflight}: {error.strerror}")
     return record
+
+
+def _either(first: Callable[[], bool], second: Callable[[], bool]) -> bool:
+    return first() or second()
+
+
+def note(attempt: Attempt, remark: str) -> None:
+    """Add to the record of the checks what has followed from them."""
+    content = files.read_json(attempt.preflight) or {}
+    try:
+        summary = f"{content.get('summary', '')}; {remark}".removeprefix("; ")
+        files.write_record(attempt.preflight, {**content, "summary": summary})
+    except OSError as error:
+        log.info(f"cannot write {attempt.preflight}: {error.strerror}")
+
+
+def log_record(record: PreflightRecord) -> None:
+    """Log how the checks went, a line for each node that has failed."""
+    for line in (record.summary, *record.remarks):
+        log.info(f"preflight: {formatting.line(line)}")
+    for host, reason in record.failed.items():
+        log.info(f"preflight: {host} failed: {formatting.line(reason)}")
 
 
 def _last_words(attempt: Attempt) -> str:

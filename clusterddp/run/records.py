@@ -75,16 +75,19 @@ class Spent:
 class PreflightRecord:
     """preflight.json: checks of the nodes ahead of an attempt's tasks, as a person reads them.
 
-    Beside these fields it has what each node measured: `nodes`.
+    Beside these fields it has what each node measured: `nodes`. preflight-full.json, of the ranks'
+    own checks, has what each rank did: `ranks`.
     """
 
     summary: str = ""
     """Line that says how it went."""
     seconds: float | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
-    """What was measured, by the name of a node that has failed."""
+    """Measurements by the name of a node that has failed."""
     remarks: tuple[str, ...] = ()
-    """What is no fault of one node."""
+    """Findings that are no fault of one node."""
+    slow: tuple[str, ...] = ()
+    """Nodes among the failed ones that are slower than the others, and nothing worse."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class SignOfLife:
     """Step of the newest checkpoint."""
     spent: Spent | None = None
     """None of a COMMAND."""
+    planned: int | None = None
+    """Step at which the training will be done; None where nobody knows."""
 
 
 @dataclass(frozen=True)

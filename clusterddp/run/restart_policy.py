@@ -28,6 +28,8 @@ PREFLIGHT = "preflight"
 """A node has failed its checks ahead of the tasks, which were not started."""
 SUPERSEDED = "superseded"
 """A later attempt has begun, as beside a lost node's orphan."""
+NOT_DUE = "not due"
+"""A run that it waited for has ended in another way than was asked for; no attempt has begun."""
 
 STOP_ASKED = "'clusterddp stop' asked for it"
 NO_RESTART = "a failed run starts again only with --restart-on-failure"

@@ -15,6 +15,7 @@ A run is one directory below the output root. What is in it:
     attempts/0001/       one start of the run, which alone writes there (see `attempt`):
         attempt.json     who trains, and from which checkpoint
         preflight.json   what the nodes measured ahead of the tasks
+        preflight-full.json  what the ranks measured before they trained
         checkpoints/     step-00001200.pt and its .sha256, those of earlier attempts included
         metrics.jsonl    loss, accuracy, images/s, learning rate since the run's first step
         outcomes/        rank-R.json: how rank R ended; beside them what `outcome` notes, and
@@ -26,6 +27,9 @@ A run is one directory below the output root. What is in it:
     metrics.jsonl        leads to current/metrics.jsonl
     outcomes/            of ranks that were started by hand, each by itself
     report.json          what the run achieved
+    notify.sbatch        with --notify; notified-NNNN.json says who told the program, and
+                         logs/notify.log has what that printed
+    tracked.json         with --tracker
     evaluation.json      which classes were confused in the end, the images of the highest loss
     batch_sizes.json     with --find-batch-size
     resubmit-NNNN.claim  who resubmits the run, or did last
@@ -97,6 +101,12 @@ class RunDir:
     report = PathIn("report.json")
     batch_sizes = PathIn("batch_sizes.json")
     """Throughput of each batch size, where they were tried."""
+    notify_log = PathIn("logs/notify.log")
+    """Output of the program that --notify names."""
+    notice_script = PathIn("notify.sbatch")
+    """Script of the job that tells it where the run's own cannot."""
+    tracked = PathIn("tracked.json")
+    """Ids by which trackers know the run."""
     evaluation = PathIn("evaluation.json")
     """Classes that were confused in the end, and the images of the highest loss."""
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,13 @@ from clusterddp.slurm.forms import expand_nodelist
 SILENT_SECONDS = 3 * SIGN_SECONDS
 """Without a sign of life for so long, a node is asked for one."""
 _LOOK_SECONDS = 2.0
+_IDLE_SECONDS = 30.0
+"""Time between two looks at the idle spares, for whose loss Slurm would end the whole job."""
 _ANSWER_SECONDS = 3.0
+_LOOKS = 2
+"""Looks in a row at which a lost node does not answer …"""
+_LOOKS_REFUSED = 6
+"""… and where its kernel answers: slurmd alone may be starting again."""
 _LEAVE_SECONDS = 5.0
 """Time for the ranks that are left to end by themselves: what they compute is lost anyway."""
 _KILL_SECONDS = 2.0
@@ -58,6 +65,8 @@ class Allocation:
     def choose_first(self, bad: Mapping[str, BadNode]) -> list[str]:
         """Choose the nodes of the job's first step: bad ones where Slurm gave too few others.
 
+        Fewer than a step needs where Slurm gave no more at all.
+
         Those that were lost come last, as slurmctld may not know of it yet.
         """
 
@@ -83,19 +92,18 @@ def step_words(words: Sequence[str], nodes: Sequence[str]) -> list[str]:
     return [*words[:place], f"--nodelist={','.join(nodes)}", "--overlap", *words[place:]]
 
 
-def await_loss(
-    attempt: Attempt, nodes: Sequence[str], at_work: Callable[[], object]
-) -> dict[str, str]:
-    """Wait until nodes of the step are lost; returns what was seen, by their names.
+def await_loss(nodes: "NodeWatch", at_work: Callable[[], object]) -> dict[str, str]:
+    """Wait until nodes of a job are lost; returns what was seen, by their names.
 
-    nodes: those of the step, but for this one. Empty once `at_work` returns nothing.
+    Empty once `at_work` returns nothing, and once the attempt is superseded: the step of its number
+    may be another one's by then.
     """
-    watch = NodeWatch(attempt, nodes)
     while True:
         time.sleep(_LOOK_SECONDS)  # the records lie on a file system shared by hosts
-        if not at_work():  # first asked when `env`, say, has become srun
+        # First asked when `env`, say, has become srun.
+        if not at_work() or nodes.attempt.is_superseded:
             return {}
-        if lost := watch.look(time.monotonic()):
+        if lost := nodes.look(time.monotonic()):
             return lost
 
 
@@ -106,21 +114,22 @@ class NodeWatch:
         self,
         attempt: Attempt,
         nodes: Sequence[str],
-        answering: "Callable[[Collection[str]], Collection[str]] | None" = None,
+        idle: Collection[str] = (),
     ) -> None:
-        """answering: returns those of some nodes that answer; asks their slurmd by default."""
-        self._attempt, self._nodes = attempt, nodes
-        self._answering = answering or ask_nodes
+        """idle: the job's further nodes, but for this one."""
+        self.attempt, self._nodes, self._idle = attempt, nodes, {*idle}
+        self._others = {*nodes, *idle}
+        self._mute, self._mute_idle = _Mute(self._others), _Mute(self._others)
+        self._idle_due = 0.0
         self._signs: dict[str, tuple[float, float]] = {}
         """Time of change of a node's records, and when that was seen first."""
-        self._mute: set[str] = set()
 
     def look(self, now: float) -> dict[str, str]:
-        """Return the nodes that did not answer at this look and the one before, and the reason.
+        """Return the nodes that did not answer at this look and those before, and the reason.
 
         now: seconds of a clock that nobody sets.
         """
-        outcomes = read_outcomes(self._attempt.outcomes)
+        outcomes = read_outcomes(self.attempt.outcomes)
         failed = any(outcome.failed for outcome in outcomes)
         explained = any(_failed_by_itself(outcome) for outcome in outcomes)
         suspects = {}
@@ -140,22 +149,54 @@ class NodeWatch:
                 continue
             elif now - since > SILENT_SECONDS:
                 suspects[node] = f"it gave no sign of life for {SILENT_SECONDS:g} s"
-        mute = set(suspects) - set(self._answering(suspects)) if suspects else set()
-        lost = {node: _and_no_answer(suspects[node]) for node in mute & self._mute}
-        self._mute = mute
+        lost = {node: _and_no_answer(suspects[node]) for node in self._mute.look(suspects)}
+        if now >= self._idle_due:
+            self._idle_due = now + _IDLE_SECONDS
+            gone = self._mute_idle.look(self._idle)
+            lost |= dict.fromkeys(gone, _and_no_answer("it was an idle spare"))
+            self._idle.difference_update(gone)
+            self._others.difference_update(gone)
         return lost
 
     def _changed(self, outcome: Outcome) -> float:
         with suppress(OSError):
-            return (self._attempt.outcomes / f"rank-{outcome.rank}.json").stat().st_mtime
+            return (self.attempt.outcomes / f"rank-{outcome.rank}.json").stat().st_mtime
         return 0.0
 
 
-def find_lost(attempt: Attempt, nodes: Sequence[str], exit_code: int) -> dict[str, str]:
+class _Mute:
+    """Counts the looks in a row at which nodes did not answer."""
+
+    def __init__(self, others: AbstractSet[str]) -> None:
+        """others: the job's nodes but for this one."""
+        self._others = others
+        self.looks: dict[str, int] = {}
+
+    def look(self, suspects: Collection[str]) -> list[str]:
+        """Ask nodes, and return those that are lost.
+
+        None where no other node of several answers: it is then this host that may be cut off.
+        """
+        mute = mute_nodes(suspects) if suspects else {}
+        rest = self._others - {*suspects}
+        if mute and len(self._others) > 1 and len(mute) == len(suspects):
+            mute = {} if {*mute_nodes(rest)} == rest else mute
+        self.looks = {node: self.looks.get(node, 0) + 1 for node in mute}
+        return [
+            node
+            for node, refuses in mute.items()
+            if self.looks[node] >= (_LOOKS_REFUSED if refuses else _LOOKS)
+        ]
+
+
+def find_lost(
+    attempt: Attempt, nodes: Sequence[str], exit_code: int, others: Collection[str] = ()
+) -> dict[str, str]:
     """Return the nodes that a step which has ended has lost, and what was seen of them.
 
-    nodes: those of the step, but for this one. exit_code: srun's. Where a rank has failed of an
-    error of its own, only nodes are asked whose ranks left no record of an end.
+    nodes: those of the step, but for this one. exit_code: srun's. others: the job's further nodes.
+    Where a rank has failed of an error of its own, only nodes are asked whose ranks left no record
+    of an end.
     """
     if exit_code in (0, EXIT_PAUSED) or attempt.read_last_word():
         return {}
@@ -163,12 +204,12 @@ def find_lost(attempt: Attempt, nodes: Sequence[str], exit_code: int) -> dict[st
     explained = any(_failed_by_itself(outcome) for outcome in outcomes)
     ended = {each.host for each in outcomes} - {o.host for o in outcomes if o.ended is None}
     suspects = [node for node in nodes if not explained or node not in ended]
-    for last in (False, True):
-        answering = ask_nodes(suspects) if suspects else ()
-        suspects = [node for node in suspects if node not in answering]
-        if suspects and not last:
-            time.sleep(_LOOK_SECONDS)  # a slurmd that is being restarted tells nobody
-    return {node: _and_no_answer("its step has ended with a failure") for node in suspects}
+    mute = _Mute({*nodes, *others})
+    lost = mute.look(suspects)
+    while len(lost) < len(mute.looks):
+        time.sleep(_LOOK_SECONDS)  # a slurmd that is being restarted tells nobody
+        lost = mute.look(suspects)
+    return {node: _and_no_answer("its step has ended with a failure") for node in lost}
 
 
 def _failed_by_itself(outcome: Outcome) -> bool:
@@ -179,24 +220,30 @@ def _and_no_answer(why: str) -> str:
     return f"{why}, and its slurmd does not answer"
 
 
-def ask_nodes(nodes: Collection[str]) -> set[str]:
-    """Return the nodes whose slurmd takes a connection; all, where slurmctld does not answer.
+def mute_nodes(nodes: Collection[str]) -> dict[str, bool]:
+    """Return the nodes whose slurmd takes no connection, and whether their kernel refuses it.
 
-    It is then this host that may be cut off.
+    None where slurmctld does not answer: it is then this host that may be cut off.
     """
-    addresses = slurm.node_addresses(list(nodes))
+    addresses = slurm.node_addresses(list(nodes)) if nodes else {}
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-        answers = pool.map(_takes_connection, addresses.values())
-        mute = {node for node, answer in zip(addresses, answers, strict=True) if not answer}
-    return set(nodes) - mute
+        refusals = pool.map(_refuses, addresses.values())
+        return {
+            node: refuses
+            for node, refuses in zip(addresses, refusals, strict=True)
+            if refuses is not None
+        }
 
 
-def _takes_connection(address: tuple[str, int]) -> bool:
+def _refuses(address: tuple[str, int]) -> bool | None:
+    """Return whether a connection is refused; None where it is taken."""
     try:
         with socket.create_connection(address, _ANSWER_SECONDS):
-            return True
+            return None
     except socket.gaierror:
-        return True  # nothing was asked
+        return None  # nothing was asked
+    except ConnectionRefusedError:
+        return True
     except OSError:
         return False
 
@@ -207,7 +254,10 @@ def end_step(
     """End a step that has lost nodes, for which its srun would wait.
 
     job: the id that Slurm's commands take. srun: returns its process, None once that has ended.
+    Nothing is ended where the attempt is superseded.
     """
+    if attempt.is_superseded:
+        return
 
     def at_work() -> int | None:
         left = (o for o in read_outcomes(attempt.outcomes) if o.host not in lost)
@@ -230,19 +280,24 @@ def end_step(
     step_watch.kill(srun)
 
 
-def blame(attempt: Attempt, job_id: str, lost: dict[str, str]) -> None:
-    """Record nodes as lost; a record that cannot be written costs the record alone."""
+def blame(attempt: Attempt, job_id: str, lost: Mapping[str, str], step: Collection[str]) -> None:
+    """Record nodes as lost; a record that cannot be written costs the record alone.
+
+    step: nodes of the step, whose loss ends the attempt.
+    """
     for node, why in lost.items():
         log.info(f"node {node} is lost: {why}")
-    with suppress(OSError):
-        bad_nodes.blame(attempt, job_id, lost, bad_nodes.BY_LOSS)
+    for is_idle in (False, True):
+        with suppress(OSError):
+            nodes = {node: why for node, why in lost.items() if (node not in step) == is_idle}
+            bad_nodes.blame(attempt, job_id, nodes, bad_nodes.BY_LOSS, is_remark=is_idle)
 
 
 def give_back(job: str, allocation: Allocation) -> None:
     """Give a job's lost nodes back, for which Slurm would requeue it after SlurmdTimeout.
 
     Not by --no-kill: a job that has lost its script's node would then run to its time limit, with
-    no script (seen on 22.05). A requeue asks for as many nodes as the job had at first.
+    no script (seen on 22.05). A requeue asks for as many nodes as the job had at first there.
     """
     try:
         slurm.give_back(job, allocation.left)
@@ -251,9 +306,5 @@ def give_back(job: str, allocation: Allocation) -> None:
 
 
 def bad(run: RunDir) -> dict[str, BadNode]:
-    """Return the nodes that the runs of this output root avoid; none where that cannot be read."""
-    try:
-        return bad_nodes.read(run.path.parent)
-    except OSError as error:
-        log.info(f"the list of bad nodes cannot be read: {error}")
-        return {}
+    """Return the nodes that a run avoids."""
+    return bad_nodes.read_for(run)

@@ -86,6 +86,8 @@ NEVER_STARTS = {
     "DependencyNeverSatisfied",
 }
 """Reasons for which a job waits until somebody changes it, its dependency or the cluster."""
+HELD_BACK = {"", "Dependency", "BeginTime", _HELD}
+"""Reasons for which a job waits that is to wait for other runs; a requeued one has BeginTime."""
 _NOT_ASKED = JobState(State.UNKNOWN, problem="Slurm was not asked")
 
 # Words for a list of reasons; of an attempt that left no end, nobody knows more.
@@ -296,6 +298,8 @@ def _judge_ended(
         return STOPPED, f"{how}{at}; it could not be started again: {submission.requeue_error}"
     if cause == restart_policy.CANCELLED:
         return CANCELLED, "by scancel"
+    if cause == restart_policy.NOT_DUE:
+        return CANCELLED, why
     if not cause:
         return _judge_code(end.exit_code, job)
     if not why:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from clusterddp.errors import EXIT_INTERRUPTED, ClusterDDPError, RequestError
+from clusterddp.errors import EXIT_INTERRUPTED, RequestError
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes, events, files, restart_policy
+from clusterddp.run import bad_nodes, events, files, formatting, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
+from clusterddp.run.progress import progress
 from clusterddp.run.records import AttemptRecord, MetricsLine, PreflightRecord, Report
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs, newest_checkpoint
 from clusterddp.run.state import (
@@ -29,6 +30,7 @@ from clusterddp.run.state import (
     DONE,
     ENDED,
     FAILED,
+    HELD_BACK,
     NEVER_STARTS,
     QUEUED,
     RUNNING,
@@ -41,7 +43,7 @@ from clusterddp.run.state import (
     reason,
 )
 from clusterddp.slurm.client import query
-from clusterddp.slurm.forms import expand_nodelist
+from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.states import JobState, State
 
 T = TypeVar("T")
@@ -64,10 +66,12 @@ class RunStatus:
     """Name by which Slurm's commands take the job, 89_0, where it is an array's element."""
     launcher: str = ""
     nodes: int | None = None
+    spare_nodes: int | None = None
+    """Nodes beside these that Slurm is asked for."""
     tasks_per_node: int | None = None
     world_size: int | None = None
     layout: str = ""
-    """`2 nodes x 4 tasks = 8 ranks`."""
+    """`2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
     hosts: list[str] = field(default_factory=list)
     preflight: str = ""
     """Line on the checks of its nodes ahead of the latest attempt's tasks; empty without them."""
@@ -78,10 +82,20 @@ class RunStatus:
     restart_reasons: list[str] = field(default_factory=list)
     goes_on_after: str = ""
     """Reason for which it waits to start again, if it does."""
+    waits_for: list[str] = field(default_factory=list)
+    """Runs that it waits for in the queue, `a` or `b:any`; empty once it may begin."""
     checkpoint_step: int | None = None
     """Step of the newest checkpoint, by its name: 'clusterddp checkpoints' verifies them."""
     checkpoint_time: float | None = None
     step: int | None = None
+    steps_planned: int | None = None
+    """Step at which the training will be done; None where nobody knows, as of a COMMAND."""
+    percent_done: float | None = None
+    """Share of these steps that is done, from 0 to 100."""
+    seconds_left: float | None = None
+    """Seconds until then while it runs, by the pace of late."""
+    expected_start: float | None = None
+    """Slurm's estimate of its start while it is queued, in seconds since the epoch."""
     epoch: int | None = None
     loss: float | None = None
     """Loss of the training, the latest in metrics.jsonl."""
@@ -98,6 +112,8 @@ class RunStatus:
     """Seconds from the latest start to the end, or to now; None while it waits in the queue."""
     exit_code: int | None = None
     first_failure: str = ""
+    cleaned: str = ""
+    """What `clusterddp clean` has removed since it was last submitted, and when."""
     directory: str = ""
     works_in: str = ""
     """Folder in which the tasks run a person's code, where its relative output lies."""
@@ -122,12 +138,18 @@ def run_status(
 ) -> RunStatus:
     """Put the status together; `slurm_states`: what `slurm.client` answers for `jobs_to_ask`."""
     now = time.time() if now is None else now
-    submission = latest_submission(events.read(run.events))
+    history = events.read(run.events)
+    submission = latest_submission(history)
     state, detail, job, report = _judge(run, submission, slurm_states, now)
+    waits = _waits(run, submission, job) if submission and state == QUEUED else None
+    if waits:
+        detail = f"waits for {waits.why if waits.held else ', '.join(waits.runs)}"
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
-    figures, latest = report or Report(), latest_metrics(run.metrics)
+    figures, lines = report or Report(), _last_lines(run.metrics)
+    latest = _summed_up(lines)
+    done = progress(_latest_attempt(run), lines)
     checkpoint = newest_checkpoint(run.checkpoints)
     failure = _failure(run, state, submission, by_hand)
     spec = run.read_spec()
@@ -141,22 +163,28 @@ def run_status(
         array_element=started.array_element or (job.element if job else ""),
         launcher=known.launcher,
         nodes=spec.resources.nodes if spec else None,
+        spare_nodes=spec.resources.spare_nodes if spec else None,
         tasks_per_node=spec.resources.tasks_per_node if spec else None,
         world_size=spec.world_size if spec else None,
         layout=spec.layout if spec else "",
-        hosts=_hosts(started.nodelist),
+        hosts=hosts_of(started.nodelist),
         preflight=_preflight(run, known.attempt),
         attempt=known.attempt,
         restarts=known.restarts,
         restart_reasons=list(known.reasons),
         goes_on_after=reason(known.put_back) if known.put_back else "",
+        waits_for=list(waits.runs) if waits else [],
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
-        step=first_known(figures.steps, latest.step if latest.step >= 0 else None),
+        step=first_known(figures.steps, done.step),
+        steps_planned=first_known(figures.steps, done.planned),
+        percent_done=100.0 if figures.steps else done.percent,
+        seconds_left=done.seconds_left if state == RUNNING else None,
+        expected_start=job.start if job and state == QUEUED else None,
         epoch=first_known(figures.epochs, latest.epoch),
         loss=latest.loss,
         accuracy=first_known(figures.accuracy, latest.accuracy),
-        left_out=_left_out(run, known.job_id),
+        left_out=_left_out(run, state, known.job_id),
         warnings=[*figures.warnings, *([ended.remark] if ended and ended.remark else [])],
         created_time=_created(run),
         submitted_time=known.submitted,
@@ -165,6 +193,7 @@ def run_status(
         elapsed_seconds=_elapsed(known, state, now),
         exit_code=_exit_code(state, submission, job),
         first_failure=failure.describe() if failure else "",
+        cleaned=_cleaned(history),
         directory=str(run.path),
         works_in=_works_in(run, spec),
         next_command=f"clusterddp cancel {run.shown}"
@@ -190,15 +219,23 @@ def _judge(
     return state, detail, job, report
 
 
-def states_of(runs: Sequence[RunDir]) -> list[str]:
-    """Return the states of runs that were submitted, and no more: quick for the many of a sweep."""
-    return [state for state, _ in judge_all(runs)]
+def states_of(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -> list[str]:
+    """Return the states of runs that were submitted, and no more: quick for the many of a sweep.
+
+    known: as of `statuses`.
+    """
+    return [state for state, _ in judge_all(runs, known)]
 
 
-def judge_all(runs: Sequence[RunDir]) -> list[tuple[str, Report | None]]:
-    """Return the states of runs that were submitted, each with the report of its latest attempt."""
+def judge_all(
+    runs: Sequence[RunDir], known: dict[str, JobState] | None = None
+) -> list[tuple[str, Report | None]]:
+    """Return the states of runs that were submitted, each with the report of its latest attempt.
+
+    known: as of `statuses`.
+    """
     submissions = [latest_submission(events.read(run.events)) for run in runs]
-    jobs, now = query(jobs_to_ask(submissions)), time.time()
+    jobs, now = _ask(submissions, known), time.time()
     judged = (
         _judge(run, submission, jobs, now)
         for run, submission in zip(runs, submissions, strict=True)
@@ -206,8 +243,37 @@ def judge_all(runs: Sequence[RunDir]) -> list[tuple[str, Report | None]]:
     return [(state, report) for state, _, _, report in judged]
 
 
-def _left_out(run: RunDir, job_id: str) -> Mapping[str, str]:
-    """Return the bad nodes that the job leaves out, as last recorded."""
+def _cleaned(history: Sequence[events.Event]) -> str:
+    """Say what `clusterddp clean` has removed since a job of the run was last queued or started."""
+    words: list[str] = []
+    for event in history:
+        if isinstance(event, events.Cleaned):
+            day = time.strftime("%Y-%m-%d", time.localtime(event.time))
+            words.append(f"{event.describe()} ({formatting.size(event.bytes)}) on {day}")
+        elif isinstance(event, events.Submitted | Started):
+            words = []
+    return "; ".join(words)
+
+
+def _waits(run: RunDir, submission: Submission, job: JobState | None) -> events.Waits | None:
+    """Find what the job waits for, unless Slurm holds it back for another reason by now."""
+    if submission.start.time or (job and job.reason not in HELD_BACK):
+        return None
+    history = events.read(run.events)
+    waits = [event for event in history if isinstance(event, events.Waits)]
+    return next((event for event in waits[::-1] if event.job_id == submission.job_id), None)
+
+
+def _left_out(run: RunDir, state: str, job_id: str) -> Mapping[str, str]:
+    """Return the bad nodes that the job leaves out, or a new job in the place of one that ended."""
+    if state == DONE:
+        return {}
+    try:
+        bad = bad_nodes.read(run.path.parent)
+    except OSError:
+        bad = None
+    if bad is not None and state in ENDED:
+        return {host: node.reason for host, node in bad.items()}
     of_job = [
         event
         for event in events.read(run.events)
@@ -215,11 +281,8 @@ def _left_out(run: RunDir, job_id: str) -> Mapping[str, str]:
     ]
     if not of_job:
         return {}
-    try:
-        bad = bad_nodes.read(run.path.parent)
-    except OSError:
-        return of_job[-1].nodes
-    return {host: reason for host, reason in of_job[-1].nodes.items() if host in bad}
+    recorded = of_job[-1].nodes
+    return {host: why for host, why in recorded.items() if bad is None or host in bad}
 
 
 def submission_folder(run: RunDir) -> Path | None:
@@ -240,9 +303,17 @@ def _works_in(run: RunDir, spec: JobSpec | None) -> str:
 
 def latest_metrics(path: Path) -> MetricsLine:
     """Read from the end of metrics.jsonl: loss of the training, accuracy on the test set."""
+    return _summed_up(_last_lines(path))
+
+
+def _last_lines(path: Path) -> list[MetricsLine]:
+    tail = files.parse_json_lines(files.read_tail(path, _METRICS_BYTES))
+    return [line for values in tail if (line := files.load(MetricsLine, values)) is not None]
+
+
+def _summed_up(lines: Sequence[MetricsLine]) -> MetricsLine:
     latest = MetricsLine()
-    for values in files.parse_json_lines(files.read_tail(path, _METRICS_BYTES)):
-        line = files.load(MetricsLine, values) or MetricsLine()
+    for line in lines:
         if line.step >= 0:
             latest = dataclasses.replace(latest, step=line.step, epoch=line.epoch)
         if line.tested:
@@ -250,6 +321,12 @@ def latest_metrics(path: Path) -> MetricsLine:
         elif line.loss is not None:
             latest = dataclasses.replace(latest, loss=line.loss)
     return latest
+
+
+def _latest_attempt(run: RunDir) -> Attempt | None:
+    with contextlib.suppress(OSError):
+        return latest(run)
+    return None
 
 
 def latest_report(run: RunDir, attempt: int | None) -> Report | None:
@@ -261,8 +338,10 @@ def latest_report(run: RunDir, attempt: int | None) -> Report | None:
 
 
 def _preflight(run: RunDir, attempt: int | None) -> str:
-    record = files.read(PreflightRecord, Attempt(run, attempt or 0).preflight)
-    return record.summary if record else ""
+    of = Attempt(run, attempt or 0)
+    quick = files.read(PreflightRecord, of.preflight) or PreflightRecord()
+    full = files.read(PreflightRecord, of.full_preflight) or PreflightRecord()
+    return "; ".join(filter(None, (quick.summary, full.summary and f"full: {full.summary}")))
 
 
 def _failure(
@@ -367,13 +446,6 @@ def _elapsed(submission: Submission, state: str, now: float) -> float | None:
     return round(max(until - started, 0.0), 3)
 
 
-def _hosts(nodelist: str) -> list[str]:
-    try:
-        return expand_nodelist(nodelist) if nodelist else []
-    except ClusterDDPError:
-        return [nodelist]
-
-
 def _exit_code(state: str, submission: Submission | None, job: JobState | None) -> int | None:
     if submission is None or state not in ENDED:
         return None
@@ -398,6 +470,8 @@ def _next_command(
     if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
         return f"clusterddp report {run.shown}" if state == DONE else ""
     again = run.resubmission
+    if submission.end and submission.end.cause == restart_policy.NOT_DUE and state == CANCELLED:
+        return again
     if state == STOPPED or (state == CANCELLED and has_checkpoint):
         return again
     logs = run.rank_log(0), run.job_log
@@ -452,7 +526,7 @@ def find_run(root: Path, text: str | None) -> RunDir:
         raise RequestError(
             f"{text} is a sweep, and this is about one run: name a point of it, such as {text}-0."
         )
-    holders = [run for run in runs if text in _job_ids(run)]
+    holders = [run for run in runs if text in job_ids(run)]
     if len(holders) == 1:
         return holders[0]
     if holders:
@@ -464,14 +538,27 @@ def find_run(root: Path, text: str | None) -> RunDir:
     raise RequestError(f"there is no run {text!r} below {root}.{hint}")
 
 
-def statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
-    """Return how the runs are doing; asks Slurm once for all of them, and only where it must."""
+def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -> list[RunStatus]:
+    """Return how the runs are doing; asks Slurm once for all of them, and only where it must.
+
+    known: answers of an earlier look, which this one adds to: squeue alone is asked again for them.
+    """
     submissions = [latest_submission(events.read(run.events)) for run in runs]
-    states = query(jobs_to_ask(submissions))
+    states = _ask(submissions, known)
     return [run_status(run, states) for run in runs]
 
 
-def _job_ids(run: RunDir) -> set[str]:
+def _ask(
+    submissions: Sequence[Submission | None], known: dict[str, JobState] | None
+) -> dict[str, JobState]:
+    states = query(jobs_to_ask(submissions), known=known)
+    if known is not None:
+        settled = (State.UNKNOWN, *(state for state in State if state.is_final))
+        known |= {j: job for j, job in states.items() if job.state in settled and not job.problem}
+    return states
+
+
+def job_ids(run: RunDir) -> set[str]:
     """Return a run's job ids: of its submissions, or of the job whose shell started its ranks.
 
     Of an array's element they are its own, 12, its name, 11_1, and the array's, 11.

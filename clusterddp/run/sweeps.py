@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir, directories, find_runs
 from clusterddp.run.state import CANCELLED, CREATED, DONE, FAILED, QUEUED, RUNNING, STOPPED, UNKNOWN
 from clusterddp.run.status import RunStatus, find_run, states_of
+from clusterddp.slurm.states import JobState
 
 _MOST_TELLING = (RUNNING, QUEUED, CREATED, FAILED, UNKNOWN, STOPPED, CANCELLED, DONE)
 """States of points, the one first that tells most about their sweep."""
@@ -38,14 +39,12 @@ class SweepStatus:
     @property
     def counts(self) -> Mapping[str, int]:
         """Return how many points are in each state; no state with none."""
-        counted = Counter(self.states)
-        order = (QUEUED, RUNNING, DONE, FAILED, STOPPED, CANCELLED, UNKNOWN, CREATED)
-        return {state: counted[state] for state in order if counted[state]}
+        return _counts(self.states)
 
     @property
     def state(self) -> str:
         """Return the state that tells most: running while a point runs, done once all are."""
-        return next((state for state in _MOST_TELLING if state in self.states), CREATED)
+        return most_telling(self.states)
 
     def as_dict(self) -> dict[str, object]:
         """Return what --json prints: the points with their states, and the counts of these."""
@@ -82,7 +81,23 @@ class SweepStatus:
     @property
     def summary(self) -> str:
         """Return the counts in words, `3 queued, 4 running, 5 done`."""
-        return ", ".join(f"{count} {state}" for state, count in self.counts.items())
+        return summary(self.states)
+
+
+def most_telling(states: Collection[str]) -> str:
+    """Return the state of a sweep whose points are in these states."""
+    return next((state for state in _MOST_TELLING if state in states), CREATED)
+
+
+def summary(states: Iterable[str]) -> str:
+    """Return how many points are in each state, in words: `3 queued, 4 running, 5 done`."""
+    return ", ".join(f"{count} {state}" for state, count in _counts(states).items())
+
+
+def _counts(states: Iterable[str]) -> dict[str, int]:
+    counted = Counter(states)
+    order = (QUEUED, RUNNING, DONE, FAILED, STOPPED, CANCELLED, UNKNOWN, CREATED)
+    return {state: counted[state] for state in order if counted[state]}
 
 
 def find_sweeps(output_root: Path) -> list[SweepDir]:
@@ -173,10 +188,15 @@ def job_ids(sweep: SweepDir) -> list[str]:
     return [e.job_id for e in history if isinstance(e, events.Submitted) and e.job_id]
 
 
-def sweep_status(sweep: SweepDir, states: Sequence[str] | None = None) -> SweepStatus:
+def sweep_status(
+    sweep: SweepDir,
+    states: Sequence[str] | None = None,
+    known: dict[str, JobState] | None = None,
+) -> SweepStatus:
     """Return how a sweep is doing; asks Slurm where the points' own records do not tell.
 
-    states: of the points, where they are known already. Raises RequestError where the request
+    states: of the points, where they are known already. known: answers of an earlier look, as of
+    `status.statuses`. Raises RequestError where the request
     cannot be read.
     """
     spec, history = sweep.load_spec(), events.read(sweep.events)
@@ -185,7 +205,7 @@ def sweep_status(sweep: SweepDir, states: Sequence[str] | None = None) -> SweepS
         name=sweep.name,
         names=spec.sweep.names,
         points=spec.sweep.points,
-        states=tuple(states_of(sweep.elements) if states is None else states),
+        states=tuple(states_of(sweep.elements, known) if states is None else states),
         max_parallel=spec.sweep.max_parallel,
         job_ids=tuple(event.job_id for event in submitted if event.job_id),
         submitted_time=submitted[0].time if submitted else None,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, RequestError
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.run import bad_nodes, events, files, hardware, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
@@ -25,7 +25,7 @@ from clusterddp.run.records import LastWord, Outcome, Report
 from clusterddp.run.restart_policy import gained, starts_since_submission, withdrawn
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import Ending, ending
-from clusterddp.slurm.forms import expand_nodelist
+from clusterddp.slurm.forms import hosts_of
 
 _ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
 # srun's lines stand at the log's end; a set-up can have written a great deal before them.
@@ -105,14 +105,7 @@ def stop_asked(attempt: Attempt, job_id: str) -> bool:
 def nodes_lost(job_log: str) -> tuple[str, ...]:
     """Return the nodes that srun has seen fail, by its lines in a job's log."""
     lists = _NODE_LOST.findall(job_log)
-    return tuple(dict.fromkeys(host for text in lists for host in _hosts(text)))
-
-
-def _hosts(nodelist: str) -> list[str]:
-    try:
-        return expand_nodelist(nodelist)
-    except RequestError:
-        return [nodelist]
+    return tuple(dict.fromkeys(host for text in lists for host in hosts_of(text)))
 
 
 def _hardware(evidence: "_Evidence", end: End) -> str:
@@ -197,14 +190,8 @@ class _Evidence:
     @cached_property
     def lost_nodes(self) -> tuple[str, ...]:
         """Nodes that were lost: by the controller's own watch, else those srun has seen fail."""
-        blamed = tuple(
-            node
-            for event in events.read(self.run.events)
-            if isinstance(event, events.NodesBlamed)
-            and (event.attempt, event.by) == (self.attempt.number, bad_nodes.BY_LOSS)
-            for node in event.nodes
-        )
-        return blamed or nodes_lost(self.job_log)
+        blames = bad_nodes.blames(self.attempt, bad_nodes.BY_LOSS)
+        return tuple(node for each in blames for node in each.nodes) or nodes_lost(self.job_log)
 
     @cached_property
     def slurms_word(self) -> Ending:
@@ -308,18 +295,13 @@ def _ended_by_slurm(evidence: _Evidence) -> End | None:
 
 
 def _preflight_failed(evidence: _Evidence) -> End | None:
-    """Judge an attempt whose nodes have failed the checks ahead of its tasks."""
-    number = evidence.attempt.number
-    blamed = [
-        event.nodes
-        for event in events.read(evidence.run.events)
-        if isinstance(event, events.NodesBlamed)
-        and (event.attempt, event.by) == (number, bad_nodes.BY_PREFLIGHT)
-    ]
-    if not blamed or evidence.outcomes:
+    """Judge an attempt whose nodes have failed the checks ahead of its tasks or its training."""
+    blames = bad_nodes.blames(evidence.attempt, bad_nodes.BY_PREFLIGHT)
+    if not blames:
         return None
-    named = "; ".join(f"{host}: {reason}" for host, reason in blamed[-1].items())
-    line = f"no task has started, for a node has failed its checks. {named}"
+    named = "; ".join(f"{host}: {reason}" for host, reason in blames[-1].nodes.items())
+    done = "step was done" if evidence.outcomes else "task has started"
+    line = f"no {done}, for a node has failed its checks. {named}"
     return End(restart_policy.PREFLIGHT, EXIT_FAILED, saved=False, lines=(line,), remark=named)
 
 

@@ -46,7 +46,6 @@ _SIGNAL = re.compile(
 _BYTES = re.compile(r"(\d+[KMGT])i?B", re.IGNORECASE)
 """Size as sbatch takes it too, of which the first letter counts."""
 _SIGNALS = {"10": "USR1", "12": "USR2", "15": "TERM"}
-_SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$|_)")
 _OF_MODULES = re.compile(r"PATH$|HOME$|ROOT$|DIR$|PREFIX$|FLAGS$|MODULE", re.IGNORECASE)
 """Variables that modules set, too: which of the two comes last matters."""
 _LOADS = frozenset({"load", "add"})
@@ -666,7 +665,7 @@ class _Translation:
             each[0] == "--gpus-per-node" for each in self.line.options
         ):
             self.line.note(line, source, "not carried over: Slurm hands the GPUs out")
-        elif value is not None and _SECRET.search(name):
+        elif value is not None and forms.SECRET.search(name):
             self.environment[name] = None
             why = f"its value stays out of the line: export {name}=… in your shell first"
             self.line.note(line, name, why)
@@ -796,7 +795,7 @@ def _reads_argument(text: str) -> bool:
 def _is_secret(assignment: Assignment) -> bool:
     """Return whether the file has the value of a variable that is secret by its name."""
     has_value = is_known(assignment.text) or _DEFAULT.search(assignment.source)
-    return bool(_SECRET.search(assignment.name) and has_value)
+    return bool(forms.SECRET.search(assignment.name) and has_value)
 
 
 def _is_word(word: str, text: str) -> bool:

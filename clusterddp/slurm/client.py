@@ -5,6 +5,7 @@ A process inside a job asks here, too, why its job ends, and how long it still h
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.slurm.forms import (
     ATTEMPT_VARIABLE,
+    FULL_PREFLIGHT_VARIABLE,
     LOOP_VARIABLE,
     NONCE_VARIABLE,
     RANK_VARIABLES,
@@ -73,6 +75,7 @@ def sbatch(
     *,
     comment: str,
     exclude: Sequence[str] = (),
+    dependency: str = "",
     array: str = "",
 ) -> str:
     """Queue a script and return the job id.
@@ -80,6 +83,7 @@ def sbatch(
     comment: the job comment that the script itself sets; a submission whose answer was lost is
         looked for by it, among this user's jobs of the last minutes.
     exclude: nodes to leave out, in place of those that the script itself leaves out.
+    dependency: what to wait for, in place of what the script itself waits for.
     array: elements to start, `0-3,7%2`, in place of those that the script names; sbatch is given
         the comment then, too.
 
@@ -91,6 +95,7 @@ def sbatch(
     started = time.time()
     try:
         argv = ["sbatch", "--parsable", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
+        argv += [f"--dependency={dependency}"] if dependency else []
         argv += [f"--array={array}", f"--comment={comment}"] if array else []
         answer = call(argv, environ, SBATCH_SECONDS, stdin=script)
     except _NOT_ON_PATH:
@@ -183,9 +188,16 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
     )
 
 
-def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, JobState]:
+def query(
+    job_ids: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    known: Mapping[str, JobState] | None = None,
+) -> dict[str, JobState]:
     """Return the state of each job: from one squeue call, then scontrol and sacct.
 
+    known: answers of an earlier call, of which only squeue's can change: no other command is called
+    for these jobs.
     Never raises: a job that no command knows, an id that is none of Slurm's, and every job on a
     machine without Slurm are `State.UNKNOWN`; `problem` says when Slurm could not be asked.
     """
@@ -195,9 +207,15 @@ def query(job_ids: Sequence[str], environ: Mapping[str, str] | None = None) -> d
     if valid_ids:
         try:
             jobs = _squeue(valid_ids, environ)
-            _add_exit_codes(jobs, environ)
+            same = [
+                j for j, job in (known or {}).items() if j in jobs and jobs[j].state is job.state
+            ]
+            jobs |= {job_id: (known or {})[job_id] for job_id in same}
+            _add_exit_codes(jobs, environ, besides=same)
         except SlurmError as error:
             unknown = replace(unknown, problem=str(error))
+        if not unknown.problem:
+            jobs = {**(known or {}), **jobs}
         missing = [job_id for job_id in valid_ids if job_id not in jobs]
         if missing:
             jobs |= _sacct(missing, environ)
@@ -244,7 +262,8 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[s
     # An array's waiting elements have no numbers yet, and stand in one line without -r.
     asked = [*dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids)]
     each = ["-r"] if any("_" in job_id for job_id in job_ids) else []
-    argv = ["squeue", "-h", "-a", *each, "-t", "all", "-j", ",".join(asked), "-o", "%i %A|%T|%r|%k"]
+    ids, form = ",".join(asked), "%i %A %S|%T|%r|%k"
+    argv = ["squeue", "-h", "-a", *each, "-t", "all", "-j", ids, "-o", form]
     answer = ask(argv, environ)
     if answer.returncode and not _UNKNOWN_JOB.search(answer.stderr):
         raise SlurmError(f"squeue: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
@@ -254,13 +273,14 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[s
         names, state, reason, comment = [*line.split("|", 3), "", "", ""][:4]
         if not state:
             continue  # `CLUSTER: name` of a multi-cluster squeue, or a site's remark
-        name, _, raw_id = names.partition(" ")
+        name, raw_id, start = [*names.split(" "), "", ""][:3]
         array, underscore, _ = name.partition("_")
         job = JobState(
             parse_state(state),
             _reason(reason),
             comment=_reason(comment),
             element=name if underscore else "",
+            start=_expected(start) if parse_state(state) is State.PENDING else None,
             word=other_word(state),
         )
         # The SLURM_JOB_ID of an array's element is its raw id; that of the last one is the array's.
@@ -273,8 +293,10 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[s
     return arrays | jobs
 
 
-def _add_exit_codes(jobs: dict[str, JobState], environ: Mapping[str, str] | None) -> None:
-    ended = [job_id for job_id, job in jobs.items() if job.state.is_final]
+def _add_exit_codes(
+    jobs: dict[str, JobState], environ: Mapping[str, str] | None, besides: Sequence[str]
+) -> None:
+    ended = [j for j, job in jobs.items() if job.state.is_final and j not in besides]
     for job_id in ended[-MOST_SCONTROL_CALLS:]:
         try:
             name = jobs[job_id].element or job_id
@@ -307,6 +329,14 @@ def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[st
     return jobs
 
 
+def _expected(text: str) -> float | None:
+    """Return the time of squeue's %S, in this machine's time zone; None for N/A."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+
+
 def _reason(text: str) -> str:
     text = text.strip()
     if text.startswith("(") and text.endswith(")"):
@@ -323,11 +353,12 @@ def ask(
     environ: Mapping[str, str] | None = None,
     seconds: float | None = None,
     stdin: str = "",
+    folder: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that shows, tries or cancels jobs.
 
-    environ: os.environ by default. seconds: QUERY_SECONDS by default. Raises SlurmError when the
-    command is missing or silent.
+    environ: os.environ by default. seconds: QUERY_SECONDS by default. folder: this one by default.
+    Raises SlurmError when the command is missing or silent.
     """
     import subprocess
 
@@ -336,7 +367,7 @@ def ask(
     # A user's own SQUEUE_PARTITION, say, would hide jobs: seen on 22.05.
     plain = {n: v for n, v in environ.items() if not n.startswith(_QUERY_PREFIXES)}
     try:
-        answer = call(argv, plain, seconds, stdin)
+        answer = call(argv, plain, seconds, stdin, folder)
     except _NOT_ON_PATH:
         raise SlurmError(f"no {argv[0]} on PATH: this machine has no Slurm") from None
     except OSError as error:
@@ -373,7 +404,11 @@ def _answer(
 
 
 def call(
-    argv: Sequence[str], environ: Mapping[str, str], seconds: float, stdin: str = ""
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    seconds: float,
+    stdin: str = "",
+    folder: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as from a login shell; raises what subprocess.run does."""
     import subprocess
@@ -381,6 +416,7 @@ def call(
     return subprocess.run(  # which looks for it on the PATH of `env`, not of this process
         argv,
         env=submission_environment(environ),
+        cwd=folder,
         input=stdin,
         capture_output=True,
         encoding="utf-8",
@@ -403,12 +439,20 @@ def cancel_all(job_ids: Sequence[str]) -> None:
 
     Raises SlurmError as `cancel` does.
     """
+    _change(["scancel", *in_arrays(job_ids)])
+
+
+def in_arrays(job_ids: Sequence[str]) -> list[str]:
+    """Return jobs as scancel and scontrol take them, the elements of an array as one: `89_[0-3,7]`.
+
+    Other jobs come first.
+    """
     elements: dict[str, list[int]] = {}
     for array, _, index in (job_id.partition("_") for job_id in job_ids if "_" in job_id):
         elements.setdefault(array, []).append(int(index))
     listed = {array: array_indices(sorted(indices)) for array, indices in elements.items()}
     jobs = [job_id for job_id in job_ids if "_" not in job_id]
-    _change(["scancel", *jobs, *(f"{array}_[{indices}]" for array, indices in listed.items())])
+    return [*jobs, *(f"{array}_[{indices}]" for array, indices in listed.items())]
 
 
 @dataclass(frozen=True)
@@ -462,10 +506,14 @@ def kill_step(step: str) -> None:
 def give_back(job_id: str, kept: Sequence[str]) -> None:
     """Have a job keep these nodes alone; its steps end on the others. Raises SlurmError.
 
-    Seen on 22.05: at once, though a node is lost, and its loss then ends no job any more. scontrol
-    would write scripts into this folder, but for the missing SLURM_JOB_ID.
+    Seen on 22.05: at once, though a node is lost, and its loss then ends no job any more.
     """
-    _change(["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"])
+    import tempfile
+
+    argv = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"]
+    # scontrol writes slurm_job_ID_resize.sh and .csh into its folder, with SLURM_JOBID set (22.05).
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        _change(argv, folder=folder)
 
 
 def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
@@ -473,14 +521,26 @@ def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
 
     Slurm shows a node's port where it is not that of slurm.conf (seen on 22.05).
     """
-    usual = re.search(r"^SlurmdPort\s*=\s*(\d+)", _config(), re.MULTILINE)
+    try:
+        usual = _slurmd_port()
+    except SlurmError:
+        usual = _SLURMD_PORT
     addresses = {}
     for line in _answer(["scontrol", "show", "node", "-o", ",".join(hosts)]).splitlines():
         fields = dict(re.findall(r"\b(NodeName|NodeAddr|Port)=(\S+)", line))
         if fields.get("NodeName") in hosts and "NodeAddr" in fields:
-            port = fields.get("Port") or (usual[1] if usual else _SLURMD_PORT)
-            addresses[fields["NodeName"]] = fields["NodeAddr"], int(port)
+            addresses[fields["NodeName"]] = fields["NodeAddr"], int(fields.get("Port") or usual)
     return addresses
+
+
+@functools.cache
+def _slurmd_port() -> int:
+    """Return slurm.conf's port of slurmd, asked once: slurmd keeps it. Raises SlurmError."""
+    config = _config()
+    if not config:
+        raise SlurmError("slurmctld does not show its configuration")
+    usual = re.search(r"^SlurmdPort\s*=\s*(\d+)", config, re.MULTILINE)
+    return int(usual[1]) if usual else _SLURMD_PORT
 
 
 def signal_script(job_id: str) -> None:
@@ -521,12 +581,64 @@ def exclude_nodes(job_id: str, hosts: Sequence[str]) -> None:
     _change(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(hosts)}"])
 
 
-def requeue(job_id: str) -> None:
+def ask_for_nodes(job_id: str, count: int, tasks: int) -> None:
+    """Have a job that waits ask for so many nodes, no fewer and no more, and so many tasks.
+
+    Taken from the moment of a requeue on (seen on 22.05). Raises SlurmError with scontrol's words.
+    """
+    sizes = f"NumNodes={count}-{count}", f"NumTasks={tasks}"
+    _change(["scontrol", "update", f"JobId={job_id}", *sizes])
+
+
+def dependency_of(job_id: str) -> list[str]:
+    """Return what a job waits for, `afterany:12` each; raises SlurmError where Slurm does not say.
+
+    What is fulfilled is no longer among it (seen on 22.05).
+    """
+    fields = _job_fields(job_id)
+    if "Dependency" not in fields:
+        raise SlurmError(f"Slurm does not say what job {job_id} waits for")
+    named = fields["Dependency"] if fields["Dependency"] != "(null)" else ""
+    return [re.sub(r"\(.*", "", item) for item in named.split(",") if item]
+
+
+def depend(job_id: str, dependency: str) -> None:
+    """Have a job in the queue wait for other jobs, in place of those that it waits for.
+
+    Slurm takes it also of a job in DependencyNeverSatisfied, held, or completing after a requeue,
+    and refuses it of one that runs (seen on 22.05). Raises SlurmError with scontrol's words.
+    """
+    _change(["scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}"])
+
+
+def release(job_id: str) -> None:
+    """Let a held job go. Raises SlurmError with scontrol's own words."""
+    _change(["scontrol", "release", job_id])
+
+
+def put_back(job_id: str, dependency: str) -> None:
+    """Put this running job back into the queue, behind other jobs; without any it is held.
+
+    It may be one of --no-requeue, as none of its tasks has started: its owner may allow it, and
+    forbid it again (seen on 22.05). Raises SlurmError.
+    """
+    allowed = _job_fields(job_id).get("Requeue") == "1"
+    if not allowed:
+        _change(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
+    requeue(job_id, hold=not dependency)
+    if not allowed:
+        forbid_requeue(job_id)
+    if dependency:
+        depend(job_id, dependency)
+
+
+def requeue(job_id: str, *, hold: bool = False) -> None:
     """Put a job back into the queue; one that is there already stays.
 
-    Raises RequeueRefused where that is not allowed, SlurmError where Slurm does not answer.
+    hold: it starts only once it is released. Raises RequeueRefused where that is not allowed,
+    SlurmError where Slurm does not answer.
     """
-    answer = ask(["scontrol", "requeue", job_id])
+    answer = ask(["scontrol", "requeuehold" if hold else "requeue", job_id])
     words = f"{answer.stdout} {answer.stderr}".strip()
     if answer.returncode and "pending execution" not in words:
         raise RequeueRefused(words or f"scontrol requeue: exit code {answer.returncode}")
@@ -540,7 +652,7 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """
     kept, prefixes = _CONFIGURATION.split(), tuple(_JOB_PREFIXES.split())
     own = ATTEMPT_VARIABLE, LOOP_VARIABLE, NONCE_VARIABLE, SPARES_VARIABLE
-    dropped = {*RANK_VARIABLES, *own}
+    dropped = {*RANK_VARIABLES, *own, FULL_PREFLIGHT_VARIABLE}
     if "SLURM_JOB_ID" in environ:
         dropped.update(_DEVICES.split())
     return {
@@ -551,10 +663,14 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _change(
-    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, may_complain: bool = True
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    may_complain: bool = True,
+    folder: str | None = None,
 ) -> None:
     """Run a command that changes a job. may_complain: an error on stderr alone is none."""
-    answer = ask(argv, environ)
+    answer = ask(argv, environ, folder=folder)
     complains = "error" in answer.stderr.lower()
     if answer.returncode or (complains and not may_complain):
         words = answer.stderr.strip() or f"exit code {answer.returncode}"

@@ -43,11 +43,17 @@ ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 
 SPARES_VARIABLE = "CLUSTERDDP_SPARE_NODES"
 """Variable of the tasks of a job with spare nodes: they show their nodes' life."""
+
+FULL_PREFLIGHT_VARIABLE = "CLUSTERDDP_FULL_PREFLIGHT"
+"""Variable of the tasks of an attempt whose ranks are to check their nodes before they train."""
+
 LOOP_VARIABLE = "CLUSTERDDP_LOOP"
 """Variable by which a COMMAND's loop finds its attempt (`run.loop_variables`)."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$|_)")
+"""Part of a variable's name that says that its value is secret."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +237,14 @@ def expand_nodelist(text: str) -> list[str]:
             f"at most {MAX_HOSTS} are expanded. Check the ranges in it."
         )
     return [host for literals, brackets in names for host in _expand(literals, brackets)]
+
+
+def hosts_of(nodelist: str) -> list[str]:
+    """Return every host of a list; none of an empty one, and one that cannot be read as a host."""
+    try:
+        return expand_nodelist(nodelist) if nodelist else []
+    except RequestError:
+        return [nodelist]
 
 
 def expand_tasks_per_node(text: str) -> list[int]:

@@ -17,7 +17,13 @@ PATIENCE_SECONDS = 1.0
 _SINFO = ["sinfo", "-h", "-a", "-e", "-o", "%P|%l|%c|%D|%G"]
 # All partitions, of which hidden ones show with -a alone, which goes with no -p (22.05).
 _SINFO_NODES = ["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%T|%c|%G|%f|%m"]
-_NOT_GIVEN = ("drain", "fail", "error", "unk", "future", "inval", "maint", "reboot")
+# States, and marks behind them, of nodes that Slurm gives to no job now: sinfo(1), NODE STATE
+# CODES. It does give those that are powered off (~) or up (#), completing (+) or planned (-).
+_NOT_GIVEN = (
+    *("drain", "fail", "error", "unk", "future", "inval", "maint", "reboot", "reserved"),
+    *("power_down", "powering_down", "blocked", "perfctrs", "no_respond"),
+)
+_MARKS_NOT_GIVEN = ("!", "%", "$", "@", "^")
 _FEATURE = re.compile(r"[A-Za-z0-9_.-]+")
 _GRES = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??:(?P<count>\d{1,9})(?=[(,]|$)")
 
@@ -107,6 +113,7 @@ class Node:
     features: frozenset[str] = frozenset()
     memory: int = 0
     """Megabytes."""
+    partition: str = ""
 
     @property
     def is_lost(self) -> bool:
@@ -116,18 +123,19 @@ class Node:
     @property
     def is_usable(self) -> bool:
         """Return whether Slurm gives it to jobs."""
-        return not self.is_lost and not self.state.startswith(_NOT_GIVEN)
+        is_given = not self.state.startswith(_NOT_GIVEN)
+        return is_given and not self.is_lost and not self.state.endswith(_MARKS_NOT_GIVEN)
 
 
 def nodes(names: str, environ: Mapping[str, str], seconds: float | None = None) -> list[Node]:
-    """Return the nodes of some partitions, or of the default one. Raises SlurmError.
+    """Return the nodes of some partitions, or of the default one, once for each that has them.
 
-    names: `gpu,long`; empty for the default. seconds: bound on sinfo's answer.
+    names: `gpu,long`; empty for the default. seconds: bound on sinfo's answer. Raises SlurmError.
     """
     answer = ask(_SINFO_NODES, environ, seconds)
     if answer.returncode:
         raise SlurmError(f"sinfo: {answer.stderr.strip() or f'exit code {answer.returncode}'}")
-    asked, found = names.split(","), dict[str, Node]()
+    asked, found = names.split(","), list[Node]()
     for line in answer.stdout.splitlines():
         values = line.strip().split("|")
         if len(values) != 7 or not values[3].isdecimal():
@@ -136,8 +144,10 @@ def nodes(names: str, environ: Mapping[str, str], seconds: float | None = None) 
         if partition.rstrip("*") in asked or (not names and partition.endswith("*")):
             words = frozenset(features.split(","))
             size = int(memory) if memory.isdecimal() else 0
-            found[name] = Node(name, state, int(cpus), gpus_of(gres), words, size)
-    return list(found.values())
+            found.append(
+                Node(name, state, int(cpus), gpus_of(gres), words, size, partition.rstrip("*"))
+            )
+    return found
 
 
 def features_of(constraint: str) -> frozenset[str]:

@@ -70,6 +70,8 @@ class JobState:
     """The job's comment, by which a run knows a job of its own."""
     element: str = ""
     """The name of an array's element, 89_0: its raw id can be that of the whole array."""
+    start: float | None = None
+    """Time at which Slurm expects a job to start that is pending, in seconds since the epoch."""
     word: str = ""
     """Slurm's own word for `State.OTHER`."""
 

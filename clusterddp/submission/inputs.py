@@ -38,7 +38,9 @@ def make_sure(
         raise RequestError(absent)
     find_own_functions(config, spec, code=code)
     try:
-        if config.resume:
+        if config.resume and spec and config.resume in dict(spec.after):
+            _check_awaited(RunDir(Path(config.resume)), config, spec)
+        elif config.resume:
             _check_checkpoint(catalog.find(config.resume), config, spec)
         if is_reference(config.dataset):
             return
@@ -93,6 +95,14 @@ def _in_another_python(spec: JobSpec | None) -> bool:
     if spec is None:
         return False
     return spec.python != sys.executable or bool(spec.launch_prefix or spec.container_image)
+
+
+def _check_awaited(run: RunDir, config: TrainConfig, spec: JobSpec) -> None:
+    """Check a request against a run that goes on, from whose last checkpoint it is to start."""
+    before = run.read_spec()
+    if before and before.train:
+        _check_run(run, before.train, None, config, spec)
+    log.info(f"--resume: from the newest checkpoint that {run.name} has once it has ended")
 
 
 def _check_checkpoint(checkpoint: Path, config: TrainConfig, spec: JobSpec | None) -> None:

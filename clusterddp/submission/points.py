@@ -7,6 +7,7 @@ from pathlib import Path
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
+from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir, undo
 
 SHARED = ("clusterddp.pyz", "code", "code.json", "script.sbatch")
@@ -48,6 +49,14 @@ def refuse_existing(spec: JobSpec, indices: Sequence[int]) -> None:
                 f"the run {path.name} exists already at {path}, and would be a point of the sweep "
                 f"{spec.run_name}; choose another --run-name."
             )
+
+
+def note_rehearsal(sweep: SweepDir, indices: Sequence[int]) -> None:
+    """Record that points will run on this machine, one after the other. Raises OSError."""
+    folder = str(Path.cwd())
+    events.add(
+        sweep.events, events.Submitted, launcher="local", folder=folder, indices=tuple(indices)
+    )
 
 
 def _make(point: RunDir, spec: JobSpec, sweep: SweepDir, shared: Sequence[str]) -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from clusterddp import launchers, log
 from clusterddp.errors import CheckpointError, RequestError
+from clusterddp.launchers import notice_job
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.sweep import shown
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, events, formatting
+from clusterddp.run import bad_nodes, chain, events, formatting
 from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
@@ -33,9 +34,9 @@ from clusterddp.submission.submit import ask_for_partitions, naming_the_job
 from clusterddp.version import of_script
 
 CHANGEABLE = (
-    *("resources", "train", "signal", "job_name", "python", "batch_python"),
+    *("resources", "train", "after", "signal", "job_name", "python", "batch_python"),
     *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
-    *("arm_stacks", "silence", "end_silent", "bad_node_hours"),
+    *("arm_stacks", "silence", "end_silent", "bad_node_hours", "preflight", "notify", "tracker"),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
 """Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
@@ -285,6 +286,8 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 
 def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> None:
     bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
+    if spec.after:  # ahead of the records
+        chain.check(chain.look(spec), has_queue=spec.launcher != "local")
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(
@@ -383,6 +386,11 @@ def check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) ->
             )
     if terms.new_code or not run.code_record.is_file():
         return
+    if snapshot.is_cleaned(run):
+        raise RequestError(
+            f"the copy of its code that {run.name} ran was removed by 'clusterddp clean'. To run "
+            f"the files of {Path.cwd()} as they are now: --code new."
+        )
     if run.code.is_dir():
         code_renewal.log_changes(before, run)
     elif not terms.allow_changed:  # it uses the folder itself
@@ -455,7 +463,10 @@ def _submit(
             events.add(run.events, events.Resubmitted, changes=changes, from_scratch=latest.number)
         else:
             events.add(run.events, events.Resubmitted, changes=changes)
-        return launchers.load(after.launcher).submit(after, script, run)
+        submission = launchers.load(after.launcher).submit(after, script, run)
+        notice_job.submit(after, run, submission.job_id)
+    chain.rejoin(run)
+    return submission
 
 
 @contextlib.contextmanager

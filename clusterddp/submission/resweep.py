@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import RequestError
-from clusterddp.launchers import SentJob
+from clusterddp.launchers import SentJob, notice_job
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, events
+from clusterddp.run import bad_nodes, chain, events
 from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import UNKNOWN
@@ -95,6 +95,7 @@ def resubmit_sweep(
         else:
             bundle.keep(sweep)
         submission = _submit(claim, claims, before, after, script, indices, terms)
+        chain.rejoin(sweep)
         return dataclasses.replace(result, submission=submission)
 
 
@@ -118,6 +119,8 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
 
 def _check(spec: JobSpec, count: int) -> None:
     """Check what the points need from here, as a first submission does."""
+    if spec.after:  # ahead of the records
+        chain.check(chain.look(spec), has_queue=spec.launcher != "local")
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(
@@ -164,10 +167,13 @@ def _submit(
         else:
             runs = stack.enter_context(points.created(sweep, after, indices))
         if after.launcher == "local":
+            points.note_rehearsal(sweep, indices)
             return SentJob("")
         from clusterddp.launchers import sbatch  # and jinja2, which not every command needs
 
-        return sbatch.submit(after, script, sweep, runs)
+        submission = sbatch.submit(after, script, sweep, runs)
+        notice_job.submit(after, sweep, submission.job_id)
+        return submission
 
 
 def _note(run: RunDir, terms: Terms) -> None:

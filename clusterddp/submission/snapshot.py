@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from clusterddp import log
 from clusterddp.errors import RequestError
-from clusterddp.run import formatting
+from clusterddp.run import events, formatting
 from clusterddp.run.files import load, read_file, write_atomically
 from clusterddp.run.run_dir import RunDir, run_folders
 
@@ -262,6 +262,20 @@ def changes_since_submission(run: RunDir, folder: Path) -> list[str] | None:
     before = Snapshot.read(run.code_record)
     after = fingerprint(folder, leave_out=run_folders(run))
     return difference(before, after) if after else None
+
+
+def is_cleaned(run: RunDir) -> bool:
+    """Return whether `clusterddp clean` has removed files of the run's copy, which are still gone.
+
+    The copy of a sweep's point can be the sweep's. Raises RequestError where the record of the code
+    cannot be read.
+    """
+    sweep = run.sweep if run.code.is_symlink() else None
+    history = events.read((sweep or run).events)
+    if not any(isinstance(event, events.Cleaned) and event.code_files for event in history):
+        return False
+    names = Snapshot.read(run.code_record).digests
+    return not all(os.path.lexists(run.code / name) for name in names)
 
 
 def difference(before: Snapshot, after: Snapshot, *, new: bool = False) -> list[str]:

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.launchers import SHIPPED, SentJob, load
+from clusterddp.launchers import SHIPPED, SentJob, load, notice_job
 from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes
+from clusterddp.run import bad_nodes, chain
 from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
 from clusterddp.slurm.client import array_limits
 from clusterddp.slurm.partitions import Question
@@ -72,6 +72,7 @@ def submit(
         bundle.carry(run)
         _keep_code(spec, run, snapshot_limit_mb)
         submission = load(spec.launcher).submit(spec, script, run)
+        notice_job.submit(spec, run, submission.job_id)
     return run, submission
 
 
@@ -85,8 +86,12 @@ def _submit_sweep(spec: JobSpec, script: str, snapshot_limit_mb: float) -> tuple
         _keep_code(spec, sweep, snapshot_limit_mb)
         with points.created(sweep, spec, indices) as runs:
             if spec.launcher == "local":
+                chain.check(chain.look(spec), has_queue=False)  # of which each point looks again
+                points.note_rehearsal(sweep, indices)
                 return sweep, SentJob("")
-            return sweep, sbatch.submit(spec, script, sweep, runs)
+            submission = sbatch.submit(spec, script, sweep, runs)
+            notice_job.submit(spec, sweep, submission.job_id)
+            return sweep, submission
 
 
 def _check_commands(spec: JobSpec, script: str) -> None:

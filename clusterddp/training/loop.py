@@ -116,7 +116,7 @@ class Training:
         self.last_step = config.max_steps or sys.maxsize
         self.schedule = Schedule(config, agreed.reference_world_size, len(self.train_set))
         self.poll = Poll(self.device)
-        self.journal = Journal(config, attempt, rank, self.position, self._planned_steps())
+        self.journal = Journal(config, attempt, rank, self.position, self.planned_steps())
         self.profiler = None
         if config.profile and int(config.profile) == rank:
             self.profiler = Profiler(attempt.path / "profile", rank, self.device)
@@ -285,7 +285,7 @@ class Training:
         position, rate = self.position, self.schedule.lr(self.position)
         if not math.isfinite(loss):
             raise TrainingError(
-                f"the {'loss' if kind == 'train' else 'test loss'} is {loss} by step "
+                f"the {'training' if kind == 'train' else 'test'} loss is {loss} by step "
                 f"{position.step}: the weights are lost. "
                 f"Lower --lr (now {self.config.lr:g}) or raise --warmup-steps."
             )
@@ -315,8 +315,8 @@ class Training:
             self.learner.best = Best(accuracy, step)
         self.learner.tally.lap()
 
-    def _planned_steps(self) -> int:
-        """Return the steps done and left at this world size, for the progress bar."""
+    def planned_steps(self) -> int:
+        """Return the steps done and left at this world size, from any thread."""
         per_epoch = math.ceil(len(self.train_set) / self.agreed.global_batch_size)
         left = (self.config.epochs - self.position.epoch) * per_epoch - self.position.step_in_epoch
         return min(self.last_step, self.position.step + max(left, 0))

@@ -80,11 +80,11 @@ class Journal:
                 f"step {line.step}: test accuracy {line.accuracy:.2%}, test loss {line.loss:.4f}"
             )
         elif self._bar is not None and not self._bar.gives_way:
-            self._bar.set_postfix(loss=f"{line.loss:.4f}", refresh=False)
+            self._bar.set_postfix({"training loss": f"{line.loss:.4f}"}, refresh=False)
         else:
             log.info(
-                f"epoch {line.epoch} step {line.step}: loss {line.loss:.4f}, "
-                f"accuracy {line.accuracy:.2%}, lr {line.lr:.4g}, "
+                f"epoch {line.epoch} step {line.step}: training loss {line.loss:.4f}, "
+                f"training accuracy {line.accuracy:.2%}, lr {line.lr:.4g}, "
                 f"{line.images_per_second:,.0f} images/s"
             )
         if line.step == self._start_step and line.kind in self._known:

@@ -31,6 +31,8 @@ class Presence:
         """Returns the step of its newest checkpoint, if it has one."""
         self.spent: Callable[[], Spent | None] = lambda: None
         """Returns what its time was spent on, where that is known."""
+        self.planned: Callable[[], int | None] = lambda: None
+        """Returns the step at which the training will be done, where that is known."""
         self._attempt = attempt
         self._request = request
         self._over = threading.Event()
@@ -47,16 +49,19 @@ class Presence:
         self._thread.join(ALIVE_SECONDS)  # a file system that hangs must not keep the process
         if not self._thread.is_alive():
             with suppress(OSError):
-                self._attempt.show_life(self.step(), self.saved(), self.spent())
+                self._show()
 
     def _stay(self) -> None:
         self._look()
         while not self._over.wait(ALIVE_SECONDS):
             self._look()
 
+    def _show(self) -> None:
+        self._attempt.show_life(self.step(), self.saved(), self.spent(), self.planned())
+
     def _look(self) -> None:
         try:
-            self._attempt.show_life(self.step(), self.saved(), self.spent())
+            self._show()
             self._gone = 0
         except FileNotFoundError:
             self._gone += 1

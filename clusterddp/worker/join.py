@@ -30,6 +30,7 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import note_clocks
 from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.forms import FULL_PREFLIGHT_VARIABLE
 from clusterddp.training import device as devices
 from clusterddp.training.step import gpus_of_one_process, use_tf32
 
@@ -49,6 +50,8 @@ class Joined:
     hello: Hello
     agreed: Agreement
     device: torch.device
+    checks_nodes: bool = False
+    """True where the ranks check their nodes before they train: rank 0 was told so."""
 
     @property
     def attempt(self) -> Attempt:
@@ -64,6 +67,7 @@ class _Answer:
     tell_time: tuple[int, ...]
     """Ranks that answer with their host's time."""
     sent: float
+    checks_nodes: bool
 
 
 def join(
@@ -86,7 +90,8 @@ def join(
     except ClusterDDPError as error:
         rendezvous.decline(store, env, error)
         raise
-    joined = _meet(config, env, store, hello, settle)
+    checks_nodes = bool(environ.get(FULL_PREFLIGHT_VARIABLE))
+    joined = _meet(config, env, store, hello, settle, checks_nodes)
     agreed = joined.agreed
     interface = ""
     if lookups and agreed.backend == "gloo" and tcp_store.GLOO_INTERFACE not in environ:
@@ -104,6 +109,7 @@ def _meet(
     store: RunStore,
     hello: Hello,
     settle: Callable[[list[Hello]], Agreement],
+    checks_nodes: bool,
 ) -> Joined:
     """Meet the other ranks; rank 0 compares the clocks of their hosts."""
     tellers: dict[int, str] = {}
@@ -114,7 +120,12 @@ def _meet(
         ranks = agreement.share_out(sorted(ranks, key=lambda hello: hello.rank))
         agreed = settle(ranks)
         tellers.update(rendezvous.time_tellers(hellos))
-        answer = _Answer(tuple(rank.device for rank in ranks), tuple(sorted(tellers)), time.time())
+        answer = _Answer(
+            devices=tuple(rank.device for rank in ranks),
+            tell_time=tuple(sorted(tellers)),
+            sent=time.time(),
+            checks_nodes=checks_nodes,
+        )
         return {**dataclasses.asdict(agreed), **vars(answer)}
 
     # Rank 0 calls a user function meanwhile, which may have to fetch its data.
@@ -126,7 +137,7 @@ def _meet(
     hello = dataclasses.replace(hello, device=answer.devices[env.rank])
     if env.rank in answer.tell_time:
         rendezvous.tell_time(store, env, time.time())
-    joined = Joined(hello, agreed, torch.device(hello.device))
+    joined = Joined(hello, agreed, torch.device(hello.device), answer.checks_nodes)
     if tellers:
         ahead = rendezvous.collect_clocks(store, env, tellers, answer.sent)
         apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]

@@ -308,7 +308,7 @@ def _train(
 ) -> str:
     """Train; returns the reason where the ranks have stopped early, for rank 0 to have noted."""
     from clusterddp.checkpoints import state
-    from clusterddp.training import batch_size, report
+    from clusterddp.training import batch_size, preflight, report
     from clusterddp.training.learner import check_fit
     from clusterddp.training.loop import Training, train
     from clusterddp.worker import start
@@ -320,6 +320,10 @@ def _train(
     with presence if env.rank == 0 else nullcontext():
         if env.rank == 0:
             poll_time_limit(deadline, os.environ)
+        if joined.checks_nodes and not preflight.nodes_pass(
+            joined.hello, attempt, device, agreed.precision, progress
+        ):
+            return preflight.FAILED
         sets, held = start.obtain(
             config, env, store, reading, device, data_sha256=agreed.data_sha256
         )
@@ -340,6 +344,7 @@ def _train(
         presence.step = lambda: training.position.step
         presence.saved = lambda: saver.last_step if saver else None
         presence.spent = training.spent
+        presence.planned = training.planned_steps
         try:
             reason = train(training)
         except BaseException as error:

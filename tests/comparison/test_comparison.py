@@ -186,10 +186,10 @@ def test_the_table_has_a_line_for_every_row_also_for_those_without_figures() -> 
         Trial(DDP, "a-ddp-4", "failed", "rank 1 on h01 failed first: RuntimeError: boom"),
     ]
     assert table(results(trials)).splitlines() == [
-        "STRATEGY  RANKS       NODES    TIME  TOTAL  IMAGES/S  SPEED-UP  EFFICIENCY  ACCURACY  "
-        "MEMORY",
-        "single    1               1  6.00 s  9.0 s     1,000      1.00        100%    90.00%  "
-        "     -",
+        "STRATEGY  RANKS       NODES    TIME  TOTAL  IMAGES/S  SPEED-UP  EFFICIENCY  "
+        "TEST-ACCURACY  MEMORY",
+        "single    1               1  6.00 s  9.0 s     1,000      1.00        100%  "
+        "       90.00%       -",
         "dp        1 (4 GPUs)      1  not run: needs 4 GPUs",
         "ddp       4               1  failed: rank 1 on h01 failed first: RuntimeError: boom",
     ]

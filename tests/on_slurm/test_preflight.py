@@ -1,19 +1,19 @@
 """Nodes that are checked ahead of the tasks, on a real Slurm of four hosts, with faults put in."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clusterddp.preflight import collector
 from clusterddp.run import bad_nodes
+from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.host_faults import Undo, blocked_port, busy_core, full_disk, slow_link
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 
 BAD = "h03"
@@ -39,7 +39,8 @@ def four(slurm_available: None, tmp_path_factory: Any) -> Iterator[SlurmCluster]
     prolog = tmp_path_factory.mktemp("prolog") / "prolog"
     prolog.write_text(PROLOG)
     prolog.chmod(0o755)
-    with SlurmCluster(hosts=4, conf={"TaskProlog": str(prolog)}) as cluster:
+    conf = {"TaskProlog": str(prolog), "SrunPortRange": "50000-50999"}
+    with SlurmCluster(hosts=4, conf=conf) as cluster:
         yield cluster
 
 
@@ -69,55 +70,7 @@ def test_good_nodes_pass_and_the_tasks_start(four: SlurmCluster, tmp_path: Path)
     assert blamed(run) == {}
 
 
-def slow_link(cluster: SlurmCluster) -> Callable[[], object]:
-    device = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf"]
-    cluster.run_on(
-        BAD, [*device, "rate", "20mbit", "burst", "64kb", "latency", "400ms"], check=True
-    )
-    return lambda: cluster.run_on(BAD, ["tc", "qdisc", "del", "dev", "eth0", "root"], check=True)
-
-
-def blocked_port(cluster: SlurmCluster) -> Callable[[], object]:
-    if cluster.run_on(BAD, ["sh", "-c", "command -v iptables"]).returncode:
-        pytest.skip("apt-get install iptables")
-    rule = ["INPUT", "-p", "tcp", "--syn", "!", "--dport", "6818", "-j", "DROP"]
-    cluster.run_on(BAD, ["iptables", "-A", *rule], check=True)
-    return lambda: cluster.run_on(BAD, ["iptables", "-D", *rule], check=True)
-
-
-def full_disk(cluster: SlurmCluster) -> Callable[[], object]:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", "/dev/shm"]
-    on_host = _in_slurmds_mounts(cluster)
-    subprocess.run([*on_host, *mount], check=True)
-    return lambda: subprocess.run([*on_host, "umount", "/dev/shm"], check=True)
-
-
-def _in_slurmds_mounts(cluster: SlurmCluster) -> list[str]:
-    return ["nsenter", f"--mount=/proc/{_slurmd(cluster)}/ns/mnt"]
-
-
-def _slurmd(cluster: SlurmCluster) -> int:
-    return next(pid for pid, line in cluster.processes(BAD).items() if line.startswith("slurmd "))
-
-
-def busy_core(cluster: SlurmCluster) -> Callable[[], object]:
-    """Other work on the one core that the host's tasks have."""
-    core = max(os.sched_getaffinity(0))
-    for thread in Path(f"/proc/{_slurmd(cluster)}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {core})
-    spin = ["nice", "-n", "-10", "taskset", "-c", str(core), sys.executable, "-c", "while 1: pass"]
-    busy = [cluster.popen_on(BAD, spin) for _ in range(4)]
-
-    def undo() -> None:
-        for each in busy:
-            each.kill_group()
-        for thread in Path(f"/proc/{_slurmd(cluster)}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), os.sched_getaffinity(0))
-
-    return undo
-
-
-def skewed_clock(cluster: SlurmCluster) -> Callable[[], object]:
+def skewed_clock(cluster: SlurmCluster, _: str) -> Undo:
     if not FAKETIME.exists() or cluster.root:
         pytest.skip("apt-get install faketime, on this machine")
     prolog = cluster.run(["scontrol", "show", "config"], check=True).stdout
@@ -137,13 +90,15 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)
-def test_a_fault_is_named_with_its_node_and_no_task_starts(
-    fault: Callable[[SlurmCluster], Callable[[], object]],
+def test_a_fault_is_named_with_its_node_and_tasks_start_if_it_is_merely_slow(
+    fault: Callable[[SlurmCluster, str], Undo],
     reason: str,
     four: SlurmCluster,
     tmp_path: Path,
 ) -> None:
-    undo = fault(four)
+    if fault is blocked_port and four.run_on(BAD, ["sh", "-c", "command -v iptables"]).returncode:
+        pytest.skip("apt-get install iptables")
+    undo = fault(four, BAD)
     try:
         run, status = checked(four, tmp_path)
     finally:
@@ -153,16 +108,75 @@ def test_a_fault_is_named_with_its_node_and_no_task_starts(
     assert reason in blamed(run)[BAD]
     assert f"preflight: {BAD} failed: " in said
     assert status["preflight"].startswith(f"failed: {BAD}; 3 nodes passed in ")
-    assert status["state"] == "stopped"
+    is_slow = fault in (slow_link, busy_core)  # requeue is off: nothing else would go on
+    assert status["state"] == ("done" if is_slow else "stopped")
     assert [event["cause"] for event in read_events(run) if event["event"] == "ended"] == [
-        "preflight"
+        "done" if is_slow else "preflight"
     ]
-    assert not (tmp_path / "started").exists()
+    assert (tmp_path / "started").exists() == is_slow
+
+
+@pytest.mark.slow
+def test_a_node_that_is_needed_and_fails_again_is_used_after_one_start(
+    four: SlurmCluster, tmp_path: Path
+) -> None:
+    undo = full_disk(four, BAD)
+    try:
+        submit(four, tmp_path, "--nodes", "4", "--run-name", "a", "--no-snapshot", "--requeue",
+               "--wait", "--preflight", "quick", "--", "touch", "started")  # fmt: skip
+    finally:
+        undo()
+    run = RunDir(tmp_path / "jobs/a")
+    log = run.job_log.read_text()
+    happened = read_events(run)
+    assert [each["cause"] for each in happened if each["event"] == "ended"] == [
+        "preflight", "done",
+    ], log  # fmt: skip
+    assert f"{BAD} is bad (/dev/shm: No space left on device), but is not left out" in log
+    assert f"known as bad, and used all the same: {BAD}\n" in log
+    assert "not_started" not in [each["event"] for each in happened]
+    assert (tmp_path / "started").exists()
+
+
+OPEN = "6817:6818,50000:50999"
+"""Ports of Slurm itself: slurmctld's, slurmd's and srun's (SrunPortRange)."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ports", "said"),
+    [
+        (f"{OPEN},12000:31999", "preflight: 4 nodes passed in "),
+        (OPEN, "preflight: could not run: h02 and 2 more cannot connect to port "),
+    ],
+)
+def test_behind_a_firewall_that_drops_it_uses_the_ranks_ports_or_says_what_to_open(
+    ports: str, said: str, four: SlurmCluster, tmp_path: Path
+) -> None:
+    if four.run_on(BAD, ["sh", "-c", "command -v iptables"]).returncode:
+        pytest.skip("apt-get install iptables")
+    rule = ["INPUT", "-i", "eth0", "-p", "tcp", "--syn", "-m", "multiport", "!", "--dports", ports]
+    for host in four.hosts:
+        four.run_on(host, ["iptables", "-A", *rule, "-j", "DROP"], check=True)
+    try:
+        run, status = checked(four, tmp_path)
+    finally:
+        for host in four.hosts:
+            four.run_on(host, ["iptables", "-D", *rule, "-j", "DROP"], check=True)
+    log = run.job_log.read_text()
+    assert said in log
+    assert (tmp_path / "started").exists()
+    assert (status["state"], blamed(run)) == ("done", {})
+    if ports == OPEN:
+        assert "open ports 12000 to 31999 between the nodes" in log
+        # It waits for the connections' 4 s, and for no deadline of its own.
+        record = json.loads(Attempt(run, 1).preflight.read_text())
+        assert record["seconds"] < collector.PATIENCE_SECONDS
 
 
 @pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_node_that_fails(four: SlurmCluster, tmp_path: Path) -> None:
-    undo = full_disk(four)
+    undo = full_disk(four, BAD)
     try:
         submit(four, tmp_path, "--nodes", "3", "--spare-nodes", "1", "--run-name", "a",
                "--no-snapshot", "--no-requeue", "--wait", "--preflight", "quick", "--",
@@ -179,6 +193,24 @@ def test_a_spare_takes_the_place_of_a_node_that_fails(four: SlurmCluster, tmp_pa
     assert [each["nodelist"] for each in started] == ["h01,h02,h03", "h01,h02,h04"]
     assert len({(each["job_id"], each["restart"]) for each in started}) == 1
     assert list(blamed(run)) == [BAD]
+
+
+@pytest.mark.slow
+def test_a_spare_that_fails_is_blamed_and_the_tasks_start(
+    four: SlurmCluster, tmp_path: Path
+) -> None:
+    undo = full_disk(four, "h04")
+    try:
+        submit(four, tmp_path, "--nodes", "3", "--spare-nodes", "1", "--run-name", "a",
+               "--no-snapshot", "--no-requeue", "--wait", "--preflight", "quick", "--",
+               "touch", "started")  # fmt: skip
+    finally:
+        undo()
+    run = RunDir(tmp_path / "jobs/a")
+    said, happened = run.job_log.read_text(), read_events(run)
+    assert "preflight: failed: h04; 3 nodes passed in " in said
+    assert [each["cause"] for each in happened if each["event"] == "ended"] == ["done"], said
+    assert list(blamed(run)) == ["h04"]
 
 
 @pytest.mark.slow

@@ -1,11 +1,10 @@
 """Jobs with spare nodes, on a real Slurm that takes a node for lost after 300 s."""
 
-import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,12 @@ from clusterddp.run.bad_nodes import FILE_NAME, BadNode
 from clusterddp.run.files import append_json_line, read_json
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from tests.event_lines import read_events
+from tests.on_slurm.campaign import FAULTS_OF_ALL_SUBJECTS
+from tests.on_slurm.campaign.place import Site
+from tests.on_slurm.campaign.run import STEPS as CAMPAIGN_STEPS
+from tests.on_slurm.campaign.spares import draw
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.host_faults import frozen
 from tests.on_slurm.test_life import HOOKS, PACED, told, train_to
 from tests.on_slurm.test_submit import submit
 from tests.waiting import wait_for
@@ -102,10 +106,65 @@ def test_a_killed_node_is_replaced_in_the_same_job(
     assert (second["nodelist"], second.get("spares")) == (f"{batch},{spare}", None)
     shown = hosts.run(["scontrol", "show", "job", "-o", first["job_id"]]).stdout
     assert " NumNodes=2 " in shown  # the lost one was given back
+    assert list(tmp_path.glob("slurm_job_*")) == []  # nor scripts of scontrol in the work folder
     assert list(of_kind(run, "nodes_blamed")[0]["nodes"]) == [lost]
     assert of_kind(run, "requeued") == []
     status = told(hosts, tmp_path, "spare")
     assert (status["state"], status["attempt"], status["hosts"]) == ("done", 2, [batch, spare])
+
+
+# Half a minute between two looks would be SlurmdTimeout here.
+OFTEN = """
+import sys
+if "batch" in sys.orig_argv:
+    from clusterddp.run import spares
+    spares._IDLE_SECONDS = 1.0
+"""
+WAITS = "until [ -e go ]; do sleep 0.05; done"
+
+
+@pytest.mark.slow
+def test_the_loss_of_an_idle_spare_ends_no_job(slurm_available: None, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OFTEN)
+    env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    with SlurmCluster(hosts=3, conf={"SlurmdTimeout": "10"}) as three:
+        submit(three, tmp_path, "--run-name", "a", "--nodes", "2", "--spare-nodes", "1",
+               "--no-requeue", "--no-snapshot", "--preflight", "none", "--",
+               "sh", "-c", WAITS, env=env, check=True)  # fmt: skip
+        run = RunDir(tmp_path / "jobs/a")
+        wait_for(lambda: of_kind(run, "started"), "the start")
+        [first] = of_kind(run, "started")
+        [spare] = first["spares"]
+        three.kill_host(spare)
+        lost = f"node {spare} is lost: it was an idle spare, "
+        wait_for(lambda: lost in run.job_log.read_text(), "the loss")
+        (tmp_path / "go").touch()
+        assert three.wait_job(first["job_id"]) == "COMPLETED", run.job_log.read_text()
+    [end], [blamed] = of_kind(run, "ended"), of_kind(run, "nodes_blamed")
+    assert (end["cause"], end["restart"]) == ("done", 0)
+    assert (list(blamed["nodes"]), blamed["by"]) == ([spare], "lost")
+
+
+@pytest.mark.slow
+def test_a_start_with_fewer_nodes_than_a_step_needs_goes_back_for_all_of_them(
+    hosts: SlurmCluster, tmp_path: Path
+) -> None:
+    hosts.run(["scontrol", "update", "PartitionName=main", "State=DOWN"], check=True)
+    submit(hosts, tmp_path, "--run-name", "few", "--nodes", "2", "--spare-nodes", "1",
+           "--requeue", "--", "true", env=ENV, check=True)  # fmt: skip
+    run = RunDir(tmp_path / "jobs/few")
+    [job] = of_kind(run, "submitted")
+    fewer = ["NumNodes=1-1", "NumTasks=1"]
+    hosts.run(["scontrol", "update", f"JobId={job['job_id']}", *fewer], check=True)
+    hosts.run(["scontrol", "update", "PartitionName=main", "State=UP"], check=True)
+    assert hosts.wait_job(job["job_id"], timeout=90) == "COMPLETED", run.job_log.read_text()
+    words = "Slurm has given 1 node, and a step of the run needs 2"
+    assert f"{words}: job {job['job_id']} is back in the queue, for 3" in run.job_log.read_text()
+    assert [event["event"] for event in read_events(run)] == [
+        "submitted", "not_started", "requeued", "started", "ended",
+    ]  # fmt: skip
+    [started] = of_kind(run, "started")
+    assert (started["nodelist"], started["spares"]) == ("h01,h02", ["h03"])
 
 
 @pytest.mark.slow
@@ -128,20 +187,13 @@ def test_a_node_that_froze_is_replaced_and_publishes_nothing_when_it_is_back(
     wait_for(lambda: newest_checkpoint(run.checkpoints), "a checkpoint")
     [first] = of_kind(run, "started")
     lost = first["nodelist"].split(",")[1]
-    # Not its slurmd: the nsenter above would stop with it, and stay so.
-    spared = ("cat", f"slurmd -D -N {lost}")
-    frozen = [pid for pid, line in hosts.processes(lost).items() if line not in spared]
-    hosts.set_link(lost, up=False)
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
+    thaw = frozen(hosts, lost)
     struck = time.time()
     wait_for(Attempt(run, 2).read_record, "a second attempt")
     resumed = of_kind(run, "resumed_in_job")[0]["time"] - struck
     orphan = Attempt(run, 1)
     before = {path.name for path in orphan.checkpoints.iterdir()}
-    hosts.set_link(lost, up=True)
-    for pid in frozen:
-        os.kill(pid, signal.SIGCONT)
+    thaw()
     wait_ended(run, 2)
     log = run.job_log.read_text()
     assert resumed < 60, log
@@ -172,3 +224,25 @@ def test_a_program_error_takes_no_spare_and_a_bad_node_is_one(
     assert (started["nodelist"], started["spares"]) == ("h01,h03,h04", ["h02"])
     assert (ended["cause"], ended["exit_code"]) == ("failed", 3)
     assert of_kind(run, "nodes_blamed") == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_of_hardware_has_its_node_replaced(slurm_available: None) -> None:
+    """A row of the campaign, for the whole of its judgement from outside."""
+    with Site(data_dir=None) as site:
+        result = site.carry_out(FAULTS_OF_ALL_SUBJECTS["spare-sigbus-of-a-rank"])
+    assert result.ok, result.seen
+
+
+def test_faults_are_drawn_alike_by_a_seed_and_can_all_be_dealt() -> None:
+    for seed in range(20):
+        runs = draw(seed, 20)
+        assert runs == draw(seed, 20)
+        assert sum(len(blows) for _, blows in runs) == 20
+        for config, blows in runs:
+            steps = [blow.step for blow in blows]
+            assert all(late - early >= 45 for early, late in pairwise(steps))
+            assert steps[-1] < CAMPAIGN_STEPS - 20
+            assert all(steps[1:])  # none that is there from the start on
+            assert steps[0] or config == "three"
+    assert draw(1, 20) != draw(2, 20)

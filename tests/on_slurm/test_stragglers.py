@@ -7,6 +7,7 @@ import pytest
 
 from clusterddp.run.attempt import Attempt, summaries
 from clusterddp.run.run_dir import RunDir
+from tests.event_lines import kinds
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 
@@ -41,12 +42,12 @@ TRAINING = [
 
 
 def trained(
-    cluster: SlurmCluster, folder: Path, data_dir: Path, name: str, slow_steps: int
+    cluster: SlurmCluster, folder: Path, data_dir: Path, name: str, slow_steps: int, *more: str
 ) -> tuple[RunDir, str]:
     (folder / "paced.py").write_text(MODEL)
     done = submit(
         cluster, folder, *TRAINING, "--data-dir", str(data_dir), "--run-name", name,
-        "--env", f"SLOW_STEPS={slow_steps}",
+        "--env", f"SLOW_STEPS={slow_steps}", *more,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDir(folder / "jobs" / name)
@@ -62,6 +63,7 @@ def test_ranks_of_a_slow_node_are_named_with_it_until_it_keeps_up_again(
     for rank, line in zip((2, 3), sorted(named[:2]), strict=True):
         assert line.startswith(f"warning: straggler: rank {rank} on h02 has computed at ")
     assert all(" on h02 has kept up again for " in line for line in named[2:])
+    assert "nodes_blamed" not in kinds(run)  # it was a moment's load
     [summary] = summaries(run)
     slow = sorted(summary.stragglers, key=lambda each: each.rank)
     assert [(each.rank, each.host) for each in slow] == [(2, "h02"), (3, "h02")]
@@ -77,6 +79,22 @@ def test_ranks_of_a_slow_node_are_named_with_it_until_it_keeps_up_again(
     # Two of four ranks wait for some 60 ms of each of 80 steps; that is 2.4 s of both nodes.
     assert paid["waiting"] > 1.5 * 2 / 3600
     assert paid["computing"] > STEPS * 0.03 * 2 / 3600
+
+
+def test_a_node_that_is_slow_with_all_its_ranks_is_left_out_of_the_next_start(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    run, log = trained(cluster, tmp_path, synthetic_dir, "slow", STEPS, "--max-steps", "100")
+    assert log.count("straggler: ") == 2, log
+    [node] = json.loads(
+        cluster.run([*CLUSTERDDP, "nodes", "--json"], cwd=tmp_path, check=True).stdout
+    )
+    assert (node["host"], node["by"], node["run"]) == ("h02", "straggling", "slow")
+    assert node["reason"].startswith("slow with ranks 2, 3, in the last attempt at ")
+    assert f"clusterddp: node h02 is bad: {node['reason']}\n" in run.job_log.read_text()
+    next_one = submit(cluster, tmp_path, "--run-name", "next", "--wait", "--", "true")
+    assert "left out as bad: h02 (slow with ranks 2, 3" in next_one.stderr
+    assert next_one.returncode == 0, next_one.stderr
 
 
 def test_a_run_without_a_slow_node_names_nobody(

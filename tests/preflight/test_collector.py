@@ -128,14 +128,68 @@ def test_a_probe_that_fails_before_it_answers_tells_of_no_node(job: Job, tmp_pat
     log.write_text(
         "srun: error: c: task 2: Exited with exit code 1\nsrun: error: d: tasks 3-4: "
         f"Exited with exit code {collector.UNREACHED}\nsrun: error: e: task 5: Killed\n"
+        "srun: error: h[1-2]: tasks 6-7: Exited with exit code 3\n"
     )
     codes = collector.exit_codes(log)
-    assert codes == {"c": 1, "d": collector.UNREACHED}
+    assert codes == {"c": 1, "d": collector.UNREACHED, "h1": 3, "h2": 3}
     for host in ("a", "b"):
         job.probe(host)
     found = job.collect("a", "b", "c", "d", codes=codes)
     assert list(found.silent) == ["d"]  # it has reached nobody
     assert found.remarks == ("c: its probe ended with exit code 1, see preflight.log",)
+
+
+def test_exit_codes_are_read_again_only_where_the_log_has_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, reads, read_bytes = tmp_path / "log", list[Path](), Path.read_bytes
+    line = "srun: error: {}: task 2: Exited with exit code 1\n".format
+    log.write_text(line("a"))
+
+    def read(path: Path) -> bytes:
+        reads.append(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert [collector.exit_codes(log) for _ in range(3)] == [{"a": 1}] * 3
+    assert reads == [log]
+    log.write_text(line("a") + line("b"))
+    assert collector.exit_codes(log) == {"a": 1, "b": 1}
+
+
+def test_a_probe_has_all_gpus_of_its_node_whatever_a_task_has(tmp_path: Path) -> None:
+    shares = dict.fromkeys(
+        ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_TRES_BIND", "SLURM_GPU_BIND"), "1"
+    )
+    environ = {**os.environ, **shares, "SLURM_GPUS_PER_NODE": "4"}
+    with collector.started(["env"], environ, tmp_path / "log", lambda: None):
+        pass
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in lines if line.startswith("SLURM_")] == ["SLURM_GPUS_PER_NODE=4"]
+
+
+def test_where_no_other_node_reaches_the_batch_host_it_says_so_at_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "FIRST_SECONDS", 10 * PATIENCE)
+    job.probe("a")
+    found = job.collect("a", "b", "c", codes=dict.fromkeys("bc", collector.UNREACHED))
+    assert found.trouble == f"b and 1 more cannot connect to port {job.port} of this host"
+    assert found.is_unreached
+
+
+def test_it_listens_on_the_first_free_port_of_those_that_it_is_given() -> None:
+    with (
+        collector.listen() as taken,
+        collector.listen() as other,
+    ):
+        first, second = (each.getsockname()[1] for each in (taken, other))
+        other.close()
+        for address in ("", "127.0.0.1"):
+            with collector.listen([first, second], address) as server:
+                assert server.getsockname()[1] == second
+            with collector.listen([first], address) as server:
+                assert server.getsockname()[1] not in (0, first)
 
 
 def test_where_the_probes_end_without_an_answer_that_is_said(job: Job) -> None:

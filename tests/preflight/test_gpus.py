@@ -13,7 +13,7 @@ class Nvml:
 
     def __init__(self, **values: Any) -> None:
         self.values = {"count": 2, "lost": (), "ecc": 0, "rows": (0, 0, 0, 0), "reasons": 1}
-        self.values |= {"xid": 0, "init": 0, **values}
+        self.values |= {"xid": 0, "init": 0, "uuids": {}, "code": 6, **values}
 
     def nvmlInit_v2(self) -> int:
         return int(self.values["init"])
@@ -28,6 +28,11 @@ class Nvml:
     def nvmlDeviceGetHandleByIndex_v2(self, number: int, device: Any) -> int:
         device._obj.value = number + 1
         return 15 if number in self.values["lost"] else 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, device: Any) -> int:
+        names = self.values["uuids"]
+        device._obj.value = names.get(uuid.decode(), 0) + 1
+        return 0 if uuid.decode() in names else int(self.values["code"])
 
     def nvmlDeviceGetTotalEccErrors(self, device: Any, kind: int, counter: int, out: Any) -> int:
         assert (kind, counter) == (1, 0)
@@ -85,6 +90,33 @@ def test_a_fault_is_named_with_its_gpu(values: dict[str, Any], answer: tuple[int
 def test_of_more_gpus_than_were_granted_the_jobs_are_looked_at() -> None:
     others = Nvml(count=8, lost=(0, 1, 2, 3, 4, 5))
     assert gpus.check(2, ["6", "7"], others) == (2, "")
+
+
+FIRST, SECOND = (f"GPU-0123456{n}-89ab-cdef-0123-456789abcdef" for n in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("values", "visible", "answer"),
+    [
+        ({"uuids": {FIRST: 4, SECOND: 5}}, [FIRST, SECOND], (2, "")),
+        ({"uuids": {FIRST: 0, SECOND: 1}, "ecc": 7}, [FIRST, SECOND],
+         (2, f"GPU {SECOND} has 7 uncorrected ECC errors")),
+        ({"uuids": {FIRST: 4}}, [FIRST, SECOND], (1, f"GPU {SECOND} does not answer (NVML 6)")),
+        # Another job's may be the lost one; a shortened UUID and a part of a GPU may be unknown.
+        ({"uuids": {FIRST: 4}, "code": 15}, [FIRST, SECOND], (2, "")),
+        ({"uuids": {FIRST: 4}}, [FIRST, SECOND[:12]], (2, "")),
+        ({"uuids": {}, "code": 2}, ["MIG-a", "MIG-b"], (2, "")),
+        ({"count": 1, "uuids": {"MIG-a": 0}, "ecc": 7}, ["MIG-a", "MIG-b"], (2, "")),
+        # Nobody says which are the job's.
+        ({}, [""], (2, "")),
+        ({}, ["NoDevFiles"], (2, "")),
+    ],
+)  # fmt: skip
+def test_of_gpus_named_by_uuid_or_not_at_all_no_other_jobs_is_looked_at(
+    values: dict[str, Any], visible: list[str], answer: tuple[int, str]
+) -> None:
+    others = Nvml(**{"count": 8, "lost": range(8), **values})
+    assert gpus.check(2, visible, others) == answer
 
 
 def test_without_granted_gpus_nothing_is_looked_at() -> None:

@@ -100,6 +100,25 @@ def test_a_host_all_of_whose_transfers_are_slow_is_told_from_its_partners(count:
     assert judged.comparisons
 
 
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_a_link_that_is_slow_both_ways_is_told_from_few_others(count: int) -> None:
+    """A throttled sender's acknowledgements are late too: most rates of three nodes are slow."""
+
+    def slow(node: str, other: str, pair: Pair) -> Pair:
+        return replace(pair, sent=2e6, received=6e6) if "h2" in (node, other) else pair
+
+    judged = judge(pairs(nodes(count), slow), {})
+    assert [*judged.failed] == ["h2"]
+    assert "where 1,000.0 MB/s is usual" in judged.failed["h2"]
+
+
+def test_a_node_that_is_merely_slow_is_told_from_one_that_is_unfit() -> None:
+    slow = load(nodes(), 1, link_speed=1000.0)
+    assert judge(slow, {}).slow == ("h1",)
+    both = judge(own(slow, 1, shm_fault="full"), {"h09": "no answer"})
+    assert ({*both.failed}, both.slow) == ({"h1", "h09"}, ())
+
+
 def test_of_two_slow_hosts_among_eight_both_are_blamed() -> None:
     assert [*judge(pairs(nodes(8), sends_slowly("h2", "h5")), {}).failed] == ["h2", "h5"]
 

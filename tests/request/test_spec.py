@@ -52,6 +52,10 @@ def test_tasks_per_node_defaults_to_one_per_gpu_or_one() -> None:
             ["--tasks-per-node 3", "--gpus-per-node 4", "gives all tasks as many GPUs"],
         ),
         ({"nodes": 1, "nodelist": "h[01-02]"}, ["h[01-02] names 2 hosts", "--nodes", "1"]),
+        (
+            {"nodes": 2, "spare_nodes": 1, "nodelist": "h[01-05]"},
+            ["--nodes asks for 2 and --spare-nodes for 1 more", "Use --nodes 4 or"],
+        ),
         ({"nodes": 2, "nodelist": "h1,h2", "exclude": "h2"}, ["--nodelist h1,h2", "--exclude h2"]),
         ({"nodelist": "h[1-"}, ["h[1-"]),
         ({"exclude": "h]"}, ["h]"]),
@@ -305,6 +309,9 @@ def test_no_silence_can_end_a_command_where_none_counts() -> None:
         ("quick", 1, "sbatch", "quick"),
         ("none", 2, "sbatch", "none"),
         ("quick", 2, "local", "none"),
+        ("full", 2, "submitit", "full"),
+        ("full", 1, "sbatch", "full"),
+        ("full", 2, "local", "none"),
     ],
 )
 def test_the_nodes_are_checked_where_there_are_several_or_where_it_is_asked_for(
@@ -315,10 +322,19 @@ def test_the_nodes_are_checked_where_there_are_several_or_where_it_is_asked_for(
     assert JobSpec.from_json(asking.to_json()) == asking
 
 
-@pytest.mark.parametrize("value", [*CARRIED, *REFUSED, "full"])
+@pytest.mark.parametrize("value", [*CARRIED, *REFUSED, "Full"])
 def test_no_other_checks_of_nodes_can_be_asked_for(value: str) -> None:
-    with pytest.raises(OptionError, match=r"--preflight: .* is not one of none, quick"):
+    with pytest.raises(OptionError, match=r"--preflight: .* is not one of none, quick, full"):
         spec(preflight=value)
+
+
+def test_full_checks_are_quick_ones_for_a_command_and_that_is_said() -> None:
+    command = {"command": ("a",), "resources": Resources(nodes=2)}
+    asking = spec(preflight="full", **command)
+    assert asking.node_checks == "quick"
+    assert [remark for remark in asking.remarks if "full is quick for a COMMAND" in remark]
+    assert spec(preflight="quick", **command).remarks == ()
+    assert spec(preflight="full").remarks == ()
 
 
 FIELDS_OF_0_1_0 = {
@@ -585,6 +601,9 @@ def test_a_record_without_the_batch_scripts_interpreter_names_none_of_an_image(
         ({"restart_in_job": 2}, "--spare-nodes 1 against --restart-in-job 2"),
         ({"srun_args": ("--mem=1G -w h07",)}, "--spare-nodes 1 against --srun-args -w"),
         ({"srun_args": ("--exclusive",)}, "--spare-nodes 1 against --srun-args --exclusive"),
+        ({"srun_args": ("-N4",)}, "--spare-nodes 1 against --srun-args -N"),
+        ({"srun_args": ("-xh07",)}, "--spare-nodes 1 against --srun-args -x"),
+        ({"sbatch": (("no-kill", None),)}, "--spare-nodes 1 against --sbatch no-kill"),
     ],
 )
 def test_spares_are_refused_where_the_job_chooses_no_nodes(

@@ -1,6 +1,7 @@
 """Bad nodes: their file, which of them a job leaves out, and what blames one."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -14,15 +15,16 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import Resources
-from clusterddp.run import bad_nodes, hardware
-from clusterddp.run.attempt import Attempt
+from clusterddp.run import bad_nodes, batch_script, hardware, spares
+from clusterddp.run.attempt import Attempt, NotStarted
 from clusterddp.run.bad_nodes import BadNode, Trial
 from clusterddp.run.events import Failure
-from clusterddp.run.records import TaskError
+from clusterddp.run.records import SlowRank, TaskError
+from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.partitions import Node
 from tests.cli.made_runs import Workplace, submitted, workplace
-from tests.event_lines import add_event, read_events
+from tests.event_lines import add_event, kinds, read_events
 from tests.hostile import CARRIED, REFUSED
 
 __all__ = ["workplace"]
@@ -137,12 +139,31 @@ def test_bad_nodes_are_left_out_as_far_as_enough_others_stay() -> None:
 
 def test_nodes_that_slurm_cannot_give_leave_less_room() -> None:
     asked = Resources(nodes=2)
-    for state in ("down*", "drained", "draining", "idle*", "maint", "fail"):
-        assert chosen(asked, cluster(3, h03=state), "h01") == []
-    for state in ("allocated", "mixed", "idle~", "completing"):
-        assert chosen(asked, cluster(3, h03=state), "h01") == ["h01"]
     assert chosen(asked, cluster(3, h01="down*"), "h01") == ["h01"]  # it takes no room
     assert chosen(asked, cluster(2, h01="down*"), "h01") == []  # the job needs it once it is back
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *("down*", "drained", "draining", "idle*", "maint", "fail", "reserved", "blocked"),
+        *("power_down", "powering_down", "no_respond", "perfctrs", "reboot_issued", "unknown"),
+        *("idle!", "idle%", "idle$", "allocated$", "mixed@", "idle^", "completing*"),
+    ],
+)
+def test_a_state_in_which_slurm_gives_a_node_to_nobody_leaves_less_room(state: str) -> None:
+    assert chosen(Resources(nodes=2), cluster(3, h03=state), "h01") == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *("idle", "allocated", "mixed", "completing", "allocated+", "planned", "idle-"),
+        *("idle~", "idle#", "powered_down", "powering_up"),
+    ],
+)
+def test_a_state_in_which_slurm_gives_a_node_in_time_leaves_room(state: str) -> None:
+    assert chosen(Resources(nodes=2), cluster(3, h03=state), "h01") == ["h01"]
 
 
 def test_only_nodes_that_fit_count_as_others() -> None:
@@ -186,13 +207,29 @@ def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) 
     assert "the job needs 3" in bad_nodes.choose(workplace.root, three, os.environ).remarks[0]
 
 
+def test_with_several_partitions_each_keeps_enough_others(workplace: Workplace) -> None:
+    places = [("h01", "a"), ("h02", "a"), ("h03", "a"), ("h01", "b"), ("h02", "b"), ("h04", "c")]
+    lines = [f"echo '{host}|{name}|idle|16|gpu:4|x|64000'" for host, name in places]
+    workplace.command("sinfo", "\n".join(lines))
+    bad_nodes.blame(run_in(workplace.root), "7", {"h01": "slow", "h03": "lost"}, bad_nodes.BY_LOSS)
+    asked = Resources(nodes=2, partition="a,b")
+    choice = bad_nodes.choose(workplace.root, asked, os.environ)
+    assert list(choice.nodes) == ["h03"]  # b has no other than h01 and h02
+    assert choice.remarks == (
+        "h01 is bad (slow), but is not left out: of 2 nodes that fit in b, the job needs 2",
+    )
+    # A job that has got one of them may get the other at its next start.
+    assert bad_nodes.choose(workplace.root, asked, os.environ, partition="a") == choice
+    one = Resources(nodes=1, partition="a,b")
+    assert {*bad_nodes.choose(workplace.root, one, os.environ).nodes} == {"h01", "h03"}
+
+
 @pytest.mark.parametrize(
     ("sinfo", "asked", "words"),
     [
         ("echo no >&2; exit 1", {}, "h02 cannot be left out: sinfo: no"),
         (None, {}, "h02 cannot be left out: no sinfo on PATH"),
         ("", {"reservation": "night"}, "which nodes reservation night has is not known"),
-        ("", {"partition": "a,b"}, "which of a,b the job gets is not known"),
     ],
 )
 def test_where_nothing_can_be_told_nothing_is_left_out_and_it_says_so(
@@ -382,6 +419,55 @@ def test_what_may_be_the_programs_blames_nobody(trials: list[Trial]) -> None:
     assert bad_nodes.failed_again(trials) == ""
 
 
+def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> Trial:
+    """An attempt on hosts; of each slow rank: its host, and when it kept up again."""
+    ranks = [SlowRank(n, host, 0.4, until=until[0] if until else None) for n, host, *until in named]
+    return Trial(hosts.split(), slow=ranks)
+
+
+@pytest.mark.parametrize(
+    ("trials", "host"),
+    [
+        ([slow("a b c d", (2, "b"), (3, "b"))], "b"),
+        ([slow("a b", (2, "b"), (3, "b"))], "b"),
+        ([slow("a b c", (1, "b", 9.0)), slow("b c d", (0, "b", 9.0))], "b"),
+        ([slow("a b c", (1, "b")), slow("a b c"), slow("b c d", (0, "b"))], "b"),
+        # Rank 5 is slow wherever it is, and the node's own two are as well.
+        ([slow("a b c", (5, "c")), slow("a b c", (5, "b"), (2, "b"), (3, "b"))], "b"),
+    ],
+)
+def test_a_node_that_is_slow_with_several_ranks_is_blamed(trials: list[Trial], host: str) -> None:
+    [(blamed, reason)] = bad_nodes.straggling(trials).items()
+    assert blamed == host
+    assert reason.endswith(", in the last attempt at 40% of the other ranks' median speed")
+
+
+@pytest.mark.parametrize(
+    "trials",
+    [
+        [],
+        [slow("a b c")],
+        [slow("a b c", (1, "b"))],
+        # The same rank: it may be its data, wherever it is.
+        [slow("a b c", (1, "b")), slow("a b c", (1, "b"))],
+        [slow("a b c", (1, "b")), slow("a c d", (1, "c")), slow("b a c", (1, "a"))],
+        [slow("a b c", (1, "b")), slow("b c d", (0, "b")), slow("d c b", (0, "d"))],
+        [slow("a b c", (1, "b"), (4, "c")), slow("a b c", (1, "c"), (4, "b"))],
+        # Slow at once, and no more: a moment's load.
+        [slow("a b c", (2, "b", 9.0), (3, "b", 9.0))],
+        # Not slow in the last attempt: it may have been cleared since.
+        [slow("a b c", (2, "b"), (3, "b")), slow("a b c")],
+        # Slow everywhere, or on the only node.
+        [slow("a b c", (0, "a"), (1, "a"), (2, "b"), (3, "b"))],
+        [slow("a", (0, "a"), (1, "a"))],
+        # No record says where the ranks were.
+        [slow("a b c", (2, ""), (3, ""))],
+    ],
+)
+def test_slow_ranks_that_tell_of_no_node_blame_nobody(trials: list[Trial]) -> None:
+    assert bad_nodes.straggling(trials) == {}
+
+
 # -- what a job does -----------------------------------------------------------------------------
 
 LOST = "srun: error: Node failure on h02\n"
@@ -474,6 +560,48 @@ def test_a_cleared_node_comes_back(workplace: Workplace) -> None:
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h09,h02"]
 
 
+def test_a_list_that_cannot_be_had_leaves_a_run_its_own_blames(workplace: Workplace) -> None:
+    """As in an output root that two people share, or on a file system that has gone stale."""
+    run = begun(workplace, LOST)
+    cluster_says(workplace, requeue="echo disabled >&2; exit 1")
+    workplace.command("sbatch", "echo 18")
+    workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
+    run.script.write_text("#!/bin/bash\n")
+    (workplace.root / bad_nodes.FILE_NAME).mkdir()
+    workplace.monkeypatch.setattr(bad_nodes, "_latest", unreadable)
+    finish(workplace, run, 1)
+    assert list(spares.bad(run)) == ["h02"]
+    assert "sbatch --parsable --exclude=h02" in workplace.calls
+    cluster_says(workplace)
+    assert begin(workplace, run) == 75
+
+
+def unreadable(*_: object) -> dict[str, BadNode]:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_cleared_or_expired_node_is_bad_no_more_though_the_run_has_blamed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = run_in(tmp_path)
+    bad_nodes.blame(attempt, "7", {"h02": "lost", "h03": "slow"}, bad_nodes.BY_LOSS)
+    bad_nodes.clear(tmp_path, ["h02"])
+    assert list(bad_nodes.read_for(attempt.run)) == ["h03"]
+    later = time.time() + DAY + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert bad_nodes.read_for(attempt.run) == {}
+    assert bad_nodes.known_to(attempt.run) == {"h02", "h03"}
+
+
+def test_the_list_is_for_all_whom_the_umask_admits(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        bad_nodes.blame(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    finally:
+        os.umask(before)
+    assert (tmp_path / bad_nodes.FILE_NAME).stat().st_mode & 0o777 == 0o664
+
+
 def test_a_refused_update_costs_the_exclusion_alone(workplace: Workplace) -> None:
     run = begun(workplace, LOST)
     cluster_says(workplace, update="echo 'Job is no longer pending execution' >&2; exit 1")
@@ -494,20 +622,48 @@ def test_the_job_in_its_place_leaves_it_out_and_the_script_stays(workplace: Work
     assert read_events(run)[-1]["job_id"] == "18"
 
 
-def test_a_rank_that_dies_of_hardware_blames_its_node(workplace: Workplace) -> None:
-    run = begun(workplace)
-    cluster_says(workplace)
+def died_of_hardware(run: RunDir) -> None:
     error = {"type": TORCH, "message": "CUDA error: uncorrectable ECC error encountered"}
     content = {
         "rank": 3, "local_rank": 1, "node_rank": 1, "host": "h02", "pid": 1, "job_id": "17",
         "restart": 0, "step_id": "0", "started": 1.0, "ended": 2.0, "exit_code": 1, "error": error,
     }  # fmt: skip
     (Attempt(run, 1).outcomes / "rank-3.json").write_text(json.dumps(content))
+
+
+def test_a_rank_that_dies_of_hardware_blames_its_node(workplace: Workplace) -> None:
+    run = begun(workplace)
+    cluster_says(workplace)
+    died_of_hardware(run)
     finish(workplace, run, 1, "--restart-on-failure=1")
     node = bad_nodes.read(workplace.root)["h02"]
     assert node.by == bad_nodes.BY_HARDWARE
     assert node.reason.startswith("rank 3 died: uncorrectable ECC error: CUDA error")
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h02"]
+
+
+@pytest.mark.parametrize("spare", [["h03"], []])
+def test_a_rank_that_dies_of_hardware_has_its_node_replaced_within_the_job(
+    spare: list[str], workplace: Workplace
+) -> None:
+    """It is blamed ahead of the choice of nodes, and once, whichever way the run goes on."""
+    run = begun(workplace)
+    cluster_says(workplace)
+    died_of_hardware(run)
+    known = []
+
+    def choose() -> list[str]:
+        known.extend(bad_nodes.read(workplace.root))
+        return ["h01", *spare] if spare else []
+
+    policy = Policy(requeue=False, max_requeues=20, restart_on_failure=1)
+    nodes = batch_script.resume_in_job(Attempt(run, 1), 1, "17", 0, policy, choose)
+    assert known == ["h02"]
+    assert list(nodes) == (["h01", *spare] if spare else [])
+    if not spare:
+        finish(workplace, run, 1, "--restart-on-failure=1")
+    assert kinds(run).count("nodes_blamed") == 1
+    assert ("resumed_in_job" in kinds(run), "requeued" in kinds(run)) == (bool(spare), not spare)
 
 
 def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace) -> None:
@@ -523,6 +679,61 @@ def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace)
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h02"] * 2
     assert sum(call.startswith("sinfo") for call in workplace.calls) == 3  # one a start
     assert begin(workplace, run, "h[03-04]") == 0
+
+
+def begin_needing(place: Workplace, run: RunDir, needed: int) -> str:
+    """Begin an attempt on two nodes; returns what it says."""
+    place.monkeypatch.setenv("SLURM_JOB_ID", "17")
+    try:
+        batch_script.begin(run, "17", 0, "h[01-02]", 20, 1.0, lambda _: (), (), needed)
+    except NotStarted as error:
+        return str(error)
+    return "begun"
+
+
+def test_a_start_with_too_few_nodes_is_given_back_twice_and_then_refused(
+    workplace: Workplace,
+) -> None:
+    run = begun(workplace)
+    add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
+    cluster_says(workplace)
+    said = [begin_needing(workplace, run, 3) for _ in range(3)]
+    words = "Slurm has given 2 nodes, and a step of the run needs 3"
+    assert said[:2] == [f"{words}: job 17 is back in the queue, for 2"] * 2
+    assert said[2].startswith(f"{words}, for 3 starts in a row. Resume with: clusterddp resubmit")
+    kinds = [event["event"] for event in read_events(run)]
+    assert kinds[-6:] == ["not_started", "requeued"] * 2 + ["started", "ended"]
+    assert workplace.calls.count("scontrol requeue 17") == 2
+    assert updates(workplace) == ["scontrol update JobId=17 NumNodes=2-2 NumTasks=8"] * 2
+    assert begin_needing(workplace, run, 2) == "begun"
+
+
+def test_a_start_with_too_few_nodes_asks_for_as_many_tasks_a_node_as_the_job_did(
+    workplace: Workplace,
+) -> None:
+    """Torchrun's template asks for one a node, which starts the others."""
+    run = begun(workplace)
+    cluster_says(workplace)
+    workplace.monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "1")
+    assert begin_needing(workplace, run, 3).endswith("is back in the queue, for 2")
+    assert updates(workplace) == ["scontrol update JobId=17 NumNodes=2-2 NumTasks=2"]
+
+
+@pytest.mark.parametrize(
+    ("requeue", "words"),
+    [("exit 0", "and requeue is off"), ("exit 1", "the job cannot go back into the queue: ")],
+)
+def test_a_start_with_too_few_nodes_that_cannot_go_back_is_refused(
+    workplace: Workplace, requeue: str, words: str
+) -> None:
+    run = begun(workplace)
+    add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
+    if requeue == "exit 0":
+        spec = json.loads(run.spec.read_text())
+        run.spec.write_text(json.dumps({**spec, "requeue": False}))
+    cluster_says(workplace, requeue=requeue)
+    assert words in begin_needing(workplace, run, 3)
+    assert [event["event"] for event in read_events(run)][-2:] == ["started", "ended"]
 
 
 @pytest.mark.parametrize("why", ["requeue refused", "not enough nodes", "cleared", "cancelled"])

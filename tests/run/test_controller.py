@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 
 from clusterddp.launchers import sbatch
-from clusterddp.ranks.dist_env import master_port
-from clusterddp.run import controller
+from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT, master_port
+from clusterddp.request.spec import Resources
+from clusterddp.run import bad_nodes, controller, preflight, step_watch
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.records import PreflightRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import bundle
 from clusterddp.version import __version__
@@ -131,6 +134,14 @@ def test_a_port_where_somebody_listens_is_passed_over(monkeypatch: pytest.Monkey
         tables = {"/proc/net/tcp": lines(*ports[:1]), "/proc/net/tcp6": lines(*ports[1:])}
         monkeypatch.setattr(Path, "read_text", lambda path, tables=tables: tables[str(path)])
         assert controller.free_master_port(7, 3) == master_port(7, 0, 3, taken)
+
+
+def test_preflight_takes_no_port_that_the_ranks_of_a_job_can_take() -> None:
+    for_ranks = {master_port(7, start, 3, n) for start in range(9) for n in range(5)}
+    for start in range(9):
+        ports = controller.preflight_ports(7, 3, start)
+        assert all(LOWEST_PORT <= port <= HIGHEST_PORT for port in ports)
+        assert for_ranks.isdisjoint(ports)
 
 
 @pytest.mark.parametrize("line", ["exit 4", "(exit 4)", "sh -c 'exit 4'"])
@@ -491,8 +502,45 @@ def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str])
             os.close(descriptor)
 
 
+@pytest.mark.parametrize("name", ["TERM", "HUP", "USR1"])
+def test_a_job_that_is_ended_while_its_nodes_are_checked_starts_no_task(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that answers nothing would keep the checks longer than KillWait."""
+    heard = []
+
+    def check(*arguments: Any) -> PreflightRecord:
+        os.write(to, f"{name}\n".encode())
+        heard.append(arguments[-1]())
+        return PreflightRecord("failed: h02", 0.1, {"h02": "slow"})
+
+    monkeypatch.setattr(preflight, "check", check)
+    monkeypatch.setattr(step_watch, "watch", lambda *_: None)
+    for variable, value in (("JOB_ID", "17"), ("JOB_NODELIST", "h[01-02]")):
+        monkeypatch.setenv(f"SLURM_{variable}", value)
+    run = RunDir(tmp_path / "a")
+    attempt = Attempt(run, 1)
+    attempt.outcomes.mkdir(parents=True)
+    request = spec(
+        run_dir=str(run.path), resources=Resources(nodes=2), preflight="quick", **COMMAND
+    )
+    (signals, to), (answers, requests) = os.pipe(), os.pipe()
+    try:
+        script = controller.Script(signals, requests, requests, requests)
+        made = controller.Controller(request, run, script)
+        made._attempt = attempt
+        code = made._start(attempt, ["touch", str(tmp_path / "started")])
+    finally:
+        for descriptor in (signals, to, answers, requests):
+            os.close(descriptor)
+    assert heard == [name != "USR1"]
+    assert code == (1 if name == "USR1" else 143)
+    assert not (tmp_path / "started").exists()
+    assert bool(bad_nodes.blamed(attempt)) == (name == "USR1")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "to"), [("USR1", "$$"), ("TERM", "$$"), ("TERM", "0")])
+@pytest.mark.parametrize(("name", "to"), [("USR1", "$$"), ("TERM", "0")])
 def test_a_signal_ahead_of_any_line_of_the_script_is_neither_lost_nor_ends_it(
     name: str, to: str, job: Callable[..., Job], tmp_path: Path
 ) -> None:

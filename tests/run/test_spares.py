@@ -1,22 +1,28 @@
 """Nodes of a job with spares: which are chosen, and which are taken for lost."""
 
+import dataclasses
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import Resources
-from clusterddp.run import bad_nodes, events, outcome, spares
+from clusterddp.run import bad_nodes, events, files, outcome, preflight, spares
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.controller import Controller, Script
 from clusterddp.run.paid import account
+from clusterddp.run.records import PreflightRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.state import judge, latest_submission
 from clusterddp.slurm import client
+from clusterddp.slurm.forms import expand_nodelist
 from clusterddp.slurm.states import JobState, State
 from tests.hostile import CARRIED
 from tests.made_events import ended, started, submitted
@@ -50,10 +56,63 @@ class Nodes:
 
     def __init__(self, *answering: str) -> None:
         self.answering, self.asked = set(answering), set[str]()
+        self.refuse = False
 
-    def __call__(self, nodes: Collection[str]) -> set[str]:
+    def __call__(self, nodes: Collection[str]) -> dict[str, bool]:
         self.asked |= set(nodes)
-        return self.answering & set(nodes)
+        return dict.fromkeys(sorted(set(nodes) - self.answering), self.refuse)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    nodes = Nodes("h02")
+    monkeypatch.setattr(spares, "mute_nodes", nodes)
+    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.0)
+    return nodes
+
+
+class Silence(Script):
+    """A batch script that says nothing."""
+
+    def __init__(self, *signals: str) -> None:
+        self.has_gone, self.left = False, [*signals]
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self.left)
+
+    def read_signals(self) -> list[str]:
+        return [self.left.pop(0)]
+
+
+def controller_of(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, nodes: str = "h[01-03]", **fields: Any
+) -> Controller:
+    """A controller on h01, at work on an attempt that has the nodes but for the last one."""
+    for name, value in (("JOB_ID", "17"), ("JOB_NODELIST", nodes)):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURMD_NODENAME", "h01")
+    hosts = expand_nodelist(nodes)
+    asked = Resources(nodes=len(hosts) - 1, spare_nodes=1)
+    request = spec(run_dir=str(attempt.run.path), resources=asked, **fields)
+    made = Controller(request, attempt.run, Silence())
+    made._attempt, made._nodes = attempt, hosts[:-1]
+    return made
+
+
+def test_the_threads_of_an_attempt_have_ended_before_the_next_one_starts_a_process(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, ended = controller_of(attempt, monkeypatch), threading.Event()
+    alive = list[bool]()
+    own._watch(ended.wait)
+    [thread] = own._watches
+    monkeypatch.setattr(
+        own, "_preflight", lambda *_: alive.append(thread.is_alive()) or {"h02": ""}
+    )
+    threading.Timer(0.2, ended.set).start()
+    own._start(attempt, [])
+    assert alive == [False]
 
 
 def test_bad_and_lost_nodes_are_passed_over_in_slurms_order() -> None:
@@ -84,14 +143,78 @@ def test_srun_is_told_its_nodes_ahead_of_all_else(prefix: list[str]) -> None:
     ]
 
 
+FAILED = {"h02": "sends at most 1 MB/s"}
+
+
+@pytest.mark.parametrize(
+    ("slow", "spare_nodes", "requeue", "starts"),
+    [
+        (("h02",), 0, False, True),
+        (("h02",), 0, True, False),
+        (("h02",), 1, False, False),
+        ((), 0, False, False),
+    ],
+)
+def test_a_merely_slow_node_does_not_end_a_run_that_nothing_would_start_again(
+    slow: tuple[str, ...], spare_nodes: int, requeue: bool, starts: bool,
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    own = controller_of(attempt, monkeypatch, preflight="quick", requeue=requeue)
+    if not spare_nodes:
+        own._allocation = None
+    record = PreflightRecord("", 1.0, FAILED, slow=slow)
+    monkeypatch.setattr(preflight, "check", lambda *_: record)
+    assert own._preflight(attempt, ["h01", "h02"]) == ({} if starts else FAILED)
+    assert list(spares.bad(attempt.run)) == ["h02"]
+    assert bad_nodes.blamed(attempt) == (set() if starts else {"h02"})
+
+
+def test_a_node_that_the_request_demands_is_used_at_once_and_the_record_says_so(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = controller_of(attempt, monkeypatch, preflight="quick", requeue=True)
+    own._allocation = None
+    resources = dataclasses.replace(own._spec.resources, spare_nodes=0, nodelist="h[01-02]")
+    own._spec = dataclasses.replace(own._spec, resources=resources)
+    record = PreflightRecord("failed: h02", 1.0, {"h02": "/dev/shm: full"})
+    monkeypatch.setattr(preflight, "check", lambda *_: record)
+    files.write_record(attempt.preflight, record)
+    assert own._preflight(attempt, ["h01", "h02"]) == {}
+    assert list(spares.bad(attempt.run)) == ["h02"]
+    kept = files.read(PreflightRecord, attempt.preflight)
+    used = "failed: h02; demanded by --nodelist, and used all the same: h02"
+    assert kept and kept.summary == used
+    assert kept.failed == record.failed
+
+
+def test_an_idle_spare_is_checked_too_and_one_that_fails_is_never_chosen(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = controller_of(attempt, monkeypatch, preflight="quick")
+    checked = []
+
+    def check(_: Attempt, nodes: list[str], *__: object) -> PreflightRecord:
+        checked.append(nodes)
+        return PreflightRecord("", 1.0, {"h03": "/dev/shm: full"})
+
+    monkeypatch.setattr(preflight, "check", check)
+    monkeypatch.setattr(own, "_step", lambda *_: 0)
+    assert [own._start(attempt, []) for _ in range(2)] == [0, 0]
+    assert checked == [["h01", "h02", "h03"], ["h01", "h02"]]
+    assert (list(spares.bad(attempt.run)), bad_nodes.blamed(attempt)) == (["h03"], set())
+    assert own._allocation and own._allocation.choose(spares.bad(attempt.run)) == ["h01", "h02"]
+
+
 def test_a_launch_line_without_srun_is_refused() -> None:
     with pytest.raises(RequestError, match="starts 'mpirun' and no srun"):
         spares.step_words(["mpirun", "task"], ["h01"])
 
 
-def test_a_node_is_lost_that_is_asked_twice_and_does_not_answer(attempt: Attempt) -> None:
-    nodes = Nodes("h02")
-    watch = spares.NodeWatch(attempt, ["h02", "h03"], nodes)
+def test_a_node_is_lost_that_is_asked_twice_and_does_not_answer(
+    attempt: Attempt, asked: Nodes
+) -> None:
+    nodes = asked
+    watch = spares.NodeWatch(attempt, ["h02", "h03"])
     assert watch.look(0.0) == {}
     for rank, host in enumerate(("h01", "h02", "h03")):
         record(attempt, rank, host)
@@ -105,9 +228,8 @@ def test_a_node_is_lost_that_is_asked_twice_and_does_not_answer(attempt: Attempt
     assert watch.look(4.0) == {}
 
 
-def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt) -> None:
-    nodes = Nodes()
-    watch = spares.NodeWatch(attempt, ["h02", "h03"], nodes)
+def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt, asked: Nodes) -> None:
+    watch = spares.NodeWatch(attempt, ["h02", "h03"])
     record(attempt, 0, "h01")
     record(attempt, 1, "h02")
     late = 1.5 * spares.SILENT_SECONDS
@@ -115,26 +237,84 @@ def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt) -> None:
     os.utime(attempt.outcomes / "rank-1.json", (5, 5))
     assert [watch.look(now) for now in (late / 2, late)] == [{}, {}]
     [(lost, why)] = watch.look(late + 1).items()  # it has not even recorded a start
-    assert (lost, nodes.asked) == ("h03", {"h03"})
+    assert (lost, asked.asked) == ("h03", {"h02", "h03"})  # h02 as a witness
     assert why == "it gave no sign of life for 15 s, and its slurmd does not answer"
 
 
-def test_an_error_of_the_program_has_no_node_asked(attempt: Attempt) -> None:
-    nodes = Nodes()
-    watch = spares.NodeWatch(attempt, ["h02"], nodes)
+def test_an_error_of_the_program_has_no_node_asked(attempt: Attempt, asked: Nodes) -> None:
+    asked.answering.clear()
+    watch = spares.NodeWatch(attempt, ["h02"])
     record(attempt, 0, "h01", **failed(RAISED))
     record(attempt, 1, "h02", **failed(PEER_LOST))
     assert [watch.look(now) for now in range(3)] == [{}, {}, {}]
+    assert not asked.asked
     record(attempt, 0, "h01", **failed(PEER_LOST))
     assert [list(watch.look(now)) for now in range(2)] == [[], ["h02"]]
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Nodes:
-    nodes = Nodes("h02")
-    monkeypatch.setattr(spares, "ask_nodes", nodes)
-    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.0)
-    return nodes
+def test_an_orphan_takes_nothing_for_lost_and_ends_no_step(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, asked: Nodes
+) -> None:
+    """Its job was requeued, and starts the steps of the next attempt from number 0 again."""
+    cancelled = list[str]()
+    monkeypatch.setattr(client, "cancel", cancelled.append)
+    asked.answering.clear()
+    record(attempt, 0, "h01", **failed(PEER_LOST))
+    Attempt(attempt.run, 2).path.mkdir(parents=True)
+    assert spares.await_loss(spares.NodeWatch(attempt, ["h02"]), lambda: 1) == {}
+    spares.end_step(attempt, "17", ["h02"], lambda: None)
+    assert cancelled == []
+
+
+@pytest.mark.parametrize("why", ["superseded", "the job is ending"])
+def test_a_controller_whose_start_is_over_notes_no_loss(
+    why: str, attempt: Attempt, monkeypatch: pytest.MonkeyPatch, asked: Nodes
+) -> None:
+    own = controller_of(attempt, monkeypatch)
+    word = client.Ending.REQUEUED if why == "the job is ending" else client.Ending.NONE
+    monkeypatch.setattr(client, "ending", lambda *_: word)
+    if why == "superseded":
+        Attempt(attempt.run, 2).path.mkdir(parents=True)
+        own._note_lost(attempt, {"h02": "gone"})
+    assert not own._resumes_in_job(1)
+    assert own._allocation and (asked.asked, own._allocation.lost) == (set(), set())
+
+
+@pytest.mark.parametrize("others", [["h02", "h03"], ["h02"]])
+def test_where_no_other_node_of_several_answers_none_is_lost(
+    others: list[str], attempt: Attempt, asked: Nodes
+) -> None:
+    """It is this host that may be cut off; an idle spare is a witness too."""
+    asked.answering.clear()
+    idle = [node for node in ("h02", "h03") if node not in others]
+    watch = spares.NodeWatch(attempt, others, idle)
+    record(attempt, 0, "h01", **failed(PEER_LOST))
+    assert [watch.look(now) for now in range(9)] == [{}] * 9
+    assert spares.find_lost(attempt, others, 143, idle) == {}
+    asked.answering.add("h03")
+    assert [list(watch.look(now)) for now in (9, 10)] == [[], ["h02"]]
+
+
+def test_an_idle_spare_is_asked_now_and_then_and_lost_once(attempt: Attempt, asked: Nodes) -> None:
+    watch = spares.NodeWatch(attempt, ["h02"], ["h03"])
+    looks = [(now, watch.look(float(now))) for now in range(0, 100, 2)]
+    why = "it was an idle spare, and its slurmd does not answer"
+    assert [(now, lost) for now, lost in looks if lost] == [(30, {"h03": why})]
+    asked.answering.clear()  # the spare is no witness any more
+    record(attempt, 0, "h01", **failed(PEER_LOST))
+    assert [list(watch.look(now)) for now in (100.0, 102.0)] == [[], ["h02"]]
+
+
+def test_the_loss_of_an_idle_spare_is_no_part_of_an_attempt(attempt: Attempt) -> None:
+    spares.blame(attempt, "17", {"h03": "gone"}, ["h01", "h02"])
+    assert (bad_nodes.blamed(attempt), list(spares.bad(attempt.run))) == (set(), ["h03"])
+
+
+def test_a_slurmd_whose_kernel_answers_is_asked_more_often(attempt: Attempt, asked: Nodes) -> None:
+    asked.refuse = True
+    watch = spares.NodeWatch(attempt, ["h02", "h03"])
+    record(attempt, 0, "h01", **failed(PEER_LOST))
+    assert [list(watch.look(now)) for now in range(6)] == [[]] * 5 + [["h03"]]
 
 
 def test_a_step_that_ended_badly_has_its_nodes_asked(attempt: Attempt, asked: Nodes) -> None:
@@ -171,15 +351,15 @@ def test_a_node_answers_whose_port_takes_a_connection(
         closed.bind(("127.0.0.1", 0))  # held, so that nobody else listens there
         addresses = {"h01": ("127.0.0.1", port), "h02": closed.getsockname()}
         monkeypatch.setattr(client, "node_addresses", lambda _: addresses)
-        assert spares.ask_nodes(["h01", "h02", "h03"]) == {"h01", "h03"}
+        assert spares.mute_nodes(["h01", "h02", "h03"]) == {"h02": True}
         addresses["h02"] = "no name.invalid", 1  # a name that nobody knows tells nothing
-        assert spares.ask_nodes(["h01", "h02"]) == {"h01", "h02"}
+        assert spares.mute_nodes(["h01", "h02"]) == {}
 
 
 def test_where_slurmctld_does_not_answer_no_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_answer", lambda *_: "")
     monkeypatch.setattr(client, "_config", lambda: "")
-    assert spares.ask_nodes(["h01", "h02"]) == {"h01", "h02"}
+    assert spares.mute_nodes(["h01", "h02"]) == {}
 
 
 def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +377,7 @@ def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blamed_and_bad_nodes_are_read_from_the_records(attempt: Attempt) -> None:
     assert (bad_nodes.blamed(attempt), spares.bad(attempt.run)) == (set(), {})
-    spares.blame(attempt, "17", {"h02": "gone"})
+    spares.blame(attempt, "17", {"h02": "gone"}, ["h01", "h02"])
     assert (bad_nodes.blamed(attempt), list(spares.bad(attempt.run))) == ({"h02"}, ["h02"])
     assert bad_nodes.blamed(Attempt(attempt.run, 2)) == set()
     [event] = [e for e in events.read(attempt.run.events) if isinstance(e, events.NodesBlamed)]

@@ -277,6 +277,23 @@ def test_a_silence_for_which_no_rank_is_to_blame_names_none(
     assert (ended["cause"], ended.get("first_failure"), ended["remark"]) == ("failed", None, told)
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_nodes_that_fail_checks_make_no_rank_a_failed_one(
+    workplace: Workplace, ranks: int, run: RunDir
+) -> None:
+    slurm_says(workplace)
+    for rank in range(ranks):
+        record(run, rank, 75)
+    blamed = {"nodes": {"h02": "GPU 1 is slow"}, "by": "preflight", "attempt": 1}
+    add_event(run, "nodes_blamed", job_id="17", **blamed)
+    got = finish(workplace, run, 1)
+    assert got.code == 1
+    ended = last(run, "ended")
+    assert (ended["cause"], ended.get("first_failure")) == ("preflight", None)
+    assert ended["remark"] == "h02: GPU 1 is slow"
+    assert f"no {'step was done' if ranks else 'task has started'}, for a node" in got.out
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_worlds_that_the_tasks_children_formed_are_named(workplace: Workplace, code: int) -> None:
     run = command_run(workplace)

@@ -415,3 +415,28 @@ def test_partitions_are_none_where_no_slurm_answers(
 ) -> None:
     monkeypatch.setattr("clusterddp.slurm.client.COMPLETION_SECONDS", 0.3)
     assert partitions(fake(**({"sinfo": body} if body else {}))) == []
+
+
+# -- changes to a job ------------------------------------------------------------------------
+
+
+def test_what_scontrol_writes_into_its_folder_stays_out_of_the_persons(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("os.environ", fake(scontrol="echo >slurm_job_7_resize.sh"))
+    client.give_back("7", ["h01", "h02"])
+    assert calls(tmp_path) == ["scontrol update JobId=7 NodeList=h01,h02"]
+    assert list(work.iterdir()) == []
+
+
+def test_slurmds_port_is_asked_for_until_it_is_known_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = ["", "SlurmdPort = 7000\n"]
+    monkeypatch.setattr(client, "_answer", lambda *_: "NodeName=h01 NodeAddr=10.0.0.1\n")
+    monkeypatch.setattr(client, "_config", lambda: answers.pop(0))
+    ports = [client.node_addresses(["h01"])["h01"][1] for _ in range(3)]
+    assert ports == [6818, 7000, 7000]

@@ -53,7 +53,7 @@ def test_a_line_in_the_log_and_one_in_the_file(run: Attempt, logged: list[str]) 
     journal.add(eval_line(3))
     journal.close()
     assert logged == [
-        "epoch 1 step 3: loss 0.5000, accuracy 75.00%, lr 0.01, 1,235 images/s",
+        "epoch 1 step 3: training loss 0.5000, training accuracy 75.00%, lr 0.01, 1,235 images/s",
         "step 3: test accuracy 75.00%, test loss 0.5000",
     ]
     kinds = [(line["kind"], line["step"], line["seconds"]) for line in read_json_lines(run.metrics)]

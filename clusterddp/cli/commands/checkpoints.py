@@ -12,7 +12,7 @@ from clusterddp.checkpoints.catalog import Entry
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.errors import CheckpointError
-from clusterddp.run import formatting
+from clusterddp.run import events, formatting
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import find_run
 
@@ -41,6 +41,12 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
         click.echo(_why_none(run_dir), err=True)
     else:
         click.echo(formatting.table([_HEADER, *(_row(entry, time.time()) for entry in entries)]))
+        there = {entry.step for entry in entries}
+        cleaned = [e for e in events.read(run_dir.events) if isinstance(e, events.Cleaned)]
+        gone = {step for event in cleaned for step in event.checkpoints} - there
+        if gone:
+            steps = formatting.some([str(step) for step in sorted(gone)], 8)
+            click.echo(f"removed by 'clusterddp clean': step {steps}", err=True)
 
 
 def _why_none(run: RunDir) -> str:
@@ -57,14 +63,7 @@ def _row(entry: Entry, now: float) -> tuple[str, ...]:
     return (
         str(entry.step),
         formatting.duration(now - entry.modified),
-        _size(entry.bytes),
+        formatting.size(entry.bytes),
         ",".join(marks),
         entry.problem or "verified",
     )
-
-
-def _size(count: int) -> str:
-    """`812 B`, `345.7 kB`, `1.2 GB`: powers of 1000."""
-    power = min((len(str(count)) - 1) // 3, 4)
-    unit = ("B", "kB", "MB", "GB", "TB")[power]
-    return f"{count / 1000**power:.1f} {unit}" if power else f"{count} B"

@@ -9,7 +9,8 @@ import click
 
 from clusterddp import log
 from clusterddp.cli.job_spec import CONTAINER, container_fields, given_container
-from clusterddp.cli.options import SettingsCommand, config_from, options, source
+from clusterddp.cli.options import config_from, options, source
+from clusterddp.cli.request_file import RequestCommand, from_option
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.processes import START_METHODS
@@ -22,7 +23,7 @@ from clusterddp.slurm import forms
 from clusterddp.submission.inputs import make_sure
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=RequestCommand)
 @options(TRAINING)
 @options(OPTIONS[name.replace("_", "-")] for name in ("python", *CONTAINER))
 @click.option(
@@ -44,6 +45,7 @@ from clusterddp.submission.inputs import make_sure
 @click.option(
     "--run-name", metavar="NAME", show_default="debug-<time>", help="Name of the run's directory."
 )
+@from_option
 @OUTPUT_ROOT_OPTION
 @click.option(
     "--run-dir",

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shlex
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,9 +40,9 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
 
     Exit codes: 0 nothing is bad, 1 something is, 2 a wrong request.
     """
+    from clusterddp.doctor import diagnosis as found
+    from clusterddp.doctor import examine
     from clusterddp.run import formatting
-    from clusterddp.submission import diagnosis as found
-    from clusterddp.submission import doctor
 
     if write is not None:
         _check_place(write)
@@ -52,7 +53,9 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
         raise RequestError(error.format_message()) from None
     spec = job_spec(ctx, "doctor")
     given_before = _in_force(ctx)
-    diagnosis = doctor.examine(spec, template_folder(ctx))
+    if sys.stderr.isatty():
+        click.echo("clusterddp: asking Slurm and importing torch: a minute at most", err=True)
+    diagnosis = examine.examine(spec, template_folder(ctx))
     text = found.site_cfg(diagnosis, given_before)
     if as_json:
         checks = [dataclasses.asdict(check) for check in diagnosis.checks]

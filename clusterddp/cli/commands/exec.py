@@ -123,6 +123,10 @@ def _supervised(
         own = Attempt(RunDir(run_dir), attempt)
         environ.setdefault(ERROR_FILE_VARIABLE, str(own.error_file(env.rank)))
         show_loop(environ, own)
+        if env.rank == 0 and (spec := own.run.read_spec()) and spec.tracker:
+            from clusterddp.run.tracking import show_tracker
+
+            show_tracker(environ, own.run, spec.tracker.split(","), argv)
     error_file = environ.get(ERROR_FILE_VARIABLE)
     traces = Traces(Path(error_file) if error_file else None)
 

@@ -15,8 +15,13 @@ from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.run.state import STATES
 from clusterddp.run.status import RunStatus, statuses
 from clusterddp.run.sweeps import SweepStatus, grouped, select_each, sweep_status
+from clusterddp.slurm.states import JobState
 
-_HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "WHY")
+_HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "LEFT", "TEST-ACC", "WHY")
+_WATCH_SECONDS = 10.0
+_sleep = time.sleep
+_HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+"""Of a terminal (ECMA-48): the cursor to the first place; what stands behind it, below it, away."""
 
 
 @click.command(name="jobs", cls=SettingsCommand)
@@ -28,12 +33,21 @@ _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "WHY")
     multiple=True,
     help="The runs in this state alone; repeatable.",
 )
+@click.option(
+    "--watch",
+    type=click.FloatRange(1, 86400),
+    is_flag=False,
+    flag_value=_WATCH_SECONDS,
+    metavar="[SECONDS]",
+    help=f"Look again every so often (alone: {_WATCH_SECONDS:g}) until Ctrl-C.",
+)
 @OUTPUT_ROOT_OPTION
 @JSON_OPTION
 def command(
     run: tuple[str, ...],
     last: int | None,
     state: tuple[str, ...],
+    watch: float | None,
     output_root: Path,
     as_json: bool,
 ) -> None:
@@ -42,33 +56,99 @@ def command(
     RUN is a run, a sweep, whose points are listed then, or a pattern such as 'lr-*'. With --state,
     too, each point has its own line.
 
-    NODES is nodes x tasks per node; AGE counts from the submission; WHY says why a run waits, or
-    how it failed. In a terminal, lines are cut to its width; 'status' has the whole. --json prints
-    a list of what 'status --json' prints for each.
+    NODES is nodes x tasks per node; AGE counts from the submission; LEFT is the time until a run
+    that trains will be done, by its pace of late, or until Slurm expects a queued one to start; WHY
+    says why a run waits, or how it failed. In a terminal, lines are cut to its width; 'status' has
+    the whole. --json prints a list of what 'status --json' prints for each.
 
-    Exit codes: 0 listed, 2 a wrong request.
+    --watch draws the list anew in a terminal, and elsewhere prints it again where it has changed;
+    each look is one call of squeue.
+
+    Exit codes: 0 listed, 2 a wrong request, 130 a watch was ended by Ctrl-C.
     """
-    runs = find_runs(output_root)
-    if run:
-        found, wrong = select_each(output_root, run)
-        if wrong:
-            raise wrong[0]
-        names = {each.path.absolute() for each in found}
-        chosen: list[RunDir] = [each for each in runs if each.path.absolute() in names]
-    else:
-        chosen = runs if state else grouped(output_root, runs)
-    listed = _statuses(chosen[-last:] if last and not state else chosen)
-    if state:
-        listed = [status for status in listed if status.state in state][-(last or 0) :]
+    if watch is not None and as_json:
+        raise click.UsageError("--watch is for a person; call 'jobs --json' as often as you like.")
+    if watch is not None:
+        from clusterddp.cli import main
+
+        main.go_on()  # it may be watched for days
+        _watch(output_root, run, last, state, watch)
+    listed = _listed(output_root, run, last, state)
     if as_json:
         echo_json([status.as_dict() for status in listed])
     elif not listed:
-        among = f"{' or '.join(state)} " if runs else ""
-        click.echo(f"no {among}runs below {output_root}", err=True)
+        click.echo(_none(output_root, state), err=True)
     else:
-        text = formatting.table([_HEADER, *(_row(status, time.time()) for status in listed)])
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        click.echo("\n".join(_cut(line, width) for line in text.splitlines()))
+        click.echo("\n".join(_lines(listed, width)))
+
+
+def _listed(
+    root: Path,
+    names: Sequence[str],
+    last: int | None,
+    state: Sequence[str],
+    known: dict[str, JobState] | None = None,
+) -> list[RunStatus | SweepStatus]:
+    """Return the statuses of what is to be listed. known: see `statuses`."""
+    runs = find_runs(root)
+    if names:
+        found, wrong = select_each(root, names)
+        if wrong:
+            raise wrong[0]
+        paths = {each.path.absolute() for each in found}
+        chosen: list[RunDir] = [each for each in runs if each.path.absolute() in paths]
+    else:
+        chosen = runs if state else grouped(root, runs)
+    listed = _statuses(chosen[-last:] if last and not state else chosen, known)
+    if state:
+        return [status for status in listed if status.state in state][-(last or 0) :]
+    return listed
+
+
+def _watch(
+    root: Path, names: Sequence[str], last: int | None, state: Sequence[str], seconds: float
+) -> None:
+    """Print the list again and again, until an interruption, which is passed on."""
+    known: dict[str, JobState] = {}
+    before: list[tuple[str, str, str]] | None = None
+    while True:
+        listed = _listed(root, names, last, state, known)
+        if sys.stdout.isatty():
+            size = shutil.get_terminal_size()
+            head = f"{root}, {time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends it"
+            lines = [_cut(head, size.columns), *_lines(listed, size.columns)]
+            if len(lines) > size.lines:  # the latest runs matter most
+                lines = [*lines[:2], *lines[2 - max(size.lines, 3) :]]
+            # Each line in place of the one that was there: a cleared screen would flicker.
+            text = f"{_END_OF_LINE}\n".join(lines)
+            click.echo(f"{_HOME}{text}{_END_OF_LINE}{_BELOW}", nl=False)
+            sys.stdout.flush()
+        else:
+            now = [
+                (
+                    each.name,
+                    each.state,
+                    each.summary if isinstance(each, SweepStatus) else each.detail,
+                )
+                for each in listed
+            ]
+            if now != before:
+                stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+                click.echo("\n".join([f"--- {stamp}", *_lines(listed, None)]))
+                sys.stdout.flush()
+            before = now
+        _sleep(seconds)
+
+
+def _none(root: Path, state: Sequence[str]) -> str:
+    among = f"{' or '.join(state)} " if state and find_runs(root) else ""
+    return f"no {among}runs below {root}"
+
+
+def _lines(listed: Sequence[RunStatus | SweepStatus], width: int | None) -> list[str]:
+    rows = [_row(status, time.time()) for status in listed]
+    return [_cut(line, width) for line in formatting.table([_HEADER, *rows]).splitlines()]
 
 
 def _cut(line: str, width: int | None) -> str:
@@ -76,11 +156,16 @@ def _cut(line: str, width: int | None) -> str:
     return line if width is None or len(line) <= width else f"{line[: width - 1]}…"
 
 
-def _statuses(runs: Sequence[RunDir]) -> list[RunStatus | SweepStatus]:
+def _statuses(
+    runs: Sequence[RunDir], known: dict[str, JobState] | None
+) -> list[RunStatus | SweepStatus]:
     """Return the statuses in order; of a sweep that of all its points together."""
     alone = [run for run in runs if not isinstance(run, SweepDir)]
-    known = {run.path: status for run, status in zip(alone, statuses(alone), strict=True)}
-    return [sweep_status(run) if isinstance(run, SweepDir) else known[run.path] for run in runs]
+    of_runs = {run.path: status for run, status in zip(alone, statuses(alone, known), strict=True)}
+    return [
+        sweep_status(run, known=known) if isinstance(run, SweepDir) else of_runs[run.path]
+        for run in runs
+    ]
 
 
 def _row(status: RunStatus | SweepStatus, now: float) -> tuple[str, ...]:
@@ -88,17 +173,23 @@ def _row(status: RunStatus | SweepStatus, now: float) -> tuple[str, ...]:
         age = formatting.duration(now - status.submitted_time if status.submitted_time else None)
         job = status.job_ids[-1] if status.job_ids else "-"
         points = f"{formatting.count(len(status.points), 'point')}: {status.summary}"
-        return status.name, status.state, job, status.layout, age, "-", "-", points
+        return status.name, status.state, job, status.layout, age, "-", "-", "-", points
     since = status.submitted_time or status.started_time or status.created_time
     asked = f"{status.nodes}x{status.tasks_per_node}" if status.nodes else "-"
     why = status.first_failure or status.detail
+    left = status.seconds_left
+    if status.expected_start is not None:
+        left = max(status.expected_start - now, 0.0)
     return (
         status.name,
         status.state,
         status.array_element or status.job_id or "-",
         asked,
         formatting.duration(now - since if since else None),
-        "-" if status.step is None else str(status.step),
-        "-" if status.accuracy is None else f"{status.accuracy:.4f}",
+        formatting.steps(status.step, status.steps_planned, status.percent_done).replace(
+            " of ", "/"
+        ),
+        formatting.duration(left),
+        formatting.percent(status.accuracy),
         formatting.line(why.partition("\n")[0]),
     )

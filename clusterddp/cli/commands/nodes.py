@@ -27,8 +27,8 @@ class NodesGroup(SettingsCommand, click.Group):
 def command(ctx: click.Context, output_root: Path, as_json: bool) -> None:
     """List the nodes that runs leave out as bad, the latest blamed first.
 
-    BY says what blames a node: preflight, lost, hardware, repetition; LEFT is the time until it is
-    used again. 'clusterddp nodes clear HOST' clears it at once.
+    BY says what blames a node: preflight, lost, hardware, repetition, straggling; LEFT is the time
+    until it is used again. 'clusterddp nodes clear HOST' clears it at once.
 
     Exit codes: 0 listed, 1 the list cannot be read, 2 a wrong request.
     """

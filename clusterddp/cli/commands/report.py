@@ -24,7 +24,7 @@ _WIDTH = len("straggler") + 2
 _MOST_ATTEMPTS = 8
 _MOST_NAMED = 5
 _MOST_HOSTS = 8
-_NAMES = "NAME STATE MODEL RANKS NODES ACCURACY SECONDS IMAGES/S MEMORY ATTEMPTS"
+_NAMES = "NAME STATE MODEL RANKS NODES TEST-ACCURACY SECONDS IMAGES/S MEMORY ATTEMPTS"
 _HEADER = tuple(_NAMES.split())
 
 
@@ -224,7 +224,7 @@ def _attempts(report: RunReport) -> list[tuple[str, str]]:
     if len(report.attempts) > _MOST_ATTEMPTS:
         lines.append(("", f"… the latest {_MOST_ATTEMPTS}:"))
     for attempt in report.attempts[-_MOST_ATTEMPTS:]:
-        steps = "did not begin to train"
+        steps = "" if report.command else "did not begin to train"
         if attempt.first_step is not None:
             steps = f"steps {attempt.first_step:,} to {attempt.last_step or attempt.first_step:,}"
         lines.append(("", f"{attempt.attempt}  {'; '.join(filter(None, (steps, attempt.ended)))}"))

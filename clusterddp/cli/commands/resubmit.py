@@ -15,6 +15,7 @@ import click
 from clusterddp.cli.job_spec import (
     CONTAINER,
     IMAGES_PYTHON,
+    awaited_runs,
     changed_resources,
     container_fields,
     directives_of,
@@ -39,6 +40,7 @@ from clusterddp.request.train_config import TRAINING
 from clusterddp.run.run_dir import SweepDir
 from clusterddp.run.status import find_run, statuses
 from clusterddp.run.sweeps import find_sweep, has_failed, is_pattern, select
+from clusterddp.slurm import forms
 from clusterddp.submission.resubmit import CHANGEABLE, Terms, resubmit
 from clusterddp.submission.resweep import resubmit_sweep
 
@@ -270,6 +272,10 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     of_container = {*CONTAINER, "python"}
     fields = {name: given[name] for name in given if name in {*CHANGEABLE} - of_container}
     fields |= container_fields({name: given[name] for name in given if name in of_container})
+    if "notify" in fields:
+        fields["notify"] = forms.words("--notify", fields["notify"])
+    if "after" in fields:
+        fields["after"] = awaited_runs(fields["after"], ctx.params["output_root"])
     if "batch_python" in fields:
         fields["batch_python"] = interpreter(fields["batch_python"])
     image = fields.get("container_image")

@@ -10,7 +10,7 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.run import formatting
 from clusterddp.run.run_dir import SweepDir
-from clusterddp.run.state import STOPPED
+from clusterddp.run.state import DONE, STOPPED
 from clusterddp.run.status import RunStatus, find_run, statuses
 from clusterddp.run.sweeps import find_sweep, is_pattern, latest_sweep, select, sweep_status
 
@@ -67,7 +67,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
         ("sweep", status.name),
         ("state", f"{status.state}: {status.summary}"),
         ("job", ", ".join(status.job_ids)),
-        ("points", f"{len(status.points)}{throttle}"),
+        ("points", f"{status.counts.get(DONE, 0)} of {len(status.points)} done{throttle}"),
         ("submitted", _time(status.submitted_time)),
         ("files", f"{status.directory}-INDEX"),
         ("next", status.next_command),
@@ -81,11 +81,18 @@ def describe(status: RunStatus) -> str:
     launcher = f" ({status.launcher})" if status.launcher else ""
     took = "took {}" if status.has_ended else "running for {}"
     elapsed = formatting.duration(status.elapsed_seconds) if status.started_time else ""
+    left = formatting.duration(status.seconds_left)
     progress = formatting.known(
-        ("step {}", status.step),
+        ("step {}", formatting.steps(status.step, status.steps_planned, status.percent_done)),
+        ("about {} left", left),
         ("epoch {}", status.epoch),
-        ("loss {:.4f}", status.loss),
-        ("accuracy {:.4f}", status.accuracy),
+        ("training loss {}", formatting.loss(status.loss)),
+        ("test accuracy {}", formatting.percent(status.accuracy)),
+    )
+    wait = (status.expected_start or 0.0) - time.time()
+    starts = formatting.known(
+        ("expected {}", _time(status.expected_start)),
+        ("in {}", formatting.duration(wait) if status.expected_start and wait > 0 else ""),
     )
     lines = [
         ("run", status.name),
@@ -98,6 +105,7 @@ def describe(status: RunStatus) -> str:
         ("hosts", formatting.some(status.hosts, 8)),
         ("preflight", status.preflight),
         ("submitted", _time(status.submitted_time)),
+        ("start", f"{starts}, by Slurm's estimate" if starts else ""),
         ("started", formatting.known(("{}", _time(status.started_time)), (took, elapsed))),
         ("ended", _time(status.ended_time)),
         ("progress", progress),
@@ -107,7 +115,7 @@ def describe(status: RunStatus) -> str:
         lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
     lines += [("left out", f"{host}: {reason}") for host, reason in status.left_out.items()]
     lines += [("warning", text) for text in status.warnings]
-    lines += [("files", status.directory)]
+    lines += [("cleaned", status.cleaned), ("files", status.directory)]
     if status.works_in:
         lines.append(("works in", f"{status.works_in}; relative output lies there"))
     lines += [("next", status.next_command)]
@@ -125,13 +133,13 @@ def _time(when: float | None) -> str:
 
 
 def _attempt(status: RunStatus) -> str:
-    """`3 (2 requeues: time limit, node lost or killed)`; empty for a run that started once."""
+    """`3 (2 restarts: time limit, node lost or killed)`; empty for a run that started once."""
     if not status.restarts and (status.attempt or 1) == 1:
         return ""
     number = str(status.attempt) if status.attempt is not None else str(status.restarts + 1)
     if not status.restarts:
         return number
-    times = formatting.count(status.restarts, "requeue")
+    times = formatting.count(status.restarts, "restart")
     shown = status.restart_reasons[-_MOST_REASONS:]
     more = "…, " if len(shown) < len(status.restart_reasons) else ""
     return f"{number} ({times}{': ' if shown else ''}{more}{', '.join(shown)})"

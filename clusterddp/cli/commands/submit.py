@@ -3,12 +3,14 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import click
 
 from clusterddp.cli import main
 from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import WithCommand, options, site_options
+from clusterddp.cli.request_file import RequestCommand, from_option, save
 from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_options, table_of
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError
 from clusterddp.launchers import load
@@ -16,7 +18,7 @@ from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_varia
 from clusterddp.request.spec import OPTIONS, REQUEST
 
 
-class SubmitCommand(WithCommand):
+class SubmitCommand(RequestCommand, WithCommand):
     """Answers sbatch's other forms with ours."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -40,12 +42,21 @@ class SubmitCommand(WithCommand):
 @click.command(
     cls=SubmitCommand,
     options_metavar="[OPTIONS] [-- COMMAND…]",
-    epilog="Precedence: flag, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this shell, "
-    "site.cfg, --recipe, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
+    epilog="Precedence: flag, --from, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this "
+    "shell, site.cfg, --recipe, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
     "75 it was stopped and can resume, 130 interrupted.",
 )
 @options(OPTIONS.values())
 @click.option("--run-name", metavar="NAME", help="Name of the run; made up when absent.")
+@from_option
+@click.option(
+    "--save",
+    "save_to",
+    metavar="FILE.toml",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the request to a new file, for --from; the values of variables that are secret by "
+    "their names are left out.",
+)
 @sweep_options
 @click.option(
     "--max-parallel",
@@ -62,6 +73,7 @@ def command(
     ctx: click.Context,
     /,
     run_name: str | None,
+    save_to: Path | None,
     dry_run: bool,
     wait: bool,
     as_json: bool,
@@ -83,11 +95,24 @@ def command(
     swept = sweep_of(ctx, max_parallel or 0)
     if max_parallel and not swept:
         raise OptionError("--max-parallel", " is for the points of a sweep: give --sweep.")
+    if save_to and swept:
+        raise OptionError(
+            "--save",
+            f" {save_to}: a file holds the request of one run, and no points. Save it without "
+            f"--sweep, and submit with --from {save_to} --sweep NAME=VALUES.",
+        )
     made_up = (
         f"{'sweep' if swept else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     )
     spec = job_spec(ctx, run_name or made_up, swept)
     script = load(spec.launcher).prepare(spec, template_folder(ctx))
+    if save_to:
+        for name in save(ctx, spec, save_to):
+            click.echo(
+                f"clusterddp: {save_to} passes {name} by name, without its value, which is secret "
+                "by its name: set it where you submit",
+                err=True,
+            )
     if dry_run:
         if spec.uses_own_code:
             from clusterddp.submission import submit
@@ -95,6 +120,11 @@ def command(
             submit.check_own_code(spec)
         for remark in spec.remarks:
             click.echo(f"clusterddp: warning: {remark}", err=True)
+        if spec.after:
+            from clusterddp.run import chain
+
+            if words := chain.describe(chain.look(spec)):
+                click.echo(f"clusterddp: {words}: sbatch gets a --dependency", err=True)
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
         fields: dict[str, object] = {"run": spec.run_name, "run_dir": spec.run_dir}

@@ -1,14 +1,19 @@
 """`clusterddp doctor` on sites whose Slurm answers as some do: no booted one is like them."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterddp.submission.diagnosis import BAD, GOOD, WARNING
+from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING
 from tests import hostile
 from tests.cli.made_runs import Workplace, workplace
+from tests.waiting import PATIENCE, wait_for
 
 __all__ = ["workplace"]
 
@@ -285,3 +290,46 @@ def test_a_hostile_folder_is_carried_or_refused(site: Site, value: str) -> None:
 def test_a_wrong_request_is_refused_before_anything_is_asked(site: Site, argv: list[str]) -> None:
     assert site.workplace.invoke("doctor", *argv).code == 2
     assert site.workplace.calls == []
+
+
+@pytest.mark.parametrize("hangs", ["torch's import", "a wrapper"])
+def test_ctrl_c_ends_it_and_what_it_has_started(hangs: str, workplace: Workplace) -> None:
+    Site(workplace)
+    folder = workplace.folder
+    notes = f"echo $$ >>{folder}/pids; "
+    workplace.command("sbatch", f"{notes}exec /bin/sleep 600")
+    if hangs == "a wrapper":
+        workplace.command("python", f"{notes}/bin/sleep 600; true")
+    else:
+        (folder / "torch.py").write_text("import time; time.sleep(600)\n")
+        workplace.command("python", f'{notes}PYTHONPATH={folder} exec {sys.executable} "$@"')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "clusterddp", "doctor", "--python", "python"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        wait_for(lambda: len(pids(folder)) >= 2, "both commands")
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(PATIENCE) == 130
+        assert process.stderr and process.stderr.read() == "\ninterrupted\n"
+    try:
+        wait_for(lambda: not any(map(is_at_work, pids(folder))), "the end of its children")
+    finally:
+        for pid in filter(is_at_work, pids(folder)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def pids(folder: Path) -> list[int]:
+    path = folder / "pids"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def is_at_work(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False

@@ -4,14 +4,17 @@ import fcntl
 import json
 import math
 import os
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
 
 import pytest
 
 from clusterddp.cli import runs
+from clusterddp.cli.commands import jobs
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]
@@ -26,14 +29,24 @@ def test_runs_are_listed_with_the_latest_last(workplace: Workplace) -> None:
     workplace.command("squeue", "echo '2|RUNNING|None'; echo '3|PENDING|(Resources)'")
     got = workplace.invoke("jobs")
     lines = got.out.splitlines()
-    assert lines[0].split() == ["NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "ACCURACY", "WHY"]
+    assert lines[0].split() == [
+        "NAME",
+        "STATE",
+        "JOB",
+        "NODES",
+        "AGE",
+        "STEP",
+        "LEFT",
+        "TEST-ACC",
+        "WHY",
+    ]
     assert [line.split()[:4] for line in lines[1:]] == [
         ["first", "done", "1", "2x4"],
         ["second", "running", "2", "1x1"],
         ["third", "queued", "3", "2x4"],
         ["fourth", "created", "-", "2x4"],
     ]
-    assert lines[1].split()[4:] == ["1m30s", "1200", "0.9877"]
+    assert lines[1].split()[4:] == ["1m30s", "1200/1200", "(100%)", "-", "98.77%"]
     assert lines[3].endswith("Resources")
     assert got.code == 0
 
@@ -188,3 +201,89 @@ def test_what_a_rank_has_printed_moves_no_cursor(workplace: Workplace) -> None:
 def test_json_knows_no_nan_however_deep_it_lies(capsys: pytest.CaptureFixture[str]) -> None:
     runs.echo_json({"each": (1.0, math.nan), "all": [{"loss": math.inf}]})
     assert json.loads(capsys.readouterr().out) == {"each": [1.0, None], "all": [{"loss": None}]}
+
+
+def test_a_watch_is_one_squeue_a_look_and_ends_with_130(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere than in a terminal the list is printed again where it has changed."""
+    workplace.run("done", submitted("1"), started("1"), ended("1", 0), age=60)
+    workplace.run("gone", submitted("2"), started("2"), ended("2", 1), age=40)
+    workplace.run("one", submitted("3"), started("3"), age=20)
+    workplace.command("scontrol", "echo ' JobState=FAILED ExitCode=1:0 '")
+    workplace.command("sacct", "exit 1")
+    looks: list[float] = []
+
+    def pass_by(seconds: float) -> None:
+        looks.append(seconds)
+        state = {1: "RUNNING", 2: "RUNNING", 3: "COMPLETING", 4: "COMPLETING"}.get(len(looks))
+        if state is None:
+            raise KeyboardInterrupt
+        workplace.command("squeue", f"echo '2|FAILED|None'; echo '3|{state}|None'")
+
+    workplace.command("squeue", "echo '2|FAILED|None'; echo '3|PENDING|Priority'")
+    monkeypatch.setattr(jobs, "_sleep", pass_by)
+    got = workplace.invoke("jobs", "--watch", "30")
+    assert (got.code, looks) == (130, [30.0] * 5)
+    assert got.out.count("NAME") == 3
+    calls = [call.split()[0] for call in workplace.calls]
+    assert calls.count("squeue") == len(looks)
+    assert calls.count("scontrol") == 1
+    assert calls.count("sacct") == 0
+    refused = workplace.invoke("jobs", "--watch", "--json")
+    assert (refused.code, "--watch is for a person" in refused.err) == (2, True)
+    assert workplace.invoke("jobs", "--watch", "0.1").code == 2
+
+
+def test_a_watch_draws_in_place_in_a_terminal(workplace: Workplace) -> None:
+    for number in range(30):
+        workplace.run(f"run-{number:02d}", submitted(str(number)), age=100 - number)
+    master, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 60, 0, 0))
+    command = [sys.executable, "-m", "clusterddp", "jobs", "--watch", "3600"]
+    environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(
+        command, cwd=workplace.folder, env=environ, stdout=terminal, stderr=subprocess.PIPE
+    ) as process:
+        os.close(terminal)
+        drawn = b""
+        while b"\x1b[J" not in drawn:
+            drawn += os.read(master, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    os.close(master)
+    assert process.returncode == 130
+    screen = drawn.decode().removeprefix("\x1b[H").partition("\x1b[J")[0]
+    lines = [line.rstrip("\r").removesuffix("\x1b[K") for line in screen.split("\n")]
+    assert len(lines) == 10
+    assert lines[1].startswith("NAME")
+    assert lines[-1].startswith("run-29")
+    assert max(map(len, lines)) <= 60
+
+
+def test_what_lies_ahead_is_shown(workplace: Workplace) -> None:
+    workplace.run("waits", submitted("3"), age=60)
+    workplace.run("held", submitted("4"), age=50)
+    run = workplace.run("trains", submitted("5"), started("5"), age=40)
+    attempt = run.attempts / "0001"
+    attempt.mkdir(parents=True)
+    (attempt / "attempt.json").write_text('{"began": 1.0, "step": 0}')
+    (attempt / "alive").write_text('{"step": 50, "planned": 200}')
+    lines = [{"kind": "train", "step": n, "time": 10.0 + n, "loss": 0.5} for n in (10, 20, 50)]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    then = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 3600))
+    rows = f"3 3 {then}|PENDING|Resources|", "4 4 N/A|PENDING|JobHeldUser|", "5 5 |RUNNING|None|"
+    workplace.command("squeue", "".join(f"echo '{row}';" for row in rows))
+    waits, held, trains = json.loads(workplace.invoke("jobs", "--json").out)
+    assert abs(waits["expected_start"] - time.time() - 3600) < 60
+    assert (held["expected_start"], trains["expected_start"]) == (None, None)
+    assert [trains[name] for name in ("step", "steps_planned", "percent_done", "seconds_left")] == [
+        50, 200, 25.0, 150.0,
+    ]  # fmt: skip
+    listed = workplace.invoke("jobs").out.splitlines()
+    assert " 50/200 (25%)  2m30s " in listed[3]
+    assert any(left in listed[1] for left in (" 59m", " 1h00m"))
+    said = workplace.invoke("status", "trains").out
+    assert "step 50 of 200 (25%), about 2m30s left, training loss 0.5000" in said
+    assert "by Slurm's estimate" in workplace.invoke("status", "waits").out
+    assert "estimate" not in workplace.invoke("status", "held").out

@@ -1,6 +1,7 @@
 """`clusterddp nodes`: the bad nodes of an output root, listed and cleared."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from clusterddp.run import bad_nodes
 from clusterddp.run.files import append_json_line
-from tests.cli.made_runs import Workplace, submitted, workplace
+from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event
 from tests.hostile import CARRIED, REFUSED
 
@@ -104,6 +105,13 @@ def test_what_a_stranger_wrote_moves_no_cursor(workplace: Workplace) -> None:
     assert len(shown.splitlines()) == 2
 
 
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 1e300])
+def test_times_that_are_none_do_no_harm(workplace: Workplace, number: float) -> None:
+    for name in ("expires", "time"):
+        blamed(workplace.root, "h01", **{name: number})
+        assert workplace.invoke("nodes").code == workplace.invoke("nodes", "--json").code == 0
+
+
 def test_a_list_that_cannot_be_read_is_named(workplace: Workplace) -> None:
     (workplace.root / bad_nodes.FILE_NAME).symlink_to("/proc/self/mem")
     answer = workplace.invoke("nodes")
@@ -120,3 +128,22 @@ def test_status_shows_what_a_run_leaves_out_until_it_is_cleared(workplace: Workp
     assert shown["left_out"] == {"h02": "lost during attempt 1"}
     workplace.invoke("nodes", "clear", "h02")
     assert "left out" not in workplace.invoke("status", "a").out
+
+
+def test_status_shows_what_a_new_job_of_a_run_that_has_ended_leaves_out(
+    workplace: Workplace,
+) -> None:
+    for name, code, cause in (("a", 1, "preflight"), ("b", 0, "done")):
+        end = ended("17", code, attempt=1, cause=cause, why="requeue is off")
+        run = workplace.run(name, submitted("17"), {**started("17"), "attempt": 1}, end)
+        add_event(run, "nodes_left_out", job_id="17", nodes={"h01": "lost"})
+    blamed(workplace.root, "h03", reason="/dev/shm: full")
+    assert "\nleft out    h03: /dev/shm: full\n" in workplace.invoke("status", "a").out
+    assert "left out" not in workplace.invoke("status", "b").out
+
+
+def test_status_shows_the_spares_that_were_asked_for(workplace: Workplace) -> None:
+    workplace.run("a", submitted("17"), spare_nodes=1)
+    asked = "2 nodes x 4 tasks = 8 ranks, and 1 spare node"
+    assert f"\nasked       {asked}\n" in workplace.invoke("status", "a").out
+    assert json.loads(workplace.invoke("status", "a", "--json").out)["spare_nodes"] == 1

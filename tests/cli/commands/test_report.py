@@ -65,8 +65,8 @@ def test_several_runs_are_a_table_in_the_order_given(workplace: Workplace) -> No
     got = workplace.invoke("report", "large", "small", "bad", "small")
     header, *rows = [line.split() for line in got.out.splitlines()]
     assert header == [
-        "NAME", "STATE", "MODEL", "RANKS", "NODES", "ACCURACY", "SECONDS", "IMAGES/S", "MEMORY",
-        "ATTEMPTS",
+        "NAME", "STATE", "MODEL", "RANKS", "NODES", "TEST-ACCURACY", "SECONDS", "IMAGES/S",
+        "MEMORY", "ATTEMPTS",
     ]  # fmt: skip
     assert rows == [
         ["large", "done", "convnet", "4", "2", "98.76%", "12.5", "3,604", "1.0", "GiB", "1"],

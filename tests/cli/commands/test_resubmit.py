@@ -217,7 +217,7 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
     accepted(
         workplace, "one", "--time", "20", "--partition", "gpu", "--exclude", "h01", "--mem", "4G",
         "--no-requeue", "--max-requeues", "3", "--restart-in-job", "0", "--save-every",
-        "7steps",
+        "7steps", "--preflight", "none",
     )  # fmt: skip
     script = sent(workplace)
     assert script == run.script.read_text()
@@ -228,6 +228,7 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
         assert words in script, words
     spec = run.load_spec()
     assert (spec.resources.nodes, spec.resources.time, spec.max_requeues) == (2, "20", 3)
+    assert spec.node_checks == "none"
     assert spec.train is not None
     assert (spec.train.save_every, spec.train.allow_changed) == ("7steps", False)
     assert (run.path / "script-1.sbatch").read_text() == old[0]

@@ -33,7 +33,7 @@ def test_status_tells_all_that_is_known(workplace: Workplace) -> None:
     assert lines["job"] == "12 (sbatch)"
     assert lines["asked"] == "2 nodes x 4 tasks = 8 ranks"
     assert lines["hosts"] == "h01 h02"
-    assert lines["progress"] == "step 40, epoch 1, loss 0.2500, accuracy 0.9000"
+    assert lines["progress"] == "step 40, epoch 1, training loss 0.2500, test accuracy 90.00%"
     assert "running for 2h05m" in lines["started"]
     assert lines["next"] == "clusterddp logs -f mnist-1"
 
@@ -86,7 +86,7 @@ def test_requeues_are_told_with_their_reasons(workplace: Workplace) -> None:
     os.utime(newest, (then, then))
     workplace.command("squeue", "echo '12|RUNNING|None'")
     lines = dict(line.split(maxsplit=1) for line in workplace.invoke("status").out.splitlines())
-    assert lines["attempt"] == "3 (2 requeues: time limit, node lost or killed)"
+    assert lines["attempt"] == "3 (2 restarts: time limit, node lost or killed)"
     assert lines["checkpoint"] == "step 1200, 3m05s ago"
     assert lines["job"] == "12 (sbatch)"
     status = json.loads(workplace.invoke("status", "--json").out)
@@ -101,7 +101,7 @@ def test_of_many_requeues_the_latest_reasons_are_told(workplace: Workplace) -> N
     workplace.command("squeue", "echo '12|RUNNING|None'")
     out = workplace.invoke("status").out
     five = ", ".join(["preempted"] * 5)
-    assert f"\nattempt     9 (8 requeues: …, {five})\n" in out
+    assert f"\nattempt     9 (8 restarts: …, {five})\n" in out
 
 
 def test_a_first_attempt_needs_no_line(workplace: Workplace) -> None:

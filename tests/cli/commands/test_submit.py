@@ -178,6 +178,20 @@ def test_a_dry_run_needs_neither_slurm_nor_torch_nor_a_writable_folder(
     assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=run-")
 
 
+@pytest.mark.parametrize("option", ["--bad-node-hours", "--spare-nodes"])
+@pytest.mark.parametrize(
+    "value", [*CARRIED, *REFUSED, "nan", "inf", "-inf", "-1", "1e400", "1e308", "0x10", "1,5"]
+)
+def test_a_number_for_nodes_is_one_or_is_refused(option: str, value: str, elsewhere: Path) -> None:
+    result = run("--dry-run", *FIXED, "--nodes", "2", f"{option}={value}")
+    error = result.exception
+    assert isinstance(error, ClusterDDPError | SystemExit)
+    assert (error.exit_code if isinstance(error, ClusterDDPError) else error.code) == 2
+    assert option in (str(error) if isinstance(error, ClusterDDPError) else result.stderr)
+    assert "\x1b" not in result.stderr and result.stdout == ""
+    assert list(elsewhere.iterdir()) == []
+
+
 @pytest.mark.parametrize("value", CARRIED)
 def test_a_hostile_value_is_carried_or_refused_by_every_option(value: str, elsewhere: Path) -> None:
     quoted = shlex.quote(value)

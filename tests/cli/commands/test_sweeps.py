@@ -1,14 +1,17 @@
 """Sweeps as they are typed, with stand-ins for what a healthy cluster cannot be made to say."""
 
+import hashlib
 import json
+import os
+import sys
 
 import pytest
 
-from clusterddp.run import events
+from clusterddp.run import chain, events, notify
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.run.sweeps import find_sweep, find_sweeps, sweep_status
-from tests.cli.made_runs import Workplace, ended, started, workplace
+from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]
 
@@ -182,6 +185,161 @@ def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
     assert sweep.element(3).load_spec().point == (("n", "3"),)
 
 
+PENDING = 'for i in 0 1 2 3 4 5 6 7 8 9; do echo "$N_$i $N|PENDING|Dependency"; done'
+SCONTROL = f"""case "$*" in
+*"show job"*) echo " JobId=1 JobState=PENDING Dependency=afterany:$N_*(unfulfilled),singleton(x)" ;;
+*) echo '{CONFIG}' ;;
+esac"""
+
+
+def test_a_run_waits_for_a_sweep_and_for_a_point_that_is_submitted_again(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.command("squeue", PENDING.replace("$N", "7"))
+    for number, text in enumerate(("s", "7", f"{workplace.root}/s:any")):
+        name = f"b{number}"
+        workplace.command("sbatch", f"echo 2{number}")
+        done = workplace.invoke("submit", "--run-name", name, "--after", text, "--", "/bin/true")
+        assert done.code == 0, done.err
+        assert f"{name} waits for s (queued: 10 queued), by now job 7" in done.err
+        assert "sbatch --parsable --dependency=afterany:7" in workplace.calls
+        [(path, _)] = RunDir(workplace.root / name).load_spec().after
+        assert path == str(sweep.path)
+    for index in range(10):
+        finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
+    queued = "echo '20 20|PENDING|Dependency'; echo '{0} 1|PENDING|None'"
+    workplace.command("squeue", queued.format("30_2"))
+    workplace.command("scontrol", SCONTROL.replace("$N", "7"))
+    workplace.command("sbatch", "echo 30")
+    refused = workplace.invoke("submit", "--after", "s", "--", "/bin/true")
+    assert refused.code == 2
+    assert "--after s: s (failed: 9 done, 1 failed) has ended otherwise" in refused.err
+    again = workplace.invoke("resubmit", "s-2")
+    assert again.code == 0, again.err
+    assert "b0 (job 20) waits for it" in again.err
+    record(sweep.element(2), {**started("35"), "array_element": "30_2"}, ended("35", 1))
+    workplace.command("squeue", queued.format("31_2"))
+    workplace.command("sbatch", "echo 31")
+    assert workplace.invoke("resubmit", "s").code == 0
+    # Of what stood there its own part is replaced, and another's stays.
+    sent = [call for call in workplace.calls if "Dependency=" in call]
+    assert sent == [
+        f"scontrol update JobId=20 Dependency=singleton,afterany:{job}" for job in (30, 31)
+    ]
+
+
+def test_a_sweep_waits_as_a_whole_and_is_rejoined_as_a_whole(workplace: Workplace) -> None:
+    workplace.run("a", submitted("5"), started("5"))
+    workplace.command("scontrol", SCONTROL.replace("$N_*", "5"))
+    workplace.command("squeue", "echo '5 5|RUNNING|None'")
+    workplace.command("sbatch", "echo 7")
+    done = workplace.invoke(*TEN[:3], "--after", "a", *TEN[3:])
+    assert done.code == 0, done.err
+    assert (
+        "sbatch --parsable --dependency=afterany:5 --array=0-9 --comment=clusterddp:s"
+        in workplace.calls
+    )
+    squeue = PENDING.replace("$N", "7")
+    workplace.command("squeue", f"{squeue}; echo '5 5|RUNNING|None'")
+    told = json.loads(workplace.invoke("status", "--json", "s-4").out)
+    assert (told["detail"], told["waits_for"]) == ("waits for a", ["a"])
+    awaited = RunDir(workplace.root / "a")
+    record(awaited, ended("5", 75), {**submitted("8"), "in_place_of": "5"})
+    workplace.command("squeue", f"{squeue}; echo '8 8|PENDING|None'")
+    chain.rejoin(awaited)
+    sent = [call for call in workplace.calls if "Dependency=" in call]
+    assert sent == ["scontrol update JobId=7_[0-9] Dependency=singleton,afterany:8"]
+    kept = events.read(RunDir(workplace.root / "s-9").events)
+    assert [event.kind for event in kept] == ["submitted", "waits", "waits"]
+    [by] = [e.by for e in events.read(awaited.events) if isinstance(e, events.AwaitedBy)]
+    assert by == str(workplace.root / "s")
+
+
+def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "_PAUSE_SECONDS", 0.01)
+    tell = workplace.folder / "tell.py"
+    tell.write_text("import sys; open('told', 'a').write(sys.stdin.read())")
+    workplace.command("sbatch", "cat >/dev/null; echo 7")
+    workplace.command("scontrol", f"echo '{CONFIG}'")
+    done = workplace.invoke(*TEN[:3], "--notify", f"{sys.executable} tell.py", *TEN[3:])
+    assert done.code == 0, done.err
+    assert [call for call in workplace.calls if call.startswith("sbatch")] == [
+        "sbatch --parsable --array=0-9 --comment=clusterddp:s",
+        "sbatch --parsable --dependency=afterany:7",
+    ]
+    sweep = SweepDir(workplace.root / "s")
+    assert sweep.load_spec().notify
+    assert not sweep.element(3).load_spec().notify
+    for index in range(10):
+        finish(sweep, index, code=int(index in (2, 3)), job_id=str(10 + index))
+    workplace.command("squeue", "echo '30_2 30|PENDING|Priority'")
+    workplace.command("sbatch", "cat >/dev/null; echo 30")
+    assert workplace.invoke("resubmit", "s-2").code == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # of the job that waits
+    notify.tell_as_job(sweep)
+    assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:30"
+    record(sweep.element(2), {**started("31"), "array_element": "30_2"}, ended("31", 0))
+    workplace.command("squeue", "")
+    for _ in range(2):
+        notify.tell_as_job(sweep)
+    [told] = (workplace.folder / "told").read_text().splitlines()
+    verdict = json.loads(told)
+    assert (verdict["sweep"], verdict["state"]) == ("s", "failed")
+    assert verdict["counts"] == {"done": 9, "failed": 1}
+    assert verdict["notified_by"] == "dependent job"
+    assert verdict["points"][3] == {"run": "s-3", "state": "failed", "point": {"n": "3"}}
+    workplace.command("sbatch", "cat >/dev/null; echo 40")
+    assert workplace.invoke("resubmit", "s").code == 0
+    assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:40"
+    assert notify.mark_of(sweep).name == "notified-0002.json"
+
+
+def test_what_points_share_is_removed_once_none_could_go_on(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.command("squeue", "")
+    workplace.command("sacct", "exit 1")
+    for index in range(10):
+        finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
+    bundle = sweep.bundle.resolve()
+    (sweep.path / "code").mkdir(exist_ok=True)
+    (sweep.code / "train.py").write_text("print()")
+    digest = hashlib.sha256(b"print()").hexdigest()
+    entry = {"files": 1, "bytes": 7, "commit": "", "digests": {"train.py": digest}, "large": []}
+    sweep.code_record.write_text(json.dumps(entry))
+    for name in ("code", "code.json"):
+        for run in sweep.elements:
+            if not os.path.lexists(run.path / name):
+                (run.path / name).symlink_to(f"../s/{name}")
+    # A COMMAND that has failed can start again.
+    for argv in (["s"], [], ["s-*"], ["s-0"]):
+        done = workplace.invoke("clean", "--yes", *argv)
+        assert done.code == 0, done.err
+        assert bundle.exists(), argv
+        assert (sweep.code / "train.py").exists()
+    assert "s is left alone: points that share it could go on: s-2" in (
+        workplace.invoke("clean", "--yes", "s").err
+    )
+    workplace.command("sbatch", "echo 30")
+    assert workplace.invoke("resubmit", "s-2").code == 0
+    record(sweep.element(2), {**started("31"), "array_element": "30_2"}, ended("31", 0))
+    shown = workplace.invoke("clean", "--dry-run", "s")
+    assert [row.split()[0] for row in shown.out.splitlines()[1:3]] == ["s", "s"]
+    assert workplace.invoke("clean", "--yes", "s-*").code == 0
+    assert bundle.exists()
+    assert workplace.invoke("clean", "--yes", "s").code == 0
+    assert not bundle.exists()
+    assert not (sweep.code / "train.py").exists()
+    assert sweep.spec.exists()
+    assert [event.kind for event in events.read(sweep.events)][-1] == "cleaned"
+    record(sweep.element(2), {"event": "resubmit"}, {**started("32")}, ended("32", 1))
+    again = workplace.invoke("resubmit", "s-2")
+    assert again.code == 2
+    assert "was removed by 'clusterddp clean'" in again.err
+
+
 def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
     workplace.command("sbatch", "echo 30")
     before = sweep.element(0).spec.read_bytes()
@@ -233,6 +391,31 @@ def test_what_does_not_go_is_refused_with_the_reason(
     done = workplace.invoke(*argv)
     assert done.code == 2
     assert words in done.err
+
+
+def test_a_point_can_be_swept_further_and_a_sweep_is_no_request_for_from(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    file = workplace.folder / "base.toml"
+    for argv, words in (
+        (["submit", "--save", str(file), *TEN[3:]], "a file holds the request of one run"),
+        (["submit", "--from", sweep.name], "s is a sweep, and this is about one run"),
+    ):
+        done = workplace.invoke(*argv)
+        assert done.code == 2
+        assert words in done.err
+    assert not file.exists()
+    argv = ["submit", "--dry-run", "--json", "--run-name", "t"]
+    shown = workplace.invoke(*argv, "--from", "s-3")
+    assert "-- /bin/echo 3)" in json.loads(shown.out)["script"]
+    assert "points" not in json.loads(shown.out)
+    file.write_text("lr = 0.5\nseed = 3\n")
+    shown = workplace.invoke(*argv, "--from", str(file), "--sweep", "lr=0.1,0.2")
+    assert shown.code == 0, shown.err
+    script = json.loads(shown.out)["script"]
+    assert "--lr=0.1" in script
+    assert "--lr=0.5" not in script
+    assert "--seed=3" in script
 
 
 def test_draws_show_their_seed(workplace: Workplace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import random
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from tests.on_slurm.campaign import FAULTS_OF_ALL_SUBJECTS
 from tests.on_slurm.campaign.fault import Fault
 from tests.on_slurm.campaign.place import Result, Site
+from tests.on_slurm.campaign.spares import at_random
 from tests.on_slurm.cluster import ClusterError, why_unavailable
 
 AT_ONCE = 4
@@ -24,6 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 when every row was as expected, 1 when any differed, 130 after Ctrl-C."""
     arguments = parse(argv)
     faults = chosen(arguments.names)
+    if arguments.random:
+        seed = random.randrange(10_000) if arguments.seed is None else arguments.seed
+        print(f"--random {arguments.random} --seed {seed}", flush=True)
+        faults = [at_random(seed, arguments.random)]
     if arguments.list:
         for fault in faults:
             print(f"{fault.subject:<10} {fault.name:<34} {fault.expected}")
@@ -46,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.on_slurm.campaign", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="rows, with * and ?; all without")
+    drawn = "N faults in a row, drawn, in jobs with a spare; in place of rows"
+    parser.add_argument("--random", type=int, metavar="N", help=drawn)
+    parser.add_argument("--seed", type=int, help="that they are drawn by; drawn as well without")
     parser.add_argument("--list", action="store_true", help="name the rows and end")
     parser.add_argument("--data-dir", type=Path, help="a folder with MNIST/raw; synthetic without")
     parser.add_argument("--keep", type=Path, help="copy the folders of rows that differ to here")
@@ -82,14 +91,16 @@ def campaign(
                     result = done.result()
                     results.append(result)
                     mark = "ok     " if result.ok else "DIFFERS"
-                    told = result.seen if not result.ok else _first_line(result.seen)
+                    told = (
+                        _first_line(result.seen) if result.ok and len(faults) > 1 else result.seen
+                    )
                     print(f"{mark} {result.fault.name} ({result.wall_seconds:.0f} s): {told}",
                           flush=True)  # fmt: skip
             except BaseException:
                 site.stopping.set()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
-    names = list(FAULTS_OF_ALL_SUBJECTS)
+    names = [fault.name for fault in faults]
     results.sort(key=lambda result: names.index(result.fault.name))
     print(table(results))
     differing = [result for result in results if not result.ok]

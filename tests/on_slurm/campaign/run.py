@@ -38,6 +38,7 @@ COMMON = [
 CONFIGURATIONS: dict[str, list[str]] = {
     "one": ["--nodes", "1", "--batch-size", "20"],
     "two": ["--nodes", "2", "--batch-size", "10"],
+    "three": ["--nodes", "3", "--batch-size", "8"],
     "four-one-bucket": ["--nodes", "2", "--tasks-per-node", "2", "--batch-size", "8"],
     "four-buckets": [
         *("--nodes", "2", "--tasks-per-node", "2", "--batch-size", "8"),
@@ -188,7 +189,7 @@ class Run:
     def __init__(self, trial: Trial, name: str, config: str, pace: float) -> None:
         self.trial, self.name, self.config, self.pace = trial, name, config, pace
         self.dir = RunDir(trial.folder / "jobs" / name)
-        self.world_size = 1 if config == "one" else 4 if config.startswith("four") else 2
+        self.world_size = {"one": 1, "three": 3}.get(config, 4 if config[:4] == "four" else 2)
 
     # -- what it is doing --------------------------------------------------------------------
 

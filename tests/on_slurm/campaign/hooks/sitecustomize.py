@@ -2,9 +2,10 @@
 
 Python imports this by itself wherever PYTHONPATH leads here. Nothing of the package is replaced: a
 task waits at a moment while the file CAMPAIGN_HOLDS/want-MOMENT is there, and writes
-held-MOMENT.RANK.PID meanwhile. The moments: `import` (of torch), `step-N` (after the N-th step),
-`save` (a checkpoint's bytes on their way to the disk), `last` (after the report), `left` (the
-other ranks, for good).
+held-MOMENT.RANK.PID meanwhile; then it raises where fail-MOMENT.RANK is there. The moments:
+`import` (of torch), `step-N` (after the N-th step), `save` (a checkpoint's bytes on their way to
+the disk), `last` (after the report), `left` (the other ranks, for good). On a host for which
+clock-ahead.HOST is there when a process starts, its clock is ahead by so many seconds.
 """
 
 import importlib.abc
@@ -22,15 +23,19 @@ RANK = os.environ.get("SLURM_PROCID", "0")
 
 
 def hold(moment: str) -> None:
-    """Wait while somebody wants it."""
+    """Wait while somebody wants it, then fail where somebody wants that."""
     wanted = [Path(f"{HOLDS}/want-{moment}"), Path(f"{HOLDS}/want-{moment}.{RANK}")]
-    if not any(path.exists() for path in wanted):
-        return
-    held = Path(f"{HOLDS}/held-{moment}.{RANK}.{os.getpid()}")
-    held.touch()
-    while any(path.exists() for path in wanted):
-        time.sleep(0.02)
-    held.unlink(missing_ok=True)
+    if any(path.exists() for path in wanted):
+        held = Path(f"{HOLDS}/held-{moment}.{RANK}.{os.getpid()}")
+        held.touch()
+        while any(path.exists() for path in wanted):
+            time.sleep(0.02)
+        held.unlink(missing_ok=True)
+    fail = Path(f"{HOLDS}/fail-{moment}.{RANK}")
+    if fail.exists():
+        if fail.read_text() == "once":
+            fail.unlink()
+        raise RuntimeError(f"an error of the program at {moment}")
 
 
 def fsync(descriptor: int, _plain: object = os.fsync) -> None:
@@ -136,4 +141,6 @@ if HOLDS and "SLURM_STEP_ID" in os.environ:  # in tasks alone
     if "CAMPAIGN_CLOCK" in os.environ:
         name, _, ahead = os.environ["CAMPAIGN_CLOCK"].partition(":")
         shift_clock(name, float(ahead))
+    for path in Path(HOLDS).glob("clock-ahead.*"):
+        shift_clock(path.suffix[1:], float(path.read_text()))
     sys.meta_path.insert(0, Finder())

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from clusterddp.doctor import examine, machine_checks
+from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING
+from clusterddp.doctor.machine_checks import dataset, file_system_type, output_folder, python
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.submission import doctor, machine_checks
-from clusterddp.submission.diagnosis import BAD, GOOD, WARNING
-from clusterddp.submission.machine_checks import dataset, file_system_type, output_folder, python
 from tests.waiting import has_gone
 
 MOUNTS = r"""
@@ -100,8 +100,11 @@ def test_an_output_root_that_is_a_file_is_bad(tmp_path: Path) -> None:
 def test_a_dataset_is_whole_missing_or_damaged(tmp_path: Path, synthetic_dir: Path) -> None:
     whole = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir))
     assert dataset(spec(tmp_path, train=whole), doubts=False).verdict == GOOD
-    missing = dataset(spec(tmp_path), doubts=False)
-    assert missing.verdict == WARNING and "clusterddp data synthesise" in missing.advice
+    made = dataset(spec(tmp_path), doubts=False)
+    assert made.verdict == GOOD and "the submission renders it" in made.seen
+    real = TrainConfig(data_dir=str(tmp_path / "data"))
+    missing = dataset(spec(tmp_path, train=real), doubts=False)
+    assert missing.verdict == WARNING and "clusterddp data fetch" in missing.advice
     raw = tmp_path / "data" / "synthetic" / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for path in (synthetic_dir / "synthetic" / "MNIST" / "raw").iterdir():
@@ -178,11 +181,11 @@ def test_a_check_that_hangs_costs_its_own_line(
 ) -> None:
     released = threading.Event()
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "MOST_SECONDS", 0.2)
-    monkeypatch.setattr(doctor, "output_folder", lambda *_, **__: released.wait(600))
-    monkeypatch.setattr(doctor, "python", lambda _: doctor.Check("python", GOOD, "here"))
+    monkeypatch.setattr(examine, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(examine, "output_folder", lambda *_, **__: released.wait(600))
+    monkeypatch.setattr(examine, "python", lambda _: examine.Check("python", GOOD, "here"))
     try:
-        diagnosis = doctor.examine(spec(tmp_path))
+        diagnosis = examine.examine(spec(tmp_path))
     finally:
         released.set()
     verdicts = {check.name: check.verdict for check in diagnosis.checks}

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING, Check, Diagnosis
 from clusterddp.errors import SlurmError
 from clusterddp.launchers import load
 from clusterddp.request.spec import JobSpec, Resources
@@ -16,7 +17,6 @@ from clusterddp.run import formatting
 from clusterddp.slurm import forms, partitions, site
 from clusterddp.slurm.client import lists_exit_code, outlook
 from clusterddp.slurm.partitions import Partition
-from clusterddp.submission.diagnosis import BAD, GOOD, WARNING, Check, Diagnosis
 
 T = TypeVar("T")
 SHORT_KILL_WAIT = 10
@@ -301,6 +301,11 @@ def _preemption(
     if kind != "partition_prio":
         advice = "look with: sacctmgr show qos format=Name,Preempt,PreemptMode,GraceTime"
         return Check("preemption", WARNING, f"PreemptType=preempt/{kind}", advice, facts)
+    if not used:
+        advice = (
+            "name a partition that there is: 'clusterddp doctor' without --partition lists them"
+        )
+        return Check("preemption", WARNING, "depends on the partition", advice, facts)
     tiers = {name: _number(record.get("PriorityTier", "")) for name, record in records.items()}
     seen, advices = [], []
     for name in used:
@@ -316,9 +321,7 @@ def _preemption(
             left = config.get("KillWait", "KillWait")
             advices.append(f"only {left} are left to save there: choose --save-every by that")
     if not seen:
-        return Check(
-            "preemption", GOOD, f"nothing preempts {', '.join(used) or 'a job'}", "", facts
-        )
+        return Check("preemption", GOOD, f"nothing preempts {', '.join(used)}", "", facts)
     verdict = WARNING if advices else GOOD
     return Check("preemption", verdict, "; ".join(seen), "; ".join(advices), facts)
 

@@ -1,4 +1,4 @@
-"""What the checks of a login node have found, and the site.cfg that follows from it."""
+"""Findings of the checks of a login node, and the site.cfg that follows from it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ class Check:
     verdict: str
     seen: str
     advice: str = ""
-    """What to do; empty where it is good."""
+    """Step to take; empty where it is good."""
     facts: Mapping[str, object] = field(default_factory=dict)
-    """What was seen, for scripts."""
+    """Findings, for scripts."""
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,39 @@ Nothing is queued or written. The questions are asked beside each other, and all
 """
 
 import dataclasses
+import os
 import shutil
+import signal
+import sys
 import time
 from concurrent.futures import TimeoutError as NoResultError
+from contextlib import suppress
 from pathlib import Path
 
+from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING, Check, Diagnosis
+from clusterddp.doctor.machine_checks import dataset, output_folder, python
+from clusterddp.doctor.site_checks import beside, slurm
 from clusterddp.errors import ClusterDDPError
+from clusterddp.processes.table import processes
 from clusterddp.request.spec import JobSpec
-from clusterddp.submission.diagnosis import BAD, GOOD, WARNING, Check, Diagnosis
-from clusterddp.submission.machine_checks import dataset, output_folder, python
-from clusterddp.submission.site_checks import beside, slurm
 
 MOST_SECONDS = 60.0
 """Bound on all checks together."""
 
 
 def examine(spec: JobSpec, template_folder: Path | None = None) -> Diagnosis:
-    """Check the site for a request: its settings are those of a submission. Queues nothing."""
+    """Check the site for a request: its settings are those of a submission. Queues nothing.
+
+    Ctrl-C ends the commands that are at work, too; this process can start no others then.
+    """
+    try:
+        return _examined(spec, template_folder)
+    except KeyboardInterrupt:
+        _end_commands()
+        raise
+
+
+def _examined(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
     deadline = time.monotonic() + MOST_SECONDS
     has_slurm = any(map(shutil.which, ("sbatch", "scontrol")))
     works = {
@@ -56,6 +72,21 @@ def examine(spec: JobSpec, template_folder: Path | None = None) -> Diagnosis:
         settings["python"] = ""
     checked = tuple(_held_against_gpus(check) if has_gpus else check for check in checks)
     return dataclasses.replace(diagnosis, checks=checked, settings=settings)
+
+
+def _end_commands() -> None:
+    """Kill what the checks have started, and have their threads start nothing more."""
+
+    def refuse(event: str, _: object) -> None:
+        if event == "subprocess.Popen":
+            raise InterruptedError
+
+    sys.addaudithook(refuse)
+    for pid, process in processes().items():
+        if process.parent == os.getpid():
+            with suppress(OSError):  # it has gone
+                # --python is the first of a group of its own, which a Ctrl-C does not reach.
+                (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
 
 
 def _held_against_gpus(check: Check) -> Check:

@@ -1,0 +1,160 @@
+"""`clusterddp clean`: removes what can be spared of old runs."""
+
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import click
+
+from clusterddp import errors
+from clusterddp.cli.options import SettingsCommand
+from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
+from clusterddp.run import formatting
+from clusterddp.run.run_dir import find_runs
+from clusterddp.run.sweeps import find_sweep, find_sweeps, select_each
+from clusterddp.submission.clean import Cleaning, clean, plan
+
+_HEADER = ("NAME", "STATE", "BYTES", "PATH", "WHAT")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_AGE = re.compile(r"(\d{1,9})([smhdw])", re.ASCII)
+
+
+def _age(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float:
+    age = _AGE.fullmatch(text or "0s")
+    if not age:
+        raise click.BadParameter(f"{text!r} is no age: give one such as 12h, 30d or 8w.")
+    return float(int(age[1]) * _SECONDS[age[2]])
+
+
+@click.command(name="clean", cls=SettingsCommand)
+@click.argument("run", type=RUN, nargs=-1, metavar="[RUN...]")
+@click.option(
+    "--older-than",
+    metavar="AGE",
+    callback=_age,
+    help="Only runs that ended that long ago: 12h, 30d, 8w.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be removed; touch nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Ask nothing.")
+@OUTPUT_ROOT_OPTION
+@JSON_OPTION
+def command(
+    run: tuple[str, ...],
+    older_than: float,
+    dry_run: bool,
+    yes: bool,
+    output_root: Path,
+    as_json: bool,
+) -> int:
+    """Remove what can be spared of runs: a run's name, job id or directory; all old ones without.
+
+    A sweep, or a pattern such as 'lr-*', means several. What a sweep's points share, the copy of
+    your code and the clusterddp, goes where the sweep is named, or no RUN, and none of its points
+    could go on.
+
+    Of a run that has ended for good: its checkpoints but for the last valid one and the best, the
+    copy of your code but for what your program has written or changed there, and the clusterddp
+    that it carries. Records, logs, metrics and reports stay.
+
+    A run that is queued, running or could go on (stopped, failed with a checkpoint, a COMMAND that
+    failed …) is left alone unless it is named, and keeps its code, its clusterddp and what its
+    present attempt has saved even then. No link is followed out of a run's directory.
+
+    Exit codes: 0 removed, or nothing to remove; 1 something could not be removed; 2 a wrong
+    request, or another process cleans or submits one of the runs; 130 interrupted.
+    """
+    if as_json and not (dry_run or yes):
+        raise click.UsageError("--json asks nothing: add --yes, or --dry-run.")
+    now = time.time()
+    runs, failed = select_each(output_root, run) if run else (find_runs(output_root), [])
+    sweeps = map(partial(find_sweep, output_root), run) if run else find_sweeps(output_root)
+    runs += dict.fromkeys(sweep for sweep in sweeps if sweep)  # what their points share
+    cleanings = plan(runs, named=bool(run), older_than=older_than, now=now)
+    if not as_json:
+        _show(cleanings, named=bool(run))
+    full = [cleaning for cleaning in cleanings if cleaning.items]
+    if full and not dry_run:
+        if not (yes or _agrees(full)):
+            click.echo("nothing was removed", err=True)
+            return errors.EXIT_DONE
+        cleanings = []
+        for each in full:
+            try:
+                done = clean(each.run, named=bool(run), older_than=older_than, now=now)
+                cleanings.append(done)
+            except errors.ClusterDDPError as error:
+                failed.append(error)
+        if not as_json:
+            click.echo(f"removed {_sum(cleanings)}")
+    for failure in failed:
+        click.echo(f"clusterddp: {failure}", err=True)
+    if as_json:
+        echo_json([_record(cleaning, removed=not dry_run) for cleaning in cleanings])
+    return max((failure.exit_code for failure in failed), default=errors.EXIT_DONE)
+
+
+def _show(cleanings: Sequence[Cleaning], *, named: bool) -> None:
+    """Print what goes, an item a line; on stderr what is left alone."""
+    rows = [
+        (each.run.name, each.state, str(item.bytes), item.path, item.words)
+        for each in cleanings
+        for item in each.items
+    ]
+    if rows:
+        table = formatting.table([_HEADER, *rows])
+        click.echo(formatting.clean(table))
+        click.echo(f"to remove: {_sum(cleanings)}")
+    reasons = [each.kept_because or "nothing to remove" for each in cleanings if not each.items]
+    if named:
+        for each in cleanings:
+            if not each.items:
+                words = each.kept_because or "nothing to remove"
+                click.echo(f"{each.run.name} is left alone: {words}", err=True)
+    elif reasons:
+        counts = (f"{count:,} {words}" for words, count in Counter(reasons).most_common())
+        click.echo(f"left alone: {formatting.some([*counts], 8, '; ')}", err=True)
+    if not rows:
+        click.echo("nothing to remove", err=True)
+
+
+def _sum(cleanings: Sequence[Cleaning]) -> str:
+    """`12 things of 3 runs, 1.2 GB (1234567890 bytes)`."""
+    full = [cleaning for cleaning in cleanings if cleaning.items]
+    things = formatting.count(sum(len(cleaning.items) for cleaning in full), "thing")
+    size = sum(cleaning.bytes for cleaning in full)
+    of = formatting.count(len(full), "run")
+    return f"{things} of {of}, {formatting.size(size)} ({size} bytes)"
+
+
+def _agrees(cleanings: Sequence[Cleaning]) -> bool:
+    """Ask once. Raises RequestError where nobody answers."""
+    click.echo(f"Remove {_sum(cleanings)}? [y/N] ", nl=False, err=True)
+    answer = sys.stdin.readline()
+    if not answer:
+        raise errors.RequestError("nobody answered, so nothing was removed. Add --yes.")
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _record(cleaning: Cleaning, *, removed: bool) -> dict[str, object]:
+    return {
+        "name": cleaning.run.name,
+        "directory": str(cleaning.run.path),
+        "state": cleaning.state,
+        "left_alone": cleaning.kept_because,
+        "removed": removed and bool(cleaning.items),
+        "bytes": cleaning.bytes,
+        "items": [
+            {
+                "kind": item.kind,
+                "path": item.path,
+                "step": item.step,
+                "files": len(item.files),
+                "bytes": item.bytes,
+            }
+            for item in cleaning.items
+        ],
+    }

@@ -1,0 +1,244 @@
+"""Requests taken from a run or a file (--from), and written to one (--save).
+
+A file is TOML with submit's flags as its keys: `gpus-per-node = 4`, `env = ["A=1"]`, and `command`
+for what stands behind `--`. A run's request is whole: neither variables nor site.cfg add to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from clusterddp.cli.job_spec import template_folder
+from clusterddp.cli.options import SettingsCommand, recipe_settings, source
+from clusterddp.errors import RequestError
+from clusterddp.request.options import Settings, nearest
+from clusterddp.request.spec import OPTIONS, JobSpec
+from clusterddp.request.train_config import TRAINING
+from clusterddp.run.files import write_atomically
+from clusterddp.slurm import forms
+
+F = TypeVar("F", bound=Callable[..., object])
+
+FROM = "request_from"
+SUFFIX = ".toml"
+_COMMAND = "command"
+_BY_NAME = ("env", "sbatch")
+"""Lists whose typed items change what they name, unless one is empty; others are replaced."""
+_OTHERS = ("check", "check_python", "snapshot_limit")
+"""Options of a submission that are no part of its JobSpec, but for where things lie."""
+
+
+def from_option(function: F) -> F:
+    """Add --from, which `RequestCommand` reads."""
+    return click.option(
+        "--from",
+        FROM,
+        metavar=f"RUN|FILE{SUFFIX}",
+        help="Take the request of a run, or of a file with flags as its keys; flags come over it.",
+    )(function)
+
+
+class RequestCommand(SettingsCommand):
+    """A command whose options can be those of a run or of a file."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        if ctx.params.get(FROM) and not ctx.resilient_parsing:
+            _take(ctx, ctx.params[FROM])
+        return rest
+
+
+def save(ctx: click.Context, spec: JobSpec, path: Path) -> list[str]:
+    """Write a request to a new file, private to its owner, for --from.
+
+    What was given is written, even where it is the default. A variable that is secret by its name
+    is written by name, without its value; returns these names. Raises RequestError.
+    """
+    values = {
+        name: value
+        for name, value in {**_others(ctx), **values_of(spec)}.items()
+        if value not in (None, ())
+        and (not _is_default(name, value) or source(ctx, name) != "default")
+    }
+    secret = [name for name, _ in spec.environment if forms.SECRET.search(name)]
+    if "env" in values:
+        items = [(item.partition("=")[0], item) for item in values["env"]]
+        values["env"] = [name if name in secret else item for name, item in items]
+    named = {OPTIONS[name.replace("_", "-")].name: value for name, value in values.items()}
+    if spec.command:
+        named[_COMMAND] = spec.command
+    if path.exists():
+        raise RequestError(f"--save {path}: it exists already. Name another file.")
+    try:
+        write_atomically(path, to_toml(named).encode())
+    except OSError as error:
+        raise RequestError(f"--save {path}: {error.strerror}.") from None
+    return secret
+
+
+def to_toml(values: Mapping[str, object]) -> str:
+    """Write plain values as TOML: texts, numbers, yes and no, and lists of texts."""
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+
+
+def values_of(spec: JobSpec) -> dict[str, Any]:
+    """Return the values of submit's options, by their parameters, that give this request."""
+    asked, train = spec.resources, spec.train
+    records = (asked, spec, train) if train else (asked, spec)
+    values: dict[str, Any] = {
+        field.name: getattr(record, field.name)
+        for record in records
+        for field in dataclasses.fields(record)
+        if "option" in field.metadata
+    }
+    usual_tasks = asked.tasks_per_node == (asked.gpus_per_node or 1)
+    gpus = f"{asked.gpu_type}:" if asked.gpu_type else ""
+    passed = [*(f"{name}={value}" for name, value in spec.environment), *spec.pass_environment]
+    values |= {
+        "gpus_per_node": f"{gpus}{asked.gpus_per_node}",
+        "tasks_per_node": None if usual_tasks else asked.tasks_per_node,
+        "env": tuple(passed),
+        "after": tuple(f"{path}:{condition}" for path, condition in spec.after),
+        "sbatch": tuple(n if value is None else f"{n}={value}" for n, value in spec.sbatch),
+        "srun_args": tuple(map(shlex.quote, spec.srun_args)),
+        "launch_prefix": shlex.join(spec.launch_prefix),
+        "omit_directive": values.pop("omit_directives"),
+        "module": values.pop("modules"),
+        "container_mount": values.pop("container_mounts"),
+        "signal": spec.signal or "none",
+    }
+    # The defaults of these follow the rest of the request.
+    if dataclasses.replace(spec, signal=None) == spec:
+        values["signal"] = None
+    if dataclasses.replace(spec, requeue=None) == spec:
+        values["requeue"] = None
+    return {name: None if value == "" else value for name, value in values.items()}
+
+
+def _take(ctx: click.Context, text: str) -> None:
+    """Put the values of a run or a file in place of those that were not typed."""
+    assert isinstance(ctx.obj, Settings)
+    if text.endswith(SUFFIX):
+        where, values, command = text, *_read(ctx, Path(text))
+    else:
+        from clusterddp.run.status import find_run
+
+        spec = find_run(Path(ctx.params["output_root"]), text).load_spec()
+        where, values, command = f"the request of {text}", values_of(spec), spec.command
+        # It holds what they gave when it was submitted.
+        ctx.obj = dataclasses.replace(ctx.obj, environment={})
+        ctx.meta["whole"] = True
+    training = {row.parameter for row in TRAINING}
+    if ctx.meta.get("command"):  # a typed one takes the place of a training, too
+        values = {name: value for name, value in values.items() if name not in training}
+    elif "command" in ctx.meta:
+        ctx.meta["command"] = command
+    elif command:
+        raise RequestError(f"--from {text}: it runs a command, which is for 'clusterddp submit'.")
+    recipe = ctx.params.get("recipe") if source(ctx, "recipe") == "flag" else None
+    sources = dict(ctx.obj.sources)
+    for name, value in values.items():
+        if name not in ctx.params or name in recipe_settings(recipe):
+            continue
+        if source(ctx, name) == "flag":
+            if name in _BY_NAME:
+                typed = ctx.params[name]
+                kept = () if "" in typed else value or ()
+                ctx.params[name] = (*kept, *filter(None, typed))
+            continue
+        ctx.params[name] = value
+        # A recipe's settings come over defaults, but the run was trained with these.
+        is_default = name not in training and _is_default(name, value)
+        origin = ParameterSource.DEFAULT if is_default else ParameterSource.DEFAULT_MAP
+        ctx.set_parameter_source(name, origin)
+        sources[name.replace("_", "-")] = where
+    ctx.obj = dataclasses.replace(ctx.obj, sources=sources)
+
+
+def _read(ctx: click.Context, path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Read a file: the options' values by their parameters, and COMMAND. Raises RequestError."""
+    import sys
+
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"--from {path}: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"--from {path} is not TOML: {error}.") from None
+    command = content.pop(_COMMAND, [])
+    if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
+        raise RequestError(f'--from {path}: {_COMMAND} is a list of words: ["python", "train.py"].')
+    training = [row.name for row in TRAINING if row.name in content]
+    if command and training:
+        raise RequestError(
+            f"--from {path}: {', '.join(training)} belong to the training, against {_COMMAND}: "
+            "leave one of them out."
+        )
+    values = {}
+    parameters = {parameter.name: parameter for parameter in ctx.command.params}
+    for key, value in content.items():
+        if key not in OPTIONS:
+            raise RequestError(
+                f"--from {path}: there is no option {key!r}{nearest(key, [*OPTIONS, _COMMAND])}. "
+                "Keys are submit's flags without '--'."
+            )
+        row = OPTIONS[key]
+        if row.parameter in parameters:
+            plain = _plain(f"--from {path}: {key}", value, row.type)
+            try:
+                values[row.parameter] = parameters[row.parameter].type_cast_value(ctx, plain)
+            except click.BadParameter as error:
+                raise type(error)(f"{error.message} (from {path})", ctx, error.param) from None
+    return values, tuple(command)
+
+
+def _plain(where: str, value: object, kind: type) -> object:
+    """Return a value as it would be typed. Raises RequestError for one of another kind."""
+    if kind is tuple:
+        items = value if isinstance(value, list) else [value]
+        if all(isinstance(item, str) for item in items):
+            return items
+        raise RequestError(f"{where} is a list of texts, not {value!r}.")
+    is_yes_or_no = isinstance(value, bool)
+    if isinstance(value, str) or (is_yes_or_no and kind is bool):
+        return value
+    if is_yes_or_no or not isinstance(value, int | float):
+        raise RequestError(f"{where} is a text or a number, not {value!r}.")
+    return str(value)
+
+
+def _others(ctx: click.Context) -> dict[str, Any]:
+    """Return the given options that are no part of a JobSpec."""
+    values = {name: ctx.params[name] for name in _OTHERS if source(ctx, name) != "default"}
+    folder = template_folder(ctx)
+    return {**values, "template_dir": os.path.abspath(folder)} if folder else values
+
+
+def _is_default(name: str, value: object) -> bool:
+    default = OPTIONS[name.replace("_", "-")].default
+    return value in (None, ()) or str(value) == str(default)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):  # JSON's escapes are TOML's as well, which has one more
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Iterable):
+        items = [_toml(item) for item in value]
+        return f"[{', '.join(items)}]"
+    return repr(value)

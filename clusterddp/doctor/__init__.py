@@ -1,0 +1,1 @@
+"""Checks of a login node by `clusterddp doctor`, and their findings."""

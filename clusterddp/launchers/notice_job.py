@@ -1,0 +1,74 @@
+"""Queues the small job that tells a run's end where its own script cannot (`run.notify`).
+
+A sweep has no script of its own: the job tells its end in any case.
+"""
+
+from clusterddp import log
+from clusterddp.errors import ClusterDDPError
+from clusterddp.request.spec import JobSpec
+from clusterddp.run import notify
+from clusterddp.run.files import write_atomically
+from clusterddp.run.run_dir import RunDir
+
+_MINUTES = 10
+_PASSED_ON = ("partition", "account", "qos", "reservation")
+"""Options of the request that decide whether, and where, a job of this person's may run."""
+
+
+def render(spec: JobSpec) -> str:
+    """Render the script; on what it waits is an argument of sbatch's."""
+    from clusterddp.launchers.sbatch import directive, shell_word  # which imports jinja2
+
+    wanted: dict[str, str | None] = {
+        "job-name": f"{spec.job_name or spec.run_name}-notify",
+        "comment": notify.comment_of(spec),
+        "output": "/dev/null",
+        "nodes": "1",
+        "ntasks": "1",
+        "time": str(_MINUTES),
+    }
+    for name in _PASSED_ON:
+        if value := getattr(spec.resources, name):
+            wanted[name] = value
+    if "clusters" in dict(spec.sbatch):
+        wanted["clusters"] = dict(spec.sbatch)["clusters"]
+    if spec.export == "NONE":
+        wanted["export"] = ",".join(spec.pass_environment) or "NONE"
+    lines = [directive(k, v) for k, v in wanted.items() if k not in spec.omit_directives]
+    run_dir = shell_word(spec.run_dir)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in lines),
+            f"# Tells a program that {spec.run_name} has ended, where nobody else has.",
+            f"run_dir={run_dir}",
+            'exec >>"$run_dir/logs/notify.log" 2>&1',
+            'own=("$run_dir/clusterddp.pyz"); [ -e "${own[0]}" ] || own=(-m clusterddp)',
+            # Of a run whose interpreter is missing, its own script says nothing.
+            f"python={shell_word(spec.batch_python)}",
+            'command -v "$python" >/dev/null || python=python3',
+            'exec "$python" "${own[@]}" notify "$run_dir"',
+            "",
+        ]
+    )
+
+
+def submit(spec: JobSpec, run: RunDir, job_id: str) -> None:
+    """Queue the job behind the run's; where that is refused, a warning says what it means.
+
+    run: the run, or the sweep, whose array `job_id` is.
+    """
+    if not spec.notify or spec.launcher == "local":
+        return
+    try:
+        run.logs.mkdir(mode=0o700, exist_ok=True)  # of a sweep
+        write_atomically(run.notice_script, render(spec).encode())
+        notify.queue(run, spec, job_id)
+    except (ClusterDDPError, OSError) as error:
+        words = (
+            "so nobody will"
+            if spec.sweep
+            else "so that nobody does where its own script cannot, such as after a cancellation in "
+            "the queue"
+        )
+        log.warning(f"--notify: no job waits to tell the end of {run.name}, {words}: {error}")

@@ -1,0 +1,264 @@
+"""Tells a program of the person's, once, that a run or a sweep has ended for good: JSON.
+
+The batch controller tells it. A small job that waits for the run's (`launchers.notice_job`) does
+where the controller cannot: a job that was cancelled before it started, or killed, or whose first
+node is lost. Whoever makes the mark first, a file for each submission of a person's, is the one.
+A sweep's end is told by such a job alone, behind the arrays of its points.
+The program's words are arguments, never a shell's; its end changes nothing of the job's.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from clusterddp import log
+from clusterddp.errors import ClusterDDPError
+from clusterddp.processes.signals import die_with_parent
+from clusterddp.request.spec import JobSpec, submission_comment
+from clusterddp.run import events, files
+from clusterddp.run.run_dir import RunDir, SweepDir
+from clusterddp.run.state import QUEUED, RUNNING
+from clusterddp.run.status import RunStatus, run_status, statuses, submission_folder
+from clusterddp.run.sweeps import SweepStatus, sweep_status
+from clusterddp.slurm import client as slurm
+
+PROGRAM_SECONDS = 60.0
+"""Time that the program has."""
+SETTLE_SECONDS = 90.0
+"""Time for which Slurm may still show a job at work whose end has let the next one start."""
+_PAUSE_SECONDS = 2.0
+_GRACE_SECONDS = 5.0
+"""Time between TERM and KILL for a program that takes longer."""
+_MOST_OUTPUT_BYTES = 1 << 20
+_OURS = ("TERM", "USR1", "USR2", "HUP", "INT", "PIPE")
+"""Signals to which the batch controller, and Python, are deaf: the program shall not be."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """notified-NNNN.json: who has told the program, and how that went."""
+
+    by: str = ""
+    """`script`, `dependent job`, or `rehearsal` of a sweep that ran on one machine."""
+    job_id: str = ""
+    """Job in which the program ran."""
+    time: float | None = None
+    state: str = ""
+    """State of the run that was told."""
+    exit_code: int | None = None
+    """Exit code of the program, 128 + N for signal N; None until it has ended."""
+    problem: str = ""
+    """Reason for which it could not run, or was ended."""
+
+
+def tell_at_end(run: RunDir, spec: JobSpec) -> None:
+    """Tell the program where the run's own records say that it has ended for good.
+
+    For the batch controller, behind its verdict. Raises nothing: whatever fails is logged.
+    """
+    try:
+        status = run_status(run, {})
+        if spec.notify and status.has_ended and tell(run, spec, status, "script"):
+            _withdraw_job(run)
+    except Exception as error:  # a fault of ours must not change the job's exit code
+        log.info(f"--notify: {type(error).__name__}: {error}")
+
+
+def tell(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -> bool:
+    """Run the program, unless somebody has already; returns whether it was run now.
+
+    Raises OSError where the mark cannot be made: nobody knows then whether it was told.
+    """
+    mark = mark_of(run)
+    now = round(time.time(), 3)
+    notice = Notice(by, os.environ.get("SLURM_JOB_ID", ""), now, status.state)
+    try:
+        descriptor = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    os.close(descriptor)
+    with contextlib.suppress(OSError):
+        files.write_record(mark, notice)
+    content = {**status.as_dict(), "notified_by": by, "notified_time": now}
+    # JSON knows no NaN, as a loss can be.
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    run.logs.mkdir(mode=0o700, exist_ok=True)
+    with run.notify_log.open("ab") as output:
+        output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, {by}: {status.state}\n".encode())
+        output.flush()
+        code, problem = _run(
+            spec, f"{json.dumps(finite)}\n".encode(), _folder(run), output.fileno()
+        )
+    with contextlib.suppress(OSError):
+        files.write_record(mark, replace(notice, exit_code=code, problem=problem))
+    how = problem or f"exit code {code}"
+    log.info(f"told {spec.notify[0]} that {run.name} is {status.state}: {how} ({run.notify_log})")
+    return True
+
+
+def queue(run: RunDir, spec: JobSpec, job_id: str) -> None:
+    """Queue the job that tells the end of the run, behind its job. Raises OSError, ClusterDDPError.
+
+    job_id: as Slurm's commands take it, 89_0 of an array's element; several with colons.
+    """
+    script = run.notice_script.read_text()
+    own = slurm.sbatch(
+        script, os.environ, comment=comment_of(spec), dependency=f"afterany:{job_id}"
+    )
+    events.add(run.events, events.NoticeQueued, job_id=job_id, notice_job=own)
+
+
+def comment_of(spec: JobSpec) -> str:
+    """Return the comment of that job, by which it is found should sbatch give no answer."""
+    return f"{submission_comment(spec.run_name)} notify"
+
+
+def tell_as_job(run: RunDir) -> None:
+    """Tell the program the end of a run whose job has ended; where it goes on, wait for its next.
+
+    For the job that `queue` has queued. A sweep's end is that of its last point. Raises OSError,
+    ClusterDDPError.
+    """
+    spec, own = run.load_spec(), os.environ.get("SLURM_JOB_ID", "")
+    waited_for = next(
+        (
+            event.job_id
+            for event in events.read(run.events)
+            if isinstance(event, events.NoticeQueued) and event.notice_job == own
+        ),
+        "",
+    )
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while not mark_of(run).exists():
+        status, has_ended, jobs = _look(run)
+        is_late = time.monotonic() > deadline
+        if has_ended or (is_late and not jobs):
+            tell(run, spec, status, "dependent job")
+            return
+        if jobs and (jobs != waited_for or is_late):
+            queue(run, spec, jobs)
+            return
+        time.sleep(_PAUSE_SECONDS)  # Slurm tells nobody when it has settled
+
+
+def tell_sweep(sweep: SweepDir, by: str) -> None:
+    """Tell the program that a sweep has ended, whose points have run here; logs what fails."""
+    try:
+        spec = sweep.load_spec()
+        if not spec.notify:
+            return
+        status, has_ended, _ = _look(sweep)
+        if has_ended:
+            tell(sweep, spec, status, by)
+    except (ClusterDDPError, OSError) as error:
+        log.warning(f"--notify: {error}")
+
+
+def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, bool, str]:
+    """Return the status of a run or a sweep, whether it has ended, and the jobs that it goes on in.
+
+    The jobs are as `queue` takes them, arrays as wholes.
+    """
+    known = statuses(run.elements if isinstance(run, SweepDir) else [run])
+    status = sweep_status(run, [s.state for s in known]) if isinstance(run, SweepDir) else known[0]
+    jobs = [s.array_element or s.job_id for s in known if s.state in (QUEUED, RUNNING)]
+    if isinstance(run, SweepDir):
+        jobs = [job.partition("_")[0] for job in jobs]
+    has_ended = all(each.has_ended or each.is_forgotten for each in known)
+    return status, has_ended, ":".join(dict.fromkeys(jobs))
+
+
+def mark_of(run: RunDir) -> Path:
+    """Return the mark for the latest submission of a person's: each has an end of its own."""
+    history = events.read(run.events)
+    sent = sum(isinstance(e, events.Submitted) and not e.in_place_of for e in history)
+    again = sum(isinstance(event, events.Resubmitted) for event in history)
+    # `resubmit` stands before the submission proper; of an array's element it stands alone.
+    return run.path / f"notified-{max(sent, again + 1):04d}.json"
+
+
+def _withdraw_job(run: RunDir) -> None:
+    """Take the job that waits to tell the program out of the queue: it has been told."""
+    queued = [e for e in events.read(run.events) if isinstance(e, events.NoticeQueued)]
+    if queued:
+        slurm.cancel(queued[-1].notice_job)
+
+
+def _folder(run: RunDir) -> Path:
+    """Return the folder of the submission, or what is left to start in."""
+    folder = submission_folder(run)
+    return folder if folder and folder.is_dir() else run.path
+
+
+def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int | None, str]:
+    """Run the program for so long at most; returns its exit code, and what went wrong."""
+    environ: Mapping[str, str] = {**os.environ, **dict(spec.environment)}
+    parent = os.getpid()
+
+    def begin() -> None:
+        for name in _OURS:
+            signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
+        die_with_parent(parent)
+
+    source, target = os.pipe()
+    with (
+        os.fdopen(target, "wb") as stdout,
+        tempfile.TemporaryFile() as stdin,  # a pipe would wait for a program that reads nothing
+    ):
+        stdin.write(verdict)
+        stdin.seek(0)
+        try:
+            program = subprocess.Popen(
+                spec.notify,
+                cwd=folder,
+                env=environ,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=begin,  # noqa: PLW1509 -- no other thread holds a lock then
+            )
+        except (OSError, ValueError) as error:
+            words = error.strerror if isinstance(error, OSError) else str(error)
+            os.close(source)
+            return None, f"{spec.notify[0]} does not start: {words}"
+    copying = threading.Thread(target=_copy, args=(source, output), daemon=True)
+    copying.start()
+    problem = ""
+    try:
+        code = program.wait(PROGRAM_SECONDS)
+    except subprocess.TimeoutExpired:
+        problem = f"ended, as it had not come to an end within {PROGRAM_SECONDS:g} s"
+        _signal(program, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.wait(_GRACE_SECONDS)
+        code = -signal.SIGKILL if program.poll() is None else program.returncode
+    _signal(program, signal.SIGKILL)  # and what it has left behind
+    program.wait()
+    copying.join(_GRACE_SECONDS)
+    return code if code >= 0 else 128 - code, problem
+
+
+def _signal(program: "subprocess.Popen[bytes]", number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(program.pid, number)
+
+
+def _copy(source: int, target: int) -> None:
+    """Copy what the program prints, the first megabyte of it, until nobody holds the pipe."""
+    taken = 0
+    with contextlib.suppress(OSError), os.fdopen(source, "rb"):
+        while text := os.read(source, 1 << 16):
+            if taken < _MOST_OUTPUT_BYTES:
+                os.write(target, text[: _MOST_OUTPUT_BYTES - taken])
+            taken += len(text)
+        if taken > _MOST_OUTPUT_BYTES:
+            os.write(target, f"\n… and {taken - _MOST_OUTPUT_BYTES} bytes more\n".encode())

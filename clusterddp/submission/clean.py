@@ -1,0 +1,401 @@
+"""Removes what can be spared of runs: checkpoints, copies of code, the run's own clusterddp.
+
+A run that is queued, running or could go on loses nothing unless it is named, and then nothing that
+it needs to go on. Nothing outside a run's directory is touched: no symbolic link is followed, and a
+file counts only where all folders above it are the run's own. What was removed stands in
+events.jsonl. What the points of a sweep share lies in the sweep's directory, and goes only once
+none of them could go on.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from clusterddp import log
+from clusterddp.checkpoints import catalog
+from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.run import attempt as attempts
+from clusterddp.run import events, formatting
+from clusterddp.run.attempt import claimed
+from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
+from clusterddp.run.state import CANCELLED, DONE, FAILED, QUEUED, RUNNING, UNKNOWN
+from clusterddp.run.status import RunStatus, statuses
+from clusterddp.run.sweeps import most_telling
+from clusterddp.submission.snapshot import Snapshot
+
+CHECKPOINT = "checkpoint"
+CODE = "code"
+CLUSTERDDP = "clusterddp"
+_OWN_CLUSTERDDP = re.compile(r"clusterddp-[^/]+-[0-9a-f]{12}\.pyz", re.ASCII)
+_MOST_NAMES = 5
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+
+
+class NotRemoved(ClusterDDPError):
+    """Something of a run cannot be removed."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that can be spared, and goes as a whole."""
+
+    kind: str
+    """`checkpoint`, `code` or `clusterddp`."""
+    path: str
+    """Its place in the run's directory."""
+    step: int | None = None
+    bytes: int = 0
+    """Bytes that its removal gives back; a file with other names that stay gives none."""
+    files: tuple[str, ...] = ()
+    """Files to remove, in this order."""
+    folders: tuple[str, ...] = ()
+    """Folders to remove where they are empty then."""
+
+    @property
+    def words(self) -> str:
+        """Name it: `step 400 of attempt 1`, `14 files of its copy of the code`."""
+        if self.kind == CHECKPOINT:
+            return f"step {self.step} of attempt {int(PurePosixPath(self.path).parts[1])}"
+        if self.kind == CODE:
+            count = len(self.files)
+            return f"{count:,} {'file' if count == 1 else 'files'} of its copy of the code"
+        return f"its own clusterddp, {self.path}"
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """Things to remove of one run, or of what a sweep's points share, or that were removed."""
+
+    run: RunDir
+    state: str
+    items: tuple[Item, ...] = ()
+    kept_because: str = ""
+    """Reason for which nothing of it is removed; empty where something is, or nothing was found."""
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes that are given back."""
+        return sum(item.bytes for item in self.items)
+
+
+def plan(
+    runs: Sequence[RunDir], *, named: bool, older_than: float = 0.0, now: float
+) -> list[Cleaning]:
+    """Find what can be spared of each run; asks Slurm once for all of them, and touches nothing.
+
+    runs: sweeps among them stand for what their points share, and not for these. named: whether a
+    person has named these runs. older_than: seconds for which a run must have been
+    left alone. now: seconds since the epoch.
+    """
+    resumed = _resumed_by_others({run.path.parent for run in runs})
+    alone = [run for run in runs if not isinstance(run, SweepDir)]
+    known = {run.path: status for run, status in zip(alone, statuses(alone), strict=True)}
+    return [
+        _plan_shared(run, named=named, older_than=older_than, now=now)
+        if isinstance(run, SweepDir)
+        else _plan(run, known[run.path], resumed, named=named, older_than=older_than, now=now)
+        for run in runs
+    ]
+
+
+def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> Cleaning:
+    """Remove what can be spared of a run as it is now; returns what was removed.
+
+    The others are as of `plan`. No other process submits or cleans the run meanwhile; one that a
+    person gives to sbatch by hand ends the removal as it starts. Raises RequestError where another
+    process is at it, and NotRemoved; what was removed is recorded.
+    """
+    with contextlib.ExitStack() as stack:
+        for each in (run, *_points(run)):
+            stack.enter_context(claimed(each))
+        [cleaning] = plan([run], named=named, older_than=older_than, now=now)
+        if not cleaning.items:
+            return cleaning
+        before, removed = _latest(run), []
+        try:
+            for item in cleaning.items:
+                if _latest(run) != before:
+                    raise RequestError(f"{run.name} has started meanwhile: the rest of it stays.")
+                _remove(run, item)
+                removed.append(item)
+        except OSError as error:
+            raise NotRemoved(
+                f"{run.name}: {error.filename or run.path} cannot be removed: {error.strerror}. "
+                "What comes after it stays."
+            ) from None
+        finally:
+            if removed:
+                _record(run, removed)
+        return cleaning
+
+
+def _points(run: RunDir) -> list[RunDir]:
+    """Return the points of a sweep that are there; none of a run. Raises RequestError."""
+    points = run.elements if isinstance(run, SweepDir) else []
+    return [point for point in points if point.path.is_dir()]
+
+
+def _latest(run: RunDir) -> list[attempts.Attempt | None]:
+    return [attempts.latest(each) for each in (_points(run) or [run])]
+
+
+def why_kept(run: RunDir, status: RunStatus) -> str:
+    """Say why a run may go on, for which it is not cleaned unasked; empty where it has ended."""
+    if status.state == DONE:
+        return ""
+    if status.state not in (FAILED, CANCELLED):
+        return status.state if status.state in (QUEUED, RUNNING) else f"{status.state}, can go on"
+    if status.checkpoint_step is not None:
+        return f"{status.state}, can go on from step {status.checkpoint_step}"
+    spec = run.read_spec()
+    if spec is None or spec.command:
+        return f"{status.state}, can start its command again"
+    return ""
+
+
+def _plan(
+    run: RunDir,
+    status: RunStatus,
+    resumed: Collection[Path],
+    *,
+    named: bool,
+    older_than: float,
+    now: float,
+) -> Cleaning:
+    goes_on = why_kept(run, status)
+    if goes_on and not named:
+        return Cleaning(run, status.state, kept_because=goes_on)
+    if run.path.is_symlink() and not named:
+        return Cleaning(run, status.state, kept_because="its directory is a link")
+    if older_than and now - _last_change(run, status) < older_than:
+        return Cleaning(run, status.state, kept_because="not old enough")
+    try:
+        found = [*_checkpoints(run, status, resumed), *_bundles(run, keep_current=bool(goes_on))]
+        if not goes_on:
+            found += _code(run)
+    except (ClusterDDPError, OSError) as error:
+        return Cleaning(run, status.state, kept_because=f"it cannot be read: {error}")
+    return Cleaning(run, status.state, tuple(_counted(run, found)))
+
+
+def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float) -> Cleaning:
+    """Find what the points of a sweep share, once none of them could go on."""
+    try:
+        points = _points(sweep)
+        known = statuses(points)
+        state = most_telling([status.state for status in known])
+        needed = [run.name for run, s in zip(points, known, strict=True) if why_kept(run, s)]
+        if needed:
+            words = "points that share it could go on"
+            if named:
+                words += f": {formatting.some(needed, _MOST_NAMES, ', ')}"
+            return Cleaning(sweep, state, kept_because=words)
+        if sweep.path.is_symlink() and not named:
+            return Cleaning(sweep, state, kept_because="its directory is a link")
+        changes = [_last_change(run, s) for run, s in zip(points, known, strict=True)]
+        if older_than and now - max(changes, default=0.0) < older_than:
+            return Cleaning(sweep, state, kept_because="not old enough")
+        found = [*_bundles(sweep, keep_current=False), *_code(sweep)]
+    except (ClusterDDPError, OSError) as error:
+        return Cleaning(sweep, UNKNOWN, kept_because=f"it cannot be read: {error}")
+    return Cleaning(sweep, state, tuple(_counted(sweep, found)))
+
+
+def _last_change(run: RunDir, status: RunStatus) -> float:
+    """Return the time at which the run was last heard of, in seconds since the epoch."""
+    if status.ended_time:
+        return status.ended_time
+    # `clean` itself is no life.
+    history = [e for e in events.read(run.events) if not isinstance(e, events.Cleaned)]
+    return max((event.time or 0.0 for event in history), default=status.created_time or 0.0)
+
+
+def _resumed_by_others(roots: Iterable[Path]) -> set[Path]:
+    """Return the paths with which runs say --resume."""
+    specs = (run.read_spec() for root in roots for run in find_runs(root))
+    return {
+        Path(spec.train.resume).resolve()
+        for spec in specs
+        if spec and spec.train and spec.train.resume
+    }
+
+
+def _checkpoints(run: RunDir, status: RunStatus, resumed: Collection[Path]) -> Iterator[Item]:
+    """Yield the checkpoints but for the last valid one, the best, and those that others resume.
+
+    A run none of whose checkpoints is valid keeps all of them, and an attempt that may be at work
+    all of its own.
+    """
+    with log.to(lambda _: None):
+        newest = catalog.newest(run)
+    if newest is None:
+        return
+    known = list(catalog.all_of(run, None))
+    best = next(catalog.bests(run, None), None)
+    of_best = [each.path for each in known if best and catalog.step_of(each.path) == best.step]
+    valid = [path for path in of_best if _is_valid(path)]
+    kept = {newest, *(valid[:1] or of_best)}
+    latest = attempts.latest(run)
+    for each in known:
+        is_at_work = status.state in (QUEUED, RUNNING) and each.attempt == latest
+        if each.path in kept or is_at_work or each.path.resolve() in resumed:
+            continue
+        shards = catalog.shards_of(each.path)
+        inner = tuple(_names_in(run, shards))
+        yield Item(
+            CHECKPOINT,
+            _relative(run, each.path),
+            catalog.step_of(each.path),
+            # In this order, so that a kill in between leaves no apparently damaged checkpoint.
+            files=(
+                _relative(run, each.path),
+                _relative(run, catalog.checksum_of(each.path)),
+                *inner,
+            ),
+            folders=(_relative(run, shards),) if inner else (),
+        )
+
+
+def _is_valid(path: Path) -> bool:
+    try:
+        catalog.read(path)
+    except catalog.UnusableError:
+        return False
+    return True
+
+
+def _bundles(run: RunDir, *, keep_current: bool) -> Iterator[Item]:
+    """Yield the run's own clusterddp, with the bytecode; the one in use only where it has ended."""
+    current = os.readlink(run.bundle) if run.bundle.is_symlink() else ""  # noqa: PTH115
+    bytecode = _names_in(run, run.path / "__pycache__")
+    for name in sorted(path.name for path in run.path.iterdir()):
+        if _OWN_CLUSTERDDP.fullmatch(name) and not (keep_current and name == current):
+            beside = [f for f in bytecode if f.startswith(f"__pycache__/{name[: -len('.pyz')]}.")]
+            yield Item(CLUSTERDDP, name, files=(name, *beside), folders=("__pycache__",))
+
+
+def _code(run: RunDir) -> Iterator[Item]:
+    """Yield the files of the copy of the code that are as they were copied: the others stay.
+
+    What a command has written or changed there is its result. Raises RequestError.
+    """
+    if not run.code_record.is_file() or run.code.is_symlink() or not run.code.is_dir():
+        return
+    record = Snapshot.read(run.code_record)
+    same = [n for n, digest in record.digests.items() if _digest(run, f"code/{n}") == digest]
+    folders = {str(parent) for name in same for parent in PurePosixPath(name).parents} - {"."}
+    if same:
+        yield Item(
+            CODE,
+            "code",
+            files=tuple(f"code/{name}" for name in same),
+            folders=tuple(f"code/{f}" for f in sorted(folders, key=len, reverse=True)),
+        )
+
+
+def _digest(run: RunDir, name: str) -> str:
+    """Return the SHA-256 of a file of the run; empty for what is none, or is reached by a link."""
+    digest = hashlib.sha256()
+    try:
+        with (
+            _folder_of(run, name) as folder,
+            os.fdopen(os.open(Path(name).name, _FILE, dir_fd=folder), "rb") as file,
+        ):
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return ""
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    except (OSError, ValueError):
+        return ""
+    return digest.hexdigest()
+
+
+def _names_in(run: RunDir, path: Path) -> list[str]:
+    """List what lies in a folder of the run, as paths in the run; nothing behind a link."""
+    name = _relative(run, path)
+    try:
+        with _folder_of(run, f"{name}/.") as folder:
+            names = sorted(os.listdir(folder))  # noqa: PTH208 -- a descriptor
+            return [f"{name}/{each}" for each in names]
+    except OSError:
+        return []
+
+
+def _counted(run: RunDir, items: Iterable[Item]) -> Iterator[Item]:
+    """Yield the items with the files that are there, and the bytes that they give back."""
+    names: dict[tuple[int, int], int] = {}
+    for item in items:
+        size, files = 0, []
+        for name in item.files:
+            status = _lstat(run, name)
+            if status is None or stat.S_ISDIR(status.st_mode):
+                continue
+            files.append(name)
+            key = status.st_dev, status.st_ino
+            names[key] = names.get(key, 0) + 1
+            if names[key] == status.st_nlink:  # the last of its names
+                size += status.st_size
+        if files and (item.kind == CODE or files[0] == item.files[0]):
+            yield Item(item.kind, item.path, item.step, size, tuple(files), item.folders)
+
+
+def _lstat(run: RunDir, name: str) -> os.stat_result | None:
+    try:
+        with _folder_of(run, name) as folder:
+            return os.stat(Path(name).name, dir_fd=folder, follow_symlinks=False)
+    except (OSError, ValueError):
+        return None
+
+
+def _remove(run: RunDir, item: Item) -> None:
+    """Remove an item's files and empty folders. Raises OSError; what is gone already is passed."""
+    for name in item.files:
+        with contextlib.suppress(FileNotFoundError), _folder_of(run, name) as folder:
+            os.unlink(Path(name).name, dir_fd=folder)
+    for name in item.folders:
+        with contextlib.suppress(OSError), _folder_of(run, name) as folder:
+            os.rmdir(Path(name).name, dir_fd=folder)
+
+
+@contextlib.contextmanager
+def _folder_of(run: RunDir, name: str) -> Iterator[int]:
+    """Open the folder that a path in the run lies in, without following any link on the way.
+
+    name: relative to the run's directory, which may itself be reached by one. Raises OSError.
+    """
+    descriptor = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in name.split("/")[:-1]:
+            if part in ("", ".", ".."):
+                raise FileNotFoundError(2, "no path of the run", name)
+            inner = os.open(part, _FOLDER, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _relative(run: RunDir, path: Path) -> str:
+    return path.relative_to(run.path).as_posix()
+
+
+def _record(run: RunDir, removed: Sequence[Item]) -> None:
+    """Record what was removed; on a disk that takes nothing it is logged."""
+    try:
+        events.add(
+            run.events,
+            events.Cleaned,
+            checkpoints=tuple(sorted({i.step for i in removed if i.step is not None})),
+            code_files=sum(len(item.files) for item in removed if item.kind == CODE),
+            clusterddp=tuple(item.path for item in removed if item.kind == CLUSTERDDP),
+            bytes=sum(item.bytes for item in removed),
+        )
+    except OSError as error:
+        log.warning(f"{run.path} cannot be written ({error.strerror}): the removal is not recorded")

@@ -1,0 +1,294 @@
+"""Checks of the nodes by the ranks themselves, once they have met and before they train.
+
+Each rank multiplies matrices whose product is known; ranks of different nodes all-reduce in pairs,
+and all of them together. Rank 0 judges and records. The GPUs' part has never run on a GPU.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from clusterddp import log
+from clusterddp.distributed.agreement import Hello
+from clusterddp.distributed.heartbeat import Phase, Progress
+from clusterddp.preflight import rank_verdict
+from clusterddp.preflight.measurements import RankMeasurements
+from clusterddp.preflight.verdict import Verdict, shown_rate
+from clusterddp.run import bad_nodes, formatting, preflight
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.records import PreflightRecord
+from clusterddp.training.step import use_tf32
+
+T = TypeVar("T")
+
+FAILED = "preflight"
+"""Reason for which the ranks leave where a node fails."""
+_FORMAT = 1
+_CPU_SIZE, _GPU_SIZE = 512, 4096
+"""Rows and columns of the matrices."""
+_SPANS, _SPAN_SECONDS = 3, 0.08
+"""Spans of products, of which the quickest counts: longer than the time slices of a processor that
+other work shares."""
+_FIRST_BYTES, _CPU_BYTES, _GPU_BYTES = 64 << 10, 4 << 20, 64 << 20
+"""Sizes of all-reduces: the first one, and the largest."""
+_EXCHANGE_SECONDS = 0.1
+
+
+def nodes_pass(
+    hello: Hello, attempt: Attempt, device: torch.device, precision: str, progress: Progress
+) -> bool:
+    """Check the nodes; returns whether the ranks can train. Collective over the default group.
+
+    hello: this rank's. precision: that of the training, to which a GPU's products return. A rank
+    that hangs meanwhile is found by the watchdog. Nodes that are known to be bad are used, as the
+    job has no better ones.
+    """
+    try:
+        return _Checks(hello, attempt, device, precision, progress).run()
+    finally:
+        if device.type == "cuda":  # the training's memory is its own
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+class _Checks:
+    """Checks of one rank, in step with the others'."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        attempt: Attempt,
+        device: torch.device,
+        precision: str,
+        progress: Progress,
+    ) -> None:
+        model = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._own = RankMeasurements(
+            hello.rank, hello.local_rank, hello.host, hello.device, model=model
+        )
+        self._attempt, self._device, self._precision = attempt, device, precision
+        self._progress = progress
+        self._nccl = dist.get_backend() == "nccl"
+        # gloo exchanges through the hosts' memory, whatever computes.
+        self._exchanged = device if self._nccl else torch.device("cpu")
+        self._most = _GPU_BYTES if self._nccl else _CPU_BYTES
+        self._rounds: list[dict[int, int]] = []
+        self._began = time.monotonic()
+
+    def run(self) -> bool:
+        places = self._gather((self._own.host, self._own.local_rank))
+        self._rounds = rank_verdict.schedule(places)
+        ranks = self._measure()
+        judged = rank_verdict.judge(ranks, nccl=self._nccl)
+        if self._agree(judged.comparisons):  # it may have been a moment's load
+            again = self._measure()
+            ranks = [rank_verdict.better(*both) for both in zip(ranks, again, strict=True)]
+            judged = rank_verdict.judge(ranks, nccl=self._nccl)
+        whole = self._all_reduce_together() if len(ranks) > 1 else None
+        return not self._agree(self._own.rank == 0 and self._conclude(ranks, judged, whole))
+
+    def _measure(self) -> list[RankMeasurements]:
+        """Measure once; returns the measurements of all ranks."""
+        self._progress.mark(0, Phase.MULTIPLY)
+        fault, speed = multiply(self._device, self._precision)
+        self._wait_for_all()
+        pairs = {}
+        for partners in self._rounds:
+            self._progress.mark(0, Phase.PAIR)
+            if (other := partners.get(self._own.rank)) is not None:
+                pairs[other] = self._all_reduce_with(other)
+            self._wait_for_all()
+        return self._gather(dataclasses.replace(self._own, fault=fault, speed=speed, pairs=pairs))
+
+    def _wait_for_all(self) -> None:
+        self._progress.mark(0, Phase.TOGETHER)
+        dist.barrier()
+
+    def _gather(self, own: T) -> list[T]:
+        gathered: list[T] = [own] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        return gathered
+
+    def _agree(self, wish: bool) -> bool:
+        """Give rank 0's wish on every rank."""
+        answer = torch.tensor([int(wish)], device=self._exchanged)
+        dist.broadcast(answer, 0)
+        return bool(answer.item())
+
+    def _all_reduce_with(self, other: int) -> float:
+        """All-reduce with another rank; returns bytes per second each way.
+
+        As NCCL and gloo do it in a ring of two, by sends and receives of the default group: groups
+        of two are made by all ranks in turn, and with NCCL are communicators that take their time.
+        """
+        halves = self._zeros(self._most).chunk(2)
+        mine, others = halves if self._own.rank < other else halves[::-1]
+        heard, theirs = torch.empty_like(mine), self._zeros(8, torch.float64)
+
+        def all_reduce(size: int) -> None:
+            count = size // 2 // mine.element_size()
+            _exchange(others[:count], heard[:count], other)
+            mine[:count] += heard[:count]
+            _exchange(mine[:count], others[:count], other)
+
+        def slowest(seconds: float) -> float:
+            _exchange(torch.full_like(theirs, seconds), theirs, other)
+            return max(seconds, theirs.item())
+
+        return self._bytes_per_second(all_reduce, slowest)
+
+    def _all_reduce_together(self) -> float:
+        """All-reduce with all ranks; returns bytes per second over the slowest link.
+
+        That is the bus bandwidth of NCCL's own tests: 2 (N - 1) / N of the size passes each link.
+        """
+        everything, world_size = self._zeros(self._most), dist.get_world_size()
+
+        def all_reduce(size: int) -> None:
+            dist.all_reduce(everything[: size // everything.element_size()])
+
+        def slowest(seconds: float) -> float:
+            took = torch.tensor([seconds], dtype=torch.float64, device=self._exchanged)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            return float(took.item())
+
+        share = 2 * (world_size - 1) / world_size
+        return share * self._bytes_per_second(all_reduce, slowest)
+
+    def _bytes_per_second(
+        self, all_reduce: Callable[[int], None], slowest: Callable[[float], float]
+    ) -> float:
+        """Measure sizes that grow while they are quick; the best of up to three of the last counts.
+
+        slowest: gives the longest of the taking ranks' times, so that all of them do the same.
+        """
+
+        def seconds() -> float:
+            self._synchronize()
+            began = time.perf_counter()
+            all_reduce(size)
+            self._synchronize()
+            return slowest(time.perf_counter() - began)
+
+        size = _FIRST_BYTES
+        seconds()  # until then there may be no connection
+        spent = took = seconds()
+        while size < self._most and spent < _EXCHANGE_SECONDS / 2:
+            size *= 4
+            spent += (took := seconds())
+        for _ in range(2):
+            if spent < _EXCHANGE_SECONDS:
+                spent += (once := seconds())
+                took = min(took, once)
+        return size / took
+
+    def _synchronize(self) -> None:
+        if self._exchanged.type == "cuda":
+            torch.cuda.synchronize(self._exchanged)
+
+    def _zeros(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(size // dtype.itemsize, dtype=dtype, device=self._exchanged)
+
+    def _conclude(
+        self, ranks: Sequence[RankMeasurements], judged: Verdict, whole: float | None
+    ) -> bool:
+        """Log and record on rank 0 how the checks went; returns whether the ranks leave for it.
+
+        They do not where it cannot be recorded, as nobody would know why.
+        """
+        failed, remarks = judged.failed, judged.remarks
+        if failed and {*failed} <= self._known_as_bad():
+            named = "; ".join(f"{host}: {reason}" for host, reason in failed.items())
+            remarks = (*remarks, f"known as bad, and used all the same: {named}")
+            failed = {}
+        took = round(time.monotonic() - self._began, 3)
+        passed = len({each.host for each in ranks} - {*failed})
+        summary = f"{formatting.count(passed, 'node')} passed in {took:.1f} s"
+        if failed:
+            summary = f"failed: {', '.join(failed)}; {summary}"
+        if whole is not None:
+            size = f"{self._most >> 20} MiB"
+            summary += f"; all {len(ranks)} ranks reduce up to {size} at {shown_rate(whole)}"
+        table = formatting.table(rank_verdict.table(ranks, judged.failed))
+        log.info(f"full preflight:\n{formatting.clean(table)}")
+        record = PreflightRecord(summary, took, failed, remarks)
+        preflight.log_record(record)
+        content = {
+            "format": _FORMAT,
+            **vars(record),
+            "all_reduce": whole,
+            "ranks": [dataclasses.asdict(each) for each in ranks],
+        }
+        try:
+            self._attempt.write_last_word(self._attempt.full_preflight, content)
+        except OSError as error:
+            log.warning(f"{self._attempt.full_preflight} cannot be written: {error.strerror}")
+            return False
+        return bool(failed)
+
+    def _known_as_bad(self) -> set[str]:
+        try:
+            return {*bad_nodes.read(self._attempt.run.path.parent)}
+        except OSError:
+            return set()
+
+
+def multiply(device: torch.device, precision: str = "fp32") -> tuple[str, float]:
+    """Multiply matrices whose product is known; returns what is wrong with it, and the speed.
+
+    precision: that of the training. The speed is in floating-point operations per second, the best
+    of some spans. All factors are within 3 of 0, so that TF32 holds them, and every sum is a whole
+    number below 2**24: the product is exact whatever the order of the additions.
+    """
+    size = _GPU_SIZE if device.type == "cuda" else _CPU_SIZE
+    numbers = torch.arange(size, device=device)
+    rows, columns = 1.0 + numbers % 3, 1.0 + numbers // 3 % 3
+    signs = 1.0 - 2.0 * (numbers * (numbers + 1) // 2 % 2)
+    left = torch.outer(rows, signs)
+    right = torch.outer(signs, columns)
+    expected = size * torch.outer(rows, columns)
+    fault, best = "", 0.0
+    if device.type == "cuda":
+        use_tf32("tf32")  # its tensor cores
+    try:
+        product = torch.mm(left, right)  # the first one loads a GPU's kernels
+        for _ in range(_SPANS):
+            seconds, count = _span(lambda: torch.mm(left, right, out=product), device)
+            best = max(best, count * 2 * size**3 / seconds)
+            wrong = int((product != expected).sum())
+            fault = fault or (f"{wrong:,} of {size**2:,} elements are wrong" if wrong else "")
+    finally:
+        if device.type == "cuda":
+            use_tf32(precision)
+    return fault, best
+
+
+def _span(work: Callable[[], object], device: torch.device) -> tuple[float, int]:
+    """Do some work again and again; returns the seconds that it took, and how many times."""
+    began, count, batch = _now(device), 0, 1
+    while True:
+        for _ in range(batch):
+            work()
+        count += batch
+        if (seconds := _now(device) - began) >= _SPAN_SECONDS:
+            return seconds, count
+        batch *= 2  # a GPU is waited for as seldom as that
+
+
+def _now(device: torch.device) -> float:
+    """Return the time by which the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _exchange(sent: Tensor, heard: Tensor, other: int) -> None:
+    """Send to another rank, and receive as much from it, at the same time."""
+    both = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, heard, other)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()

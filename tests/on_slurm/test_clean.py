@@ -1,0 +1,85 @@
+"""Cleaning runs on a real Slurm: one that is done, and one that is at work, which goes on."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_life import PACED, told, train_to, typed
+from tests.on_slurm.test_submit import submit
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+
+TRAINING = [
+    "--nodes", "1", "--tasks-per-node", "1", "--dataset", "synthetic", "--threads", "1",
+    "--batch-size", "32", "--warmup-steps", "2", "--epochs", "100", "--max-steps", "400",
+    "--save-every", "20steps", "--keep-last", "9", "--log-every", "10", "--eval-every",
+    "1000epochs",
+]  # fmt: skip
+
+
+def test_a_run_goes_on_after_it_was_cleaned(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    data = ["--data-dir", str(synthetic_dir)]
+    hooks = os.pathsep.join(filter(None, [PACED["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "one",
+           env={**PACED, "CAMPAIGN_PACE": "0.06", "PYTHONPATH": hooks})  # fmt: skip
+    run = RunDir(tmp_path / "jobs/one")
+    train_to(run.path, 80)
+    # Rank 0's sign of life is of up to two seconds ago.
+    wait_for(lambda: told(cluster, tmp_path, "one")["seconds_left"], "the time left")
+    status = told(cluster, tmp_path, "one")
+    assert (status["state"], status["steps_planned"]) == ("running", 400)
+    alone = typed(cluster, tmp_path, "clean", "--yes")
+    assert "left alone: 1 running" in alone.stderr
+    at_work = typed(cluster, tmp_path, "clean", "one", "--yes")  # all is its present attempt's
+    assert "nothing to remove" in at_work.stderr
+    assert typed(cluster, tmp_path, "stop", "one", "--wait").returncode == 0
+    assert "stopped, can go on" in typed(cluster, tmp_path, "clean", "--yes").stderr
+    named = typed(cluster, tmp_path, "clean", "one", "--yes", "--json")
+    [cleaned] = json.loads(named.stdout)
+    assert len([item for item in cleaned["items"] if item["kind"] == "checkpoint"]) >= 3
+    assert len(list(run.attempts.rglob("*.pt"))) == 1
+    done = typed(cluster, tmp_path, "resubmit", "one", "--wait")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumes from step" in done.stdout
+    assert typed(cluster, tmp_path, "clean", "--yes").returncode == 0
+    status = told(cluster, tmp_path, "one")
+    assert (status["state"], status["step"], status["percent_done"]) == ("done", 400, 100.0)
+    assert "its clusterddp" in status["cleaned"]
+    assert not run.bundle.exists()
+    listed = typed(cluster, tmp_path, "checkpoints", "one")
+    assert listed.stdout.splitlines()[-1].split()[-1] == "verified"
+    assert "removed by 'clusterddp clean'" in listed.stderr
+    assert "test accuracy" in typed(cluster, tmp_path, "report", "one").stdout
+    more = typed(cluster, tmp_path, "resubmit", "one", "--max-steps", "420", "--wait")
+    assert more.returncode == 0, more.stdout + more.stderr
+    assert told(cluster, tmp_path, "one")["step"] == 420
+    assert [e["event"] for e in read_events(run)].count("cleaned") == 2
+
+
+def test_a_command_without_its_copy_of_the_code_takes_the_folder(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "train.sh").write_text("echo once >>result; exit 3\n")
+    submit(cluster, tmp_path, "--run-name", "own", "--wait", "--", "sh", "train.sh")
+    run = RunDir(tmp_path / "jobs/own")
+    assert "can start its command again" in typed(cluster, tmp_path, "clean", "--yes").stderr
+    (tmp_path / "train.sh").write_text("echo twice >>result\n")
+    again = typed(cluster, tmp_path, "resubmit", "own", "--code", "new", "--wait")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert typed(cluster, tmp_path, "clean", "--yes").returncode == 0
+    assert sorted(path.name for path in run.code.iterdir()) == ["result"]
+    other = ["resubmit", "own", "--wait", "--", "sh", "train.sh", "again"]
+    refused = typed(cluster, tmp_path, *other)
+    assert refused.returncode == 2
+    assert "was removed by 'clusterddp clean'" in refused.stderr
+    taken = typed(cluster, tmp_path, *other[:2], "--code", "new", *other[2:])
+    assert taken.returncode == 0, taken.stdout + taken.stderr
+    assert (run.code / "result").read_text() == "once\ntwice\ntwice\n"

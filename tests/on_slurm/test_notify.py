@@ -1,0 +1,164 @@
+"""The program that is told a run's end, on a real Slurm: each way to an end, once."""
+
+import json
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
+from tests.hostile import CARRIED
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_submit import submit
+from tests.waiting import wait_for
+
+TELL = [
+    "import json, os, sys",
+    "verdict = json.load(sys.stdin)",
+    "number = len([n for n in os.listdir('.') if n.startswith('told')])",
+    "content = [verdict, sys.argv[1:], os.getcwd()]",
+    "open(f'told-{number}.tmp', 'w').write(json.dumps(content))",
+    "os.rename(f'told-{number}.tmp', f'told-{number}.json')",
+    "print('told it')",
+]
+
+
+def program(folder: Path, *lines: str) -> str:
+    """A program that writes what it is told, and what it is called with."""
+    path = folder / "tell.py"
+    path.write_text("\n".join([*TELL, *lines]))
+    return f"{sys.executable} tell.py"
+
+
+def told(folder: Path, number: int = 0) -> Any:
+    path = folder / f"told-{number}.json"
+    wait_for(path.exists, f"notice {number}")
+    return json.loads(path.read_text())
+
+
+def job_of(run: RunDir) -> str:
+    return str([e for e in read_events(run) if e["event"] == "submitted"][-1]["job_id"])
+
+
+def notice_job_is_gone(cluster: SlurmCluster, run: RunDir) -> None:
+    wait_for(
+        lambda: "-notify" not in cluster.run(["squeue", "-h", "-o", "%j"]).stdout, "the notice job"
+    )
+    assert len(list(run.path.glob("notified-*.json"))) >= 1
+
+
+@pytest.mark.slow
+def test_the_script_tells_and_the_job_that_waits_goes(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    words = shlex.join(CARRIED)
+    done = submit(cluster, tmp_path, "--run-name", "ok", "--notify",
+                  f"{program(tmp_path)} {words}", "--wait", "--", "true")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDir(tmp_path / "jobs/ok")
+    verdict, argv, folder = told(tmp_path)
+    assert (verdict["name"], verdict["state"], verdict["exit_code"]) == ("ok", "done", 0)
+    assert (verdict["notified_by"], folder) == ("script", str(tmp_path))
+    assert argv == CARRIED
+    notice_job_is_gone(cluster, run)
+    [mark] = run.path.glob("notified-*.json")
+    assert json.loads(mark.read_text())["exit_code"] == 0
+    assert "told it" in run.notify_log.read_text()
+    assert "that ok is done: exit code 0" in run.job_log.read_text()
+    assert not (tmp_path / "told-1.json").exists()
+
+
+def test_a_run_that_is_cancelled_in_the_queue_is_told_by_the_job_that_waits(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    submit(cluster, tmp_path, "--run-name", "held", "--notify", program(tmp_path),
+           "--sbatch", "hold", "--", "true")  # fmt: skip
+    run = RunDir(tmp_path / "jobs/held")
+    cluster.run(["scancel", job_of(run)], check=True)
+    verdict, _, _ = told(tmp_path)
+    assert (verdict["state"], verdict["notified_by"]) == ("cancelled", "dependent job")
+    notice_job_is_gone(cluster, run)
+    assert not (tmp_path / "told-1.json").exists()
+
+
+@pytest.mark.slow
+def test_every_other_ending_is_told_once(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """All at once: failures, a cancellation, a killed controller, a next job."""
+    folders = {name: tmp_path / name for name in ("fail", "setup", "cancel", "kill", "next", "bad")}
+    waits = "touch {0}/up; until [ -e {0}/go ]; do sleep 0.1; done; {1}"
+    scripts = {
+        "fail": ("exit 3", []),
+        "setup": ("true", ["--setup", "false && true; exit 4"]),
+        "cancel": (waits.format(folders["cancel"], ""), []),
+        "kill": (waits.format(folders["kill"], ""), ["--no-requeue"]),
+        "next": (
+            f"[ -e {folders['next']}/go ] && exit 0; {waits.format(folders['next'], 'exit 75')}",
+            ["--requeue"],
+        ),
+        "bad": ("true", []),
+    }
+    runs = {}
+    for name, (script, options) in scripts.items():
+        folder = folders[name]
+        folder.mkdir()
+        tell = program(folder, "sys.exit(9)") if name == "bad" else program(folder)
+        done = submit(cluster, folder, "--run-name", name, "--notify", tell, *options,
+                      "--", "sh", "-c", script)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        runs[name] = RunDir(folder / f"jobs/{name}")
+    for name in ("cancel", "kill", "next"):
+        wait_for((folders[name] / "up").exists, f"{name} to start")
+    cluster.run(["scancel", job_of(runs["cancel"])], check=True)
+    [controller] = [
+        pid
+        for host in cluster.hosts
+        for pid, line in cluster.processes(host).items()
+        if f" batch --run-dir={runs['kill'].path} " in line
+    ]
+    os.kill(controller, signal.SIGKILL)
+    cluster.run(["scontrol", "update", f"JobId={job_of(runs['next'])}", "Requeue=0"], check=True)
+    (folders["next"] / "go").touch()
+    seen = {name: told(folder)[0] for name, folder in folders.items()}
+    assert {name: (v["state"], v["exit_code"], v["notified_by"]) for name, v in seen.items()} == {
+        "fail": ("failed", 3, "script"),
+        "setup": ("failed", 4, "script"),
+        "cancel": ("cancelled", 143, "script"),
+        "kill": ("failed", 137, "dependent job"),
+        "next": ("done", 0, "script"),
+        "bad": ("done", 0, "script"),
+    }
+    assert "exit code 3" in seen["fail"]["first_failure"]
+    for run in runs.values():
+        notice_job_is_gone(cluster, run)
+    assert not list(tmp_path.glob("*/told-1.json"))
+    queued = [e["job_id"] for e in read_events(runs["next"]) if e["event"] == "notice_queued"]
+    jobs = [e["job_id"] for e in read_events(runs["next"]) if e["event"] == "submitted"]
+    assert len(jobs) == 2
+    assert set(queued) <= set(jobs)
+    # A program that fails takes nothing from the job.
+    assert cluster.wait_job(job_of(runs["bad"])) == "COMPLETED"
+    [mark] = runs["bad"].path.glob("notified-*.json")
+    wait_for(lambda: json.loads(mark.read_text()).get("exit_code") == 9, "the program's end")
+
+
+@pytest.mark.slow
+def test_each_start_of_rank_0_is_shown_the_same_tracked_run(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    script = (
+        f"echo id=$WANDB_RUN_ID $WANDB_RESUME $WANDB_NAME >>{tmp_path}/rank-$RANK; "
+        f"if [ $RANK = 0 ] && [ ! -e {tmp_path}/again ]; then touch {tmp_path}/again; exit 75; fi"
+    )
+    done = submit(cluster, tmp_path, "--run-name", "tracked", "--tasks-per-node", "2", "--wait",
+                  "--tracker", "wandb", "--env", "WANDB_NAME=own", "--requeue",
+                  "--", "sh", "-c", script)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours, others = ((tmp_path / f"rank-{n}").read_text().splitlines() for n in (0, 1))
+    kept = json.loads((tmp_path / "jobs/tracked/tracked.json").read_text())
+    assert ours == [f"id={kept['wandb']} allow own"] * 2
+    assert set(others) == {"id= own"}

@@ -1,0 +1,216 @@
+"""The judgement of runs that another one waits for, and what Slurm is asked to wait for."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import RequestError
+from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.run import chain, events
+from clusterddp.run.chain import Awaited, Due
+from clusterddp.run.run_dir import RunDir, SweepDir
+from clusterddp.run.state import STATES
+from clusterddp.run.status import RunStatus, run_status
+from clusterddp.slurm.states import JobState, State
+
+DUE = {
+    #            ok          any         failed
+    "created": ("held", "held", "held"),
+    "queued": ("waits", "waits", "waits"),
+    "running": ("waits", "waits", "waits"),
+    "done": ("met", "met", "never"),
+    "failed": ("never", "met", "met"),
+    "cancelled": ("never", "met", "never"),
+    "stopped": ("held", "met", "held"),
+    "unknown": ("unknown", "unknown", "unknown"),
+    "forgotten": ("never", "met", "met"),
+}
+
+
+def awaited(name: str, state: str, condition: str = "ok", **more: Any) -> Awaited:
+    status = RunStatus(name, state, **{"job_id": "12", "launcher": "sbatch", **more})
+    return Awaited.of(RunDir(Path("jobs", name)), condition, [status])
+
+
+@pytest.mark.parametrize("state", DUE)
+def test_each_state_meets_a_condition_or_not(state: str) -> None:
+    assert {*DUE} - {"forgotten"} == {*STATES}
+    gone = {"is_forgotten": True} if state == "forgotten" else {}
+    shown = "unknown" if gone else state
+    judged = [awaited("a", shown, how, **gone).due.value for how in ("ok", "any", "failed")]
+    assert tuple(judged) == DUE[state]
+
+
+@pytest.mark.parametrize(
+    ("states", "due"),
+    [
+        # of the points        ok       any      failed
+        ("done done", ("met", "met", "never")),
+        ("done failed", ("never", "met", "met")),
+        ("done failed queued", ("waits", "waits", "waits")),
+        ("stopped done", ("held", "met", "held")),
+        ("stopped failed", ("never", "met", "met")),
+        ("cancelled done", ("never", "met", "never")),
+        ("created done", ("held", "held", "held")),
+        ("unknown failed", ("unknown", "unknown", "unknown")),
+    ],
+)
+def test_a_sweep_comes_to_an_end_with_its_last_point(states: str, due: tuple[str, ...]) -> None:
+    known = [RunStatus(f"s-{i}", state) for i, state in enumerate(states.split())]
+    judged = [chain.judge_all(how, known).value for how in ("ok", "any", "failed")]
+    assert tuple(judged) == due
+
+
+def test_a_sweep_is_waited_for_by_its_arrays(tmp_path: Path) -> None:
+    known = [
+        RunStatus("s-0", "running", job_id="15", array_element="7_0", launcher="sbatch"),
+        RunStatus("s-1", "queued", job_id="7_1", launcher="sbatch"),
+        RunStatus("s-2", "queued", job_id="21", launcher="sbatch"),
+        RunStatus("s-3", "failed", job_id="9_3", launcher="sbatch"),
+    ]
+    seen = Awaited.of(SweepDir(tmp_path / "s"), "any", known)
+    assert chain.dependency([seen]) == "afterany:7,afterany:21"
+    assert (seen.text, seen.words) == ("s:any", "s (running: 2 queued, 1 running, 1 failed)")
+
+
+def test_slurm_is_asked_to_wait_for_jobs_whatever_their_end() -> None:
+    seen = [
+        awaited("a", "running"),
+        awaited("b", "done"),
+        awaited("c", "queued", "failed", array_element="89_3"),
+        awaited("d", "running"),
+    ]
+    assert chain.dependency(seen) == "afterany:12,afterany:89_3"
+    assert chain.dependency(seen, ["singleton", ""]) == "singleton,afterany:12,afterany:89_3"
+    assert chain.dependency(seen[1:2], [""]) == ""
+    assert [each.text for each in seen] == ["a", "b", "c:failed", "d"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (awaited("a", "failed", detail="exit code 3"), "a (failed: exit code 3) has ended otherwi"),
+        (awaited("a", "stopped"), "Submit it first, with 'clusterddp resubmit a'"),
+        (awaited("a", "unknown"), "cannot be waited for"),
+        (awaited("a", "running", launcher="local"), "has no job in Slurm"),
+    ],
+)
+def test_what_can_never_begin_is_refused(seen: Awaited, words: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        chain.check([awaited("z", "done"), seen])
+    assert words in str(refusal.value)
+
+
+def test_a_rehearsal_waits_for_nothing_that_goes_on() -> None:
+    chain.check([awaited("a", "done")], has_queue=False)
+    with pytest.raises(RequestError, match="has no queue to wait in"):
+        chain.check([awaited("a", "running")], has_queue=False)
+
+
+@pytest.mark.parametrize("condition", ["ok", "any", "failed"])
+def test_a_run_whose_directory_is_gone_comes_to_no_end(tmp_path: Path, condition: str) -> None:
+    [seen] = chain.look(request(tmp_path, after=((str(tmp_path / "jobs/a"), condition),)))
+    assert (seen.due, seen.words) == (Due.NEVER, f"a (gone: no {tmp_path}/jobs/a)")
+
+
+def request(folder: Path, **more: Any) -> JobSpec:
+    fields: dict[str, Any] = {"run_name": "b", "run_dir": str(folder / "jobs/b")}
+    return JobSpec(**fields, resources=Resources(), command=("true",), **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"after": (("jobs/a", "ok"),)}, "no absolute path"),
+        ({"after": (("/jobs/a", "done"),)}, "'done' is not one of ok, any, failed"),
+        ({"after": (("/jobs/a\n", "ok"),)}, "control character"),
+        ({"after": (("/jobs/a", "ok"),), "launcher": "submitit"}, "looks at no other run"),
+    ],
+)
+def test_a_request_that_cannot_wait_is_refused(
+    tmp_path: Path, more: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RequestError) as refusal:
+        request(tmp_path, **more)
+    assert words in str(refusal.value)
+
+
+def test_a_request_does_not_wait_for_itself_or_for_any_of_several_jobs(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="b cannot wait for itself"):
+        request(tmp_path, after=((str(tmp_path / "jobs/b"), "ok"),))
+    with pytest.raises(RequestError, match="against --dependency afterok:1"):
+        dataclasses.replace(
+            request(tmp_path, after=(("/jobs/a", "ok"),)),
+            resources=Resources(dependency="afterok:1?afterok:2"),
+        )
+
+
+def test_the_record_of_a_request_names_the_runs_where_there_are_some(tmp_path: Path) -> None:
+    plain, waits = request(tmp_path), request(tmp_path, after=(("/jobs/a b", "any"),))
+    assert '"after"' not in plain.to_json()
+    assert JobSpec.from_json(waits.to_json()) == waits
+    assert JobSpec.from_script("\n".join(waits.to_script()), waits.run_dir) == waits
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run that waits for the run `a`, whose job 12 runs as far as Slurm tells; its own is 5."""
+    spec = request(tmp_path, after=((str(tmp_path / "jobs/a"), "ok"),))
+    run = RunDir(Path(spec.run_dir))
+    run.make(run.logs)
+    run.spec.write_text(spec.to_json())
+    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", "running")])
+    monkeypatch.setattr(chain.slurm, "ending", lambda *_: chain.slurm.Ending.NONE)
+    return run
+
+
+def test_a_job_that_cannot_go_back_ends_with_the_reason(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: str) -> None:
+        raise chain.slurm.RequeueRefused("not on this cluster")
+
+    monkeypatch.setattr(chain.slurm, "put_back", refuse)
+    with pytest.raises(chain.NotDue, match=r"cannot wait again for a \(running\): not on") as seen:
+        chain.wait_again(waiting, "5", 0)
+    assert seen.value.cause == "failed"
+    assert events.read(waiting.events) == []
+
+
+def test_a_job_that_was_cancelled_meanwhile_is_not_put_back(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain.slurm, "ending", lambda *_: chain.slurm.Ending.CANCELLED)
+    with pytest.raises(chain.NotDue) as seen:
+        chain.wait_again(waiting, "5", 0)
+    assert seen.value.cause == "cancelled"
+
+
+def test_slurm_is_asked_again_where_it_does_not_answer_and_given_up(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [[awaited("a", "unknown")], [awaited("a", "done")]]
+    monkeypatch.setattr(chain, "look", lambda _: answers.pop(0))
+    monkeypatch.setattr(chain, "_PAUSE_SECONDS", 0)
+    assert chain.wait_again(waiting, "5", 0) == ""
+    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", "unknown", detail="no answer")])
+    monkeypatch.setattr(chain, "PATIENCE_SECONDS", 0)
+    with pytest.raises(chain.NotDue, match=r"as it waits for a: a \(unknown: no answer\)"):
+        chain.wait_again(waiting, "5", 0)
+
+
+def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_back: list[tuple[str, ...]] = []
+    monkeypatch.setattr(chain.slurm, "put_back", lambda *asked: put_back.append(asked))
+    events.add(waiting.events, events.Submitted, job_id="5", launcher="sbatch")
+    assert chain.wait_again(waiting, "5", 0) == "waits for a (running)"
+    assert put_back == [("5", "afterany:12")]
+    for reason, shown in (("Dependency", ["a"]), ("BeginTime", ["a"]), ("Resources", [])):
+        status = run_status(waiting, {"5": JobState(State.PENDING, reason)})
+        assert (status.state, status.waits_for) == ("queued", shown)
+    events.add(waiting.events, events.Started, job_id="5", attempt=1)
+    assert chain.wait_again(waiting, "5", 1) == ""

@@ -1,0 +1,196 @@
+"""The program that is told a run's end: once, bounded, and without a part in the verdict."""
+
+import dataclasses
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from clusterddp import log
+from clusterddp.errors import RequestError
+from clusterddp.launchers import notice_job
+from clusterddp.request.spec import JobSpec
+from clusterddp.run import notify
+from clusterddp.run.files import read_json
+from clusterddp.run.run_dir import RunDir
+from clusterddp.run.status import run_status
+from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
+from tests.hostile import CARRIED
+
+__all__ = ["workplace"]
+
+HISTORY = [submitted("1"), {**started("1"), "attempt": 1}]
+DONE = [*HISTORY, ended("1", 0, cause="done", attempt=1)]
+
+
+def asking(run: RunDir, *words: str) -> JobSpec:
+    return dataclasses.replace(run.load_spec(), notify=words)
+
+
+def python(*lines: str) -> tuple[str, ...]:
+    text = "\n".join(lines)
+    return (sys.executable, "-c", f"exec({text!r})")
+
+
+def noted(run: RunDir) -> dict[str, object]:
+    [mark] = run.path.glob("notified-*.json")
+    return read_json(mark) or {}
+
+
+def test_whoever_is_first_tells_and_the_words_arrive_as_they_are(workplace: Workplace) -> None:
+    run = workplace.run("one", *DONE)
+    tell = python(
+        "import json, sys",
+        "content = json.dumps([json.load(sys.stdin), sys.argv[1:]])",
+        f"open({str(workplace.folder / 'told')!r}, 'a').write(content + chr(10))",
+    )
+    spec = asking(run, *tell, *CARRIED)
+    status = run_status(run, {})
+    was_run: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: was_run.append(notify.tell(run, spec, status, "script")))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(was_run) == [False, False, False, True]
+    [line] = (workplace.folder / "told").read_text().splitlines()
+    verdict, words = json.loads(line)
+    assert words == CARRIED
+    assert (verdict["state"], verdict["name"], verdict["notified_by"]) == ("done", "one", "script")
+    assert noted(run)["exit_code"] == 0
+    assert not list(workplace.folder.rglob("pwned"))
+    with pytest.raises(RequestError, match="--notify: its first word is empty"):
+        asking(run, "", "x")
+
+
+def test_each_submission_of_a_persons_has_an_end_of_its_own(workplace: Workplace) -> None:
+    again = [{"event": "resubmit", "changes": []}, submitted("2"), {**started("2"), "attempt": 2}]
+    in_place = {**submitted("3"), "in_place_of": "2", "why": "signal"}
+    for name, history, number in (
+        ("a", DONE, 1),
+        ("b", [*DONE, *again], 2),
+        ("c", [*DONE, *again, in_place], 2),
+        ("d", [], 1),
+        ("e", [started("1"), {"event": "resubmit", "changes": []}], 2),
+    ):
+        run = workplace.run(name, *history)
+        assert notify.mark_of(run).name == f"notified-{number:04d}.json", name
+
+
+@pytest.mark.parametrize(
+    ("name", "history", "is_told"),
+    [
+        ("done", DONE, True),
+        ("failed", [*HISTORY, ended("1", 3, cause="failed", why="no restart", attempt=1)], True),
+        ("running", HISTORY, False),
+        (
+            "requeued",
+            [*HISTORY, ended("1", 75, cause="signal"), {"event": "requeued", "job_id": "1"}],
+            False,
+        ),
+        (
+            "next",
+            [*HISTORY, ended("1", 75, cause="signal"), {**submitted("2"), "in_place_of": "1"}],
+            False,
+        ),
+        ("undecided", [*HISTORY, ended("1", 75, cause="signal")], False),
+    ],
+)
+def test_the_script_tells_an_end_for_good_alone(
+    workplace: Workplace, name: str, history: list[dict[str, object]], is_told: bool
+) -> None:
+    run = workplace.run(name, *history)
+    notify.tell_at_end(run, asking(run, "true"))
+    assert bool(list(run.path.glob("notified-*.json"))) is is_told
+
+
+def test_a_program_that_fails_hangs_or_is_not_there_is_noted(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "_GRACE_SECONDS", 0.5)
+    # Killed before it was deaf is as well.
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'])"
+    for name, words, code, problem in (
+        ("fails", python("import sys", "print('words')", "sys.exit(3)"), 3, ""),
+        (
+            "hangs",
+            python(deaf, child, "time.sleep(600)"),
+            (137, 143),
+            "ended, as it had not come to an",
+        ),
+        ("gone", ("/nowhere/tell",), None, "/nowhere/tell does not start: No such file"),
+        ("loud", python("print('x' * (3 << 20))"), 0, ""),
+    ):
+        run = workplace.run(name, *DONE)
+        monkeypatch.setattr(notify, "PROGRAM_SECONDS", 1.0 if name == "hangs" else 60.0)
+        lines: list[str] = []
+        with log.to(lines.append):
+            notify.tell_at_end(run, asking(run, *words))
+        mark = noted(run)
+        assert mark["exit_code"] in (code if isinstance(code, tuple) else (code,)), (name, mark)
+        assert str(mark["problem"]).startswith(problem), (name, mark)
+        assert any(f"that {name} is done" in line for line in lines)
+        printed = run.notify_log.read_text()
+        assert len(printed) < (1 << 20) + 200
+    assert "words" in RunDir(workplace.root / "fails").notify_log.read_text()
+    assert "bytes more" in printed
+
+
+def test_a_fault_of_ours_is_logged_and_no_more(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = workplace.run("one", *DONE)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(notify, "tell", fail)
+    lines: list[str] = []
+    with log.to(lines.append):
+        notify.tell_at_end(run, asking(run, "true"))
+    assert lines == ["--notify: ZeroDivisionError: a bug"]
+
+
+def test_the_job_waits_for_the_next_one_where_the_run_goes_on(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    in_place = {**submitted("2"), "in_place_of": "1", "why": "signal"}
+    queued = {"event": "notice_queued", "job_id": "1", "notice_job": "9"}
+    run = workplace.run("one", *HISTORY, queued, ended("1", 75, cause="signal"), in_place)
+    run.spec.write_text(asking(run, "true").to_json())
+    run.notice_script.write_text(notice_job.render(run.load_spec()))
+    workplace.command("squeue", "echo '2 2|PENDING|Priority|'")
+    workplace.command("sbatch", "cat >/dev/null; echo 10")
+    notify.tell_as_job(run)
+    assert [line for line in workplace.calls if line.startswith("sbatch")] == [
+        "sbatch --parsable --dependency=afterany:2"
+    ]
+    assert not list(run.path.glob("notified-*.json"))
+    workplace.command("squeue", "echo '2 2|CANCELLED|None|'")
+    workplace.command("scontrol", "exit 1")
+    notify.tell_as_job(run)
+    assert (noted(run)["state"], noted(run)["by"]) == ("cancelled", "dependent job")
+    before = len(workplace.calls)
+    notify.tell_as_job(run)  # it has been told
+    assert len(workplace.calls) == before
+
+
+def test_the_jobs_script_holds_no_word_of_the_program(workplace: Workplace) -> None:
+    run = workplace.run("one", partition="gpu", account="lab", time="10:00", mem="64G")
+    spec = asking(run, *CARRIED)
+    script = notice_job.render(dataclasses.replace(spec, omit_directives=("account",)))
+    assert "#SBATCH --partition=gpu" in script
+    assert "#SBATCH --ntasks=1" in script
+    assert "gpus" not in script
+    assert "account" not in script
+    assert "64G" not in script
+    assert "pwned" not in script
+    assert Path(workplace.folder, "jobs/one").as_posix() in script
