@@ -236,8 +236,8 @@ class SweepDir(RunDir):
 
     @property
     def is_sweep(self) -> bool:
-        """Return whether a sweep's request is there."""
-        return self.spec.is_file()
+        """Return whether a sweep's request is there; also of a name that is too long."""
+        return os.path.isfile(self.spec)  # noqa: PTH113 -- Path's own raises OSError then
 
 
 def find_runs(output_root: Path) -> list[RunDir]:

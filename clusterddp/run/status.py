@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -217,30 +218,6 @@ def _judge(
     if state == CREATED and run.array_index:  # by the script itself
         detail = "its script has recorded nothing yet"
     return state, detail, job, report
-
-
-def states_of(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -> list[str]:
-    """Return the states of runs that were submitted, and no more: quick for the many of a sweep.
-
-    known: as of `statuses`.
-    """
-    return [state for state, _ in judge_all(runs, known)]
-
-
-def judge_all(
-    runs: Sequence[RunDir], known: dict[str, JobState] | None = None
-) -> list[tuple[str, Report | None]]:
-    """Return the states of runs that were submitted, each with the report of its latest attempt.
-
-    known: as of `statuses`.
-    """
-    submissions = [latest_submission(events.read(run.events)) for run in runs]
-    jobs, now = _ask(submissions, known), time.time()
-    judged = (
-        _judge(run, submission, jobs, now)
-        for run, submission in zip(runs, submissions, strict=True)
-    )
-    return [(state, report) for state, _, _, report in judged]
 
 
 def _cleaned(history: Sequence[events.Event]) -> str:
@@ -520,7 +497,7 @@ def find_run(root: Path, text: str | None) -> RunDir:
     for run in runs:
         if run.name == text:
             return run
-    if "/" in text and (Path(text) / "spec.json").is_file():
+    if "/" in text and _is_run(text):
         return RunDir(Path(text))
     if SweepDir(root / text).is_sweep:
         raise RequestError(
@@ -533,9 +510,13 @@ def find_run(root: Path, text: str | None) -> RunDir:
         names = ", ".join(run.name for run in holders)
         raise RequestError(f"the job id {text} belongs to several runs: {names}. Name one of them.")
     hint = _hint(runs, text)
-    if text and (Path(text) / "spec.json").is_file():
+    if text and _is_run(text):
         hint = f" The run in the folder of that name is {'./' + text!r}."
     raise RequestError(f"there is no run {text!r} below {root}.{hint}")
+
+
+def _is_run(text: str) -> bool:
+    return os.path.isfile(Path(text, "spec.json"))  # noqa: PTH113 -- also of a name that is too long
 
 
 def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -> list[RunStatus]:
@@ -543,19 +524,34 @@ def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -
 
     known: answers of an earlier look, which this one adds to: squeue alone is asked again for them.
     """
-    submissions = [latest_submission(events.read(run.events)) for run in runs]
-    states = _ask(submissions, known)
-    return [run_status(run, states) for run in runs]
+    return statuses_and_states(runs, (), known)[0]
 
 
-def _ask(
-    submissions: Sequence[Submission | None], known: dict[str, JobState] | None
-) -> dict[str, JobState]:
-    states = query(jobs_to_ask(submissions), known=known)
+def states_of(points: Sequence[RunDir]) -> list[str]:
+    """Return the states of runs that were submitted, and no more: quick for the many of a sweep."""
+    return statuses_and_states((), points)[1]
+
+
+def judge_all(points: Sequence[RunDir]) -> list[tuple[str, Report | None]]:
+    """Return states as `states_of` does, each with the report of the run's latest attempt."""
+    submissions = [latest_submission(events.read(point.events)) for point in points]
+    jobs, now = query(jobs_to_ask(submissions)), time.time()
+    judged = (_judge(*each, jobs, now) for each in zip(points, submissions, strict=True))
+    return [(state, report) for state, _, _, report in judged]
+
+
+def statuses_and_states(
+    runs: Sequence[RunDir], points: Sequence[RunDir], known: dict[str, JobState] | None = None
+) -> tuple[list[RunStatus], list[str]]:
+    """Return the statuses of runs and the states of points, as the two above do in one look."""
+    submissions = [latest_submission(events.read(run.events)) for run in (*runs, *points)]
+    jobs, now = query(jobs_to_ask(submissions), known=known), time.time()
     if known is not None:
         settled = (State.UNKNOWN, *(state for state in State if state.is_final))
-        known |= {j: job for j, job in states.items() if job.state in settled and not job.problem}
-    return states
+        known |= {j: job for j, job in jobs.items() if job.state in settled and not job.problem}
+    of_points = zip(points, submissions[len(runs) :], strict=True)
+    states = [_judge(point, submission, jobs, now)[0] for point, submission in of_points]
+    return [run_status(run, jobs, now) for run in runs], states
 
 
 def job_ids(run: RunDir) -> set[str]:

@@ -11,7 +11,6 @@ from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir, directories, find_runs
 from clusterddp.run.state import CANCELLED, CREATED, DONE, FAILED, QUEUED, RUNNING, STOPPED, UNKNOWN
 from clusterddp.run.status import RunStatus, find_run, states_of
-from clusterddp.slurm.states import JobState
 
 _MOST_TELLING = (RUNNING, QUEUED, CREATED, FAILED, UNKNOWN, STOPPED, CANCELLED, DONE)
 """States of points, the one first that tells most about their sweep."""
@@ -161,19 +160,14 @@ def has_failed(status: RunStatus) -> bool:
 
 
 def grouped(root: Path, runs: Sequence[RunDir]) -> list[RunDir]:
-    """Return the runs of an output root with each sweep in the place of its points."""
-    sweeps = find_sweeps(root)
-    points = {run.path for sweep in sweeps for run in _elements(sweep)}
+    """Return the runs of an output root with each sweep in the place of its points.
+
+    One whose request is damaged hides none of them.
+    """
+    sweeps = [sweep for sweep in find_sweeps(root) if sweep.read_spec()]
+    points = {run.path for sweep in sweeps for run in sweep.elements}
     others = [*(run for run in runs if run.path not in points), *sweeps]
     return sorted(others, key=lambda run: (run.spec.stat().st_mtime, run.name))
-
-
-def _elements(sweep: SweepDir) -> list[RunDir]:
-    """Return the points of a sweep; none where its request is damaged, which hides no run."""
-    try:
-        return sweep.elements
-    except RequestError:
-        return []
 
 
 def latest_sweep(root: Path) -> SweepDir | None:
@@ -188,15 +182,10 @@ def job_ids(sweep: SweepDir) -> list[str]:
     return [e.job_id for e in history if isinstance(e, events.Submitted) and e.job_id]
 
 
-def sweep_status(
-    sweep: SweepDir,
-    states: Sequence[str] | None = None,
-    known: dict[str, JobState] | None = None,
-) -> SweepStatus:
+def sweep_status(sweep: SweepDir, states: Sequence[str] | None = None) -> SweepStatus:
     """Return how a sweep is doing; asks Slurm where the points' own records do not tell.
 
-    states: of the points, where they are known already. known: answers of an earlier look, as of
-    `status.statuses`. Raises RequestError where the request
+    states: of the points, where they are known already. Raises RequestError where the request
     cannot be read.
     """
     spec, history = sweep.load_spec(), events.read(sweep.events)
@@ -205,7 +194,7 @@ def sweep_status(
         name=sweep.name,
         names=spec.sweep.names,
         points=spec.sweep.points,
-        states=tuple(states_of(sweep.elements, known) if states is None else states),
+        states=tuple(states_of(sweep.elements) if states is None else states),
         max_parallel=spec.sweep.max_parallel,
         job_ids=tuple(event.job_id for event in submitted if event.job_id),
         submitted_time=submitted[0].time if submitted else None,

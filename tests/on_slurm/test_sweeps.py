@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.run.run_dir import RunDir
+from tests.on_slurm import test_notify as notices
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_submit import CLUSTERDDP, WHO, submit, told
 from tests.waiting import wait_for
@@ -19,6 +21,7 @@ FAILS_ONCE = (
     "echo start {n}; if [ {n} = a ] || [ -e ok ]; then exit 0; fi; "
     "until [ -e go ]; do sleep 0.2; done; touch ok; exit 4"
 )
+UNTIL_GO = 'until [ -e "$0/go" ]; do sleep 0.1; done'
 
 
 def typed(cluster: SlurmCluster, folder: Path, *argv: str, **kwargs: Any) -> Any:
@@ -76,6 +79,79 @@ def test_a_sweep_is_one_line_of_jobs_and_is_stopped_and_cancelled_as_one(
     wait_for(lambda: not left(), "the queue is empty")
     assert not [*tmp_path.glob("jobs/s-[23]/logs/rank-0.log")]  # none began meanwhile
     assert status(cluster, tmp_path, "s")["counts"] == {"cancelled": 5}
+
+
+def test_a_run_waits_for_all_points_and_a_sweep_for_that_run_and_the_end_is_told_once(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    script = f"[ {{n}} != b ] || [ -e {tmp_path}/mended ] || exit 3; {UNTIL_GO}"
+    tell = notices.program(tmp_path)
+    submit(
+        cluster, tmp_path, "--run-name", "s", "--sweep", "n=a,b,c", "--no-snapshot",
+        "--notify", tell, "--", "bash", "-c", script, str(tmp_path), check=True,
+    )  # fmt: skip
+    submit(cluster, tmp_path, "--run-name", "b", "--after", "s", "--", "true", check=True)
+    submit(
+        cluster, tmp_path, "--run-name", "t", "--after", "b", "--sweep", "x=1,2",
+        "--", "touch", f"{tmp_path}/t-{{x}}", check=True,
+    )  # fmt: skip
+    assert status(cluster, tmp_path, "t-1")["detail"] == "waits for b"
+    wait_for(lambda: status(cluster, tmp_path, "s-1")["state"] == "failed", "the failed point")
+    assert status(cluster, tmp_path, "b")["detail"] == "waits for s"
+    (tmp_path / "mended").touch()
+    again = typed(cluster, tmp_path, "resubmit", "s-1")
+    assert again.returncode == 0, again.stderr
+    job = status(cluster, tmp_path, "b")["job_id"]
+    assert f"b (job {job}) waits for it" in again.stderr
+    [array] = status(cluster, tmp_path, "s")["job_ids"]
+    own = status(cluster, tmp_path, "s-1")["array_element"]
+    shown = cluster.run(["squeue", "-h", "-j", job, "-o", "%E"], check=True).stdout
+    waits = {item.partition("(")[0] for item in shown.strip().split(",")}
+    assert {item.removesuffix("_*") for item in waits} == {
+        f"afterany:{array}", f"afterany:{own.partition('_')[0]}",
+    }  # fmt: skip
+    (tmp_path / "go").touch()
+    wait_for(lambda: len([*tmp_path.glob("t-[12]")]) == 2, "both points that wait")
+    assert status(cluster, tmp_path, "b")["state"] == "done"
+    assert len([*(tmp_path / "jobs/b/attempts").iterdir()]) == 1
+    verdict, _, _ = notices.told(tmp_path)
+    assert (verdict["sweep"], verdict["counts"]) == ("s", {"done": 3})
+    notices.notice_job_is_gone(cluster, RunDir(tmp_path / "jobs/s"))
+    assert not (tmp_path / "told-1.json").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_that_has_started_too_early_is_held_and_let_go_as_a_whole(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    script = f"trap 'exit 75' USR1 TERM; {UNTIL_GO}"
+    submit(cluster, tmp_path, "--run-name", "a", "--no-snapshot", "--", "bash", "-c", script,
+           str(tmp_path), check=True)  # fmt: skip
+    submit(
+        cluster, tmp_path, "--run-name", "t", "--after", "a", "--sweep", "x=1..3", "--",
+        "touch", f"{tmp_path}/t-{{x}}", check=True,
+    )  # fmt: skip
+    log = tmp_path / "jobs/a/logs/rank-0.log"
+    wait_for(log.exists, "the start of a")
+    stopped = typed(cluster, tmp_path, "stop", "a", "--wait")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+
+    def reasons() -> list[str]:
+        return str(cluster.run(["squeue", "-h", "-r", "-o", "%r"], check=True).stdout).split("\n")
+
+    wait_for(lambda: sum("held" in reason.lower() for reason in reasons()) == 3, "the holds")
+    told = status(cluster, tmp_path, "t-2")
+    assert told["state"] == "queued"
+    assert told["detail"].startswith("waits for a (stopped"), told
+    again = typed(cluster, tmp_path, "resubmit", "a")
+    assert again.returncode == 0, again.stderr
+    [array] = status(cluster, tmp_path, "t")["job_ids"]
+    assert f"t (job {array}_[0-2]) waits for it" in again.stderr
+    assert status(cluster, tmp_path, "t-2")["detail"] == "waits for a"
+    (tmp_path / "go").touch()
+    wait_for(lambda: len([*tmp_path.glob("t-[123]")]) == 3, "all points")
+    wait_for(lambda: status(cluster, tmp_path, "t")["counts"] == {"done": 3}, "all are done")
+    assert not (tmp_path / "jobs/t-1/attempts/0002").exists()
 
 
 @pytest.mark.slow

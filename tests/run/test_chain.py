@@ -214,3 +214,19 @@ def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
         assert (status.state, status.waits_for) == ("queued", shown)
     events.add(waiting.events, events.Started, job_id="5", attempt=1)
     assert chain.wait_again(waiting, "5", 1) == ""
+
+
+def test_a_point_waits_again_by_its_name_until_it_begins(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_back: list[tuple[str, ...]] = []
+    monkeypatch.setattr(chain.slurm, "put_back", lambda *asked: put_back.append(asked))
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    events.add(waiting.events, events.Submitted, job_id="7_3", launcher="sbatch")
+    assert chain.wait_again(waiting, "9", 0) == "waits for a (running)"
+    assert put_back == [("7_3", "afterany:12")]
+    status = run_status(waiting, {"7_3": JobState(State.PENDING, "Dependency")})
+    assert (status.state, status.waits_for) == ("queued", ["a"])
+    events.add(waiting.events, events.CancelAsked, job_id="7_3")
+    assert chain.wait_again(waiting, "9", 1) == ""  # which says so later on

@@ -4,6 +4,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.run import formatting
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.run.state import STATES
-from clusterddp.run.status import RunStatus, statuses
+from clusterddp.run.status import RunStatus, statuses_and_states
 from clusterddp.run.sweeps import SweepStatus, grouped, select_each, sweep_status
 from clusterddp.slurm.states import JobState
 
@@ -159,11 +160,15 @@ def _cut(line: str, width: int | None) -> str:
 def _statuses(
     runs: Sequence[RunDir], known: dict[str, JobState] | None
 ) -> list[RunStatus | SweepStatus]:
-    """Return the statuses in order; of a sweep that of all its points together."""
+    """Return the statuses in order; of a sweep that of all its points together. Asks Slurm once."""
     alone = [run for run in runs if not isinstance(run, SweepDir)]
-    of_runs = {run.path: status for run, status in zip(alone, statuses(alone, known), strict=True)}
+    points = {run: run.elements for run in runs if isinstance(run, SweepDir)}
+    of_runs, of_points = statuses_and_states(alone, [*chain.from_iterable(points.values())], known)
+    status, state = iter(of_runs), iter(of_points)
     return [
-        sweep_status(run, known=known) if isinstance(run, SweepDir) else of_runs[run.path]
+        sweep_status(run, [next(state) for _ in points[run]])
+        if isinstance(run, SweepDir)
+        else next(status)
         for run in runs
     ]
 

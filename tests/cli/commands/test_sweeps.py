@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from clusterddp.cli.commands import jobs
 from clusterddp.run import chain, events, notify
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
@@ -16,6 +17,11 @@ from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 __all__ = ["workplace"]
 
 CONFIG = "MaxArraySize            = 1001\nMaxJobCount             = 10000\n"
+PENDING = 'for i in 0 1 2 3 4 5 6 7 8 9; do echo "$N_$i $N|PENDING|Dependency"; done'
+SCONTROL = f"""case "$*" in
+*"show job"*) echo " JobId=1 JobState=PENDING Dependency=afterany:$N_*(unfulfilled),singleton(x)" ;;
+*) echo '{CONFIG}' ;;
+esac"""
 TEN = ["submit", "--run-name", "s", "--sweep", "n=0..9", "--", "/bin/echo", "{n}"]
 
 
@@ -117,6 +123,30 @@ def test_one_line_of_jobs_counts_the_points(sweep: SweepDir, workplace: Workplac
     assert "squeue -h -a -r -t all -j 12,14,7 -o" in " ".join(workplace.calls)
 
 
+def test_a_watch_has_one_line_a_sweep_and_one_squeue_a_look(
+    sweep: SweepDir, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workplace.run("one", submitted("3"), started("3"), age=20)
+    looks: list[float] = []
+
+    def pass_by(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+        finish(sweep, len(looks), code=0, job_id=str(10 + len(looks)))
+
+    workplace.command("squeue", f"{PENDING.replace('$N', '7')}; echo '3 3|RUNNING|None'")
+    monkeypatch.setattr(jobs, "_sleep", pass_by)
+    got = workplace.invoke("jobs", "--watch")
+    assert got.code == 130
+    rows = [line for line in got.out.splitlines() if line.startswith("s ")]
+    assert [row.partition("points: ")[2] for row in rows] == [
+        "10 queued", "9 queued, 1 done", "8 queued, 2 done",
+    ]  # fmt: skip
+    assert sum(call.startswith("squeue") for call in workplace.calls) == 3
+    assert "points      2 of 10 done" in workplace.invoke("status", "s").out
+
+
 def test_a_cancelled_sweep_asks_once_and_slurm_once(sweep: SweepDir, workplace: Workplace) -> None:
     finish(sweep, 0, code=0, job_id="10")
     record(sweep.element(1), {**started("11"), "array_element": "7_1"})
@@ -183,13 +213,6 @@ def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
     assert "-- /bin/echo 3)" in script
     assert "#SBATCH --mem" not in sweep.script.read_text()
     assert sweep.element(3).load_spec().point == (("n", "3"),)
-
-
-PENDING = 'for i in 0 1 2 3 4 5 6 7 8 9; do echo "$N_$i $N|PENDING|Dependency"; done'
-SCONTROL = f"""case "$*" in
-*"show job"*) echo " JobId=1 JobState=PENDING Dependency=afterany:$N_*(unfulfilled),singleton(x)" ;;
-*) echo '{CONFIG}' ;;
-esac"""
 
 
 def test_a_run_waits_for_a_sweep_and_for_a_point_that_is_submitted_again(
@@ -376,6 +399,8 @@ def test_points_that_are_refused_leave_the_sweep_as_it_was(
         (["resubmit", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
         (["resubmit", "x-*"], "no run below jobs has a name that fits"),
         (["logs", "-f", "s"], "-f follows one run, and s means 10"),
+        (["status", "x" * 300], "there is no run 'xxx"),
+        (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),
         (["checkpoints", "s"], "s is a sweep, and this is about one run"),
         (["submit", "--max-parallel", "2"], "is for the points of a sweep"),
         (["submit", "--sample", "2"], "name what to draw"),
