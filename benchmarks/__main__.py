@@ -24,6 +24,7 @@ BENCHMARKS = {
     "step": "benchmarks.step",
     "scaling": "benchmarks.scaling",
     "growth": "benchmarks.growth",
+    "sweeps": "benchmarks.sweeps",
     "preflight": "benchmarks.preflight",
     "gpu": "benchmarks.gpu",
 }

@@ -28,10 +28,10 @@ from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
 
 _PAIRS = 40
-_BASELINE_NAME = "import click, jinja2"
-_BASELINE = [sys.executable, "-c", _BASELINE_NAME]
+BASELINE_NAME = "import click, jinja2"
+BASELINE = [sys.executable, "-c", BASELINE_NAME]
 # What the installed `clusterddp` does, wherever it was installed.
-_COMMAND = [sys.executable, "-c", "from clusterddp.__main__ import main; main()"]
+COMMAND = [sys.executable, "-c", "from clusterddp.__main__ import main; main()"]
 _ASKED = ["--nodes=2", "--gpus-per-node=4"]
 _REQUEST = ["submit", *_ASKED, "--run-name=x", "--dry-run"]
 _RUNS = 1000
@@ -74,7 +74,7 @@ def measure() -> list[Row]:
     """The rows of the table, the baseline against itself first: how far chance alone goes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        status = [*_COMMAND, "status", "--output-root"]
+        status = [*COMMAND, "status", "--output-root"]
         one, many = folder / "one", folder / "many"
         _make_run(one, 0, done=True)
         for number in range(_RUNS):
@@ -82,16 +82,16 @@ def measure() -> list[Row]:
         _make_squeue(folder / "bin")
         row = functools.partial(_row, folder=folder)
         rows = [
-            row("the baseline against itself", _BASELINE),
-            row("clusterddp submit --dry-run", [*_COMMAND, *_REQUEST]),
+            row("the baseline against itself", BASELINE),
+            row("clusterddp submit --dry-run", [*COMMAND, *_REQUEST]),
             # Also without the waiting for a processor that other work keeps busy.
-            row("the same, processor time", [*_COMMAND, *_REQUEST], timing=processor_timed),
-            row("clusterddp --help", [*_COMMAND, "--help"]),
+            row("the same, processor time", [*COMMAND, *_REQUEST], timing=processor_timed),
+            row("clusterddp --help", [*COMMAND, "--help"]),
             row("clusterddp status (of a run that is done)", [*status, str(one), "run-0"]),
             row(f"clusterddp status, the latest of {_RUNS:,} runs", [*status, str(many)], pairs=20),
             row(
                 f"clusterddp jobs, {_RUNS:,} runs, each in squeue",
-                [*_COMMAND, "jobs", "--output-root", str(many)],
+                [*COMMAND, "jobs", "--output-root", str(many)],
                 pairs=20,
             ),
         ]
@@ -146,7 +146,7 @@ def _submission(folder: Path) -> Iterator[Row]:
     if not _slurm_answers():
         print("not measured: clusterddp submit: no Slurm answers here", file=sys.stderr)
         return
-    held = [*_COMMAND, "submit", "--nodes=1", "--sbatch=hold", "--output-root", str(folder / "e2e")]
+    held = [*COMMAND, "submit", "--nodes=1", "--sbatch=hold", "--output-root", str(folder / "e2e")]
     command = ["--no-snapshot", "--", "true"]
     script = folder / "held.sbatch"
     script.write_text(_printed([*held, "--run-name=x", "--dry-run", *command]))
@@ -191,27 +191,33 @@ def _row(
     timing: Callable[[Callable[[], object]], Sample] = timed,
     pairs: int = _PAIRS,
 ) -> Row:
-    environ = {
+    environ = environment(folder)
+    start = functools.partial(run, folder=folder, environ=environ)
+    baseline, seconds = alternate(
+        timing(lambda: start(BASELINE)), timing(lambda: start(argv)), pairs=pairs
+    )
+    return Row(
+        name=name,
+        baseline=BASELINE_NAME,
+        baseline_seconds=baseline,
+        seconds=seconds,
+        peak_mib=_peak_mib(argv, folder, environ),
+        baseline_peak_mib=_peak_mib(BASELINE, folder, environ),
+    )
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Environment of the processes: programs of `folder/bin` first, home and bytecode in it."""
+    return {
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "HOME": str(folder),
         "LC_ALL": "C.UTF-8",
         "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
     }
-    run = functools.partial(_run, folder=folder, environ=environ)
-    baseline, seconds = alternate(
-        timing(lambda: run(_BASELINE)), timing(lambda: run(argv)), pairs=pairs
-    )
-    return Row(
-        name=name,
-        baseline=_BASELINE_NAME,
-        baseline_seconds=baseline,
-        seconds=seconds,
-        peak_mib=_peak_mib(argv, folder, environ),
-        baseline_peak_mib=_peak_mib(_BASELINE, folder, environ),
-    )
 
 
-def _run(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -> None:
+def run(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -> None:
+    """Run a process to its end, quietly. Raises CalledProcessError."""
     quiet = subprocess.DEVNULL
     subprocess.run(argv, cwd=folder, env=environ, stdout=quiet, stderr=quiet, check=True)
 

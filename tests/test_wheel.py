@@ -28,7 +28,8 @@ def test_the_wheel_holds_the_templates_where_the_package_looks_for_them(wheel: P
         assert f"clusterddp/templates/{template.name}" in names
     assert not [name for name in names if "__pycache__" in name]
     assert "clusterddp/cli/commands/submit.py" in names
-    assert {f"clusterddp/reporting/page.{form}" for form in ("html.j2", "css")} <= names
+    pages = ("page.html.j2", "parts.html.j2", "sweep.html.j2", "page.css")
+    assert {f"clusterddp/reporting/{page}" for page in pages} <= names
     assert not [name for name in names if name.startswith(("tests/", "jobs/", "benchmarks/"))]
 
 

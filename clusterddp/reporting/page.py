@@ -12,20 +12,62 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from clusterddp.reporting import plots
 from clusterddp.reporting.gather import Evaluation, Gathered, differences
+from clusterddp.reporting.sweep import SweepReport, order_of, read_lines, table_of
 from clusterddp.request.spec import Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import formatting
+from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__
 
 _FORMATS = ("percent", "loss", "duration", "rate", "memory")
 _LARGEST_MATRIX = 30
 _MOST_RANKS = 16
 _MOST_STARTS = 50
+_MOST_LINES = 6  # of a sweep's rows: the bands of more cover each other
+_MOST_CURVES = 50  # of runs that are one line with a band
 _LEFT_OUT = "(left out)"
 
 
 def page(gathered: Sequence[Gathered]) -> str:
-    """Render the page. Raises ImportError without matplotlib."""
+    """Render the page of runs. Raises ImportError without matplotlib."""
+    reports = [each.report for each in gathered]
+    trained = [each.spec.train for each in gathered if each.spec and each.spec.train]
+    return _render(
+        "page.html.j2",
+        reports=reports,
+        overall=plots.overall(gathered),
+        colours=plots.colours(len(gathered)),
+        scalings=[(scaling, plots.of_scaling(scaling)) for scaling in plots.scalings(reports)],
+        differences=differences(trained) if len(trained) == len(gathered) else [],
+        runs=[_run(each) for each in gathered],
+    )
+
+
+def sweep_page(report: SweepReport) -> str:
+    """Render the page of a sweep. Raises ImportError without matplotlib."""
+    best = [row for row in report.rows[:_MOST_LINES] if report.by in row.figures]
+    folder = Path(report.directory)
+    lines = [
+        [
+            read_lines(RunDir(folder.with_name(run.run)).metrics, all_over=True)
+            for run in row.runs[:_MOST_CURVES]
+        ]
+        for row in best
+    ]
+    header, *rows = table_of(report)
+    return _render(
+        "sweep.html.j2",
+        report=report,
+        order=order_of(report),
+        header=header,
+        rows=rows,
+        colours=plots.PALETTE,
+        drawn=len(best),
+        drawings=plots.of_sweep(report, lines),
+    )
+
+
+def _render(template: str, **values: object) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -36,18 +78,8 @@ def page(gathered: Sequence[Gathered]) -> str:
     )
     formats = {name: getattr(formatting, name) for name in _FORMATS}
     environment.filters.update(formats, when=_when)
-    reports = [each.report for each in gathered]
-    trained = [each.spec.train for each in gathered if each.spec and each.spec.train]
-    return environment.get_template("page.html.j2").render(
-        version=__version__,
-        now=time.time(),
-        reports=reports,
-        overall=plots.overall(gathered),
-        colours=plots.colours(len(gathered)),
-        scalings=[(scaling, plots.of_scaling(scaling)) for scaling in plots.scalings(reports)],
-        differences=differences(trained) if len(trained) == len(gathered) else [],
-        runs=[_run(each) for each in gathered],
-    )
+    rendered = environment.get_template(template)
+    return rendered.render(version=__version__, now=time.time(), **values)
 
 
 def _run(gathered: Gathered) -> dict[str, object]:

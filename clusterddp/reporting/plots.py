@@ -12,17 +12,26 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from markupsafe import Markup
 
 from clusterddp.errors import RequestError
 from clusterddp.reporting.gather import Gathered, RunReport
+from clusterddp.reporting.sweep import (
+    LARGEST,
+    USUAL,
+    Curve,
+    SweepReport,
+    curve,
+    label,
+    lower_is_better,
+)
 from clusterddp.run.records import MetricsLine
 
 if TYPE_CHECKING:
@@ -43,6 +52,7 @@ _TEXT = "#010203"
 _MOST_STEPS_MARKED = 100
 _MOST_LINES = 16  # of ranks in one picture; more are drawn as a band
 _MOST_POINTS = 1500  # of a line: more would make the page large, and nobody sees them
+_MOST_TICKS = 8  # of values that each get a tick of their own
 _HEADING_WIDTH = 130  # characters of a line above a picture
 # What HTML knows or the page's own style gives: namespaces, the groups' ids, fonts.
 _NEEDLESS = re.compile(
@@ -58,10 +68,12 @@ _WITHOUT_EFFECT = re.compile(
 )
 
 
-Scale = Literal["logarithmic", "percent", "from zero"]
+Scale = Literal["logarithmic", "percent", "from zero", "linear"]
 """Scale of a picture's values."""
 Band = Sequence[tuple[int, float, float]]
 """Steps, each with the lowest and the highest value."""
+Lines = Sequence[Mapping[str, object]]
+"""Lines of one run's metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,8 @@ class Line:
     strong: bool = False
     """Thicker, with a mark at each point."""
     faint: bool = False
+    band: Band = ()
+    """Area around it."""
 
 
 @dataclass(frozen=True)
@@ -143,17 +157,15 @@ def pace(gathered: Gathered) -> Drawing | None:
     slow = [straggler.rank for straggler in gathered.report.stragglers if straggler.rank < size]
     hosts = {rank.rank: rank.host for rank in gathered.report.ranks}
 
-    def line(rank: int, colour: str, **more: bool) -> Line:
+    def line(rank: int, colour: str, *, strong: bool = False, faint: bool = False) -> Line:
         rates = [(point.step, point.rank_images_per_second[rank]) for point in points]
-        return Line(rates, colour, **more)
+        return Line(rates, colour, strong, faint)
 
     def named(rank: int) -> str:
         return f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
 
-    band: Band = ()
     if size > _MOST_LINES:
-        band, middle = _band(points)
-        lines = [middle]
+        lines = [_middle(points)]
         legend = [(PALETTE[0], f"{size} ranks: median, and from the slowest to the fastest")]
         slow = slow or _slowest(gathered, size)
     elif slow:
@@ -167,7 +179,7 @@ def pace(gathered: Gathered) -> Drawing | None:
         lines += [line(rank, ALARM, faint=True) for rank in slow[1:]]
         lines.append(line(slow[0], ALARM, strong=True))
         legend.append((ALARM, f"{named(slow[0])}, the slowest"))
-    svg = _over_steps("images/s", "from zero", lines, _marks(gathered, MUTED), band)
+    svg = _over_steps("images/s", "from zero", lines, _marks(gathered, MUTED))
     note = "Over the time in which a rank did not wait for the others."
     return Drawing("Images per second of each rank", svg, legend, note)
 
@@ -188,6 +200,52 @@ def of_scaling(scaling: Scaling) -> Markup:
     Each run is a point, lines lead through the medians, and perfect scaling is dashed.
     """
     return _svg(_scaling_figure(scaling, 3.4))
+
+
+def of_sweep(report: SweepReport, lines: Sequence[Sequence[Lines]]) -> list[Drawing]:
+    """Draw the metric over each swept parameter, and metrics over steps for the best rows.
+
+    lines: of the runs of each of the first rows, a colour of PALETTE each.
+    """
+    names = dict.fromkeys([report.by.removeprefix("train_"), *USUAL])
+    drawn = [over_parameter(report, name) for name in report.names]
+    drawn += [
+        _curves(report, lines, kind, metric)
+        for metric in names
+        for kind in ("eval", "train")
+        if metric
+    ]
+    return [drawing for drawing in drawn if drawing]
+
+
+def over_parameter(report: SweepReport, name: str) -> Drawing | None:
+    """Draw the metric over a swept parameter: a mark a run, a line through the means.
+
+    The axis is logarithmic where the values are spread by factors. Values that are no numbers are
+    numbered, and stand in the legend. None where nothing differs, or a legend would be too long.
+    """
+    runs = [run for row in report.rows for run in row.runs]
+    texts = dict.fromkeys(run.point[name] for run in runs)
+    numbers = [number for text in texts if (number := _number(text)) is not None]
+    are_numbers = len(numbers) == len(texts)
+    places = dict(zip(texts, numbers if are_numbers else range(1, len(texts) + 1), strict=True))
+    values: dict[float, list[float]] = {}
+    for run in runs:
+        height = run.figures.get(report.by)
+        if height is not None and _fits(height):
+            values.setdefault(places[run.point[name]], []).append(height)
+    if len(values) < 2 or not (are_numbers or len(texts) <= len(PALETTE)):
+        return None
+    legend = [(PALETTE[0], "a point")]
+    has_line = are_numbers and (len(report.names) == 1 or len(runs) > len(texts))
+    if has_line:
+        legend.append((PALETTE[1], "mean at each value"))
+    if not are_numbers:
+        legend += [(MUTED, f"{place:g}: {text}") for text, place in places.items()]
+    is_log = are_numbers and _by_factors(numbers)
+    note = f"The axis of {name} is logarithmic." if is_log else ""
+    svg = _over_values(dict(sorted(values.items())), report, has_line=has_line, is_log=is_log)
+    return Drawing(f"{label(report.by)} over {name}", svg, legend, note)
 
 
 def check_file(option: str, name: str, formats: Sequence[str] = FORMATS) -> None:
@@ -284,6 +342,57 @@ def _of_runs(
     return Drawing(title, _over_steps(label, scale, lines, marks), legend, " ".join(notes))
 
 
+def _curves(
+    report: SweepReport, lines: Sequence[Sequence[Lines]], kind: str, metric: str
+) -> Drawing | None:
+    """Draw a metric over steps, a line a row, with a band from the lowest to the highest seed."""
+    drawn: list[Line] = []
+    legend: list[tuple[str, str]] = []
+    for row, colour, runs in zip(report.rows, PALETTE, lines, strict=False):
+        points: Curve = curve(runs, kind, metric)
+        if not points:
+            continue
+        band = [(step, low, high) for step, _, low, high in points] if len(runs) > 1 else ()
+        mean = [(step, value) for step, value, _, _ in points]
+        drawn.append(Line(mean, colour, strong=kind == "eval", band=band))
+        legend.append((colour, " ".join(f"{name}={text}" for name, text in row.point.items())))
+    if not any(len(line.points) > 1 for line in drawn):
+        return None
+    lowers = lower_is_better(metric)
+    scale: Scale = "logarithmic" if lowers else "percent" if metric == "accuracy" else "linear"
+    notes = []
+    if len(report.rows) > len(lines):
+        notes.append(f"The best {len(lines)} of {len(report.rows):,}.")
+    if report.over:
+        notes.append(f"Line: mean over {', '.join(report.over)}; band: lowest to highest.")
+    title = label(metric if kind == "eval" else f"train_{metric}")
+    return Drawing(title, _over_steps("", scale, drawn, []), legend, " ".join(notes))
+
+
+def _by_factors(values: Sequence[float]) -> bool:
+    """Return whether values are spread by factors, as 1, 3, 10 are, and not evenly, as 1 to 10."""
+    distinct = sorted({*values})
+    low, high = distinct[0], distinct[-1]
+    if low <= 0 or high < 4 * low or (len(distinct) == 2 and high < 10 * low):
+        return False
+    even_in_log, even = math.sqrt(low) * math.sqrt(high), (low + high) / 2
+    return len(distinct) == 2 or median(distinct) < (even_in_log + even) / 2
+
+
+def _number(text: str) -> float | None:
+    """Read a number that can be drawn; None for another text."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if _fits(number) else None
+
+
+def _fits(number: float) -> bool:
+    """Return whether an axis, of either scale, can hold a number."""
+    return number == 0 or 1 / LARGEST < abs(number) < LARGEST
+
+
 def _marks(gathered: Gathered, colour: str) -> list[tuple[int, str]]:
     """List the steps at which a run was resumed, each with the colour of its run."""
     again = gathered.report.attempts[1:]
@@ -296,8 +405,8 @@ def _thinned(points: list[MetricsLine]) -> list[MetricsLine]:
     return points if stride < 2 else points[::-1][::stride][::-1]
 
 
-def _band(points: Sequence[MetricsLine]) -> tuple[Band, Line]:
-    """Return the lowest and highest rate of any rank at each step, and the line of the medians."""
+def _middle(points: Sequence[MetricsLine]) -> Line:
+    """Return the line of the medians of all ranks' rates, in the band of all rates."""
     band: list[tuple[int, float, float]] = []
     middle: list[tuple[int, float]] = []
     for point in points:
@@ -305,7 +414,7 @@ def _band(points: Sequence[MetricsLine]) -> tuple[Band, Line]:
         if rates:
             band.append((point.step, min(rates), max(rates)))
             middle.append((point.step, median(rates)))
-    return band, Line(middle, PALETTE[0])
+    return Line(middle, PALETTE[0], band=band)
 
 
 def _slowest(gathered: Gathered, size: int) -> list[int]:
@@ -373,7 +482,7 @@ def _scaling_figure(scaling: Scaling, height: float) -> "Figure":
 
 
 def _over_steps(
-    label: str, scale: Scale, lines: list[Line], marks: list[tuple[int, str]], band: Band = ()
+    label: str, scale: Scale, lines: list[Line], marks: list[tuple[int, str]]
 ) -> Markup:
     """Draw lines over steps, with marks at some and a label of the values, as an SVG element."""
     from matplotlib.ticker import MaxNLocator
@@ -391,15 +500,15 @@ def _over_steps(
             markevery=marked(line),
             markersize=4,
         )
-    if band:
-        steps, lowest, highest = zip(*band, strict=True)
-        if len(band) == 1:  # an area needs two
-            axes.vlines(steps, lowest, highest, color=PALETTE[0], alpha=0.2, linewidth=6)
-        axes.fill_between(steps, lowest, highest, color=PALETTE[0], alpha=0.2, linewidth=0)
+        if line.band:
+            steps, lowest, highest = zip(*line.band, strict=True)
+            if len(line.band) == 1:  # an area needs two
+                axes.vlines(steps, lowest, highest, color=line.colour, alpha=0.2, linewidth=6)
+            axes.fill_between(steps, lowest, highest, color=line.colour, alpha=0.2, linewidth=0)
     for step, colour in marks:
         axes.axvline(step, color=colour, linestyle=":", linewidth=1.2)
     values = [value for line in lines for _, value in line.points if _drawable(value)]
-    values += [highest for _, _, highest in band]
+    values += [value for line in lines for _, *ends in line.band for value in ends]
     if scale == "logarithmic" and values and min(values) > 0:
         _logarithmic(axes)
     elif scale == "from zero":
@@ -409,6 +518,32 @@ def _over_steps(
     axes.xaxis.set_major_formatter(_plain)
     axes.set_xlabel("step")
     axes.set_ylabel(label)
+    return _svg(figure)
+
+
+def _over_values(
+    values: Mapping[float, Sequence[float]], report: SweepReport, *, has_line: bool, is_log: bool
+) -> Markup:
+    """Draw marks over the values of a parameter, as an SVG element."""
+    from matplotlib.ticker import NullLocator
+
+    figure = _figure(5.6, 3.2)
+    axes = figure.subplots()
+    marks = [(place, height) for place, heights in values.items() for height in heights]
+    axes.plot(*zip(*marks, strict=True), "o", color=PALETTE[0], markersize=4, alpha=0.6)
+    if has_line:
+        means = [fmean(heights) for heights in values.values()]
+        axes.plot([*values], means, color=PALETTE[1], linewidth=1.6)
+    if is_log:
+        _logarithmic(axes, "x")
+    axes.xaxis.set_major_formatter(_plain)
+    if len(values) <= _MOST_TICKS:
+        axes.set_xticks([*values], labels=[f"{place:g}" for place in values])
+        axes.xaxis.set_minor_locator(NullLocator())
+    if report.lowest_first and _by_factors([height for _, height in marks]):
+        _logarithmic(axes)
+    is_accuracy = report.by.removeprefix("train_") == "accuracy"
+    axes.yaxis.set_major_formatter(_percent if is_accuracy else _plain)
     return _svg(figure)
 
 
@@ -431,12 +566,13 @@ def _figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _logarithmic(axes: "Axes") -> None:
+def _logarithmic(axes: "Axes", which: Literal["x", "y"] = "y") -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0) if which == "x" else (1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
 
 
 def _plain(value: float, _position: float) -> str:

@@ -532,6 +532,14 @@ def states_of(points: Sequence[RunDir]) -> list[str]:
     return statuses_and_states((), points)[1]
 
 
+def judge_all(points: Sequence[RunDir]) -> list[tuple[str, Report | None]]:
+    """Return states as `states_of` does, each with the report of the run's latest attempt."""
+    submissions = [latest_submission(events.read(point.events)) for point in points]
+    jobs, now = query(jobs_to_ask(submissions)), time.time()
+    judged = (_judge(*each, jobs, now) for each in zip(points, submissions, strict=True))
+    return [(state, report) for state, _, _, report in judged]
+
+
 def statuses_and_states(
     runs: Sequence[RunDir], points: Sequence[RunDir], known: dict[str, JobState] | None = None
 ) -> tuple[list[RunStatus], list[str]]:
@@ -544,11 +552,6 @@ def statuses_and_states(
     of_points = zip(points, submissions[len(runs) :], strict=True)
     states = [_judge(point, submission, jobs, now)[0] for point, submission in of_points]
     return [run_status(run, jobs, now) for run in runs], states
-
-
-def find_each(root: Path, texts: Sequence[str]) -> list[RunDir]:
-    """Find each run, as `find_run` does; one that is named twice is there once."""
-    return list({run.path: run for run in (find_run(root, text) for text in texts)}.values())
 
 
 def job_ids(run: RunDir) -> set[str]:

@@ -13,9 +13,10 @@ import pytest
 
 from clusterddp.cli.main import main
 from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.events import Failure
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.run_dir import RunDir, SweepDir
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,27 @@ class Workplace:
         lines = [json.dumps({"time": then + n, **event}) for n, event in enumerate(events)]
         run.events.write_text("".join(f"{line}\n" for line in lines))
         return run
+
+    def sweep(self, name: str, names: tuple[str, ...], *points: tuple[str, ...]) -> SweepDir:
+        """A sweep whose points are array 7 and have not started; of a COMMAND with the names."""
+        path = self.root / name
+        spec = JobSpec(
+            run_name=name,
+            run_dir=str(path),
+            resources=Resources(nodes=1),
+            python="python",
+            command=("train", *(f"{{{each}}}" for each in names)),
+            sweep=Sweep(names, points),
+        )
+        sweep = SweepDir(path)
+        sweep.make()
+        sweep.spec.write_text(spec.to_json())
+        for index in range(len(points)):
+            run = sweep.element(index)
+            run.make(run.logs)
+            run.spec.write_text(spec.element(index).to_json())
+            run.events.write_text(f"{json.dumps({'time': 1e9, **submitted(f'7_{index}')})}\n")
+        return sweep
 
     def command(self, name: str, body: str) -> None:
         """A shell script on PATH; what it is called with is added to `calls`."""

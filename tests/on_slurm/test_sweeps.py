@@ -224,3 +224,29 @@ def test_a_sweep_that_slurm_cannot_hold_is_refused_with_the_figures(
         done.stderr
     )
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+def test_the_report_of_a_sweep_takes_its_seeds_together(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
+) -> None:
+    done = submit(
+        cluster, tmp_path, "--run-name", "s", "--wait", *SMALL, "--data-dir", str(synthetic_dir),
+        "--sweep", "weight-decay=0,0.1", "--sweep", "seed=0..1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    got = typed(cluster, tmp_path, "report", "s", "--json", check=True)
+    report = json.loads(got.stdout)
+    assert (report["state"], report["counts"], report["by"]) == ("done", {"done": 4}, "accuracy")
+    for row in report["rows"]:
+        runs = [row_run["run"] for row_run in row["runs"]]
+        first, second = (
+            json.loads((tmp_path / "jobs" / run / "report.json").read_text())["accuracy"]
+            for run in runs
+        )
+        figures = row["figures"]["accuracy"]
+        assert figures["mean"] == pytest.approx((first + second) / 2)
+        assert figures["spread"] == pytest.approx(abs(first - second) / 2**0.5)
+        assert figures["n"] == 2
+    means = [row["figures"]["accuracy"]["mean"] for row in report["rows"]]
+    assert means == sorted(means, reverse=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -10,11 +11,14 @@ import click
 from clusterddp.cli import main
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
-from clusterddp.errors import RequestError
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.reporting.gather import RunReport, gather
+from clusterddp.reporting.sweep import SweepReport, as_csv, gather_sweep, order_of, table_of
 from clusterddp.run import formatting
 from clusterddp.run.files import write_atomically
-from clusterddp.run.status import find_each, find_run, statuses
+from clusterddp.run.run_dir import SweepDir
+from clusterddp.run.status import find_run, statuses
+from clusterddp.run.sweeps import find_sweep, is_pattern, latest_sweep, select_each
 
 _WIDTH = len("straggler") + 2
 _MOST_ATTEMPTS = 8
@@ -34,35 +38,105 @@ _HEADER = tuple(_NAMES.split())
     help="Write one page that holds everything, curves and pictures too, and needs no network; "
     "'-' is stdout. Needs matplotlib: pip install 'clusterddp[plots]'.",
 )
-def command(run_names: tuple[str, ...], output_root: Path, as_json: bool, html: str | None) -> None:
+@click.option(
+    "--csv",
+    metavar="FILE",
+    help="Write the table of a sweep as CSV, with all metrics; '-' is stdout.",
+)
+@click.option(
+    "--by",
+    default="",
+    metavar="METRIC",
+    help="Metric that orders a sweep's points: accuracy, loss, train_loss, or one of your own; "
+    "'-METRIC' puts the lowest first, '+METRIC' the highest, where its name does not tell. "
+    "Default: accuracy, else loss.",
+)
+@click.option(
+    "--over",
+    multiple=True,
+    metavar="NAME",
+    help="Take the points of a sweep together that differ in NAME alone; repeatable. "
+    "Default: seed.",
+)
+def command(
+    run_names: tuple[str, ...],
+    output_root: Path,
+    as_json: bool,
+    html: str | None,
+    csv: str | None,
+    by: str,
+    over: tuple[str, ...],
+) -> None:
     """Show what RUNs achieved: runs' names, job ids or directories; the latest run without one.
 
     One run is told at length, several are a table. A run that has no report.json yet is shown with
     what its metrics hold. SECONDS are those of training; IMAGES/S is of all ranks together; MEMORY
     the largest of any rank. --json prints a list, an object for each run.
 
-    Exit codes: 0 whenever it could tell, however the runs ended; 2 there is no such run, or the
-    page cannot be written.
+    Of a sweep it shows a table of its points, the best first, with mean and sample standard
+    deviation over seeds; --json prints one object.
+
+    Exit codes: 0 whenever it could tell, however the runs ended; 2 there is no such run, sweep or
+    metric, or the file cannot be written.
     """
-    if html is not None and as_json:
-        raise RequestError("--html and --json ask for two forms; give one of them.")
+    if (html is not None) + (csv is not None) + as_json > 1:
+        raise RequestError("--html, --csv and --json ask for several forms; give one of them.")
     if html is not None:
         from clusterddp.reporting import plots
 
         plots.check_file("--html", html, formats=())
-    runs = find_each(output_root, run_names) or [find_run(output_root, None)]
+    sweep = _sweep(output_root, run_names)
+    if sweep:
+        _show_sweep(gather_sweep(sweep, by, over), as_json=as_json, html=html, csv=csv)
+        return
+    for option, value in (("--csv", csv is not None), ("--by", by), ("--over", over)):
+        if value:
+            raise OptionError(option, " is for a sweep; name one.")
+    runs, wrong = select_each(output_root, run_names)
+    if wrong:
+        raise wrong[0]
+    runs = runs or [find_run(output_root, None)]
     gathered = [gather(run, status) for run, status in zip(runs, statuses(runs), strict=True)]
     if html is not None:
         from clusterddp.reporting.page import page
 
         main.go_on()  # matplotlib is no small thing
-        _write(html, page(gathered))
+        _write("--html", html, page(gathered))
     elif as_json:
         echo_json([dataclasses.asdict(run.report) for run in gathered])
     elif len(gathered) == 1:
         click.echo(describe(gathered[0].report))
     else:
         click.echo(formatting.table([_HEADER, *(_row(run.report) for run in gathered)]))
+
+
+def _sweep(root: Path, names: Sequence[str]) -> SweepDir | None:
+    """Return the sweep that is meant: by its name, or as that of the latest run."""
+    if not names:
+        return latest_sweep(root)
+    return find_sweep(root, names[0]) if len(names) == 1 and not is_pattern(names[0]) else None
+
+
+def _show_sweep(report: SweepReport, *, as_json: bool, html: str | None, csv: str | None) -> None:
+    if html is not None:
+        from clusterddp.reporting.page import sweep_page
+
+        main.go_on()
+        _write("--html", html, sweep_page(report))
+    elif csv is not None:
+        _write("--csv", csv, as_csv(report))
+    elif as_json:
+        echo_json(report.as_dict())
+    else:
+        counts = ", ".join(f"{count:,} {state}" for state, count in report.counts.items())
+        lines = [
+            ("sweep", report.sweep),
+            ("state", f"{report.state}: {counts}"),
+            ("by", order_of(report)),
+            ("files", f"{report.directory}-INDEX"),
+        ]
+        click.echo("\n".join(f"{name:<{_WIDTH}}{formatting.line(text)}" for name, text in lines))
+        click.echo(f"\n{formatting.table(table_of(report))}")
 
 
 def describe(report: RunReport) -> str:
@@ -222,16 +296,16 @@ def _row(report: RunReport) -> tuple[str, ...]:
     return tuple(formatting.line(cell) for cell in cells)
 
 
-def _write(html: str, content: str) -> None:
-    if html == "-":
+def _write(option: str, name: str, content: str) -> None:
+    if name == "-":
         click.echo(content, nl=False)
         return
-    path = Path(os.path.realpath(html))  # a link stays one, and leads to the page
+    path = Path(os.path.realpath(name))  # a link stays one, and leads to the page
     try:
         if path.exists() and not path.is_file():
             path.write_text(content, encoding="utf-8")  # a device or a pipe has no other place
         else:
             write_atomically(path, content.encode())
     except OSError as error:
-        raise RequestError(f"--html: cannot write {html}: {error.strerror}.") from None
-    click.echo(f"wrote {html}")
+        raise RequestError(f"{option}: cannot write {name}: {error.strerror}.") from None
+    click.echo(f"wrote {name}")
