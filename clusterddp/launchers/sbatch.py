@@ -285,13 +285,12 @@ def points(spec: JobSpec) -> list[str]:
     lines = []
     for index in range(len(spec.sweep)):
         point = spec.sweep.point(index)
+        settings = [f"{sweep.variable(name)}={shell_word(text)}" for name, text in point]
         if spec.train:
             argv = sweep.train_at(spec.train, point).to_argv()
             words = [word for word in argv if word.partition("=")[0][2:] in spec.sweep.names]
-            settings = f"{_POINT}=({' '.join(map(shell_word, words))})"
-        else:
-            settings = " ".join(f"{sweep.variable(n)}={shell_word(text)}" for n, text in point)
-        lines.append(f"{index}) {settings} ;;")
+            settings.append(f"{_POINT}=({' '.join(map(shell_word, words))})")
+        lines.append(f"{index}) {' '.join(settings)} ;;")
     return lines
 
 

@@ -36,7 +36,15 @@ FULL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("fields", [{}, FULL, {"command": ("python", *CARRIED)}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        FULL,
+        {"command": ("python", *CARRIED)},
+        {"sweep": Sweep.of(["weight-decay"], [["0"], ["0.1"]])},
+    ],
+)
 def test_the_script_is_sound_shell(template: str, fields: dict[str, Any]) -> None:
     script = sbatch.render(spec(template=template, **fields))
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
