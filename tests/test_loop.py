@@ -492,7 +492,7 @@ def test_metrics_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
         training.run(fails)
     training.loop.close()
     sign = training.loop.attempt.read_sign_of_life()
-    assert sign == SignOfLife(step=5, saved=4, spent=sign.spent)
+    assert sign == SignOfLife(step=5, saved=4, spent=sign.spent, planned=6)
     assert sign.spent and sign.spent.first_step and sign.spent.waiting is None
     Training(run.path, log_every=1).run()
     steps = [line["step"] for line in read_json_lines(run.metrics)]

@@ -365,7 +365,7 @@ def test_a_full_disk_under_the_metrics_is_said_once_and_ends_nothing(
     assert train(ours) == ""
     said = "\n".join(logged)
     assert said.count(f"cannot write {metrics}: No space left on device") == 1
-    assert "step 5: loss" in said
+    assert "step 5: training loss" in said
     assert names_in(tmp_path) == ["step-00000005.pt"]
 
 
