@@ -48,7 +48,7 @@ def from_option(function: F) -> F:
 
 
 class RequestCommand(SettingsCommand):
-    """A command whose options can be those of a run or of a file."""
+    """Command whose options can be those of a run or of a file."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
@@ -111,6 +111,7 @@ def values_of(spec: JobSpec) -> dict[str, Any]:
         "sbatch": tuple(n if value is None else f"{n}={value}" for n, value in spec.sbatch),
         "srun_args": tuple(map(shlex.quote, spec.srun_args)),
         "launch_prefix": shlex.join(spec.launch_prefix),
+        "notify": shlex.join(spec.notify),
         "omit_directive": values.pop("omit_directives"),
         "module": values.pop("modules"),
         "container_mount": values.pop("container_mounts"),

@@ -22,7 +22,7 @@ from clusterddp.run.status import (
     statuses,
     submission_folder,
 )
-from clusterddp.run.sweeps import find_sweeps, select_each
+from clusterddp.run.sweeps import find_sweeps, means_several, select_each
 
 if TYPE_CHECKING:
     from clusterddp.run.stop import Cancellation, Send, Stop
@@ -77,7 +77,7 @@ def act_on_each(
 
     runs, failed = select_each(root, names)
     known = statuses(runs)
-    if confirm and len(runs) > len(names):
+    if confirm and len(runs) > 1 and any(means_several(root, name) for name in names):
         confirm(known)
     reached, results = [], []
     for run, result in zip(runs, act_together(act, [*zip(runs, known, strict=True)]), strict=True):

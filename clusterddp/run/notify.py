@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from clusterddp.processes.signals import die_with_parent
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events, files
 from clusterddp.run.run_dir import RunDir, SweepDir
-from clusterddp.run.state import QUEUED, RUNNING
+from clusterddp.run.state import QUEUED, RUNNING, UNKNOWN
 from clusterddp.run.status import RunStatus, run_status, statuses, submission_folder
 from clusterddp.run.sweeps import SweepStatus, sweep_status
 from clusterddp.slurm import client as slurm
@@ -34,6 +34,8 @@ PROGRAM_SECONDS = 60.0
 """Time that the program has."""
 SETTLE_SECONDS = 90.0
 """Time for which Slurm may still show a job at work whose end has let the next one start."""
+UNANSWERED_SECONDS = 480.0
+"""Time for which Slurm may not answer; the job that asks has ten minutes."""
 _PAUSE_SECONDS = 2.0
 _GRACE_SECONDS = 5.0
 """Time between TERM and KILL for a program that takes longer."""
@@ -75,7 +77,8 @@ def tell_at_end(run: RunDir, spec: JobSpec) -> None:
 def tell(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -> bool:
     """Run the program, unless somebody has already; returns whether it was run now.
 
-    Raises OSError where the mark cannot be made: nobody knows then whether it was told.
+    Raises OSError where the mark cannot be made, for nobody knows then whether it was told, and
+    where nothing can be started: the mark is taken back then.
     """
     mark = mark_of(run)
     now = round(time.time(), 3)
@@ -90,18 +93,33 @@ def tell(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -
     content = {**status.as_dict(), "notified_by": by, "notified_time": now}
     # JSON knows no NaN, as a loss can be.
     finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
-    run.logs.mkdir(mode=0o700, exist_ok=True)
-    with run.notify_log.open("ab") as output:
-        output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, {by}: {status.state}\n".encode())
-        output.flush()
-        code, problem = _run(
-            spec, f"{json.dumps(finite)}\n".encode(), _folder(run), output.fileno()
-        )
+    try:
+        with _log_of(run, f"{by}: {status.state}") as output:
+            code, problem = _run(spec, f"{json.dumps(finite)}\n".encode(), _folder(run), output)
+    except OSError:
+        mark.unlink()
+        raise
     with contextlib.suppress(OSError):
         files.write_record(mark, replace(notice, exit_code=code, problem=problem))
     how = problem or f"exit code {code}"
     log.info(f"told {spec.notify[0]} that {run.name} is {status.state}: {how} ({run.notify_log})")
     return True
+
+
+@contextlib.contextmanager
+def _log_of(run: RunDir, title: str) -> Iterator[int]:
+    """Open the log of what the program prints; what a full disk does not take is lost."""
+    try:
+        run.logs.mkdir(mode=0o700, exist_ok=True)
+        output = os.open(run.notify_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:
+        output = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError):
+        os.write(output, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, {title}\n".encode())
+    try:
+        yield output
+    finally:
+        os.close(output)
 
 
 def queue(run: RunDir, spec: JobSpec, job_id: str) -> None:
@@ -136,11 +154,11 @@ def tell_as_job(run: RunDir) -> None:
         ),
         "",
     )
-    deadline = time.monotonic() + SETTLE_SECONDS
+    began = time.monotonic()
     while not mark_of(run).exists():
-        status, has_ended, jobs = _look(run)
-        is_late = time.monotonic() > deadline
-        if has_ended or (is_late and not jobs):
+        status, patience, jobs = _look(run)
+        is_late = time.monotonic() - began > patience
+        if not jobs and is_late:
             tell(run, spec, status, "dependent job")
             return
         if jobs and (jobs != waited_for or is_late):
@@ -155,25 +173,34 @@ def tell_sweep(sweep: SweepDir, by: str) -> None:
         spec = sweep.load_spec()
         if not spec.notify:
             return
-        status, has_ended, _ = _look(sweep)
-        if has_ended:
+        status, patience, _ = _look(sweep)
+        if patience < 0:
             tell(sweep, spec, status, by)
     except (ClusterDDPError, OSError) as error:
         log.warning(f"--notify: {error}")
 
 
-def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, bool, str]:
-    """Return the status of a run or a sweep, whether it has ended, and the jobs that it goes on in.
+def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
+    """Return the status of a run or a sweep, how long it may be wrong, and the jobs it goes on in.
 
-    The jobs are as `queue` takes them, arrays as wholes.
+    Below zero is the time, in seconds, of one that has ended. The jobs are as `queue` takes them,
+    arrays as wholes.
     """
     known = statuses(run.elements if isinstance(run, SweepDir) else [run])
     status = sweep_status(run, [s.state for s in known]) if isinstance(run, SweepDir) else known[0]
     jobs = [s.array_element or s.job_id for s in known if s.state in (QUEUED, RUNNING)]
     if isinstance(run, SweepDir):
         jobs = [job.partition("_")[0] for job in jobs]
-    has_ended = all(each.has_ended or each.is_forgotten for each in known)
-    return status, has_ended, ":".join(dict.fromkeys(jobs))
+    ended = [each.has_ended or each.is_forgotten for each in known]
+    is_unanswered = any(s.state == UNKNOWN and not s.is_forgotten for s in known)
+    patience = UNANSWERED_SECONDS if is_unanswered else SETTLE_SECONDS
+    return status, -1.0 if all(ended) else patience, ":".join(dict.fromkeys(jobs))
+
+
+def is_awaited(run: RunDir) -> bool:
+    """Return whether a job waits to tell the end of a run or a sweep, which nobody has told."""
+    history = events.read(run.events)
+    return any(isinstance(e, events.NoticeQueued) for e in history) and not mark_of(run).exists()
 
 
 def mark_of(run: RunDir) -> Path:

@@ -128,7 +128,7 @@ def select(root: Path, text: str) -> list[RunDir]:
     RequestError where there is none.
     """
     sweep = find_sweep(root, text)
-    if sweep and text.isdecimal():
+    if sweep and text.isdecimal() and sweep.name != text:
         history = events.read(sweep.events)
         arrays = (e for e in history if isinstance(e, events.Submitted) and e.job_id == text)
         return [sweep.element(index) for array in arrays for index in array.indices]
@@ -140,6 +140,11 @@ def select(root: Path, text: str) -> list[RunDir]:
     if not found:
         raise RequestError(f"no run below {root} has a name that fits {text!r}.")
     return found
+
+
+def means_several(root: Path, text: str) -> bool:
+    """Return whether a text may mean several runs: a sweep, or a pattern."""
+    return is_pattern(text) or find_sweep(root, text) is not None
 
 
 def select_each(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[ClusterDDPError]]:

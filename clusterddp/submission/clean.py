@@ -20,7 +20,7 @@ from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events, formatting
+from clusterddp.run import events, formatting, notify
 from clusterddp.run.attempt import claimed
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.run.state import CANCELLED, DONE, FAILED, QUEUED, RUNNING, UNKNOWN
@@ -156,7 +156,7 @@ def why_kept(run: RunDir, status: RunStatus) -> str:
     spec = run.read_spec()
     if spec is None or spec.command:
         return f"{status.state}, can start its command again"
-    return ""
+    return f"{status.state}, can start again" if spec.uses_own_code else ""
 
 
 def _plan(
@@ -190,6 +190,8 @@ def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float)
         points = _points(sweep)
         known = statuses(points)
         state = most_telling([status.state for status in known])
+        if not points and not named:
+            return Cleaning(sweep, state, kept_because="it has no points yet")
         needed = [run.name for run, s in zip(points, known, strict=True) if why_kept(run, s)]
         if needed:
             words = "points that share it could go on"
@@ -271,7 +273,11 @@ def _is_valid(path: Path) -> bool:
 
 
 def _bundles(run: RunDir, *, keep_current: bool) -> Iterator[Item]:
-    """Yield the run's own clusterddp, with the bytecode; the one in use only where it has ended."""
+    """Yield the run's own clusterddp, with the bytecode; the one in use only where it has ended.
+
+    And where its end was told, to a program that waits for it.
+    """
+    keep_current = keep_current or notify.is_awaited(run)
     current = os.readlink(run.bundle) if run.bundle.is_symlink() else ""  # noqa: PTH115
     bytecode = _names_in(run, run.path / "__pycache__")
     for name in sorted(path.name for path in run.path.iterdir()):

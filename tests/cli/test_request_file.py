@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from clusterddp.cli.main import cli
 from clusterddp.cli.request_file import to_toml
 from clusterddp.errors import ClusterDDPError
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.run.run_dir import RunDir
 from tests.cli.commands.test_submit import SCRIPTS
 from tests.hostile import CARRIED
@@ -53,7 +53,38 @@ def recorded(spec: JobSpec, name: str = "a") -> None:
     run.spec.write_text(json.dumps(fields))
 
 
-OF_RUNS = {name: argv for name, argv in SCRIPTS.items() if "--sweep" not in argv}
+TRAINING = [
+    "--strategy", "ddp", "--sync-batchnorm", "--data-dir", "d", "--accumulate", "2",
+    "--warmup-steps", "5", "--momentum", "0.5", "--beta2", "0.9", "--label-smoothing", "0.1",
+    "--augment", "affine",
+    "--deterministic", "--precision", "bf16", "--threads", "2", "--numa-binding", "node",
+    "--bucket-cap-mb", "3", "--comm-hook", "fp16", "--cuda-graph", "off", "--compile",
+    "--data-pipeline", "loader", "--workers", "1", "--eval-every", "9", "--log-every", "7",
+    "--profile", "0", "--tensorboard", "--rendezvous-timeout", "77",
+    "--process-group-timeout", "99",
+    "--straggler-seconds", "3", "--model", "mlp",
+]  # fmt: skip
+AROUND = [
+    "--python", "python3", "--batch-python", "python3", "--check", "--allow-launcher",
+    "--no-requeue", "--restart-in-job", "1", "--template", "torchrun.sbatch.j2",
+    "--bad-node-hours", "3", "--preflight", "none",
+    "--arm-stacks", "--silence", "60", "--end-silent", "--check-python",
+    "--snapshot-limit", "9", "--notify", "sh -c 'echo \"a b\"'", "--tracker", "wandb",
+    "--", "torchrun", "train.py",
+]  # fmt: skip
+OF_RUNS = {name: argv for name, argv in SCRIPTS.items() if "--sweep" not in argv} | {
+    "all of a training": TRAINING,
+    "all around a command": AROUND,
+}
+ABOUT_ANOTHER = {"after", "recipe", "resume", "find-batch-size", "output-root", "template-dir"}
+"""Options with tests of their own, of which a request holds what they lead to."""
+
+
+def test_every_option_is_among_those_that_are_the_same_again() -> None:
+    typed = {
+        word.removeprefix("--no-").removeprefix("--") for argv in OF_RUNS.values() for word in argv
+    }
+    assert {*OPTIONS} - typed == ABOUT_ANOTHER
 
 
 @pytest.mark.parametrize("argv", OF_RUNS.values(), ids=OF_RUNS)

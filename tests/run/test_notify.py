@@ -1,6 +1,7 @@
 """The program that is told a run's end: once, bounded, and without a part in the verdict."""
 
 import dataclasses
+import errno
 import json
 import sys
 import threading
@@ -181,6 +182,60 @@ def test_the_job_waits_for_the_next_one_where_the_run_goes_on(
     before = len(workplace.calls)
     notify.tell_as_job(run)  # it has been told
     assert len(workplace.calls) == before
+
+
+@pytest.mark.parametrize("folder", ["logs", "notify.log"])
+def test_a_full_disk_keeps_nobody_from_being_told(workplace: Workplace, folder: str) -> None:
+    run = workplace.run("one", *DONE)
+    if folder == "logs":
+        run.logs.rmdir()
+        run.logs.write_text("in the way")
+    else:
+        run.notify_log.symlink_to("/dev/full")
+    notify.tell_at_end(run, asking(run, "/usr/bin/touch", str(workplace.folder / "told")))
+    assert (workplace.folder / "told").exists()
+    assert noted(run)["exit_code"] == 0
+
+
+def test_where_nothing_can_be_started_the_next_one_tells(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = workplace.run("one", *DONE)
+    spec = asking(run, "/usr/bin/touch", str(workplace.folder / "told"))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(notify.tempfile, "TemporaryFile", fail)
+        notify.tell_at_end(run, spec)
+    assert not list(run.path.glob("notified-*.json"))
+    notify.tell_at_end(run, spec)
+    assert (workplace.folder / "told").exists()
+
+
+def test_a_slurm_that_does_not_answer_is_no_end(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(notify, "SETTLE_SECONDS", 0.0)
+    goes_on = [
+        ended("1", 75, cause="time limit"),
+        {"event": "requeued", "job_id": "1", "why": "it"},
+    ]
+    run = workplace.run("one", *HISTORY, *goes_on)
+    run.spec.write_text(asking(run, "true").to_json())
+    workplace.command("sacct", "exit 1")
+    # It never answers; the second time the run is done.
+    line = json.dumps(ended("1", 0, cause="done", attempt=1))
+    asked = workplace.folder / "asked"
+    workplace.command(
+        "squeue",
+        f"if [ -e {asked} ]; then echo '{line}' >>{run.events}; fi; : >{asked}\n"
+        "echo 'Unable to contact slurm controller' >&2; exit 1",
+    )
+    notify.tell_as_job(run)
+    assert noted(run)["state"] == "done"
 
 
 def test_the_jobs_script_holds_no_word_of_the_program(workplace: Workplace) -> None:

@@ -1,5 +1,6 @@
 """`clusterddp clean`."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.checkpoints import catalog
+from clusterddp.run import notify
 from clusterddp.run import status as run_status
 from clusterddp.run.attempt import claimed
 from clusterddp.run.run_dir import RunDir
@@ -148,6 +150,31 @@ def test_a_run_that_could_go_on_is_left_alone_unless_named(
     assert (run.code / "train.py").exists()
     assert (run.path / BUNDLE).exists()
     assert not (run.path / "clusterddp-0.1.0-abcdef012345.pyz").exists()
+
+
+def test_the_only_copy_of_the_code_of_a_run_that_can_start_again_stays(
+    workplace: Workplace,
+) -> None:
+    run = workplace.run("one", submitted("1"), {"event": "cancelled", "job_id": "1"})
+    with_code(run, mine="def build(): ...")
+    assert "1 file of its copy of the code" in workplace.invoke("clean", "--dry-run").out
+    spec = run.load_spec()
+    assert spec.train
+    own = dataclasses.replace(spec, train=dataclasses.replace(spec.train, model="mine:build"))
+    run.spec.write_text(own.to_json())
+    got = workplace.invoke("clean", "--yes")
+    assert "left alone: 1 cancelled, can start again" in got.err
+    assert (run.code / "mine.py").exists()
+
+
+def test_the_clusterddp_stays_that_is_to_tell_the_end(workplace: Workplace) -> None:
+    run = workplace.run("one", *DONE, {"event": "notice_queued", "job_id": "1", "notice_job": "2"})
+    with_clusterddp(run)
+    assert workplace.invoke("clean", "one", "--yes").code == 0
+    assert (run.path / BUNDLE).exists()
+    notify.mark_of(run).touch()
+    assert workplace.invoke("clean", "one", "--yes").code == 0
+    assert not (run.path / BUNDLE).exists()
 
 
 def test_a_running_run_that_is_named_keeps_all_of_its_present_attempt(workplace: Workplace) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import sys
 
 import pytest
@@ -164,6 +165,28 @@ def test_a_cancelled_sweep_asks_once_and_slurm_once(sweep: SweepDir, workplace: 
     assert events.read(sweep.element(5).events)[-1].kind == "cancelled"
     workplace.command("squeue", "")
     assert sweep_status(sweep).counts == {"done": 1, "cancelled": 9}
+
+
+def test_a_mistyped_name_beside_a_sweep_spares_no_question(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.command("squeue", PENDING.replace("$N", "7"))
+    asked = workplace.invoke("cancel", "s", *(f"typo{index}" for index in range(9)))
+    assert "Cancel 10 runs (10 queued)?" in asked.err
+    assert not any(call.startswith("scancel") for call in workplace.calls)
+
+
+def test_a_sweep_whose_name_is_a_number_is_known_by_it(workplace: Workplace) -> None:
+    workplace.command("sbatch", "echo 7")
+    workplace.command("scontrol", f"echo '{CONFIG}'")
+    assert workplace.invoke("submit", "--run-name", "2024", *TEN[3:]).code == 0
+    workplace.command("squeue", PENDING.replace("$N", "7"))
+    workplace.command("scancel", "")
+    assert "2024-9" in workplace.invoke("jobs", "2024").out
+    for name in ("2024", "7"):
+        assert "Cancel 10 runs (10 queued)?" in workplace.invoke("cancel", name).err
+    assert workplace.invoke("cancel", "-y", "2024").code == 0
+    assert workplace.calls[-1] == "scancel 7_[0-9]"
 
 
 def test_a_cancellation_that_slurm_refuses_is_taken_back(
@@ -361,6 +384,16 @@ def test_what_points_share_is_removed_once_none_could_go_on(
     again = workplace.invoke("resubmit", "s-2")
     assert again.code == 2
     assert "was removed by 'clusterddp clean'" in again.err
+
+
+def test_a_sweep_that_is_being_submitted_keeps_its_clusterddp(workplace: Workplace) -> None:
+    sweep = workplace.sweep("z", ("n",), ("0",))
+    shutil.rmtree(sweep.element(0).path)
+    own = sweep.path / "clusterddp-0.1.1-abcdef012345.pyz"
+    own.write_text("")
+    sweep.bundle.symlink_to(own.name)
+    assert workplace.invoke("clean", "--yes", "--older-than", "30d").code == 0
+    assert own.exists()
 
 
 def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
