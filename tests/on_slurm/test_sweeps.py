@@ -305,12 +305,12 @@ def strike(cluster: SlurmCluster, folder: Path, training: list[str]) -> None:
     for path in holds[:6]:
         (path / "want-step-20").touch()
     (holds[FAILING] / "fail-step-5.0").touch()
-    path = os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH")]))
+    hooks = os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH")]))
     done = submit(
         cluster, folder, *training, "--run-name", "s", "--max-parallel", "6",
         "--sweep", "lr=0.002,0.005,0.01", "--sweep", "seed=0..3",
         "--setup", f"export CAMPAIGN_HOLDS={folder}/holds/$point_lr-$point_seed",
-        env={"PYTHONPATH": path, "CAMPAIGN_PACE": "0.05"},
+        env={"PYTHONPATH": hooks, "CAMPAIGN_PACE": "0.05"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     [array] = status(cluster, folder, "s")["job_ids"]
