@@ -14,14 +14,18 @@ from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 
 AWAITED = """
-cd "$1"
+cd "$1/jobs/a"
 echo "$SLURM_JOB_ID" >> starts
 trap 'exit 75' USR1 TERM
 until [ -e go ]; do sleep 0.05; done
 code=$(cat go); rm go
 exit "$code"
 """
-"""A program that ends once with what the file `go` says, and with 75 when it is asked to leave."""
+"""A program that ends once with what the file `go` says, and with 75 when it is asked to leave.
+
+Its files lie beside the runs' records: in the folder of the submission they would be code that has
+changed.
+"""
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
@@ -50,7 +54,7 @@ def submit_awaited(cluster: SlurmCluster, folder: Path, *options: str) -> RunDir
     done = submit(cluster, folder, "--run-name", "a", "--no-snapshot", *options, "--",
                   "bash", "awaited.sh", str(folder))  # fmt: skip
     assert done.returncode == 0, done.stderr
-    wait_for((folder / "starts").exists, "the start of a")
+    wait_for((folder / "jobs/a/starts").exists, "the start of a")
     return RunDir(folder / "jobs/a")
 
 
@@ -67,8 +71,9 @@ def submit_waiting(
 
 def go(folder: Path, code: int) -> None:
     """Have the program of `a` end; the file is there whole or not at all."""
-    (folder / "new").write_text(str(code))
-    (folder / "new").replace(folder / "go")
+    new = folder / "jobs/a/new"
+    new.write_text(str(code))
+    new.replace(new.with_name("go"))
 
 
 def kinds(run: RunDir) -> list[str]:
@@ -87,7 +92,7 @@ def test_a_run_waits_for_another_one_over_requeue_stop_and_resubmission(
     job = told(cluster, tmp_path, "a")["job_id"]
 
     cluster.run(["scontrol", "requeue", job], check=True)
-    starts = tmp_path / "starts"
+    starts = tmp_path / "jobs/a/starts"
     wait_for(lambda: len(starts.read_text().split()) == 2, "the requeued start of a")
     assert told(cluster, tmp_path, "b")["detail"] == "waits for a"
 
@@ -117,7 +122,7 @@ def test_a_run_waits_for_another_one_over_requeue_stop_and_resubmission(
 
 
 @pytest.mark.slow
-def test_a_failure_begins_what_waits_for_it_and_ends_what_waits_for_success(
+def test_a_failure_begins_what_waits_for_it_and_ends_or_refuses_what_waits_for_success(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     submit_awaited(cluster, tmp_path)
@@ -143,6 +148,17 @@ def test_a_failure_begins_what_waits_for_it_and_ends_what_waits_for_success(
     refused = typed(cluster, tmp_path, "resubmit", "b")
     assert refused.returncode == 2
     assert "--after a: a (failed" in refused.stderr
+    for after, words in (
+        ("a", "--after a: a (failed: "),
+        ("a:done", "The end to wait for stands behind ':', ok, any or failed"),
+        ("x", "there is no run 'x'"),
+    ):
+        done = submit(cluster, tmp_path, "--run-name", "f", "--after", after, "--", "true")
+        assert done.returncode == 2
+        assert words in done.stderr, done.stderr
+        assert not (tmp_path / "jobs/f").exists()
+    submit_waiting(cluster, tmp_path, "a:any", "f")
+    wait_for((tmp_path / "f.seen").exists, "f, for which a has ended already")
     again = typed(cluster, tmp_path, "resubmit", "a")
     assert "b waited for a and was not started" in again.stderr, again.stderr
     again = typed(cluster, tmp_path, "resubmit", "b")
@@ -191,7 +207,7 @@ def test_a_run_waits_for_the_job_in_place_of_another_one_and_for_several_runs(
 def test_resume_of_a_run_that_goes_on_waits_for_it(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
-    training = ["--nodes", "1", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
+    training = ["--dataset", "synthetic", "--threads", "1",
                 "--batch-size", "32", "--data-dir", str(synthetic_dir)]  # fmt: skip
     held = cluster.sbatch("#!/bin/sh\nexit 0\n", "--hold", cwd=tmp_path)
     for name, steps, more in (
@@ -207,24 +223,3 @@ def test_resume_of_a_run_that_goes_on_waits_for_it(
     report = json.loads((tmp_path / "jobs/b/report.json").read_text())
     assert report["steps"] == 9
     assert "a/attempts/0001/checkpoints/step-00000006.pt" in report["resumed_from"]
-
-
-@pytest.mark.slow
-def test_what_can_never_begin_is_refused_and_leaves_nothing(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    submit_awaited(cluster, tmp_path)
-    cancelled = typed(cluster, tmp_path, "cancel", "a")
-    assert cancelled.returncode == 0, cancelled.stderr
-    wait_for(lambda: told(cluster, tmp_path, "a")["state"] == "cancelled", "the end of a")
-    for after, words in (
-        ("a", "--after a: a (cancelled) has ended otherwise"),
-        ("a:done", "The end to wait for stands behind ':', ok, any or failed"),
-        ("x", "there is no run 'x'"),
-    ):
-        done = submit(cluster, tmp_path, "--run-name", "b", "--after", after, "--", "true")
-        assert done.returncode == 2
-        assert words in done.stderr, done.stderr
-        assert not (tmp_path / "jobs/b").exists()
-    submit_waiting(cluster, tmp_path, "a:any")
-    wait_for((tmp_path / "b.seen").exists, "b, for which a has ended already")

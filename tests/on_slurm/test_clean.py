@@ -9,17 +9,16 @@ import pytest
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
-from tests.on_slurm.test_life import PACED, told, train_to, typed
+from tests.on_slurm.test_life import HOOKS, told, train_to, typed
 from tests.on_slurm.test_submit import submit
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
 TRAINING = [
-    "--nodes", "1", "--tasks-per-node", "1", "--dataset", "synthetic", "--threads", "1",
-    "--batch-size", "32", "--warmup-steps", "2", "--epochs", "100", "--max-steps", "400",
-    "--save-every", "20steps", "--keep-last", "9", "--log-every", "10", "--eval-every",
-    "1000epochs",
+    "--dataset", "synthetic", "--threads", "1", "--batch-size", "32", "--warmup-steps", "2",
+    "--epochs", "100", "--max-steps", "120", "--save-every", "10steps", "--keep-last", "9",
+    "--log-every", "5", "--eval-every", "1000epochs",
 ]  # fmt: skip
 
 
@@ -27,20 +26,25 @@ def test_a_run_goes_on_after_it_was_cleaned(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
-    hooks = os.pathsep.join(filter(None, [PACED["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
-    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "one",
-           env={**PACED, "CAMPAIGN_PACE": "0.06", "PYTHONPATH": hooks})  # fmt: skip
+    hooks = os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH")]))
+    # The task waits at a step while commands are typed; behind it, it is slow enough to be stopped.
+    waits = tmp_path / "want-step-45"
+    waits.touch()
+    env = {"CAMPAIGN_HOLDS": str(tmp_path), "CAMPAIGN_PACE": "0.1", "PYTHONPATH": hooks}
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "one", env=env)
     run = RunDir(tmp_path / "jobs/one")
-    train_to(run.path, 80)
+    train_to(run.path, 40)
     # Rank 0's sign of life is of up to two seconds ago.
     wait_for(lambda: told(cluster, tmp_path, "one")["seconds_left"], "the time left")
     status = told(cluster, tmp_path, "one")
-    assert (status["state"], status["steps_planned"]) == ("running", 400)
+    assert (status["state"], status["steps_planned"]) == ("running", 120)
     alone = typed(cluster, tmp_path, "clean", "--yes")
     assert "left alone: 1 running" in alone.stderr
     at_work = typed(cluster, tmp_path, "clean", "one", "--yes")  # all is its present attempt's
     assert "nothing to remove" in at_work.stderr
-    assert typed(cluster, tmp_path, "stop", "one", "--wait").returncode == 0
+    assert typed(cluster, tmp_path, "stop", "one").returncode == 0
+    waits.unlink()
+    wait_for(lambda: told(cluster, tmp_path, "one")["state"] == "stopped", "the stop")
     assert "stopped, can go on" in typed(cluster, tmp_path, "clean", "--yes").stderr
     named = typed(cluster, tmp_path, "clean", "one", "--yes", "--json")
     [cleaned] = json.loads(named.stdout)
@@ -51,16 +55,16 @@ def test_a_run_goes_on_after_it_was_cleaned(
     assert "resumes from step" in done.stdout
     assert typed(cluster, tmp_path, "clean", "--yes").returncode == 0
     status = told(cluster, tmp_path, "one")
-    assert (status["state"], status["step"], status["percent_done"]) == ("done", 400, 100.0)
+    assert (status["state"], status["step"], status["percent_done"]) == ("done", 120, 100.0)
     assert "its clusterddp" in status["cleaned"]
     assert not run.bundle.exists()
     listed = typed(cluster, tmp_path, "checkpoints", "one")
     assert listed.stdout.splitlines()[-1].split()[-1] == "verified"
     assert "removed by 'clusterddp clean'" in listed.stderr
     assert "test accuracy" in typed(cluster, tmp_path, "report", "one").stdout
-    more = typed(cluster, tmp_path, "resubmit", "one", "--max-steps", "420", "--wait")
+    more = typed(cluster, tmp_path, "resubmit", "one", "--max-steps", "130", "--wait")
     assert more.returncode == 0, more.stdout + more.stderr
-    assert told(cluster, tmp_path, "one")["step"] == 420
+    assert told(cluster, tmp_path, "one")["step"] == 130
     assert [e["event"] for e in read_events(run)].count("cleaned") == 2
 
 

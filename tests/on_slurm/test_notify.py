@@ -52,27 +52,6 @@ def notice_job_is_gone(cluster: SlurmCluster, run: RunDir) -> None:
     assert len(list(run.path.glob("notified-*.json"))) >= 1
 
 
-@pytest.mark.slow
-def test_the_script_tells_and_the_job_that_waits_goes(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    words = shlex.join(CARRIED)
-    done = submit(cluster, tmp_path, "--run-name", "ok", "--notify",
-                  f"{program(tmp_path)} {words}", "--wait", "--", "true")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = RunDir(tmp_path / "jobs/ok")
-    verdict, argv, folder = told(tmp_path)
-    assert (verdict["name"], verdict["state"], verdict["exit_code"]) == ("ok", "done", 0)
-    assert (verdict["notified_by"], folder) == ("script", str(tmp_path))
-    assert argv == CARRIED
-    notice_job_is_gone(cluster, run)
-    [mark] = run.path.glob("notified-*.json")
-    assert json.loads(mark.read_text())["exit_code"] == 0
-    assert "told it" in run.notify_log.read_text()
-    assert "that ok is done: exit code 0" in run.job_log.read_text()
-    assert not (tmp_path / "told-1.json").exists()
-
-
 def test_a_run_that_is_cancelled_in_the_queue_is_told_by_the_job_that_waits(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -88,10 +67,12 @@ def test_a_run_that_is_cancelled_in_the_queue_is_told_by_the_job_that_waits(
 
 @pytest.mark.slow
 def test_every_other_ending_is_told_once(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """All at once: failures, a cancellation, a killed controller, a next job."""
-    folders = {name: tmp_path / name for name in ("fail", "setup", "cancel", "kill", "next", "bad")}
+    """All at once: a good end, failures, a cancellation, a killed controller, a next job."""
+    names = ("ok", "fail", "setup", "cancel", "kill", "next", "bad")
+    folders = {name: tmp_path / name for name in names}
     waits = "touch {0}/up; until [ -e {0}/go ]; do sleep 0.1; done; {1}"
     scripts = {
+        "ok": ("true", []),
         "fail": ("exit 3", []),
         "setup": ("true", ["--setup", "false && true; exit 4"]),
         "cancel": (waits.format(folders["cancel"], ""), []),
@@ -107,6 +88,7 @@ def test_every_other_ending_is_told_once(cluster: SlurmCluster, tmp_path: Path) 
         folder = folders[name]
         folder.mkdir()
         tell = program(folder, "sys.exit(9)") if name == "bad" else program(folder)
+        tell += f" {shlex.join(CARRIED)}" if name == "ok" else ""
         done = submit(cluster, folder, "--run-name", name, "--notify", tell, *options,
                       "--", "sh", "-c", script)  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -125,6 +107,7 @@ def test_every_other_ending_is_told_once(cluster: SlurmCluster, tmp_path: Path) 
     (folders["next"] / "go").touch()
     seen = {name: told(folder)[0] for name, folder in folders.items()}
     assert {name: (v["state"], v["exit_code"], v["notified_by"]) for name, v in seen.items()} == {
+        "ok": ("done", 0, "script"),
         "fail": ("failed", 3, "script"),
         "setup": ("failed", 4, "script"),
         "cancel": ("cancelled", 143, "script"),
@@ -136,6 +119,10 @@ def test_every_other_ending_is_told_once(cluster: SlurmCluster, tmp_path: Path) 
     for run in runs.values():
         notice_job_is_gone(cluster, run)
     assert not list(tmp_path.glob("*/told-1.json"))
+    _, argv, folder_seen = told(folders["ok"])
+    assert (argv, folder_seen) == (CARRIED, str(folders["ok"]))
+    assert "told it" in runs["ok"].notify_log.read_text()
+    assert "that ok is done: exit code 0" in runs["ok"].job_log.read_text()
     queued = [e["job_id"] for e in read_events(runs["next"]) if e["event"] == "notice_queued"]
     jobs = [e["job_id"] for e in read_events(runs["next"]) if e["event"] == "submitted"]
     assert len(jobs) == 2

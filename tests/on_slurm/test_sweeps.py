@@ -1,26 +1,42 @@
 """Sweeps on a real Slurm, typed as a user would type them."""
 
 import json
+import os
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+import torch
 
+from clusterddp.checkpoints.catalog import name_of
+from clusterddp.run.attempt import attempts
 from clusterddp.run.run_dir import RunDir
 from tests.on_slurm import test_notify as notices
+from tests.on_slurm.campaign.stops import WITHOUT_GRACE
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_life import HOOKS
 from tests.on_slurm.test_submit import CLUSTERDDP, WHO, submit, told
+from tests.training.ranks import run_ranks
+from tests.training.trainings import config, train_rank
 from tests.waiting import wait_for
 
-SMALL = [
-    "--dataset", "synthetic", "--threads", "1", "--batch-size", "32", "--max-steps", "20",
-    "--warmup-steps", "2", "--eval-every", "1000epochs", "--lr", "0.01",
+TRAINING = [
+    "--dataset", "synthetic", "--threads", "1", "--batch-size", "32", "--max-steps", "40",
+    "--warmup-steps", "2", "--eval-every", "1000epochs", "--save-every", "10steps",
+    "--precision", "fp32",
 ]  # fmt: skip
+POINTS = [(lr, str(seed)) for lr in ("0.002", "0.005", "0.01") for seed in range(4)]
+FAILING = 6
 FAILS_ONCE = (
     "echo start {n}; if [ {n} = a ] || [ -e ok ]; then exit 0; fi; "
     "until [ -e go ]; do sleep 0.2; done; touch ok; exit 4"
 )
+LONG = 240
+"""Seconds for many trainings on a machine that others use as well."""
 UNTIL_GO = 'until [ -e "$0/go" ]; do sleep 0.1; done'
 
 
@@ -64,8 +80,11 @@ def test_a_sweep_is_one_line_of_jobs_and_is_stopped_and_cancelled_as_one(
     assert row.split()[:2] == ["s", "running"]
     assert row.endswith("5 points: 3 queued, 2 running")
     assert len(typed(cluster, tmp_path, "jobs", "s-[0-3]").stdout.splitlines()) == 1 + 4
+    before = all_say(cluster, tmp_path, "s")
+    assert sorted(before.values()) == ["queued"] * 3 + ["running"] * 2
     one = typed(cluster, tmp_path, "cancel", "s-3")
     assert one.returncode == 0, one.stderr
+    assert all_say(cluster, tmp_path, "s") == before | {"s-3": "cancelled"}
     asked = typed(cluster, tmp_path, "cancel", "s")
     assert asked.returncode == 2
     assert "Cancel 4 runs (2 running, 2 queued)?" in asked.stderr
@@ -78,7 +97,26 @@ def test_a_sweep_is_one_line_of_jobs_and_is_stopped_and_cancelled_as_one(
 
     wait_for(lambda: not left(), "the queue is empty")
     assert not [*tmp_path.glob("jobs/s-[23]/logs/rank-0.log")]  # none began meanwhile
-    assert status(cluster, tmp_path, "s")["counts"] == {"cancelled": 5}
+    assert {*all_say(cluster, tmp_path, "s").values()} == {"cancelled"}
+
+
+def all_say(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, str]:
+    """The states of a sweep's points, on which Slurm, `status`, `jobs` and `report` agree."""
+    sweep = status(cluster, folder, name)
+    of_status = {point["run"]: point["state"] for point in sweep["points"]}
+    lines = typed(cluster, folder, "jobs", name, check=True).stdout.splitlines()[1:]
+    of_jobs = dict(line.split()[:2] for line in lines)
+    report = json.loads(typed(cluster, folder, "report", name, "--json", check=True).stdout)
+    of_report = {run["run"]: run["state"] for row in report["rows"] for run in row["runs"]}
+    [array] = sweep["job_ids"]
+    asked = ["squeue", "-h", "-r", "-t", "all", "-j", array, "-o", "%K %T"]
+    words = {"PENDING": "queued", "RUNNING": "running", "CANCELLED": "cancelled"}
+    shown = [line.split() for line in cluster.run(asked).stdout.splitlines()]
+    # Slurm forgets an element that is cancelled before it starts, and calls the last of them N/A.
+    of_slurm = dict.fromkeys(of_status, "cancelled")
+    of_slurm |= {f"{name}-{i}": words[state] for i, state in shown if i.isdigit()}
+    assert of_status == of_jobs == of_report == of_slurm
+    return of_status
 
 
 def test_a_run_waits_for_all_points_and_a_sweep_for_that_run_and_the_end_is_told_once(
@@ -198,23 +236,6 @@ def test_a_failed_point_is_submitted_again_and_others_are_added(
     assert "every point of c is done, queued or running" in none.stderr
 
 
-@pytest.mark.slow
-def test_a_point_of_our_training_ends_with_the_weights_of_a_run_of_its_own(
-    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
-) -> None:
-    data = ["--data-dir", str(synthetic_dir)]
-    both = submit(cluster, tmp_path, *SMALL, *data, "--run-name", "s", "--sweep", "seed=3,4",
-                  "--wait")  # fmt: skip
-    assert both.returncode == 0, both.stderr
-    alone = submit(cluster, tmp_path, *SMALL, *data, "--run-name", "one", "--seed", "4", "--wait")
-    assert alone.returncode == 0, alone.stderr
-    weights = {
-        name: json.loads((tmp_path / f"jobs/{name}/report.json").read_text())["weights_sha256"]
-        for name in ("s-0", "s-1", "one")
-    }
-    assert weights["s-1"] == weights["one"] != weights["s-0"]
-
-
 def test_a_sweep_that_slurm_cannot_hold_is_refused_with_the_figures(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -226,27 +247,132 @@ def test_a_sweep_that_slurm_cannot_hold_is_refused_with_the_figures(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.fixture
+def three_hosts(slurm_available: None) -> Iterator[SlurmCluster]:
+    """Hosts with room for two points each; Slurm misses one that is lost after five seconds."""
+    # What is preempted is told at once, and has the time to save on a busy machine.
+    conf = {"SlurmdTimeout": "5", "KillWait": "60", "PartitionName=main": WITHOUT_GRACE}
+    with SlurmCluster(hosts=3, cpus_per_host=2, conf=conf) as booted:
+        yield booted
+
+
 @pytest.mark.slow
-def test_the_report_of_a_sweep_takes_its_seeds_together(
-    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
+@pytest.mark.timeout(600)  # seventeen trainings, each a process that imports torch
+def test_a_sweep_that_is_struck_has_the_table_and_the_weights_of_single_runs(
+    three_hosts: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
+    """Two points are preempted, two lose their host, one comes to its limit, one fails."""
+    training = [*TRAINING, "--data-dir", str(synthetic_dir)]
+    strike(three_hosts, tmp_path, training)
+    accuracies: dict[str, list[tuple[float, str]]] = {}
+    for index, (lr, seed) in enumerate(POINTS):
+        if index == FAILING:
+            continue
+        settings = config(
+            synthetic_dir, lr=float(lr), seed=int(seed), batch_size=32, warmup_steps=2,
+            max_steps=40, eval_every="1000epochs", precision="fp32",
+        )  # fmt: skip
+        single = tmp_path / f"single-{index}"
+        (result,) = run_ranks(1, train_rank, settings, single, None, False)
+        same_weights(single, tmp_path / f"jobs/s-{index}")
+        accuracies.setdefault(lr, []).append((result["accuracy"], f"s-{index}"))
+    lr, seed = POINTS[0]
+    submitted = submit(three_hosts, tmp_path, *training, "--run-name", "one", "--lr", lr, "--seed",
+                       seed, "--wait")  # fmt: skip
+    assert submitted.returncode == 0, submitted.stderr
+    same_weights(tmp_path / "jobs/one", tmp_path / "jobs/s-0")
+
+    table = []
+    for lr, known in accuracies.items():
+        values = [accuracy for accuracy, _ in known]
+        mean, spread = fmean(values), stdev(values)
+        state = "4 done" if len(known) == 4 else "3 done, 1 failed"
+        best = max(known, key=lambda each: each[0])[1]
+        table.append((mean, [lr, f"{mean:.2%}", f"{spread:.2%}", str(len(known)), state, best]))
+    table.sort(key=lambda row: -row[0])
+    report = typed(three_hosts, tmp_path, "report", "s", check=True).stdout.rstrip("\n")
+    head, *rows = [re.split("  +", line) for line in report.partition("\n\n")[2].splitlines()]
+    names = ["lr", "TEST-ACCURACY", "SPREAD", "N", "STATE", "BEST-RUN"]
+    places = [head.index(name) for name in names]
+    assert [[row[place] for place in places] for row in rows] == [row for _, row in table]
+
+
+def strike(cluster: SlurmCluster, folder: Path, training: list[str]) -> None:
+    """Train the sweep `s` of POINTS, while most of what can happen to a point does."""
+    holds = [folder / "holds" / f"{lr}-{seed}" for lr, seed in POINTS]
+    for path in holds:
+        path.mkdir(parents=True)
+    for path in holds[:6]:
+        (path / "want-step-20").touch()
+    (holds[FAILING] / "fail-step-5.0").touch()
+    hooks = os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH")]))
     done = submit(
-        cluster, tmp_path, "--run-name", "s", "--wait", *SMALL, "--data-dir", str(synthetic_dir),
-        "--sweep", "weight-decay=0,0.1", "--sweep", "seed=0..1",
+        cluster, folder, *training, "--run-name", "s", "--max-parallel", "6",
+        "--sweep", "lr=0.002,0.005,0.01", "--sweep", "seed=0..3",
+        "--setup", f"export CAMPAIGN_HOLDS={folder}/holds/$point_lr-$point_seed",
+        env={"PYTHONPATH": hooks, "CAMPAIGN_PACE": "0.05"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    got = typed(cluster, tmp_path, "report", "s", "--json", check=True)
-    report = json.loads(got.stdout)
-    assert (report["state"], report["counts"], report["by"]) == ("done", {"done": 4}, "accuracy")
-    for row in report["rows"]:
-        runs = [row_run["run"] for row_run in row["runs"]]
-        first, second = (
-            json.loads((tmp_path / "jobs" / run / "report.json").read_text())["accuracy"]
-            for run in runs
-        )
-        figures = row["figures"]["accuracy"]
-        assert figures["mean"] == pytest.approx((first + second) / 2)
-        assert figures["spread"] == pytest.approx(abs(first - second) / 2**0.5)
-        assert figures["n"] == 2
-    means = [row["figures"]["accuracy"]["mean"] for row in report["rows"]]
-    assert means == sorted(means, reverse=True)
+    [array] = status(cluster, folder, "s")["job_ids"]
+
+    def release(*points: int) -> None:
+        for index in points:
+            (holds[index] / "want-step-20").unlink()
+
+    def logged(words: str, *points: int) -> bool:
+        return all(words in log(folder / f"jobs/s-{index}") for index in points)
+
+    wait_for(lambda: len([*folder.glob("holds/*/held-*")]) == 6, "six points at step 20", LONG)
+    running = cluster.run(["squeue", "-h", "-r", "-t", "R", "-o", "%N %K %M"], check=True).stdout
+    places = sorted(line.split() for line in running.splitlines())
+    preempted, lost, (limited, spared) = (
+        [int(index) for host, index, _ in places if host == name] for name in cluster.hosts
+    )
+    release(spared)
+    # The signal is due two minutes ahead of the limit; a point has run for minutes where others
+    # use the machine.
+    minutes = max(int(age.split(":")[-2]) for _, _, age in places)
+    limit = ["scontrol", "update", f"JobId={array}_{limited}"]
+    cluster.run([*limit, f"TimeLimit={minutes + 2}"], check=True)
+    cluster.sbatch("#!/bin/sh\n", "-p", "high", "-w", "h01", "--exclusive", "-o", "/dev/null")
+    wait_for(lambda: logged("got SIGTERM", *preempted), "the preemption", LONG)
+    release(*preempted)
+    cluster.kill_host("h02")
+    release(*lost)
+    wait_for(lambda: logged("got SIGUSR1", limited), "the signal ahead of the limit", LONG)
+    cluster.run([*limit, f"TimeLimit={minutes + 30}"], check=True)
+    release(limited)
+
+    def states() -> dict[str, int]:
+        counts: dict[str, int] = status(cluster, folder, "s")["counts"]
+        return counts
+
+    wait_for(lambda: {*states()} <= {"done", "failed"}, "the end of all points", LONG)
+    assert states() == {"done": 11, "failed": 1}
+    for index in range(len(POINTS)):
+        assert status(cluster, folder, f"s-{index}")["array_element"] == f"{array}_{index}"
+        later = attempts(RunDir(folder / f"jobs/s-{index}"))[1:]
+        steps = [record.step for attempt in later if (record := attempt.read_record())]
+        if index in lost:
+            assert steps == [10]
+        elif index in (*preempted, limited):
+            assert len(steps) == 1
+            assert steps[0] >= 20  # they saved when they were told
+        else:
+            assert steps == []
+    failed = status(cluster, folder, f"s-{FAILING}")
+    assert "an error of the program at step-5" in failed["first_failure"]
+
+
+def same_weights(one: Path, other: Path) -> None:
+    """Both runs have ended with the very same weights."""
+    mine, theirs = (
+        torch.load(RunDir(run).checkpoints / name_of(40), weights_only=True)["model"]
+        for run in (one, other)
+    )
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def log(run: Path) -> str:
+    return "".join(path.read_text() for path in run.glob("logs/*.log"))
