@@ -83,11 +83,10 @@ def test_the_page_has_commands_of_every_article() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lines", TOGETHER, ids=["ranks by hand"])
-@pytest.mark.parametrize("order", [1, -1], ids=["in order", "the last one first"])
 def test_ranks_started_by_hand_wait_for_each_other(
-    lines: list[str], order: int, tmp_path: Path, data: str
+    lines: list[str], tmp_path: Path, data: str
 ) -> None:
-    run(lines[::order], tmp_path, data)
+    run(lines[::-1], tmp_path, data)  # the last one first
     [report] = reports(tmp_path)
     assert (report["world_size"], report["steps"]) == (2, STEPS)
     assert report["total_seconds"] > report["train_seconds"] > 0

@@ -61,7 +61,11 @@ def test_the_parts_that_are_named_are_measured(
         ("step-fp32", {"ours, fp32, batch 16, captured", "ours, fp32, batch 16, plain"}),
         ("start", {"import torch", "first step", "clusterddp train, to the first step"}),
         ("two-ranks", {"2 ranks on one GPU, gloo, plain"}),
-        ("choices", {"no lines of metrics", "--deterministic", "buffers broadcast each pass"}),
+        pytest.param(
+            "choices",
+            {"no lines of metrics", "--deterministic", "buffers broadcast each pass"},
+            marks=pytest.mark.release,
+        ),
         ("data", {"a loader, 2 workers", "accurate's step, affine"}),
         ("memory", {"memory allocated, captured"}),
     ],

@@ -361,7 +361,7 @@ class SlurmCluster:
             return state if state in FINAL_STATES else None
 
         try:
-            return _until(final_state, timeout, "the job to end", pause=0.1)
+            return _until(final_state, timeout, "the job to end", pause=0.25)
         except TimeoutError as error:
             shown = self.run(["scontrol", "show", "job", str(job_id)]).stdout
             message = f"job {job_id} is {before} after {timeout} s, expected it to end.\n{shown}"

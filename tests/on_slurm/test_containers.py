@@ -150,19 +150,24 @@ def nothing_left(site: Site, request: pytest.FixtureRequest) -> Iterator[None]:
     site.cluster.cancel_all()
 
 
-def test_a_run_in_containers_of_two_hosts_trains_to_the_end(
-    site: Site, tmp_path: Path, synthetic_dir: Path
-) -> None:
+@pytest.fixture(scope="module")
+def whole(site: Site, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path) -> RunDir:
+    """A run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole")
     before = {path: path.stat().st_mtime for path in synthetic_dir.rglob("*")}
-    job = site.submit(tmp_path, "box", "--data-dir", str(synthetic_dir))
+    job = site.submit(folder, "box", "--data-dir", str(synthetic_dir))
     assert site.cluster.wait_job(job) == "COMPLETED", site.cluster.log_tail()
-    run = RunDir(tmp_path / "jobs/box")
+    assert {path: path.stat().st_mtime for path in synthetic_dir.rglob("*")} == before
+    return RunDir(folder / "jobs/box")
+
+
+def test_a_run_in_containers_of_two_hosts_trains_to_the_end(whole: RunDir) -> None:
+    run = whole
     report = read_json(run.report)
     assert report is not None
     assert (report["steps"], report["hosts"]) == (STEPS, ["h01", "h02"])
     outcomes = read_outcomes(Attempt(run, 1).outcomes)
     assert [outcome.exit_code for outcome in outcomes] == [0, 0]
-    assert {path: path.stat().st_mtime for path in synthetic_dir.rglob("*")} == before
     assert {path.stat().st_uid for path in run.path.rglob("*")} == {os.getuid()}
 
 
@@ -170,7 +175,7 @@ def test_a_run_in_containers_of_two_hosts_trains_to_the_end(
 def test_torchruns_agents_in_containers_start_the_ranks_of_their_hosts(
     site: Site, tmp_path: Path, synthetic_dir: Path
 ) -> None:
-    options = ["--template", "torchrun", "--tasks-per-node", "2"]
+    options = ["--template", "torchrun", "--tasks-per-node", "2", "--max-steps", "4"]
     job = site.submit(tmp_path, "agents", "--data-dir", str(synthetic_dir), *options)
     run = RunDir(tmp_path / "jobs/agents")
     assert site.cluster.wait_job(job) == "COMPLETED", run.job_log.read_text()
@@ -252,17 +257,15 @@ def test_an_ordinary_users_containers_write_that_users_files(
 
 @pytest.mark.slow
 def test_a_requeued_run_goes_on_in_new_containers_to_the_same_weights(
-    site: Site, tmp_path: Path, synthetic_dir: Path
+    site: Site, tmp_path: Path, synthetic_dir: Path, whole: RunDir
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
     paced = [f"--env={name}={value}" for name, value in PACED.items()]
-    job = site.submit(tmp_path, "whole", *data)
-    assert site.cluster.wait_job(job) == "COMPLETED"
     job = site.submit(tmp_path, "again", *data, *paced)
     train_to(tmp_path / "jobs/again", 50)
     site.cluster.run(["scontrol", "requeue", job], check=True)
     assert site.cluster.wait_job(job) == "COMPLETED", site.cluster.log_tail()
-    reports = [read_json(tmp_path / "jobs" / name / "report.json") for name in ("whole", "again")]
+    reports = [read_json(whole.report), read_json(tmp_path / "jobs/again/report.json")]
     assert (tmp_path / "jobs/again/attempts/0002").is_dir()
     assert reports[0] is not None
     assert reports[1] is not None
@@ -293,7 +296,7 @@ def test_no_container_is_left(site: Site, tmp_path: Path, synthetic_dir: Path, h
         assert "rank 1 on h02 failed first: killed by SIGKILL" in run.job_log.read_text()
     wait_for(lambda: not _running(site), "the end of all tasks")
     if how == "host":  # killed too was what would have removed it from podman's records
-        job = site.submit(tmp_path, "another", *data)
+        job = site.submit(tmp_path, "another", *data, "--max-steps", "4")
         assert site.cluster.wait_job(job) == "COMPLETED", site.cluster.log_tail()
 
 

@@ -32,6 +32,10 @@ LAUNCHERS = {
     "submitit": ["--launcher", "submitit"],
 }
 ALL = tuple(LAUNCHERS)
+# A task of submitit is one of srun, as the template ddp starts them.
+OF_RANKS = ("ddp", "torchrun")
+AHEAD_OF_TASKS = ("ddp",)
+"""What the batch script has come to before any launcher is called."""
 PATIENCE = 240
 # As Slurm has it by default: an agent needs seconds to leave, on a machine that does all at once.
 CONF = {"KillWait": "30", "MinJobAge": "3600"}
@@ -50,7 +54,7 @@ def hang():
     return Hangs(784, 10)
 """
 UP = 'touch "up-$CLUSTERDDP_WAY"; '
-SLEEP = "while :; do sleep 0.2; done"
+SLEEP = "while :; do sleep 1; done"
 # The first start says once that it has more to do.
 ONCE = '[ -e "once-$CLUSTERDDP_WAY" ] || { touch "once-$CLUSTERDDP_WAY"; exit 75; }'
 
@@ -116,12 +120,17 @@ WAYS = {
     "a rank dies of a signal, here SEGV (11)": Way(
         TWO_TASKS, f'[ "$RANK" = 1 ] && kill -SEGV $$; {SLEEP}'
     ),
-    "ranks exit with 0 before the training is done": Way((*TRAINING, "--model", "model:leave")),
+    "ranks exit with 0 before the training is done": Way(
+        (*TRAINING, "--model", "model:leave"), launchers=OF_RANKS
+    ),
     "a rank hangs, and the others have given up (`--process-group-timeout`)": Way(
         (*TWO_TASKS, *TRAINING, "--model", "model:hang", "--watchdog", "2",
          "--process-group-timeout", "10"),
+        launchers=OF_RANKS,
     ),
-    "a line of the set-up fails, here with 4": Way(("--setup", "(exit 4)"), "true"),
+    "a line of the set-up fails, here with 4": Way(
+        ("--setup", "(exit 4)"), "true", launchers=AHEAD_OF_TASKS
+    ),
     "`clusterddp stop`": Way((*TRAINING, *FOREVER), strike=Struck.stop),
     "paused, or a COMMAND that exits with 75, and requeue is off": Way((), "exit 75"),
     "the same, with no attempt left (`--max-requeues`)": Way(
@@ -130,7 +139,7 @@ WAYS = {
     "the same, put back into the queue by the script": Way(("--requeue",), ONCE),
     "the same, where requeue is refused: the next job resumes": Way(
         ("--requeue",), f'{UP} until [ -e "go-$CLUSTERDDP_WAY" ]; do sleep 0.2; done; {ONCE}',
-        Struck.refuse_requeue, ("ddp", "torchrun"),
+        Struck.refuse_requeue, OF_RANKS,
     ),
     "Slurm puts it back: preemption, a lost node, `scontrol requeue`": Way(
         ("--requeue",),
@@ -148,22 +157,23 @@ WAYS = {
     "the time limit, and the ranks have saved": Way(
         ("--time", "1"), f'trap "exit 75" TERM; {SLEEP}'
     ),
-    "the time limit, and nothing is saved": Way(("--time", "1"), SLEEP),
+    "the time limit, and nothing is saved": Way(("--time", "1"), SLEEP, launchers=OF_RANKS),
     "a node is lost, and requeue is off": Way(
         ("--nodes", "2", "--no-requeue"), f'touch "up-$CLUSTERDDP_WAY"; {SLEEP}',
         Struck.lose_a_node, ("ddp",),
     ),
     "the interpreter of the batch script is missing": Way(
-        ("--batch-python", "/nowhere/python3"), "true"
+        ("--batch-python", "/nowhere/python3"), "true", launchers=AHEAD_OF_TASKS
     ),
     "the clusterddp that the run carries was altered": Way(
-        ("--setup", 'for file in "$run_dir"/clusterddp-*.pyz; do echo >>"$file"; done'), "true"
+        ("--setup", 'for file in "$run_dir"/clusterddp-*.pyz; do echo >>"$file"; done'), "true",
+        launchers=AHEAD_OF_TASKS,
     ),
     "the batch controller is killed, or out of memory": Way(
         (), f"{UP} {SLEEP}", Struck.kill_the_controller
     ),
     "the run's directory cannot be made, or was removed": Way(
-        (), 'rm -r -- "jobs/$CLUSTERDDP_WAY"', launchers=("ddp", "torchrun")
+        (), 'rm -r -- "jobs/$CLUSTERDDP_WAY"', launchers=OF_RANKS
     ),
 }  # fmt: skip
 # The slowest first: they take their time beside the others.
@@ -192,8 +202,7 @@ def rows() -> dict[str, Row]:
 ROWS = rows()
 FIRST = (
     "the run is done", "a rank ends with an exit code, here 3", "`clusterddp stop`",
-    "the same, put back into the queue by the script", "the time limit, and the ranks have saved",
-    "a node is lost, and requeue is off",
+    "the same, put back into the queue by the script", "a node is lost, and requeue is off",
 )  # fmt: skip
 TRIED = [
     pytest.param(

@@ -13,6 +13,9 @@ from tests.on_slurm.campaign.place import Result, Site
 QUICK = [fault.name for fault in FAULTS_OF_ALL_SUBJECTS.values() if fault.quick]
 # One of each kind that the README promises; endings and a rehearsal have the other two.
 FIRST = ("newest-torn", "kill-middle-rank-1", "preempt-with-grace")
+# Those that need an uninterrupted run of their own: training/test_loop.py and tests/test_loop.py
+# stop four ranks and sharded ones without a Slurm.
+RELEASE = ("signal-four-ranks", "signal-four-ranks-buckets", "loop-fsdp-killed")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,16 @@ def results(
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in QUICK],
+    [
+        pytest.param(
+            name,
+            marks=[
+                *([] if name in FIRST else [pytest.mark.slow]),
+                *([pytest.mark.release] if name in RELEASE else []),
+            ],
+        )
+        for name in QUICK
+    ],
 )
 def test_a_run_outlives(name: str, results: dict[str, Future[Result]]) -> None:
     result = results[name].result()

@@ -8,6 +8,7 @@ from subprocess import PIPE
 
 import pytest
 
+from clusterddp.checkpoints.catalog import name_of
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
@@ -19,6 +20,7 @@ from tests.waiting import wait_for
 # Sixteen processors a rank's worth of arithmetic would differ by the number of threads: pin it.
 TRAINING = ["--dataset", "synthetic", "--max-steps", "8", "--threads", "1", "--warmup-steps", "2",
             "--batch-size", "32"]  # fmt: skip
+HOOKS = Path(__file__).parent / "campaign/hooks"
 FOUR = ["--nodes", "2", "--tasks-per-node", "2", "--wait"]
 LAUNCHERS = {
     "sbatch": [],
@@ -64,7 +66,9 @@ def weights(run: Path, world_size: int = 4) -> str:
     ("tasks_per_node", "bucket_cap_mb"),
     [
         pytest.param(1, "25", id="one bucket"),
-        pytest.param(2, "0.01", id="several buckets", marks=pytest.mark.slow),
+        pytest.param(
+            2, "0.01", id="several buckets", marks=[pytest.mark.slow, pytest.mark.release]
+        ),
     ],
 )
 def test_one_request_trains_to_the_same_weights_under_every_launcher(
@@ -173,8 +177,9 @@ def test_the_stand_in_gives_the_variables_of_a_real_step(
         assert real.get("CUDA_VISIBLE_DEVICES") == gpus
 
 
-SAVED = [*TRAINING[:-2], "--batch-size", "32", "--max-steps", "600", "--epochs", "100",
-         "--save-every", "30steps", "--log-every", "10"]  # fmt: skip
+SAVED = [*TRAINING, "--max-steps", "80", "--epochs", "100", "--save-every", "30steps"]
+HELD_AT = 40
+"""The step after which ranks wait to be struck."""
 
 
 @pytest.fixture(scope="module")
@@ -194,19 +199,25 @@ def whole(
 def test_a_killed_rank_starts_again_inside_the_job(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, whole: str, moment: str
 ) -> None:
-    run = RunDir(tmp_path / "jobs/a")
+    run, hold = RunDir(tmp_path / "jobs/a"), tmp_path / f"want-step-{HELD_AT}"
+    if moment == "in the middle":
+        hold.touch()
     sent = submit(
         cluster, tmp_path, *FOUR[:-1], *SAVED, "--data-dir", str(synthetic_dir), "--run-name", "a",
         "--template", "torchrun.sbatch.j2", "--restart-in-job", "2", "--json",
+        env={"PYTHONPATH": str(HOOKS), "CAMPAIGN_HOLDS": str(tmp_path)},
     )  # fmt: skip
     assert sent.returncode == 0, sent.stderr
     victim, log = Attempt(run, 1).outcomes / "rank-1.json", run.rank_log(0)
     if moment == "in the middle":
-        wait_for(lambda: log.exists() and "step 40:" in log.read_text(), "training")
+        held = f"held-step-{HELD_AT}.*"
+        wait_for(lambda: len(list(tmp_path.glob(held))) == 4, "training")
+        wait_for((run.checkpoints / name_of(30)).exists, "the checkpoint before")
     else:
         wait_for(victim.exists, "rank 1 starts")
     pid = (read_json(victim) or {})["pid"]
     cluster.run_on("h01", ["kill", "-9", str(pid)], check=True)
+    hold.unlink(missing_ok=True)
     job_id = json.loads(sent.stdout)["job_id"]
     assert cluster.wait_job(job_id) == "COMPLETED", run.job_log.read_text()
     assert weights(run.path) == whole
@@ -243,9 +254,14 @@ while True:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", ["ddp.sbatch.j2", "torchrun.sbatch.j2"])
 @pytest.mark.parametrize(
-    ("second", "goes_on"), [(75, True), (0, True), (3, False)], ids=["saved", "done", "failed"]
+    ("template", "second", "goes_on"),
+    [
+        pytest.param("ddp.sbatch.j2", 75, True, id="saved"),
+        pytest.param("ddp.sbatch.j2", 0, True, id="done"),
+        pytest.param("ddp.sbatch.j2", 3, False, id="failed"),
+        pytest.param("torchrun.sbatch.j2", 75, True, id="saved, torchrun"),
+    ],
 )
 def test_a_command_that_saved_is_started_again_unless_a_rank_failed(
     cluster: SlurmCluster, tmp_path: Path, template: str, second: int, *, goes_on: bool

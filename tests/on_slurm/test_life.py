@@ -18,10 +18,10 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
-STEPS = 400
+STEPS = 150
 # A first job is slow enough that a request comes in the middle, and a checkpoint before it.
 HOOKS = Path(__file__).parent / "campaign/hooks"
-PACED = {"PYTHONPATH": str(HOOKS), "CAMPAIGN_HOLDS": "/nowhere", "CAMPAIGN_PACE": "0.03"}
+PACED = {"PYTHONPATH": str(HOOKS), "CAMPAIGN_HOLDS": "/nowhere", "CAMPAIGN_PACE": "0.08"}
 TRAINING = [
     "--nodes", "1", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
     "--batch-size", "32", "--warmup-steps", "2", "--epochs", "100", "--max-steps", str(STEPS),

@@ -82,7 +82,6 @@ def uninterrupted(
 
 
 SCANCELS = {
-    "USR1 to the tasks": ["--signal=USR1"],
     "USR1 to the whole job": ["--full", "--signal=USR1"],
     "TERM to the tasks": ["--signal=TERM"],
 }
@@ -131,6 +130,7 @@ def test_a_signal_pauses_all_ranks_at_one_step_and_the_run_goes_on(
     stops_and_goes_on(cluster, run, scancel, uninterrupted)
 
 
+RELEASE = ("torchrun, USR1 to the whole job", "submitit, TERM")
 OTHERS = {
     "torchrun, TERM to the agents as well": (
         ["--template", "torchrun.sbatch.j2"], ["--signal=TERM"], True,
@@ -147,7 +147,13 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "scancel", "requeued"), OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize(
+    ("options", "scancel", "requeued"),
+    [
+        pytest.param(*row, id=name, marks=[pytest.mark.release] if name in RELEASE else [])
+        for name, row in OTHERS.items()
+    ],
+)
 def test_it_is_the_same_under_other_launchers(
     cluster: SlurmCluster,
     tmp_path: Path,

@@ -15,8 +15,6 @@ from clusterddp.run.bad_nodes import FILE_NAME, BadNode
 from clusterddp.run.files import append_json_line, read_json
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from tests.event_lines import read_events
-from tests.on_slurm.campaign import FAULTS_OF_ALL_SUBJECTS
-from tests.on_slurm.campaign.place import Site
 from tests.on_slurm.campaign.run import STEPS as CAMPAIGN_STEPS
 from tests.on_slurm.campaign.spares import draw
 from tests.on_slurm.cluster import SlurmCluster
@@ -226,12 +224,34 @@ def test_a_program_error_takes_no_spare_and_a_bad_node_is_one(
     assert of_kind(run, "nodes_blamed") == []
 
 
+# Rank 1 dies once both ranks are there; at its next start each is done.
+BUS_ERROR = """
+mkdir "up-$RANK" || exit 0
+if [ "$RANK" = 1 ]; then until [ -e up-0 ]; do sleep 0.1; done; kill -BUS $$; fi
+exec sleep 600
+"""
+
+
 @pytest.mark.slow
-def test_a_rank_that_dies_of_hardware_has_its_node_replaced(slurm_available: None) -> None:
-    """A row of the campaign, for the whole of its judgement from outside."""
-    with Site(data_dir=None) as site:
-        result = site.carry_out(FAULTS_OF_ALL_SUBJECTS["spare-sigbus-of-a-rank"])
-    assert result.ok, result.seen
+def test_a_rank_that_dies_of_hardware_has_its_node_replaced(
+    hosts: SlurmCluster, tmp_path: Path
+) -> None:
+    """The campaign does the same to a training."""
+    (tmp_path / "bus.sh").write_text(BUS_ERROR)
+    submit(hosts, tmp_path, "--run-name", "bus", "--nodes", "2", "--spare-nodes", "1",
+           "--restart-on-failure", "1", "--no-snapshot", "--", "sh", "bus.sh",
+           env=ENV, check=True)  # fmt: skip
+    run = RunDir(tmp_path / "jobs/bus")
+    [job] = of_kind(run, "submitted")
+    assert hosts.wait_job(job["job_id"]) == "COMPLETED", run.job_log.read_text()
+    first, second = of_kind(run, "started")
+    batch, bad = first["nodelist"].split(",")
+    [spare] = first["spares"]
+    assert (second["nodelist"], second["job_id"]) == (f"{batch},{spare}", first["job_id"])
+    assert [end["cause"] for end in of_kind(run, "ended")] == ["failed", "done"]
+    [blamed] = of_kind(run, "nodes_blamed")
+    assert (list(blamed["nodes"]), blamed["by"]) == ([bad], "hardware")
+    assert of_kind(run, "requeued") == []
 
 
 def test_faults_are_drawn_alike_by_a_seed_and_can_all_be_dealt() -> None:

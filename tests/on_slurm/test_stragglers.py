@@ -100,6 +100,6 @@ def test_a_node_that_is_slow_with_all_its_ranks_is_left_out_of_the_next_start(
 def test_a_run_without_a_slow_node_names_nobody(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
-    run, log = trained(cluster, tmp_path, synthetic_dir, "level", 0)
+    run, log = trained(cluster, tmp_path, synthetic_dir, "level", 0, "--max-steps", "100")
     assert "straggler" not in log
     assert not Attempt(run, 1).stragglers.exists()

@@ -133,13 +133,10 @@ EITHER_LAUNCHER = pytest.mark.parametrize(
 )
 
 
-@EITHER_LAUNCHER
-def test_slurm_reads_directives_as_they_were_typed(
-    cluster: SlurmCluster, tmp_path: Path, launcher: str
-) -> None:
+def test_slurm_reads_directives_as_they_were_typed(cluster: SlurmCluster, tmp_path: Path) -> None:
     for value in CARRIED:
         job = submit(
-            cluster, tmp_path, "--launcher", launcher, "--sbatch", "hold",
+            cluster, tmp_path, "--sbatch", "hold",
             f"--job-name={value or 'x'}", "--sbatch", f"comment={value}", "--json", "--", "true",
         )  # fmt: skip
         assert job.returncode == 0, job.stderr

@@ -14,6 +14,7 @@ from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
+from tests.on_slurm.test_life import PACED
 from tests.on_slurm.test_submit import CLUSTERDDP
 from tests.waiting import wait_for
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.slow
 # Long enough that a request comes in the middle, once a checkpoint is there.
 TRAINING = [
     "--nodes", "2", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
-    "--batch-size", "8", "--warmup-steps", "2", "--epochs", "100", "--max-steps", "1000",
+    "--batch-size", "8", "--warmup-steps", "2", "--epochs", "100", "--max-steps", "200",
     "--save-every", "50steps", "--log-every", "50", "--eval-every", "1000epochs",
 ]  # fmt: skip
 
@@ -47,7 +48,9 @@ def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_we
         weights = {}
         for name in ("main", "requeued"):
             data = ["--data-dir", str(home / "data")]
-            typed(cluster, home, *CLUSTERDDP, "submit", *TRAINING, *data, "--run-name", name)
+            paced = [f"--env={each}={value}" for each, value in PACED.items()]
+            options = [*data, *(paced if name == "requeued" else [])]
+            typed(cluster, home, *CLUSTERDDP, "submit", *TRAINING, *options, "--run-name", name)
             run = RunDir(home / "jobs" / name)
             job = str(next(e["job_id"] for e in read_events(run) if e["event"] == "submitted"))
             if name == "requeued":

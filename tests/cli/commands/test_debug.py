@@ -266,8 +266,6 @@ def test_several_processes_train_together_and_each_has_its_log(debug: Any, tmp_p
             pytest.param(*values, marks=pytest.mark.slow)
             for values in (
                 (1, "", signal.SIGINT, 130, "interrupt"),
-                (1, "", signal.SIGTERM, 75, "SIGTERM"),
-                (2, "fork", signal.SIGINT, 130, "interrupt"),
                 (2, "spawn", signal.SIGTERM, 75, "SIGTERM"),
                 (2, "forkserver", signal.SIGHUP, 75, "SIGTERM"),
             )
