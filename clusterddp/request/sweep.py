@@ -28,6 +28,7 @@ MOST_POINTS = 100_000
 """A mistyped range is refused ahead of what Slurm would say of it."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+_ARRAY = re.compile(r"^#SBATCH --array=", re.MULTILINE)
 _DRAWN = re.compile(r"(log|lin):(.+)\.\.(.+)")
 _YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
 _ROWS = {row.name: row for row in TRAINING}
@@ -130,6 +131,11 @@ NO_SWEEP = Sweep()
 def variable(name: str) -> str:
     """Return the variable of the batch script that holds a point's value, `point_lr`."""
     return f"point_{name.replace('-', '_')}"
+
+
+def is_array(script: str) -> bool:
+    """Return whether a script starts points of a sweep by their indices, and not one run alone."""
+    return bool(_ARRAY.search(script))
 
 
 def shown(point: Point) -> str:

@@ -631,3 +631,16 @@ def test_a_jobs_variables_count_what_its_script_asks_for() -> None:
     assert environ["SLURM_NTASKS"] == "6"
     assert environ["SLURM_TASKS_PER_NODE"] == "3(x2)"
     assert environ["SLURM_JOB_NODELIST"] == "127.0.0.[1-2]"
+
+
+def test_a_point_with_a_script_of_its_own_stays_in_its_directory(tmp_path: Path) -> None:
+    fails_first = "[ {n} != 1 ] || [ -e mended ]"
+    submitted = submit(tmp_path, "--sweep", "n=0..1", "--", "sh", "-c", fails_first)
+    assert submitted.returncode == 1, submitted.stderr
+    (tmp_path / "mended").touch()
+    again = subprocess.run(
+        [*CLUSTERDDP, "resubmit", "a-1", "--time", "5"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert sorted(path.name for path in (tmp_path / "jobs").iterdir()) == ["a", "a-0", "a-1"]
