@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.launchers import SentJob, notice_job
 from clusterddp.request.spec import JobSpec
-from clusterddp.request.sweep import Sweep
+from clusterddp.request.sweep import Sweep, is_array
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, chain, events
+from clusterddp.run import bad_nodes, chain, events, formatting
 from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import UNKNOWN
@@ -30,6 +31,8 @@ from clusterddp.submission.resubmit import (
     submission_folder_of,
 )
 from clusterddp.submission.submit import naming_the_job
+
+_MOST_COMMANDS = 20
 
 
 @dataclass(frozen=True)
@@ -109,12 +112,29 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
             "where Slurm answers; two jobs cannot train one run."
         )
     indices = [index for index, status in enumerate(known) if has_failed(status)]
+    own = {index: sweep.element(index) for index in indices if _has_own_script(sweep, index)}
+    indices = [index for index in indices if index not in own]
+    if own:
+        commands = [f"clusterddp resubmit {run.shown}" for run in own.values()]
+        words = (
+            "points with options of their own are submitted each by itself: "
+            f"{formatting.some(commands, _MOST_COMMANDS, ', ')}"
+        )
+        if not indices:
+            raise RequestError(words)
+        log.info(words)
     if not indices:
         raise RequestError(
             f"every point of {sweep.name} is done, queued or running: there is nothing to submit "
             f"again. Add points with: clusterddp resubmit {sweep.shown} --sweep NAME=VALUES"
         )
     return indices
+
+
+def _has_own_script(sweep: SweepDir, index: int) -> bool:
+    """Return whether a point was submitted with other options; else its script is the sweep's."""
+    script = sweep.element(index).script
+    return script.is_file() and not script.is_symlink() and not is_array(script.read_text())
 
 
 def _check(spec: JobSpec, count: int) -> None:

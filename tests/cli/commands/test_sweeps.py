@@ -215,6 +215,29 @@ def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
     assert sweep.element(3).load_spec().point == (("n", "3"),)
 
 
+def test_a_point_with_options_of_its_own_is_left_to_a_submission_of_its_own(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    for index in range(10):
+        finish(sweep, index, code=int(index in (3, 5)), job_id=str(10 + index))
+    workplace.command("squeue", "")
+    workplace.command("sbatch", "echo 40")
+    assert workplace.invoke("resubmit", "s-3", "--mem", "64G").code == 0
+    record(sweep.element(3), started("40"), ended("40", 1))
+    history = sweep.element(3).events.read_bytes()
+    workplace.command("sbatch", "echo 50")
+    again = workplace.invoke("resubmit", "s")
+    assert again.code == 0, again.err
+    assert "each by itself: clusterddp resubmit s-3\n" in again.err
+    assert "sbatch --parsable --array=5 --comment=clusterddp:s" in workplace.calls
+    record(sweep.element(5), {**started("51"), "array_element": "50_5"}, ended("51", 0))
+    none = workplace.invoke("resubmit", "s", "--mem", "32G")
+    assert none.code == 2
+    assert "each by itself: clusterddp resubmit s-3\n" in none.err
+    assert sweep.element(3).events.read_bytes() == history
+    assert sweep.element(3).load_spec().resources.mem == "64G"
+
+
 def test_a_run_waits_for_a_sweep_and_for_a_point_that_is_submitted_again(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
