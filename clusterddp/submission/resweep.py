@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,16 +83,24 @@ def resubmit_sweep(
         if more:
             indices = [*range(count, len(after.sweep))]
             if not indices:
-                raise RequestError(f"{sweep.name} has each of these points already.")
+                raise RequestError(
+                    f"{sweep.name} has each of these points already. Those that have not ended "
+                    f"well, or are missing: clusterddp resubmit {sweep.shown}"
+                )
             points.refuse_existing(after, indices)
+            missing = {*indices}
         else:
             indices = _to_repeat(sweep)
+            missing = {i for i in indices if not os.path.lexists(sweep.element(i).path)}
         result = Resubmitted(after, script, tuple(indices), None)
         if claim is None:
             return result
         _check(after, len(indices))
-        runs = [sweep.element(index) for index in indices]
-        claims = [] if more else [stack.enter_context(claimed(run)) for run in runs]
+        claims = {
+            index: stack.enter_context(claimed(sweep.element(index)))
+            for index in indices
+            if index not in missing
+        }
         if after != before or terms.new_clusterddp:
             stack.enter_context(bundle.renewed(sweep))
         else:
@@ -156,7 +164,7 @@ def _check(spec: JobSpec, count: int) -> None:
 
 def _submit(
     claim: Claim,
-    claims: Sequence[Claim],
+    claims: Mapping[int, Claim],
     before: JobSpec,
     after: JobSpec,
     script: str,
@@ -165,10 +173,10 @@ def _submit(
 ) -> SentJob:
     """Lay the records down, and submit; puts the former records back where that is refused.
 
-    claims: on the points that are there already; without them they are made.
+    claims: on those of the points that are there already, by index; the others are made.
     """
     sweep = SweepDir(claim.run.path)
-    for each in (claim, *claims):
+    for each in (claim, *claims.values()):
         each.use()
     records = {}
     if after != before:
@@ -178,19 +186,19 @@ def _submit(
         renewed_records(sweep, records),
         contextlib.ExitStack() as stack,
     ):
-        if claims:
-            runs = [each.run for each in claims]
-            for index, run in zip(indices, runs, strict=True):
-                changed = {} if after == before else {run.spec: after.element(index).to_json()}
-                stack.enter_context(renewed_records(run, changed))
-                _note(run, terms)
-        else:
-            runs = stack.enter_context(points.created(sweep, after, indices))
+        missing = [index for index in indices if index not in claims]
+        stack.enter_context(points.created(sweep, after, missing))
+        for index, each in claims.items():
+            run = each.run
+            changed = {} if after == before else {run.spec: after.element(index).to_json()}
+            stack.enter_context(renewed_records(run, changed))
+            _note(run, terms)
         if after.launcher == "local":
             points.note_rehearsal(sweep, indices)
             return SentJob("")
         from clusterddp.launchers import sbatch  # and jinja2, which not every command needs
 
+        runs = [sweep.element(index) for index in indices]
         submission = sbatch.submit(after, script, sweep, runs)
         notice_job.submit(after, sweep, submission.job_id)
         return submission

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import sys
 
 import pytest
@@ -411,6 +412,28 @@ def test_points_that_are_refused_leave_the_sweep_as_it_was(
     assert done.code == 2
     assert {path: path.read_bytes() for path in kept} == kept
     assert not sweep.element(10).path.exists()
+
+
+def test_a_point_whose_directory_is_gone_is_made_again(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    for index in range(10):
+        finish(sweep, index, code=int(index == 5), job_id=str(10 + index))
+    shutil.rmtree(sweep.element(3).path)
+    workplace.command("squeue", "")
+    workplace.command("sbatch", "echo no >&2; exit 1")
+    refused = workplace.invoke("resubmit", "s", "--mem", "8G")
+    assert (refused.code, "refused the job: no" in refused.err) == (2, True)
+    assert not sweep.element(3).path.exists()
+    workplace.command("sbatch", "echo 40")
+    done = workplace.invoke("resubmit", "s", "--mem", "8G")
+    assert done.code == 0, done.err
+    assert "sbatch --parsable --array=3,5 --comment=clusterddp:s" in workplace.calls
+    assert sweep.element(3).load_spec() == sweep.load_spec().element(3)
+    kinds = [[e.kind for e in events.read(sweep.element(i).events)] for i in (3, 5)]
+    assert [each[-2:] for each in kinds] == [["submitted"], ["resubmit", "submitted"]]
+    has = workplace.invoke("resubmit", "s", "--sweep", "n=3")
+    assert "not ended well, or are missing: clusterddp resubmit s" in has.err
 
 
 @pytest.mark.parametrize(
