@@ -389,7 +389,8 @@ def check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) ->
     if snapshot.is_cleaned(run):
         raise RequestError(
             f"the copy of its code that {run.name} ran was removed by 'clusterddp clean'. To run "
-            f"the files of {Path.cwd()} as they are now: --code new."
+            f"the files of {Path.cwd()} as they are now, "
+            f"{code_renewal.way_to_current_files(before, run)}."
         )
     if run.code.is_dir():
         code_renewal.log_changes(before, run)
@@ -400,8 +401,8 @@ def check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) ->
         if differing:
             raise RequestError(
                 f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
-                f"{formatting.some(differing, _MOST_CHANGES, ', ')}. Put it back, or use --code "
-                "new to run the current files."
+                f"{formatting.some(differing, _MOST_CHANGES, ', ')}. Put it back, or, to run the "
+                f"current files, {code_renewal.way_to_current_files(before, run)}."
             )
 
 

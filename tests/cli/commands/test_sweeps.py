@@ -436,6 +436,25 @@ def test_a_point_whose_directory_is_gone_is_made_again(
     assert "not ended well, or are missing: clusterddp resubmit s" in has.err
 
 
+def test_changed_code_leads_to_a_new_sweep_or_to_one_point(workplace: Workplace) -> None:
+    workplace.command("sbatch", "echo 7")
+    workplace.command("scontrol", f"echo '{CONFIG}'")
+    workplace.command("squeue", "")
+    (workplace.folder / "train.py").write_text("print(1)\n")
+    workplace.monkeypatch.setenv("PATH", f"{workplace.folder}/bin:/usr/bin:/bin")
+    argv = ["--run-name", "s", "--sweep", "n=0..1", "--", "python3", "train.py", "{n}"]
+    done = workplace.invoke("submit", *argv)
+    assert done.code == 0, done.err
+    sweep = SweepDir(workplace.root / "s")
+    for index in range(2):
+        finish(sweep, index, code=1, job_id=str(10 + index))
+    (workplace.folder / "train.py").write_text("print(2)\n")
+    again = workplace.invoke("resubmit", "s")
+    assert again.code == 0, again.err
+    assert "To run the current files, submit a new sweep, or one point: " in again.err
+    assert "clusterddp resubmit s-0 --code new.\n" in again.err
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
