@@ -38,7 +38,7 @@ def sweep_options(function: F) -> F:
             "type": int,
             "metavar": "N",
             "help": "Draw N points at random from the values of --sweep: of lists, "
-            "log:1e-4..1e-1 or lin:0..1.",
+            "log:1e-4..1e-1 or lin:0.0..1.0.",
         },
         "--sample-seed": {
             "type": click.IntRange(0, _SEEDS - 1),

@@ -3,12 +3,14 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 
 import pytest
 
 from clusterddp.cli.commands import jobs
+from clusterddp.request.sweep import parse
 from clusterddp.run import chain, events, notify
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
@@ -519,3 +521,10 @@ def test_draws_show_their_seed(workplace: Workplace) -> None:
     assert (
         f"--sample-seed {seed}" in workplace.invoke(*argv[:2], *argv[3:], "--sample-seed", seed).err
     )
+
+
+def test_the_example_of_draws_in_the_help_draws_fractions(workplace: Workplace) -> None:
+    words = " ".join(workplace.invoke("submit", "--help").out.split())
+    [example] = re.findall(r"lin:\S+[0-9]", words)
+    points = parse([f"lr={example}"], sample=9, seed=1).points
+    assert any(float(text) % 1 for (text,) in points)
