@@ -74,7 +74,8 @@ def resubmit_sweep(
         stack.enter_context(submission_folder_of(sweep))
         after = change(before)
         if more:
-            after = dataclasses.replace(after, sweep=after.sweep.with_points(more))
+            whole = after.sweep.with_points(more, trained=after.train is not None)
+            after = dataclasses.replace(after, sweep=whole)
         after.check_points()
         check_fields(sweep, dataclasses.replace(before, sweep=after.sweep), after)
         check_changes(sweep, before, after, terms)

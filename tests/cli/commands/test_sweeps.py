@@ -1,5 +1,6 @@
 """Sweeps as they are typed, with stand-ins for what a healthy cluster cannot be made to say."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -10,7 +11,8 @@ import sys
 import pytest
 
 from clusterddp.cli.commands import jobs
-from clusterddp.request.sweep import parse
+from clusterddp.request.sweep import Sweep, parse
+from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import chain, events, notify
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
@@ -436,6 +438,17 @@ def test_a_point_whose_directory_is_gone_is_made_again(
     assert [each[-2:] for each in kinds] == [["submitted"], ["resubmit", "submitted"]]
     has = workplace.invoke("resubmit", "s", "--sweep", "n=3")
     assert "not ended well, or are missing: clusterddp resubmit s" in has.err
+
+
+def test_a_value_that_is_written_otherwise_is_no_further_point(workplace: Workplace) -> None:
+    sweep = workplace.sweep("s", ("n",), ("0",))
+    points = Sweep(("lr",), (("0.1",),))
+    spec = dataclasses.replace(sweep.load_spec(), train=TrainConfig(), command=(), sweep=points)
+    sweep.spec.write_text(spec.to_json())
+    none = workplace.invoke("resubmit", "s", "--dry-run", "--sweep", "lr=0.10")
+    assert (none.code, "s has each of these points already" in none.err) == (2, True)
+    more = workplace.invoke("resubmit", "s", "--dry-run", "--json", "--sweep", "lr=0.10,0.2")
+    assert json.loads(more.out)["indices"] == [1], more.err
 
 
 def test_changed_code_leads_to_a_new_sweep_or_to_one_point(workplace: Workplace) -> None:
