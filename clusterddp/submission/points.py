@@ -59,9 +59,14 @@ def refuse_existing(spec: JobSpec, indices: Sequence[int]) -> None:
 
 def note_rehearsal(sweep: SweepDir, indices: Sequence[int]) -> None:
     """Record that points will run on this machine, one after the other. Raises OSError."""
-    folder = str(Path.cwd())
     events.add(
-        sweep.events, events.Submitted, launcher="local", folder=folder, indices=tuple(indices)
+        sweep.events,
+        events.Submitted,
+        launcher="local",
+        pid=os.getpid(),
+        host=os.uname().nodename,
+        folder=str(Path.cwd()),
+        indices=tuple(indices),
     )
 
 
