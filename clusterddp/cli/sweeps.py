@@ -38,7 +38,7 @@ def sweep_options(function: F) -> F:
             "type": int,
             "metavar": "N",
             "help": "Draw N points at random from the values of --sweep: of lists, "
-            "log:1e-4..1e-1 or lin:0..1.",
+            "log:1e-4..1e-1 or lin:0.0..1.0.",
         },
         "--sample-seed": {
             "type": click.IntRange(0, _SEEDS - 1),
@@ -145,13 +145,20 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
     """Run the points one after the other; one that fails keeps no other from its turn."""
     from clusterddp.cli.runs import follow
     from clusterddp.launchers import local
+    from clusterddp.run.stop import lost_turn
 
     script, code = sweep.script.read_text(), errors.EXIT_DONE
     for run in runs:
+        if lost_turn(run):
+            log.info(f"{run.name}: cancelled ahead of its turn")
+            code = max(code, errors.EXIT_FAILED)
+            continue
         spec = run.load_spec()
         log.info(f"{run.name}: {' '.join(f'{name}={text}' for name, text in spec.point)}")
         sent = local.submit(spec, script, run)
         assert sent.stop
+        if lost_turn(run):  # while it was submitted
+            sent.stop()
         ended = follow(run, lines=0, goes_on=False, to_stderr=as_json)
         sent.stop()
         code = max(code, ended)

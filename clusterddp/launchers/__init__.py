@@ -1,7 +1,6 @@
 """Launchers of a run's tasks: one module each, loaded when it is chosen; the sbatch script."""
 
 import importlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,6 @@ from clusterddp.request.spec import JobSpec
 if TYPE_CHECKING:  # a dry run reads no run
     from clusterddp.run.run_dir import RunDir
 
-ARRAY = re.compile(r"^#SBATCH --array=", re.MULTILINE)
-"""Line of a script that starts the points of a sweep."""
 SHIPPED = {
     "ddp.sbatch.j2": "one srun task per rank (the default)",
     "torchrun.sbatch.j2": "one torchrun agent per node, which starts that node's ranks",

@@ -31,6 +31,7 @@ from clusterddp.launchers.srun import CANCELLED, KILL_WAIT_SECONDS, signal_sessi
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.variables import REHEARSAL_VARIABLE, VISIBLE_GPUS, named_gpus
 from clusterddp.request.spec import JobSpec
+from clusterddp.request.sweep import is_array
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
@@ -163,15 +164,16 @@ def main() -> None:
             **os.environ,
             **job_environment(script, os.getpid(), Path.cwd(), os.environ.get(VISIBLE_GPUS)),
             **limit.environment(time.time()),
-            **_element(run),
+            **_element(run, script),
             **_stand_in(Path(folder), os.environ),
         }
         sys.exit(job.run(["bash", str(run.script)], environ, Path(folder) / "steps"))
 
 
-def _element(run: RunDir) -> dict[str, str]:
-    """Give the variable of a sweep's point, whose script is that of all of them."""
-    return {"SLURM_ARRAY_TASK_ID": run.name.rpartition("-")[2]} if run.sweep else {}
+def _element(run: RunDir, script: str) -> dict[str, str]:
+    """Give the variable of a sweep's point whose script is that of all of them."""
+    is_of_all = run.sweep and is_array(script)
+    return {"SLURM_ARRAY_TASK_ID": run.name.rpartition("-")[2]} if is_of_all else {}
 
 
 @contextmanager

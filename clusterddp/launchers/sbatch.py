@@ -21,7 +21,7 @@ from jinja2.bccache import Bucket
 
 from clusterddp import log
 from clusterddp.errors import RequestError
-from clusterddp.launchers import ARRAY, SentJob
+from clusterddp.launchers import SentJob
 from clusterddp.request import sweep
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import REQUEST, JobSpec, Resources, submission_comment
@@ -104,7 +104,7 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
         except RequestError as error:  # a file of names, say, which sbatch takes as well
             log.warning(f"no bad node is left out: {error}")
             choice = bad_nodes.Choice()
-    if spec.point and ARRAY.search(script):
+    if spec.point and sweep.is_array(script):
         points = [run]
     indices = [int(point.name.rpartition("-")[2]) for point in points]
     array = array_of(indices, spec.sweep.max_parallel)

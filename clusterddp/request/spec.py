@@ -22,6 +22,7 @@ from clusterddp.request.sweep import (
     Sweep,
     check_command,
     command_at,
+    refuse_equal,
     refuse_names,
     train_at,
 )
@@ -485,6 +486,8 @@ class JobSpec:
 
         A new request is checked; the record of a sweep, which is read often, without it.
         """
+        if self.train:
+            refuse_equal(self.sweep)
         for index in range(len(self.sweep)):
             self.element(index)
 

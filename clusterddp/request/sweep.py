@@ -28,6 +28,7 @@ MOST_POINTS = 100_000
 """A mistyped range is refused ahead of what Slurm would say of it."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+_ARRAY = re.compile(r"^#SBATCH --array=", re.MULTILINE)
 _DRAWN = re.compile(r"(log|lin):(.+)\.\.(.+)")
 _YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
 _ROWS = {row.name: row for row in TRAINING}
@@ -105,10 +106,11 @@ class Sweep:
         """Return the values of a point by name. Raises IndexError."""
         return tuple(zip(self.names, self.points[index], strict=True))
 
-    def with_points(self, more: "Sweep") -> "Sweep":
+    def with_points(self, more: "Sweep", *, trained: bool = False) -> "Sweep":
         """Return this sweep with those points of another one appended that it does not have.
 
-        Raises OptionError where the other one has other names.
+        trained: they are of our training, to which 0.1 and 1e-1 are one value. Raises OptionError
+        where the other one has other names.
         """
         if {*more.names} != {*self.names}:
             raise OptionError(
@@ -117,10 +119,14 @@ class Sweep:
                 f"{', '.join(more.names)}. Give a value for each, or submit a new sweep.",
             )
         order = [more.names.index(name) for name in self.names]
-        have = set(self.points)
+
+        def meant(point: tuple[str, ...]) -> tuple[object, ...]:
+            return _values(self.names, point) if trained else point
+
+        have = {*map(meant, self.points)}
         fresh = [tuple(point[i] for i in order) for point in more.points]
         return dataclasses.replace(
-            self, points=(*self.points, *(point for point in fresh if point not in have))
+            self, points=(*self.points, *(point for point in fresh if meant(point) not in have))
         )
 
 
@@ -130,6 +136,11 @@ NO_SWEEP = Sweep()
 def variable(name: str) -> str:
     """Return the variable of the batch script that holds a point's value, `point_lr`."""
     return f"point_{name.replace('-', '_')}"
+
+
+def is_array(script: str) -> bool:
+    """Return whether a script starts points of a sweep by their indices, and not one run alone."""
+    return bool(_ARRAY.search(script))
 
 
 def shown(point: Point) -> str:
@@ -252,6 +263,22 @@ def refuse_names(names: Iterable[str], request: Iterable[str]) -> None:
             )
 
 
+def refuse_equal(sweep: Sweep) -> None:
+    """Refuse points of our training that differ in how their values are written alone.
+
+    Raises OptionError, also for a value not valid.
+    """
+    earlier: dict[tuple[object, ...], tuple[str, ...]] = {}
+    for point in sweep.points:
+        first = earlier.setdefault(_values(sweep.names, point), point)
+        if first is not point:
+            one, other = (shown(tuple(zip(sweep.names, p, strict=True))) for p in (first, point))
+            raise OptionError(
+                "--sweep",
+                f": {one} and {other} are one point; it would be trained twice to the same end.",
+            )
+
+
 def train_at(train: TrainConfig, point: Point) -> TrainConfig:
     """Return a training's configuration at a point. Raises OptionError for a value not valid."""
     values = {_ROWS[name].parameter: _value(name, text) for name, text in point}
@@ -286,6 +313,11 @@ def check_command(command: Sequence[str], names: Sequence[str]) -> None:
                 f"same. Write it where the value belongs: -- python train.py --{name} {{{name}}}. "
                 "What is asked of Slurm is the same for all points.",
             )
+
+
+def _values(names: Iterable[str], point: Iterable[str]) -> tuple[object, ...]:
+    """Return a point's values as our training reads them. Raises OptionError for one not valid."""
+    return tuple(_value(name, text) for name, text in zip(names, point, strict=True))
 
 
 def _value(name: str, text: str) -> object:

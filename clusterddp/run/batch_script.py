@@ -17,6 +17,7 @@ from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmEr
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import JobSpec, submission_comment
+from clusterddp.request.sweep import is_array
 from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, events, files, formatting, logs, restart_policy
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded
@@ -459,9 +460,11 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         spec = run.load_spec()
         if spec.launcher == "submitit":
             raise SlurmError("submitit's pickled task belongs to the job that it was made for")
-        index = os.environ.get("SLURM_ARRAY_TASK_ID", "")
         comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
         script = run.script.read_text()
+        # A point's script is that of all points, or one of its own, which is no array's.
+        is_own = spec.point and not is_array(script)
+        index = "" if is_own else os.environ.get("SLURM_ARRAY_TASK_ID", "")
         try:
             choice, exclude = _nodes_to_leave_out(run, spec, job_id)
         except (ClusterDDPError, OSError) as error:

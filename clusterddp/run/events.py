@@ -53,7 +53,7 @@ class Submitted(Event):
     folder: str = ""
     """Folder in which the person typed the command."""
     pid: int | None = None
-    """Process that controls a local run, on `host`."""
+    """Process that controls a local run, or runs the points of a sweep in turn, on `host`."""
     host: str | None = None
     in_place_of: str = ""
     """Job that it replaces; empty where a person submitted it."""

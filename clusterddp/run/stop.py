@@ -12,8 +12,8 @@ from typing import TypeVar
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.run import events
-from clusterddp.run.attempt import latest
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.attempt import latest, process_alive
+from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import (
     CREATED,
     ENDED,
@@ -23,7 +23,7 @@ from clusterddp.run.state import (
     Submission,
     latest_submission,
 )
-from clusterddp.run.status import RunStatus
+from clusterddp.run.status import RunStatus, run_status
 from clusterddp.slurm import client as slurm
 
 _Result = TypeVar("_Result", bound="Stop | Cancellation")
@@ -65,6 +65,11 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
     RequestError when its directory cannot be written or it has not started yet; the record is then
     taken back.
     """
+    if _awaits_turn(run):
+        given_up = cancel(run, status, send)
+        return Stop(
+            run.name, given_up.job_id, False, given_up.cancelled, given_up.message, run.resubmission
+        )
     submission = latest_submission(events.read(run.events))
     attempt = latest(run) if submission is None and status.state == RUNNING else None
     if attempt:  # its ranks were started by hand
@@ -162,6 +167,8 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
     Raises SlurmError with scancel's words, or RequestError for a run of another machine; the record
     is then taken back.
     """
+    if _awaits_turn(run):
+        return _give_turn_up(run, send)
     submission = latest_submission(events.read(run.events))
     if submission is None and status.state == RUNNING:
         message = (
@@ -207,6 +214,41 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
         raise
     who = f"process {submission.pid}" if submission.is_local else f"Slurm (job {job})"
     return Cancellation(run.name, submission.job_id, True, f"{run.name}: asked {who} to end it")
+
+
+def lost_turn(run: RunDir) -> bool:
+    """Return whether a point was cancelled since a person submitted it to a rehearsal."""
+    cancelled = False
+    for event in events.read(run.events):
+        if isinstance(event, events.CancelAsked | events.Resubmitted):
+            cancelled = isinstance(event, events.CancelAsked)
+    return cancelled
+
+
+def _awaits_turn(run: RunDir) -> bool:
+    """Return whether a point waits for a rehearsal of its sweep, which runs them in turn."""
+    name, _, index = run.name.rpartition("-")
+    sent = [e for e in events.read(run.events) if isinstance(e, events.Submitted)]
+    if not (name and index.isdecimal()) or any(event.launcher != "local" for event in sent[-1:]):
+        return False
+    history = events.read(SweepDir(run.path.with_name(name)).events)
+    submitted = [e for e in history if isinstance(e, events.Submitted) and int(index) in e.indices]
+    if not submitted or submitted[-1].pid is None:  # of Slurm's, or of no point
+        return False
+    last = submitted[-1]
+    has_begun = bool(sent) and (sent[-1].time or 0.0) >= (last.time or 0.0)
+    return not has_begun and process_alive(last.pid, last.host, last.time) is not False
+
+
+def _give_turn_up(run: RunDir, send: Send) -> Cancellation:
+    """Cancel a point that waits for its turn; raises RequestError where that cannot be recorded."""
+    try:
+        events.add(run.events, events.CancelAsked)
+    except OSError as error:
+        raise RequestError(f"{run.path} cannot be written: {error.strerror}.") from None
+    if not _awaits_turn(run):  # it has begun meanwhile
+        return cancel(run, run_status(run, {}), send)
+    return Cancellation(run.name, "", True, f"{run.name}: it waits for its turn, and loses it")
 
 
 def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:

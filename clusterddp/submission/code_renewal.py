@@ -44,9 +44,16 @@ def log_changes(spec: JobSpec, run: RunDir) -> None:
     if changes:
         files = "1 file differs" if len(changes) == 1 else f"{len(changes)} files differ"
         log.info(
-            f"{uses}; in {tree} {files} by now: {_shown(changes)}. "
-            "Use --code new to run the current files."
+            f"{uses}; in {tree} {files} by now: {_shown(changes)}. To run the current files, "
+            f"{way_to_current_files(spec, run)}."
         )
+
+
+def way_to_current_files(spec: JobSpec, run: RunDir) -> str:
+    """Say how to run the folder's files; the points of a sweep share one copy of the code."""
+    if spec.sweep:
+        return f"submit a new sweep, or one point: clusterddp resubmit {run.shown}-0 --code new"
+    return "use --code new"
 
 
 @contextlib.contextmanager

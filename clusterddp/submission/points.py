@@ -18,25 +18,31 @@ SHARED = ("clusterddp.pyz", "code", "code.json", "script.sbatch")
 def created(sweep: SweepDir, spec: JobSpec, indices: Sequence[int]) -> Iterator[list[RunDir]]:
     """Make the directories of points as runs that share the sweep's files, or none at all.
 
-    They are taken away again when the body raises RequestError. Raises RequestError where one
-    exists or cannot be written.
+    Those that it has made are taken away again when an interruption or an error keeps it from the
+    others, or when the body raises RequestError. Raises RequestError where one exists or cannot be
+    written.
     """
     refuse_existing(spec, indices)
     points = [sweep.element(index) for index in indices]
     shared = [name for name in SHARED if os.path.lexists(sweep.path / name)]
+    made: list[RunDir] = []
     try:
-        try:
-            for index, point in zip(indices, points, strict=True):
-                _make(point, spec.element(index), sweep, shared)
-        except OSError as error:
-            raise RequestError(
-                f"--output-root: cannot write {error.filename or sweep.path}: {error.strerror}. "
-                "Choose a folder that you can write and that has room."
-            ) from None
+        for index, point in zip(indices, points, strict=True):
+            point.path.mkdir(mode=0o700)
+            made.append(point)  # one that is there by now is another submission's
+            _fill(point, spec.element(index), sweep, shared)
+    except BaseException as error:
+        _undo(made)
+        if not isinstance(error, OSError):
+            raise
+        raise RequestError(
+            f"--output-root: cannot write {error.filename or sweep.path}: {error.strerror}. "
+            "Choose a folder that you can write and that has room."
+        ) from None
+    try:
         yield points
     except RequestError:
-        for point in points:
-            undo(point.path, [])
+        _undo(made)
         raise
 
 
@@ -53,15 +59,19 @@ def refuse_existing(spec: JobSpec, indices: Sequence[int]) -> None:
 
 def note_rehearsal(sweep: SweepDir, indices: Sequence[int]) -> None:
     """Record that points will run on this machine, one after the other. Raises OSError."""
-    folder = str(Path.cwd())
     events.add(
-        sweep.events, events.Submitted, launcher="local", folder=folder, indices=tuple(indices)
+        sweep.events,
+        events.Submitted,
+        launcher="local",
+        pid=os.getpid(),
+        host=os.uname().nodename,
+        folder=str(Path.cwd()),
+        indices=tuple(indices),
     )
 
 
-def _make(point: RunDir, spec: JobSpec, sweep: SweepDir, shared: Sequence[str]) -> None:
-    """Make one; its request comes last, as it makes the directory a run. Raises OSError."""
-    point.path.mkdir(mode=0o700)
+def _fill(point: RunDir, spec: JobSpec, sweep: SweepDir, shared: Sequence[str]) -> None:
+    """Fill a directory; its request comes last, as it makes the directory a run. Raises OSError."""
     for name in shared:
         (point.path / name).symlink_to(Path("..") / sweep.name / name)
     # Not synced one by one: the sweep's own request has all of it.
@@ -69,3 +79,8 @@ def _make(point: RunDir, spec: JobSpec, sweep: SweepDir, shared: Sequence[str]) 
     with os.fdopen(descriptor, "w") as file:
         file.write(spec.to_json())
     (point.path / ".spec.json").replace(point.spec)
+
+
+def _undo(points: Sequence[RunDir]) -> None:
+    for point in points:
+        undo(point.path, [])

@@ -16,7 +16,7 @@ from clusterddp import launchers, log
 from clusterddp.errors import CheckpointError, RequestError
 from clusterddp.launchers import notice_job
 from clusterddp.request.spec import JobSpec, Resources
-from clusterddp.request.sweep import shown
+from clusterddp.request.sweep import is_array, shown
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, chain, events, formatting
@@ -218,7 +218,7 @@ def script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> st
     if not _is_earlier(recorded):
         if after == before:
             return recorded
-        whole = run.sweep if before.point and launchers.ARRAY.search(recorded) else None
+        whole = run.sweep if before.point and is_array(recorded) else None
         asked = whole.load_spec() if whole else before  # a point has the script of its sweep
         again = "" if terms.allow_changed else render(asked, terms.template_folder)
         if again and recorded != again and of_script(recorded) == of_script(again):
@@ -389,7 +389,8 @@ def check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) ->
     if snapshot.is_cleaned(run):
         raise RequestError(
             f"the copy of its code that {run.name} ran was removed by 'clusterddp clean'. To run "
-            f"the files of {Path.cwd()} as they are now: --code new."
+            f"the files of {Path.cwd()} as they are now, "
+            f"{code_renewal.way_to_current_files(before, run)}."
         )
     if run.code.is_dir():
         code_renewal.log_changes(before, run)
@@ -400,8 +401,8 @@ def check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) ->
         if differing:
             raise RequestError(
                 f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
-                f"{formatting.some(differing, _MOST_CHANGES, ', ')}. Put it back, or use --code "
-                "new to run the current files."
+                f"{formatting.some(differing, _MOST_CHANGES, ', ')}. Put it back, or, to run the "
+                f"current files, {code_renewal.way_to_current_files(before, run)}."
             )
 
 

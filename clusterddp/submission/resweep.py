@@ -3,16 +3,17 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.launchers import SentJob, notice_job
 from clusterddp.request.spec import JobSpec
-from clusterddp.request.sweep import Sweep
+from clusterddp.request.sweep import Sweep, is_array
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, chain, events
+from clusterddp.run import bad_nodes, chain, events, formatting
 from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import UNKNOWN
@@ -30,6 +31,8 @@ from clusterddp.submission.resubmit import (
     submission_folder_of,
 )
 from clusterddp.submission.submit import naming_the_job
+
+_MOST_COMMANDS = 20
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def resubmit_sweep(
         stack.enter_context(submission_folder_of(sweep))
         after = change(before)
         if more:
-            after = dataclasses.replace(after, sweep=after.sweep.with_points(more))
+            whole = after.sweep.with_points(more, trained=after.train is not None)
+            after = dataclasses.replace(after, sweep=whole)
         after.check_points()
         check_fields(sweep, dataclasses.replace(before, sweep=after.sweep), after)
         check_changes(sweep, before, after, terms)
@@ -80,16 +84,24 @@ def resubmit_sweep(
         if more:
             indices = [*range(count, len(after.sweep))]
             if not indices:
-                raise RequestError(f"{sweep.name} has each of these points already.")
+                raise RequestError(
+                    f"{sweep.name} has each of these points already. Those that have not ended "
+                    f"well, or are missing: clusterddp resubmit {sweep.shown}"
+                )
             points.refuse_existing(after, indices)
+            missing = {*indices}
         else:
             indices = _to_repeat(sweep)
+            missing = {i for i in indices if not os.path.lexists(sweep.element(i).path)}
         result = Resubmitted(after, script, tuple(indices), None)
         if claim is None:
             return result
         _check(after, len(indices))
-        runs = [sweep.element(index) for index in indices]
-        claims = [] if more else [stack.enter_context(claimed(run)) for run in runs]
+        claims = {
+            index: stack.enter_context(claimed(sweep.element(index)))
+            for index in indices
+            if index not in missing
+        }
         if after != before or terms.new_clusterddp:
             stack.enter_context(bundle.renewed(sweep))
         else:
@@ -109,12 +121,29 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
             "where Slurm answers; two jobs cannot train one run."
         )
     indices = [index for index, status in enumerate(known) if has_failed(status)]
+    own = {index: sweep.element(index) for index in indices if _has_own_script(sweep, index)}
+    indices = [index for index in indices if index not in own]
+    if own:
+        commands = [f"clusterddp resubmit {run.shown}" for run in own.values()]
+        words = (
+            "points with options of their own are submitted each by itself: "
+            f"{formatting.some(commands, _MOST_COMMANDS, ', ')}"
+        )
+        if not indices:
+            raise RequestError(words)
+        log.info(words)
     if not indices:
         raise RequestError(
             f"every point of {sweep.name} is done, queued or running: there is nothing to submit "
             f"again. Add points with: clusterddp resubmit {sweep.shown} --sweep NAME=VALUES"
         )
     return indices
+
+
+def _has_own_script(sweep: SweepDir, index: int) -> bool:
+    """Return whether a point was submitted with other options; else its script is the sweep's."""
+    script = sweep.element(index).script
+    return script.is_file() and not script.is_symlink() and not is_array(script.read_text())
 
 
 def _check(spec: JobSpec, count: int) -> None:
@@ -136,7 +165,7 @@ def _check(spec: JobSpec, count: int) -> None:
 
 def _submit(
     claim: Claim,
-    claims: Sequence[Claim],
+    claims: Mapping[int, Claim],
     before: JobSpec,
     after: JobSpec,
     script: str,
@@ -145,10 +174,10 @@ def _submit(
 ) -> SentJob:
     """Lay the records down, and submit; puts the former records back where that is refused.
 
-    claims: on the points that are there already; without them they are made.
+    claims: on those of the points that are there already, by index; the others are made.
     """
     sweep = SweepDir(claim.run.path)
-    for each in (claim, *claims):
+    for each in (claim, *claims.values()):
         each.use()
     records = {}
     if after != before:
@@ -158,19 +187,19 @@ def _submit(
         renewed_records(sweep, records),
         contextlib.ExitStack() as stack,
     ):
-        if claims:
-            runs = [each.run for each in claims]
-            for index, run in zip(indices, runs, strict=True):
-                changed = {} if after == before else {run.spec: after.element(index).to_json()}
-                stack.enter_context(renewed_records(run, changed))
-                _note(run, terms)
-        else:
-            runs = stack.enter_context(points.created(sweep, after, indices))
+        missing = [index for index in indices if index not in claims]
+        stack.enter_context(points.created(sweep, after, missing))
+        for index, each in claims.items():
+            run = each.run
+            changed = {} if after == before else {run.spec: after.element(index).to_json()}
+            stack.enter_context(renewed_records(run, changed))
+            _note(run, terms)
         if after.launcher == "local":
             points.note_rehearsal(sweep, indices)
             return SentJob("")
         from clusterddp.launchers import sbatch  # and jinja2, which not every command needs
 
+        runs = [sweep.element(index) for index in indices]
         submission = sbatch.submit(after, script, sweep, runs)
         notice_job.submit(after, sweep, submission.job_id)
         return submission

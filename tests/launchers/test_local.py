@@ -631,3 +631,47 @@ def test_a_jobs_variables_count_what_its_script_asks_for() -> None:
     assert environ["SLURM_NTASKS"] == "6"
     assert environ["SLURM_TASKS_PER_NODE"] == "3(x2)"
     assert environ["SLURM_JOB_NODELIST"] == "127.0.0.[1-2]"
+
+
+def test_a_point_with_a_script_of_its_own_stays_in_its_directory(tmp_path: Path) -> None:
+    fails_first = "[ {n} != 1 ] || [ -e mended ]"
+    submitted = submit(tmp_path, "--sweep", "n=0..1", "--", "sh", "-c", fails_first)
+    assert submitted.returncode == 1, submitted.stderr
+    (tmp_path / "mended").touch()
+    again = subprocess.run(
+        [*CLUSTERDDP, "resubmit", "a-1", "--time", "5"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert sorted(path.name for path in (tmp_path / "jobs").iterdir()) == ["a", "a-0", "a-1"]
+
+
+def test_points_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
+    tmp_path: Path, begin: Begin
+) -> None:
+    def typed(*argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*CLUSTERDDP, *argv],
+            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    until_go = "echo at {n}; until [ -e go ]; do sleep 0.1; done"
+    rehearsal = begin("--sweep", "n=0..3", "--", "sh", "-c", until_go)
+    logs = [tmp_path / f"jobs/a-{index}/logs/rank-0.log" for index in range(4)]
+    wait_for(lambda: logs[0].exists() and logs[0].read_text() == "at 0\n", "the first point")
+    stopped = typed("stop", "a-3")
+    assert "a-3: it waits for its turn, and loses it" in stopped.stdout, stopped.stderr
+    cancelled = typed("cancel", "-y", "a")
+    assert cancelled.returncode == 0, cancelled.stderr
+    _, words = rehearsal.communicate(timeout=120)
+    assert rehearsal.returncode == 1, words
+    assert [f"a-{index}: cancelled ahead of its turn" in words for index in range(4)] == [
+        False, True, True, True,
+    ]  # fmt: skip
+    assert not any(log.exists() for log in logs[1:])
+    (tmp_path / "go").touch()
+    late = typed("cancel", "a-2")
+    assert "a-2 was never submitted" in late.stdout  # nobody runs the points any more
+    again = typed("resubmit", "a")
+    assert again.returncode == 0, again.stderr
+    assert [log.read_text().splitlines()[-1] for log in logs] == [f"at {n}" for n in range(4)]

@@ -152,6 +152,8 @@ def test_a_point_is_the_request_of_a_run_of_its_own() -> None:
         (["compile=maybe"], "no yes or no"),
         (["lr=1,-1"], "the point lr=-1"),
         (["precision=tf32"], "the point precision=tf32"),
+        (["lr=0.3,0.1,1e-1"], ": lr=0.1 and lr=1e-1 are one point"),
+        (["seed=1,2", "compile=yes,true"], "seed=1 compile=yes and seed=1 compile=true are one"),
     ],
 )
 def test_points_that_the_training_cannot_have_are_refused(items: list[str], words: str) -> None:
@@ -182,6 +184,14 @@ def test_points_are_appended_and_none_is_there_twice() -> None:
     assert before.with_points(parse(["a=1", "b=x"])) == before
     with pytest.raises(OptionError, match="varies a, b, and the new points a"):
         before.with_points(parse(["a=9"]))
+
+
+def test_values_of_the_training_count_and_not_how_they_are_written() -> None:
+    before = parse(["lr=0.1,0.3", "seed=0"])
+    more = parse(["seed=0,00", "lr=0.10,0.5"])
+    assert before.with_points(more, trained=True).points[2:] == (("0.5", "0"), ("0.5", "00"))
+    assert len(before.with_points(more)) == 6  # to a COMMAND they are different words
+    command("train", "{a}", sweep=parse(["a=0.1,0.10"])).check_points()
 
 
 def test_an_array_of_submitit_is_refused() -> None:

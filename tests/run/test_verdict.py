@@ -1,5 +1,6 @@
 """The verdict on an attempt, and what follows it: `clusterddp finish`."""
 
+import dataclasses
 import json
 import os
 import shlex
@@ -582,6 +583,28 @@ def test_where_requeue_is_refused_another_job_takes_the_place(
     assert (event["job_id"], event["in_place_of"], event["attempt"]) == ("18", "17", 1)
     assert event["why"] == "signal"
     assert (workplace.folder / "sent").read_text() == "#!/bin/bash\necho the script\n"
+
+
+def test_a_point_with_a_script_of_its_own_is_no_element_of_the_next_job(
+    workplace: Workplace,
+) -> None:
+    run = begun(workplace.run("s-3", submitted("17")))
+    spec = dataclasses.replace(run.load_spec(), point=(("lr", "1"),))
+    run.spec.write_text(spec.to_json())
+    slurm_says(workplace, requeue="echo 'Requested operation is presently disabled' >&2; exit 1")
+    workplace.command("sbatch", "echo 18")
+    workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
+    workplace.monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    workplace.monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    for lines, job, argument in (
+        ("", "18", ""),
+        ("#SBATCH --array=0-9\n", "18_3", " --array=3 --comment=clusterddp:s-3"),
+    ):
+        run.script.write_text(f"#!/bin/bash\n{lines}")
+        leave(run, **PAUSED)
+        assert finish(workplace, run, 75, REQUEUES).code == 75
+        assert last(run, "submitted")["job_id"] == job
+        assert f"sbatch --parsable{argument}" in workplace.calls
 
 
 def test_where_nothing_can_be_submitted_it_says_what_to_type(

@@ -758,7 +758,7 @@ def test_a_copy_that_is_older_than_the_folder_is_said(workplace: Workplace) -> N
     said = accepted(workplace, "one", *root).err
     assert f"one runs its copy of the code ({run.code}, of " in said
     assert '2 files differ by now: changed train.py, new "it\'s \\n new.py"' in said
-    assert "Use --code new to run the current files." in said
+    assert "To run the current files, use --code new." in said
     assert code_of(run) == {"train.py": "print(1)\n", "state": "step 7"}
 
 

@@ -1,14 +1,18 @@
 """Sweeps as they are typed, with stand-ins for what a healthy cluster cannot be made to say."""
 
+import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 
 import pytest
 
 from clusterddp.cli.commands import jobs
+from clusterddp.request.sweep import Sweep, parse
+from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import chain, events, notify
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
@@ -238,6 +242,29 @@ def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
     assert sweep.element(3).load_spec().point == (("n", "3"),)
 
 
+def test_a_point_with_options_of_its_own_is_left_to_a_submission_of_its_own(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    for index in range(10):
+        finish(sweep, index, code=int(index in (3, 5)), job_id=str(10 + index))
+    workplace.command("squeue", "")
+    workplace.command("sbatch", "echo 40")
+    assert workplace.invoke("resubmit", "s-3", "--mem", "64G").code == 0
+    record(sweep.element(3), started("40"), ended("40", 1))
+    history = sweep.element(3).events.read_bytes()
+    workplace.command("sbatch", "echo 50")
+    again = workplace.invoke("resubmit", "s")
+    assert again.code == 0, again.err
+    assert "each by itself: clusterddp resubmit s-3\n" in again.err
+    assert "sbatch --parsable --array=5 --comment=clusterddp:s" in workplace.calls
+    record(sweep.element(5), {**started("51"), "array_element": "50_5"}, ended("51", 0))
+    none = workplace.invoke("resubmit", "s", "--mem", "32G")
+    assert none.code == 2
+    assert "each by itself: clusterddp resubmit s-3\n" in none.err
+    assert sweep.element(3).events.read_bytes() == history
+    assert sweep.element(3).load_spec().resources.mem == "64G"
+
+
 def test_a_run_waits_for_a_sweep_and_for_a_point_that_is_submitted_again(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
@@ -423,6 +450,58 @@ def test_points_that_are_refused_leave_the_sweep_as_it_was(
     assert not sweep.element(10).path.exists()
 
 
+def test_a_point_whose_directory_is_gone_is_made_again(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    for index in range(10):
+        finish(sweep, index, code=int(index == 5), job_id=str(10 + index))
+    shutil.rmtree(sweep.element(3).path)
+    workplace.command("squeue", "")
+    workplace.command("sbatch", "echo no >&2; exit 1")
+    refused = workplace.invoke("resubmit", "s", "--mem", "8G")
+    assert (refused.code, "refused the job: no" in refused.err) == (2, True)
+    assert not sweep.element(3).path.exists()
+    workplace.command("sbatch", "echo 40")
+    done = workplace.invoke("resubmit", "s", "--mem", "8G")
+    assert done.code == 0, done.err
+    assert "sbatch --parsable --array=3,5 --comment=clusterddp:s" in workplace.calls
+    assert sweep.element(3).load_spec() == sweep.load_spec().element(3)
+    kinds = [[e.kind for e in events.read(sweep.element(i).events)] for i in (3, 5)]
+    assert [each[-2:] for each in kinds] == [["submitted"], ["resubmit", "submitted"]]
+    has = workplace.invoke("resubmit", "s", "--sweep", "n=3")
+    assert "not ended well, or are missing: clusterddp resubmit s" in has.err
+
+
+def test_a_value_that_is_written_otherwise_is_no_further_point(workplace: Workplace) -> None:
+    sweep = workplace.sweep("s", ("n",), ("0",))
+    points = Sweep(("lr",), (("0.1",),))
+    spec = dataclasses.replace(sweep.load_spec(), train=TrainConfig(), command=(), sweep=points)
+    sweep.spec.write_text(spec.to_json())
+    none = workplace.invoke("resubmit", "s", "--dry-run", "--sweep", "lr=0.10")
+    assert (none.code, "s has each of these points already" in none.err) == (2, True)
+    more = workplace.invoke("resubmit", "s", "--dry-run", "--json", "--sweep", "lr=0.10,0.2")
+    assert json.loads(more.out)["indices"] == [1], more.err
+
+
+def test_changed_code_leads_to_a_new_sweep_or_to_one_point(workplace: Workplace) -> None:
+    workplace.command("sbatch", "echo 7")
+    workplace.command("scontrol", f"echo '{CONFIG}'")
+    workplace.command("squeue", "")
+    (workplace.folder / "train.py").write_text("print(1)\n")
+    workplace.monkeypatch.setenv("PATH", f"{workplace.folder}/bin:/usr/bin:/bin")
+    argv = ["--run-name", "s", "--sweep", "n=0..1", "--", "python3", "train.py", "{n}"]
+    done = workplace.invoke("submit", *argv)
+    assert done.code == 0, done.err
+    sweep = SweepDir(workplace.root / "s")
+    for index in range(2):
+        finish(sweep, index, code=1, job_id=str(10 + index))
+    (workplace.folder / "train.py").write_text("print(2)\n")
+    again = workplace.invoke("resubmit", "s")
+    assert again.code == 0, again.err
+    assert "To run the current files, submit a new sweep, or one point: " in again.err
+    assert "clusterddp resubmit s-0 --code new.\n" in again.err
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -487,3 +566,10 @@ def test_draws_show_their_seed(workplace: Workplace) -> None:
     assert (
         f"--sample-seed {seed}" in workplace.invoke(*argv[:2], *argv[3:], "--sample-seed", seed).err
     )
+
+
+def test_the_example_of_draws_in_the_help_draws_fractions(workplace: Workplace) -> None:
+    words = " ".join(workplace.invoke("submit", "--help").out.split())
+    [example] = re.findall(r"lin:\S+[0-9]", words)
+    points = parse([f"lr={example}"], sample=9, seed=1).points
+    assert any(float(text) % 1 for (text,) in points)

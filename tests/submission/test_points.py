@@ -1,0 +1,53 @@
+"""Directories of points that cannot all be made."""
+
+import dataclasses
+
+import pytest
+
+from clusterddp.errors import RequestError
+from clusterddp.request.spec import JobSpec
+from clusterddp.request.sweep import Sweep
+from clusterddp.run.run_dir import SweepDir
+from clusterddp.submission import points
+from tests.cli.made_runs import Workplace, workplace
+
+__all__ = ["workplace"]
+
+
+def of_five(workplace: Workplace) -> JobSpec:
+    """Request of a sweep of five points, of which the first is there."""
+    spec = workplace.sweep("s", ("n",), ("0",)).load_spec()
+    return dataclasses.replace(spec, sweep=Sweep(("n",), tuple((f"{n}",) for n in range(5))))
+
+
+def test_a_run_that_appears_meanwhile_is_left_alone(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = of_five(workplace)
+    # It comes behind the look, as that of another submission can.
+    monkeypatch.setattr(points, "refuse_existing", lambda *_: workplace.run("s-3"))
+    sweep = SweepDir(workplace.root / "s")
+    with (
+        pytest.raises(RequestError, match="s-3: File exists"),
+        points.created(sweep, spec, range(1, 5)),
+    ):
+        pytest.fail("it is yielded")
+    assert sorted(path.name for path in workplace.root.iterdir()) == ["s", "s-0", "s-3"]
+    assert sweep.element(3).spec.is_file()
+
+
+def test_an_interruption_leaves_no_point(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, element = of_five(workplace), JobSpec.element
+
+    def interrupted(spec: JobSpec, index: int) -> JobSpec:
+        if index == 3:
+            raise KeyboardInterrupt
+        return element(spec, index)
+
+    monkeypatch.setattr(JobSpec, "element", interrupted)
+    sweep = SweepDir(workplace.root / "s")
+    with pytest.raises(KeyboardInterrupt), points.created(sweep, spec, range(1, 5)):
+        pytest.fail("it is yielded")
+    assert sorted(path.name for path in workplace.root.iterdir()) == ["s", "s-0"]
