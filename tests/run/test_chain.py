@@ -8,6 +8,7 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.sweep import Sweep
 from clusterddp.run import chain, events
 from clusterddp.run.chain import Awaited, Due
 from clusterddp.run.run_dir import RunDir, SweepDir
@@ -117,7 +118,7 @@ def test_a_run_whose_directory_is_gone_comes_to_no_end(tmp_path: Path, condition
 
 def request(folder: Path, **more: Any) -> JobSpec:
     fields: dict[str, Any] = {"run_name": "b", "run_dir": str(folder / "jobs/b")}
-    return JobSpec(**fields, resources=Resources(), command=("true",), **more)
+    return JobSpec(**fields, resources=Resources(), **{"command": ("true",), **more})
 
 
 @pytest.mark.parametrize(
@@ -145,6 +146,20 @@ def test_a_request_does_not_wait_for_itself_or_for_any_of_several_jobs(tmp_path:
             request(tmp_path, after=(("/jobs/a", "ok"),)),
             resources=Resources(dependency="afterok:1?afterok:2"),
         )
+
+
+def test_a_point_does_not_wait_for_its_sweep_nor_a_sweep_for_its_point(tmp_path: Path) -> None:
+    sweep = request(tmp_path, command=("echo", "{n}"), sweep=Sweep(("n",), (("0",), ("1",))))
+    path = sweep.run_dir
+    point = sweep.element(1)
+    for spec, after, words in (
+        (point, path, "b-1 is a point of b, and cannot wait for it"),
+        (sweep, f"{path}-1", "b cannot wait for itself"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            dataclasses.replace(spec, after=((after, "any"),))
+    dataclasses.replace(point, after=((f"{path}-0", "ok"),))
+    dataclasses.replace(sweep, after=((f"{path}-2", "ok"),))
 
 
 def test_the_record_of_a_request_names_the_runs_where_there_are_some(tmp_path: Path) -> None:
