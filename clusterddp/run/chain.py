@@ -7,6 +7,7 @@ for that one (`rejoin`), which spares them a start in vain.
 """
 
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -250,13 +251,16 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
         return ""
     if slurm.ending(name, restart) is slurm.Ending.CANCELLED:
         raise NotDue("the job was cancelled while it waited", restart_policy.CANCELLED)
+    trouble = ""
     try:
         slurm.put_back(name, dependency(waits))
+    except slurm.LeftHeld as error:
+        trouble = _left_held(name, error)
     except SlurmError as error:
         why = f"not started: it cannot wait again for {waits[0].words}: {error}"
         raise NotDue(why, restart_policy.FAILED) from None
-    _record_wait(run, name, awaited)
-    return f"waits for {', '.join(each.words for each in waits)}"
+    _record_wait(run, name, awaited, trouble=trouble)
+    return f"waits for {', '.join(each.words for each in waits)}{trouble}"
 
 
 def rejoin(run: RunDir) -> None:
@@ -358,10 +362,24 @@ def _look_patiently(spec: JobSpec) -> list[Awaited]:
         time.sleep(_PAUSE_SECONDS)  # a slurmctld that comes back tells nobody
 
 
+def _left_held(job_id: str, error: Exception) -> str:
+    """Return what to say of a job that Slurm holds, and that nobody lets go by itself."""
+    release = f"scontrol release {shlex.quote(job_id)}"
+    return f"; Slurm holds it ({error}) until '{release}', after which it looks again"
+
+
 def _record_wait(
-    run: RunDir, job_id: str, awaited: Sequence[Awaited], *, sync: bool = True
+    run: RunDir,
+    job_id: str,
+    awaited: Sequence[Awaited],
+    *,
+    sync: bool = True,
+    trouble: str = "",
 ) -> None:
-    """Record what a job waits for. sync: False for one of many, as `events.note` says."""
+    """Record what a job waits for.
+
+    sync: False for one of many, as `events.note` says. trouble: reason for which it is held.
+    """
     waits = [each for each in awaited if each.due is not Due.MET]
     if waits:
         (events.add if sync else events.note)(
@@ -369,8 +387,8 @@ def _record_wait(
             events.Waits,
             job_id=job_id,
             runs=tuple(each.text for each in waits),
-            why=", ".join(each.words for each in waits),
-            held=not any(each.jobs for each in waits),
+            why=f"{', '.join(each.words for each in waits)}{trouble}",
+            held=bool(trouble) or not any(each.jobs for each in waits),
         )
 
 

@@ -194,6 +194,22 @@ def test_a_job_that_cannot_go_back_ends_with_the_reason(
     assert events.read(waiting.events) == []
 
 
+def test_a_job_that_slurm_holds_in_the_queue_has_not_ended(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave_held(*_: str) -> None:
+        raise chain.slurm.LeftHeld("Job dependency problem")
+
+    monkeypatch.setattr(chain.slurm, "put_back", leave_held)
+    words = chain.wait_again(waiting, "5", 0)
+    [event] = events.read(waiting.events)
+    assert isinstance(event, events.Waits)
+    assert event.held
+    for said in (words, event.why):
+        assert "a (running); Slurm holds it (Job dependency problem)" in said
+        assert "'scontrol release 5'" in said
+
+
 def test_a_job_that_was_cancelled_meanwhile_is_not_put_back(
     waiting: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
