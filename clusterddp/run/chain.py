@@ -35,7 +35,7 @@ from clusterddp.run.state import (
 from clusterddp.run.status import RunStatus, find_run, job_ids, statuses
 from clusterddp.run.sweeps import find_sweep, most_telling, summary
 from clusterddp.slurm import client as slurm
-from clusterddp.slurm.states import State
+from clusterddp.slurm.states import HELD, State
 
 PATIENCE_SECONDS = 600.0
 """Time for which a start asks how an awaited run is doing, until it gives up."""
@@ -260,7 +260,26 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
         why = f"not started: it cannot wait again for {waits[0].words}: {error}"
         raise NotDue(why, restart_policy.FAILED) from None
     _record_wait(run, name, awaited, trouble=trouble)
+    if trouble or not dependency(waits):
+        _let_go_where_due(run, name, spec)
     return f"waits for {', '.join(each.words for each in waits)}{trouble}"
+
+
+def _let_go_where_due(run: RunDir, job_id: str, spec: JobSpec) -> None:
+    """Look once more for a job that is held now: `rejoin` has passed it over while it was not."""
+    try:
+        awaited = look(spec)
+        jobs = dependency(awaited)
+        if not jobs and any(each.due in (Due.WAITS, Due.HELD) for each in awaited):
+            return
+        if jobs:
+            slurm.depend(job_id, jobs)
+        slurm.release(job_id)
+    except ClusterDDPError as error:
+        log.info(f"it looks no more for what it waits for{_left_held(job_id, error)}")
+        return
+    log.info("an awaited run has gone on meanwhile, so it is held no more")
+    _record_wait(run, job_id, awaited)
 
 
 def rejoin(run: RunDir) -> None:
@@ -314,9 +333,10 @@ def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[st
     """Find the jobs in the queue of a run, or of a sweep's points, that wait as `spec` says.
 
     Returns each with its name and whether it is held, and whether a run has ended without
-    beginning. Those that are starting look by themselves.
+    beginning. Those that are starting look by themselves. Slurm tells which is held, as a job is
+    held ahead of the record of it; a job completes until the script that had it held has ended.
     """
-    found: dict[str, tuple[RunDir, bool]] = {}
+    found: dict[str, RunDir] = {}
     has_ended = False
     for run in _runs_of(waiting):
         history = events.read(run.events)
@@ -328,14 +348,14 @@ def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[st
             has_ended = True
         if submission.end or submission.is_local or restart_policy.causes_of(history):
             continue
-        waits = [event for event in history if isinstance(event, events.Waits)]
-        found[submission.job_id] = run, bool(waits and waits[-1].held)
+        found[submission.job_id] = run
     jobs = slurm.query([*found]) if found else {}
-    queued = {
-        run: (jobs[job_id].element or job_id, held)
-        for job_id, (run, held) in found.items()
-        if jobs[job_id].state is State.PENDING
-    }
+    queued = {}
+    for job_id, run in found.items():
+        job = jobs[job_id]
+        is_held = job.reason == HELD
+        if job.state is State.PENDING or (job.state is State.COMPLETING and is_held):
+            queued[run] = job.element or job_id, is_held
     return queued, has_ended
 
 

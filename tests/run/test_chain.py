@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import RequestError, SlurmError
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.sweep import Sweep
 from clusterddp.run import chain, events
@@ -14,7 +14,7 @@ from clusterddp.run.chain import Awaited, Due
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import STATES
 from clusterddp.run.status import RunStatus, run_status
-from clusterddp.slurm.states import JobState, State
+from clusterddp.slurm.states import HELD, JobState, State
 
 DUE = {
     #            ok          any         failed
@@ -208,6 +208,74 @@ def test_a_job_that_slurm_holds_in_the_queue_has_not_ended(
     for said in (words, event.why):
         assert "a (running); Slurm holds it (Job dependency problem)" in said
         assert "'scontrol release 5'" in said
+
+
+@pytest.fixture
+def changes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What Slurm is asked to change."""
+    asked: list[tuple[str, ...]] = []
+    for name in ("put_back", "depend", "release"):
+        monkeypatch.setattr(chain.slurm, name, lambda *args, name=name: asked.append((name, *args)))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("then", "let_go"),
+    [
+        ("queued", [("depend", "5", "afterany:12"), ("release", "5")]),
+        ("done", [("release", "5")]),
+        ("failed", [("release", "5")]),  # its start says so
+        ("unknown", [("release", "5")]),  # its start asks for a while
+        ("stopped", []),
+    ],
+)
+def test_a_job_is_let_go_where_the_awaited_run_has_gone_on_while_it_was_being_held(
+    waiting: RunDir,
+    changes: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    then: str,
+    let_go: list[tuple[str, ...]],
+) -> None:
+    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", then if changes else "stopped")])
+    assert chain.wait_again(waiting, "5", 0) == "waits for a (stopped)"
+    assert changes == [("put_back", "5", ""), *let_go]
+
+
+def test_a_job_that_cannot_be_let_go_stays_held_with_the_remedy(
+    waiting: RunDir,
+    changes: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: str) -> None:
+        raise SlurmError("no answer")
+
+    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", "queued" if changes else "stopped")])
+    monkeypatch.setattr(chain.slurm, "depend", refuse)
+    with caplog.at_level("INFO"):
+        chain.wait_again(waiting, "5", 0)
+    assert "Slurm holds it (no answer) until 'scontrol release 5'" in caplog.text
+
+
+@pytest.mark.parametrize("state", [State.PENDING, State.COMPLETING])
+@pytest.mark.parametrize("held", [True, False])
+def test_who_makes_a_new_job_releases_what_slurm_holds_though_no_record_says_so_yet(
+    waiting: RunDir,
+    changes: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    state: State,
+    held: bool,
+) -> None:
+    job = JobState(state, HELD if held else "Dependency")
+    monkeypatch.setattr(chain.slurm, "query", lambda ids: dict.fromkeys(ids, job))
+    monkeypatch.setattr(chain.slurm, "dependency_of", lambda _: [])
+    events.add(waiting.events, events.Submitted, job_id="5", launcher="sbatch")
+    a = RunDir(waiting.path.with_name("a"))
+    a.make()
+    events.add(a.events, events.AwaitedBy, by=str(waiting.path))
+    chain.rejoin(a)
+    depends = [("depend", "5", "afterany:12")] if held or state is State.PENDING else []
+    assert changes == [*depends, *([("release", "5")] if held else [])]
 
 
 def test_a_job_that_was_cancelled_meanwhile_is_not_put_back(
