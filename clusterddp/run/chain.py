@@ -6,6 +6,8 @@ runs, and begins, waits again, or ends. Who makes a new job for a run has the jo
 for that one (`rejoin`), which spares them a start in vain.
 """
 
+import contextlib
+import itertools
 import os
 import shlex
 import time
@@ -40,6 +42,8 @@ from clusterddp.slurm.states import HELD, State
 PATIENCE_SECONDS = 600.0
 """Time for which a start asks how an awaited run is doing, until it gives up."""
 _PAUSE_SECONDS = 5.0
+_MOST_FOLLOWED = 1000
+"""Runs and sweeps whose own waits are looked at for a circle."""
 
 
 class Due(Enum):
@@ -175,9 +179,12 @@ def describe(awaited: Sequence[Awaited]) -> str:
     return f"{words}, by now job {jobs}" if jobs else words
 
 
-def check(awaited: Sequence[Awaited], *, has_queue: bool = True) -> None:
+def check(
+    awaited: Sequence[Awaited], spec: JobSpec | None = None, *, has_queue: bool = True
+) -> None:
     """Refuse a submission that would never begin; raises RequestError.
 
+    spec: request of a run, or a sweep, that can be awaited itself, as it is there already.
     has_queue: False for a rehearsal, which nothing holds back.
     """
     for each in awaited:
@@ -200,6 +207,47 @@ def check(awaited: Sequence[Awaited], *, has_queue: bool = True) -> None:
             )
         if each.due is Due.WAITS and not each.jobs:
             raise RequestError(f"{asked} has no job in Slurm that another one could wait for.")
+    if spec and (names := _circle(spec, awaited)):
+        waits = ", ".join(f"{one} waits for {other}" for one, other in itertools.pairwise(names))
+        raise RequestError(
+            f"--after {names[0]}: {waits}, so {spec.run_name} would wait for itself. Cancel "
+            f"{names[0]} first, or do not wait with --after ''."
+        )
+
+
+def _circle(spec: JobSpec, awaited: Sequence[Awaited]) -> list[str]:
+    """Find a way from an awaited run back to the one that is to wait; returns the names on it.
+
+    It leads over what each run in the queue waits for, and ends where records cannot be read.
+    """
+    own = {spec.run_dir, *(f"{spec.run_dir}-{index}" for index in range(len(spec.sweep)))}
+    own = {os.path.realpath(path) for path in (own | {spec.shared_dir}) - {""}}
+    ways = [[each.run] for each in awaited if each.due is Due.WAITS]
+    seen = set()
+    for way in itertools.islice(ways, _MOST_FOLLOWED):  # which grows meanwhile
+        with contextlib.suppress(ClusterDDPError, OSError):
+            for path in _waits_for(way[-1]):
+                if os.path.realpath(path) in own:
+                    return [run.name for run in (*way, _at(path))]
+                if path not in seen:
+                    seen.add(path)
+                    ways.append([*way, _at(path)])
+    return []
+
+
+def _waits_for(run: RunDir) -> set[str]:
+    """Return the directories that a run waits for, or points of a sweep, unless it has begun."""
+    paths = set()
+    for each in _runs_of(run):
+        spec = each.read_spec()
+        if spec is None or not spec.after:
+            continue
+        history = events.read(each.events)
+        submission = latest_submission(history)
+        is_over = submission is None or submission.end or submission.cancelled
+        if not is_over and not restart_policy.causes_of(history):
+            paths |= {path for path, _ in spec.after}
+    return paths
 
 
 def dependency(awaited: Sequence[Awaited], others: Sequence[str] = ()) -> str:
@@ -222,9 +270,11 @@ def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) 
         try:
             events.add(each.run.events, events.AwaitedBy, by=by)
         except OSError as error:
+            held = shlex.quote(",".join(slurm.in_arrays([*jobs.values()])))
             log.info(
                 f"{each.run.name} cannot note that {run.name} waits for it ({error.strerror}); a "
-                f"start of {run.name} looks at it all the same"
+                f"start of {run.name} looks at it all the same. Should Slurm hold it until "
+                f"{each.run.name} is submitted again, let it look then: scontrol release {held}"
             )
 
 
@@ -314,6 +364,19 @@ def _rejoin(renewed: Sequence[RunDir], waiting: RunDir) -> None:
         )
     if not queued:
         return
+    try:
+        jobs = _depend_anew(spec, queued)
+    except ClusterDDPError as error:
+        if held := slurm.in_arrays([name for name, is_held in queued.values() if is_held]):
+            trouble = _left_held(",".join(held), error)
+            log.info(f"{waiting.name} is not told of the new job of {renewed[0].name}{trouble}")
+            return
+        raise
+    log.info(f"{waiting.name} (job {' and '.join(jobs)}) waits for it")
+
+
+def _depend_anew(spec: JobSpec, queued: Mapping[RunDir, tuple[str, bool]]) -> list[str]:
+    """Have jobs, as `_waiting_jobs` finds them, wait for what `spec` says; returns their names."""
     awaited = look(spec)
     awaited_runs = [run for each in awaited for run in _runs_of(each.run)]
     former = {f"afterany:{job_id}" for run in awaited_runs for job_id in job_ids(run)}
@@ -326,7 +389,7 @@ def _rejoin(renewed: Sequence[RunDir], waiting: RunDir) -> None:
         slurm.release(job)
     for run, (name, _) in queued.items():
         _record_wait(run, name, awaited, sync=len(queued) == 1)
-    log.info(f"{waiting.name} (job {' and '.join(jobs)}) waits for it")
+    return jobs
 
 
 def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[str, bool]], bool]:
@@ -336,7 +399,7 @@ def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[st
     beginning. Those that are starting look by themselves. Slurm tells which is held, as a job is
     held ahead of the record of it; a job completes until the script that had it held has ended.
     """
-    found: dict[str, RunDir] = {}
+    found: dict[str, tuple[RunDir, bool]] = {}
     has_ended = False
     for run in _runs_of(waiting):
         history = events.read(run.events)
@@ -348,13 +411,14 @@ def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[st
             has_ended = True
         if submission.end or submission.is_local or restart_policy.causes_of(history):
             continue
-        found[submission.job_id] = run
+        waits = [event for event in history if isinstance(event, events.Waits)]
+        found[submission.job_id] = run, bool(waits and waits[-1].held)
     jobs = slurm.query([*found]) if found else {}
     queued = {}
-    for job_id, run in found.items():
+    for job_id, (run, was_held) in found.items():
         job = jobs[job_id]
-        is_held = job.reason == HELD
-        if job.state is State.PENDING or (job.state is State.COMPLETING and is_held):
+        is_held = was_held if job.problem else job.reason == HELD
+        if job.state is State.PENDING or (is_held and not job.state.is_final):
             queued[run] = job.element or job_id, is_held
     return queued, has_ended
 

@@ -104,6 +104,92 @@ def test_what_can_never_begin_is_refused(seen: Awaited, words: str) -> None:
     assert words in str(refusal.value)
 
 
+def queue(folder: Path, name: str, *after: str, **more: Any) -> RunDir:
+    """Make a run, or a sweep, whose job waits in the queue for others."""
+    path = folder / "jobs" / name
+    runs = tuple((str(folder / "jobs" / each), "ok") for each in after)
+    spec = JobSpec(
+        run_name=name,
+        run_dir=str(path),
+        resources=Resources(),
+        after=runs,
+        **{"command": ("true",), **more},
+    )
+    run = SweepDir(path) if spec.sweep else RunDir(path)
+    run.make()
+    run.spec.write_text(spec.to_json())
+    for index in range(len(spec.sweep)):
+        queue(folder, f"{name}-{index}", *after)
+    events.add(run.events, events.Submitted, job_id="12", launcher="sbatch")
+    return run
+
+
+POINTS: dict[str, Any] = {"command": ("echo", "{n}"), "sweep": Sweep(("n",), (("0",), ("1",)))}
+
+
+@pytest.mark.parametrize(
+    ("runs", "again", "words"),
+    [
+        ({"b": [], "a": ["b"]}, "b", "a waits for b, so b would wait for itself. Cancel a first"),
+        ({"b": [], "c": ["b"], "a": ["c"]}, "b", "a waits for c, c waits for b, so b would"),
+        ({"s": [], "a": ["s"]}, "s-1", "a waits for s, so s-1 would wait for itself"),
+        ({"s": [], "a": ["s-1"]}, "s", "a waits for s-1, so s would wait for itself"),
+        ({"b": [], "s": ["b"], "a": ["s-1"]}, "b", "a waits for s-1, s-1 waits for b"),
+        ({"b": [], "a": ["b"]}, "e", ""),
+        ({"b": [], "c": ["d"], "d": ["c"], "a": ["c"]}, "b", ""),
+        ({"a": ["gone"]}, "b", ""),
+    ],
+)
+def test_runs_that_would_wait_for_each_other_are_refused(
+    tmp_path: Path, runs: dict[str, list[str]], again: str, words: str
+) -> None:
+    made = {
+        name: queue(tmp_path, name, *after, **(POINTS if name == "s" else {}))
+        for name, after in runs.items()
+    }
+    path = tmp_path / "jobs" / again
+    spec = SweepDir(path).load_spec() if again == "s" else request(tmp_path, run_name=again)
+    if again == "s-1":
+        spec = made["s"].load_spec().element(1)
+    status = RunStatus("a", "queued", job_id="12", launcher="sbatch")
+    seen = [Awaited.of(made["a"], "ok", [status])]
+    if not words:
+        chain.check(seen, spec)
+        return
+    with pytest.raises(RequestError) as refusal:
+        chain.check(seen, spec)
+    assert words in str(refusal.value)
+    events.add(made["a"].events, events.Started, job_id="12", attempt=1)
+    chain.check(seen, spec)  # which has begun, and waits no more
+
+
+def test_a_held_job_that_cannot_be_told_of_a_new_one_is_named_with_the_remedy(
+    waiting: RunDir,
+    changes: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    events.add(waiting.events, events.Submitted, job_id="5", launcher="sbatch")
+    events.add(waiting.events, events.Waits, job_id="5", runs=("a",), held=True)
+    a = RunDir(waiting.path.with_name("a"))
+    a.make()
+    events.add(a.events, events.AwaitedBy, by=str(waiting.path))
+
+    def refuse(*_: str) -> None:
+        raise SlurmError("Circular job dependency")
+
+    monkeypatch.setattr(chain.slurm, "dependency_of", refuse)
+    for job, words in (
+        (JobState(State.PENDING, HELD), "Slurm holds it (Circular job dependency)"),
+        (JobState(State.UNKNOWN, problem="no answer"), "'scontrol release 5'"),
+        (JobState(State.PENDING, "Dependency"), "b looks for the new job of a once it starts"),
+    ):
+        monkeypatch.setattr(chain.slurm, "query", lambda ids, job=job: dict.fromkeys(ids, job))
+        chain.rejoin(a)
+        assert words in capsys.readouterr().err
+    assert changes == []
+
+
 def test_a_rehearsal_waits_for_nothing_that_goes_on() -> None:
     chain.check([awaited("a", "done")], has_queue=False)
     with pytest.raises(RequestError, match="has no queue to wait in"):
@@ -117,8 +203,11 @@ def test_a_run_whose_directory_is_gone_comes_to_no_end(tmp_path: Path, condition
 
 
 def request(folder: Path, **more: Any) -> JobSpec:
-    fields: dict[str, Any] = {"run_name": "b", "run_dir": str(folder / "jobs/b")}
-    return JobSpec(**fields, resources=Resources(), **{"command": ("true",), **more})
+    name = more.pop("run_name", "b")
+    fields = {"command": ("true",), **more}
+    return JobSpec(
+        run_name=name, run_dir=str(folder / "jobs" / name), resources=Resources(), **fields
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,16 +334,15 @@ def test_a_job_that_cannot_be_let_go_stays_held_with_the_remedy(
     waiting: RunDir,
     changes: list[tuple[str, ...]],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def refuse(*_: str) -> None:
         raise SlurmError("no answer")
 
     monkeypatch.setattr(chain, "look", lambda _: [awaited("a", "queued" if changes else "stopped")])
     monkeypatch.setattr(chain.slurm, "depend", refuse)
-    with caplog.at_level("INFO"):
-        chain.wait_again(waiting, "5", 0)
-    assert "Slurm holds it (no answer) until 'scontrol release 5'" in caplog.text
+    chain.wait_again(waiting, "5", 0)
+    assert "Slurm holds it (no answer) until 'scontrol release 5'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("state", [State.PENDING, State.COMPLETING])
