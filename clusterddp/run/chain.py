@@ -60,7 +60,7 @@ class Due(Enum):
 
 
 class NotDue(NotStarted):
-    """A start that is to begin nothing, as an awaited run has not ended as was asked for."""
+    """Start that is to begin nothing, as an awaited run has not ended as was asked for."""
 
     def __init__(self, message: str, cause: str = restart_policy.NOT_DUE) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class NotDue(NotStarted):
 
 @dataclass(frozen=True)
 class Awaited:
-    """A run, or a sweep, that another one waits for, as it is now."""
+    """Run, or sweep, that another one waits for, as it is now."""
 
     run: RunDir
     """Its directory, a `SweepDir` of a sweep."""
@@ -335,7 +335,7 @@ def _let_go_where_due(run: RunDir, job_id: str, spec: JobSpec) -> None:
 def rejoin(run: RunDir) -> None:
     """Have the jobs that wait for a run or a sweep, or for that of a point, wait for its new job.
 
-    Where that fails it is logged: their start looks at the run.
+    Where that fails it is logged: their start looks at the run. A held job is to be released first.
     """
     whole = run.sweep
     awaited = [run, *([whole] if whole else [])]

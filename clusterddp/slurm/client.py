@@ -620,7 +620,7 @@ def release(job_id: str) -> None:
 
 
 class LeftHeld(SlurmError):
-    """A job is back in the queue, held, as Slurm did not take what it is to wait for."""
+    """Job that is back in the queue, and held: Slurm did not take what it is to wait for."""
 
 
 def put_back(job_id: str, dependency: str) -> None:
