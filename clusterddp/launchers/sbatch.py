@@ -90,7 +90,7 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
     if spec.requeue == EXPEDITE:
         check_expedite(os.environ)
     awaited = chain.look(spec) if spec.after else []
-    chain.check(awaited)
+    chain.check(awaited, spec)
     dependency = chain.dependency(awaited, [spec.resources.dependency]) if awaited else ""
     comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
     choice = bad_nodes.choose_for_submission(spec)

@@ -574,8 +574,14 @@ class JobSpec:
             if not Path(path).is_absolute():
                 raise OptionError("--after", f": {path!r} is no absolute path of a run.")
             Choice(CONDITIONS).check("--after", condition)
-        if self.run_dir in dict(self.after):
+        own = {self.run_dir, *(f"{self.run_dir}-{index}" for index in range(len(self.sweep)))}
+        if own & {path for path, _ in self.after}:
             raise OptionError("--after", f": {self.run_name} cannot wait for itself.")
+        if self.point and self.shared_dir in dict(self.after):
+            raise OptionError(
+                "--after",
+                f": {self.run_name} is a point of {self.sweep_name}, and cannot wait for it.",
+            )
         if self.launcher == "submitit":
             raise OptionError(
                 "--after",

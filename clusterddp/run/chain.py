@@ -6,7 +6,10 @@ runs, and begins, waits again, or ends. Who makes a new job for a run has the jo
 for that one (`rejoin`), which spares them a start in vain.
 """
 
+import contextlib
+import itertools
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,11 +37,13 @@ from clusterddp.run.state import (
 from clusterddp.run.status import RunStatus, find_run, job_ids, statuses
 from clusterddp.run.sweeps import find_sweep, most_telling, summary
 from clusterddp.slurm import client as slurm
-from clusterddp.slurm.states import State
+from clusterddp.slurm.states import HELD, State
 
 PATIENCE_SECONDS = 600.0
 """Time for which a start asks how an awaited run is doing, until it gives up."""
 _PAUSE_SECONDS = 5.0
+_MOST_FOLLOWED = 1000
+"""Runs and sweeps whose own waits are looked at for a circle."""
 
 
 class Due(Enum):
@@ -55,7 +60,7 @@ class Due(Enum):
 
 
 class NotDue(NotStarted):
-    """A start that is to begin nothing, as an awaited run has not ended as was asked for."""
+    """Start that is to begin nothing, as an awaited run has not ended as was asked for."""
 
     def __init__(self, message: str, cause: str = restart_policy.NOT_DUE) -> None:
         super().__init__(message)
@@ -64,7 +69,7 @@ class NotDue(NotStarted):
 
 @dataclass(frozen=True)
 class Awaited:
-    """A run, or a sweep, that another one waits for, as it is now."""
+    """Run, or sweep, that another one waits for, as it is now."""
 
     run: RunDir
     """Its directory, a `SweepDir` of a sweep."""
@@ -174,9 +179,12 @@ def describe(awaited: Sequence[Awaited]) -> str:
     return f"{words}, by now job {jobs}" if jobs else words
 
 
-def check(awaited: Sequence[Awaited], *, has_queue: bool = True) -> None:
+def check(
+    awaited: Sequence[Awaited], spec: JobSpec | None = None, *, has_queue: bool = True
+) -> None:
     """Refuse a submission that would never begin; raises RequestError.
 
+    spec: request of a run, or a sweep, that can be awaited itself, as it is there already.
     has_queue: False for a rehearsal, which nothing holds back.
     """
     for each in awaited:
@@ -199,6 +207,47 @@ def check(awaited: Sequence[Awaited], *, has_queue: bool = True) -> None:
             )
         if each.due is Due.WAITS and not each.jobs:
             raise RequestError(f"{asked} has no job in Slurm that another one could wait for.")
+    if spec and (names := _circle(spec, awaited)):
+        waits = ", ".join(f"{one} waits for {other}" for one, other in itertools.pairwise(names))
+        raise RequestError(
+            f"--after {names[0]}: {waits}, so {spec.run_name} would wait for itself. Cancel "
+            f"{names[0]} first, or do not wait with --after ''."
+        )
+
+
+def _circle(spec: JobSpec, awaited: Sequence[Awaited]) -> list[str]:
+    """Find a way from an awaited run back to the one that is to wait; returns the names on it.
+
+    It leads over what each run in the queue waits for, and ends where records cannot be read.
+    """
+    own = {spec.run_dir, *(f"{spec.run_dir}-{index}" for index in range(len(spec.sweep)))}
+    own = {os.path.realpath(path) for path in (own | {spec.shared_dir}) - {""}}
+    ways = [[each.run] for each in awaited if each.due is Due.WAITS]
+    seen = set()
+    for way in itertools.islice(ways, _MOST_FOLLOWED):  # which grows meanwhile
+        with contextlib.suppress(ClusterDDPError, OSError):
+            for path in _waits_for(way[-1]):
+                if os.path.realpath(path) in own:
+                    return [run.name for run in (*way, _at(path))]
+                if path not in seen:
+                    seen.add(path)
+                    ways.append([*way, _at(path)])
+    return []
+
+
+def _waits_for(run: RunDir) -> set[str]:
+    """Return the directories that a run waits for, or points of a sweep, unless it has begun."""
+    paths = set()
+    for each in _runs_of(run):
+        spec = each.read_spec()
+        if spec is None or not spec.after:
+            continue
+        history = events.read(each.events)
+        submission = latest_submission(history)
+        is_over = submission is None or submission.end or submission.cancelled
+        if not is_over and not restart_policy.causes_of(history):
+            paths |= {path for path, _ in spec.after}
+    return paths
 
 
 def dependency(awaited: Sequence[Awaited], others: Sequence[str] = ()) -> str:
@@ -221,9 +270,11 @@ def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) 
         try:
             events.add(each.run.events, events.AwaitedBy, by=by)
         except OSError as error:
+            held = shlex.quote(",".join(slurm.in_arrays([*jobs.values()])))
             log.info(
                 f"{each.run.name} cannot note that {run.name} waits for it ({error.strerror}); a "
-                f"start of {run.name} looks at it all the same"
+                f"start of {run.name} looks at it all the same. Should Slurm hold it until "
+                f"{each.run.name} is submitted again, let it look then: scontrol release {held}"
             )
 
 
@@ -250,19 +301,41 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
         return ""
     if slurm.ending(name, restart) is slurm.Ending.CANCELLED:
         raise NotDue("the job was cancelled while it waited", restart_policy.CANCELLED)
+    trouble = ""
     try:
         slurm.put_back(name, dependency(waits))
+    except slurm.LeftHeld as error:
+        trouble = _left_held(name, error)
     except SlurmError as error:
         why = f"not started: it cannot wait again for {waits[0].words}: {error}"
         raise NotDue(why, restart_policy.FAILED) from None
-    _record_wait(run, name, awaited)
-    return f"waits for {', '.join(each.words for each in waits)}"
+    _record_wait(run, name, awaited, trouble=trouble)
+    if trouble or not dependency(waits):
+        _let_go_where_due(run, name, spec)
+    return f"waits for {', '.join(each.words for each in waits)}{trouble}"
+
+
+def _let_go_where_due(run: RunDir, job_id: str, spec: JobSpec) -> None:
+    """Look once more for a job that is held now: `rejoin` has passed it over while it was not."""
+    try:
+        awaited = look(spec)
+        jobs = dependency(awaited)
+        if not jobs and any(each.due in (Due.WAITS, Due.HELD) for each in awaited):
+            return
+        if jobs:
+            slurm.depend(job_id, jobs)
+        slurm.release(job_id)
+    except ClusterDDPError as error:
+        log.info(f"it looks no more for what it waits for{_left_held(job_id, error)}")
+        return
+    log.info("an awaited run has gone on meanwhile, so it is held no more")
+    _record_wait(run, job_id, awaited)
 
 
 def rejoin(run: RunDir) -> None:
     """Have the jobs that wait for a run or a sweep, or for that of a point, wait for its new job.
 
-    Where that fails it is logged: their start looks at the run.
+    Where that fails it is logged: their start looks at the run. A held job is to be released first.
     """
     whole = run.sweep
     awaited = [run, *([whole] if whole else [])]
@@ -291,6 +364,19 @@ def _rejoin(renewed: Sequence[RunDir], waiting: RunDir) -> None:
         )
     if not queued:
         return
+    try:
+        jobs = _depend_anew(spec, queued)
+    except ClusterDDPError as error:
+        if held := slurm.in_arrays([name for name, is_held in queued.values() if is_held]):
+            trouble = _left_held(",".join(held), error)
+            log.info(f"{waiting.name} is not told of the new job of {renewed[0].name}{trouble}")
+            return
+        raise
+    log.info(f"{waiting.name} (job {' and '.join(jobs)}) waits for it")
+
+
+def _depend_anew(spec: JobSpec, queued: Mapping[RunDir, tuple[str, bool]]) -> list[str]:
+    """Have jobs, as `_waiting_jobs` finds them, wait for what `spec` says; returns their names."""
     awaited = look(spec)
     awaited_runs = [run for each in awaited for run in _runs_of(each.run)]
     former = {f"afterany:{job_id}" for run in awaited_runs for job_id in job_ids(run)}
@@ -303,14 +389,15 @@ def _rejoin(renewed: Sequence[RunDir], waiting: RunDir) -> None:
         slurm.release(job)
     for run, (name, _) in queued.items():
         _record_wait(run, name, awaited, sync=len(queued) == 1)
-    log.info(f"{waiting.name} (job {' and '.join(jobs)}) waits for it")
+    return jobs
 
 
 def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[str, bool]], bool]:
     """Find the jobs in the queue of a run, or of a sweep's points, that wait as `spec` says.
 
     Returns each with its name and whether it is held, and whether a run has ended without
-    beginning. Those that are starting look by themselves.
+    beginning. Those that are starting look by themselves. Slurm tells which is held, as a job is
+    held ahead of the record of it; a job completes until the script that had it held has ended.
     """
     found: dict[str, tuple[RunDir, bool]] = {}
     has_ended = False
@@ -327,11 +414,12 @@ def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[st
         waits = [event for event in history if isinstance(event, events.Waits)]
         found[submission.job_id] = run, bool(waits and waits[-1].held)
     jobs = slurm.query([*found]) if found else {}
-    queued = {
-        run: (jobs[job_id].element or job_id, held)
-        for job_id, (run, held) in found.items()
-        if jobs[job_id].state is State.PENDING
-    }
+    queued = {}
+    for job_id, (run, was_held) in found.items():
+        job = jobs[job_id]
+        is_held = was_held if job.problem else job.reason == HELD
+        if job.state is State.PENDING or (is_held and not job.state.is_final):
+            queued[run] = job.element or job_id, is_held
     return queued, has_ended
 
 
@@ -358,10 +446,24 @@ def _look_patiently(spec: JobSpec) -> list[Awaited]:
         time.sleep(_PAUSE_SECONDS)  # a slurmctld that comes back tells nobody
 
 
+def _left_held(job_id: str, error: Exception) -> str:
+    """Return what to say of a job that Slurm holds, and that nobody lets go by itself."""
+    release = f"scontrol release {shlex.quote(job_id)}"
+    return f"; Slurm holds it ({error}) until '{release}', after which it looks again"
+
+
 def _record_wait(
-    run: RunDir, job_id: str, awaited: Sequence[Awaited], *, sync: bool = True
+    run: RunDir,
+    job_id: str,
+    awaited: Sequence[Awaited],
+    *,
+    sync: bool = True,
+    trouble: str = "",
 ) -> None:
-    """Record what a job waits for. sync: False for one of many, as `events.note` says."""
+    """Record what a job waits for.
+
+    sync: False for one of many, as `events.note` says. trouble: reason for which it is held.
+    """
     waits = [each for each in awaited if each.due is not Due.MET]
     if waits:
         (events.add if sync else events.note)(
@@ -369,8 +471,8 @@ def _record_wait(
             events.Waits,
             job_id=job_id,
             runs=tuple(each.text for each in waits),
-            why=", ".join(each.words for each in waits),
-            held=not any(each.jobs for each in waits),
+            why=f"{', '.join(each.words for each in waits)}{trouble}",
+            held=bool(trouble) or not any(each.jobs for each in waits),
         )
 
 

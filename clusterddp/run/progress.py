@@ -1,4 +1,4 @@
-"""How far a run has come: its steps of all, and the time that is left by its pace of late."""
+"""Progress of a run: its steps of all, and the time that is left by its pace of late."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ from clusterddp.run.events import (
 )
 from clusterddp.run.formatting import signal_name
 from clusterddp.run.records import Report
-from clusterddp.slurm.states import JobState, State
+from clusterddp.slurm.states import HELD, JobState, State
 
 CREATED = "created"
 """Run directory without a submission."""
@@ -46,9 +46,6 @@ ENDED = frozenset({DONE, FAILED, CANCELLED, STOPPED})
 
 SETTLE_SECONDS = 60.0
 """Time for which a job that was put back into the queue may still show how it ended."""
-
-_HELD = "job requeued in held state"
-"""Slurm's reason of a job with --requeue=expedite that failed on healthy nodes (seen on 26.05)."""
 
 # Why a run is resumed: a word of `restart_policy`, in a sentence.
 _AFTER = {
@@ -86,7 +83,7 @@ NEVER_STARTS = {
     "DependencyNeverSatisfied",
 }
 """Reasons for which a job waits until somebody changes it, its dependency or the cluster."""
-HELD_BACK = {"", "Dependency", "BeginTime", _HELD}
+HELD_BACK = {"", "Dependency", "BeginTime", HELD}
 """Reasons for which a job waits that is to wait for other runs; a requeued one has BeginTime."""
 _NOT_ASKED = JobState(State.UNKNOWN, problem="Slurm was not asked")
 
@@ -288,7 +285,7 @@ def _judge_ended(
     if submission.put_back:
         return _judge_put_back(submission, job, now)
     held = ""
-    if job.state is State.PENDING and job.reason == _HELD and why:
+    if job.state is State.PENDING and job.reason == HELD and why:
         held = f"; Slurm holds job {submission.job_id}: 'scancel {submission.job_id}' drops it"
     elif job.state is State.PENDING:
         return QUEUED, ": ".join(filter(None, ("requeued", _why_pending(job))))

@@ -612,24 +612,36 @@ def depend(job_id: str, dependency: str) -> None:
 
 
 def release(job_id: str) -> None:
-    """Let a held job go. Raises SlurmError with scontrol's own words."""
+    """Let a held job go; it may be completing after a requeue still (seen on 22.05 and 24.11).
+
+    One that is not held stays as it is. Raises SlurmError with scontrol's own words.
+    """
     _change(["scontrol", "release", job_id])
 
 
-def put_back(job_id: str, dependency: str) -> None:
-    """Put this running job back into the queue, behind other jobs; without any it is held.
+class LeftHeld(SlurmError):
+    """Job that is back in the queue, and held: Slurm did not take what it is to wait for."""
 
-    It may be one of --no-requeue, as none of its tasks has started: its owner may allow it, and
-    forbid it again (seen on 22.05). Raises SlurmError.
+
+def put_back(job_id: str, dependency: str) -> None:
+    """Put this running job back into the queue, behind other jobs; without any it stays held.
+
+    It is held until Slurm has taken the dependency. It may be one of --no-requeue, as none of its
+    tasks has started: its owner may allow it, and forbid it again (seen on 22.05). Raises LeftHeld
+    where it is in the queue and stays held, otherwise SlurmError.
     """
     allowed = _job_fields(job_id).get("Requeue") == "1"
     if not allowed:
         _change(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
-    requeue(job_id, hold=not dependency)
-    if not allowed:
-        forbid_requeue(job_id)
-    if dependency:
-        depend(job_id, dependency)
+    requeue(job_id, hold=True)
+    try:
+        if not allowed:
+            forbid_requeue(job_id)
+        if dependency:
+            depend(job_id, dependency)
+            release(job_id)
+    except SlurmError as error:
+        raise LeftHeld(str(error)) from None
 
 
 def requeue(job_id: str, *, hold: bool = False) -> None:

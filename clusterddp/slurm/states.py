@@ -4,6 +4,9 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+HELD = "job requeued in held state"
+"""Slurm's reason of a job that `scontrol requeuehold` holds (seen on 22.05 and 24.11), and of one
+with --requeue=expedite that failed on healthy nodes (26.05). A person's own hold has another."""
 # sacct shows an exit code of 128 + signal without the 128; these are signals more often than codes.
 _SACCT_SIGNALS = (6, 9, 11, 15)
 

@@ -287,7 +287,7 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> None:
     bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
     if spec.after:  # ahead of the records
-        chain.check(chain.look(spec), has_queue=spec.launcher != "local")
+        chain.check(chain.look(spec), spec, has_queue=spec.launcher != "local")
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(

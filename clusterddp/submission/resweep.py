@@ -149,7 +149,7 @@ def _has_own_script(sweep: SweepDir, index: int) -> bool:
 def _check(spec: JobSpec, count: int) -> None:
     """Check what the points need from here, as a first submission does."""
     if spec.after:  # ahead of the records
-        chain.check(chain.look(spec), has_queue=spec.launcher != "local")
+        chain.check(chain.look(spec), spec, has_queue=spec.launcher != "local")
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(

@@ -105,6 +105,9 @@ def test_a_run_waits_for_another_one_over_requeue_stop_and_resubmission(
     assert status["state"] == "queued", status
     assert status["detail"].startswith("waits for a (stopped: "), status
 
+    refused = typed(cluster, tmp_path, "resubmit", "a", "--after", "b")
+    assert refused.returncode == 2
+    assert "b waits for a, so a would wait for itself" in refused.stderr
     again = typed(cluster, tmp_path, "resubmit", "a")
     assert again.returncode == 0, again.stderr
     assert "b (job " in again.stderr

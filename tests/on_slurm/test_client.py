@@ -11,6 +11,7 @@ import pytest
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.states import HELD
 from tests.event_lines import add_event, read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.waiting import wait_for
@@ -83,6 +84,37 @@ def test_states_of_real_jobs(cluster: SlurmCluster) -> None:
     }
     assert seen[held]["reason"] == "JobHeldUser"
     assert seen["999"]["problem"] == ""
+
+
+def test_a_job_is_put_back_behind_others_or_is_held_until_it_is_released(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    other = cluster.sbatch(script("true"), "--hold")
+    program = tmp_path / "put_back.py"
+    program.write_text(
+        "import os, sys\nfrom clusterddp.slurm import client\n"
+        "own = os.environ['SLURM_JOB_ID']\n"
+        "try:\n    client.put_back(own, sys.argv[1].replace('OWN', own))\n"
+        "except client.LeftHeld as error:\n    print(error)\n"
+    )
+    seen = {}
+    for name, dependency in (("behind", f"afterany:{other}"), ("refused", "afterany:OWN")):
+        again = f'[ -z "$SLURM_RESTART_COUNT" ] || exec touch {tmp_path}/{name}.again'
+        put = f"{sys.executable} {program} {dependency} >{tmp_path}/{name}.said"
+        seen[name] = cluster.sbatch(script("trap '' TERM", again, put), "--no-requeue")
+
+    def reason(name: str) -> str:
+        return str(query(cluster, seen[name])[seen[name]]["reason"])
+
+    wait_for(lambda: reason("behind") == "Dependency", "the job that waits for another one")
+    wait_for(lambda: reason("refused") == HELD, "the job that cannot wait for itself")
+    said = tmp_path / "refused.said"
+    wait_for(lambda: "dependency problem" in said.read_text(), "the refusal")
+    assert reason("refused") == HELD
+    client(cluster, "[client.release(a) for a in args]", seen["refused"], other)
+    for name, job_id in seen.items():
+        assert cluster.wait_job(job_id) == "COMPLETED"
+        assert (tmp_path / f"{name}.again").exists()
 
 
 def test_a_job_name_cannot_forge_a_state(cluster: SlurmCluster) -> None:

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import RequestError, SlurmError
 from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.sweep import Sweep
 from clusterddp.run import chain, events
 from clusterddp.run.chain import Awaited, Due
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import STATES
 from clusterddp.run.status import RunStatus, run_status
-from clusterddp.slurm.states import JobState, State
+from clusterddp.slurm.states import HELD, JobState, State
 
 DUE = {
     #            ok          any         failed
@@ -103,6 +104,92 @@ def test_what_can_never_begin_is_refused(seen: Awaited, words: str) -> None:
     assert words in str(refusal.value)
 
 
+def queue(folder: Path, name: str, *after: str, **more: Any) -> RunDir:
+    """Make a run, or a sweep, whose job waits in the queue for others."""
+    path = folder / "jobs" / name
+    runs = tuple((str(folder / "jobs" / each), "ok") for each in after)
+    spec = JobSpec(
+        run_name=name,
+        run_dir=str(path),
+        resources=Resources(),
+        after=runs,
+        **{"command": ("true",), **more},
+    )
+    run = SweepDir(path) if spec.sweep else RunDir(path)
+    run.make()
+    run.spec.write_text(spec.to_json())
+    for index in range(len(spec.sweep)):
+        queue(folder, f"{name}-{index}", *after)
+    events.add(run.events, events.Submitted, job_id="12", launcher="sbatch")
+    return run
+
+
+POINTS: dict[str, Any] = {"command": ("echo", "{n}"), "sweep": Sweep(("n",), (("0",), ("1",)))}
+
+
+@pytest.mark.parametrize(
+    ("runs", "again", "words"),
+    [
+        ({"b": [], "a": ["b"]}, "b", "a waits for b, so b would wait for itself. Cancel a first"),
+        ({"b": [], "c": ["b"], "a": ["c"]}, "b", "a waits for c, c waits for b, so b would"),
+        ({"s": [], "a": ["s"]}, "s-1", "a waits for s, so s-1 would wait for itself"),
+        ({"s": [], "a": ["s-1"]}, "s", "a waits for s-1, so s would wait for itself"),
+        ({"b": [], "s": ["b"], "a": ["s-1"]}, "b", "a waits for s-1, s-1 waits for b"),
+        ({"b": [], "a": ["b"]}, "e", ""),
+        ({"b": [], "c": ["d"], "d": ["c"], "a": ["c"]}, "b", ""),
+        ({"a": ["gone"]}, "b", ""),
+    ],
+)
+def test_runs_that_would_wait_for_each_other_are_refused(
+    tmp_path: Path, runs: dict[str, list[str]], again: str, words: str
+) -> None:
+    made = {
+        name: queue(tmp_path, name, *after, **(POINTS if name == "s" else {}))
+        for name, after in runs.items()
+    }
+    path = tmp_path / "jobs" / again
+    spec = SweepDir(path).load_spec() if again == "s" else request(tmp_path, run_name=again)
+    if again == "s-1":
+        spec = made["s"].load_spec().element(1)
+    status = RunStatus("a", "queued", job_id="12", launcher="sbatch")
+    seen = [Awaited.of(made["a"], "ok", [status])]
+    if not words:
+        chain.check(seen, spec)
+        return
+    with pytest.raises(RequestError) as refusal:
+        chain.check(seen, spec)
+    assert words in str(refusal.value)
+    events.add(made["a"].events, events.Started, job_id="12", attempt=1)
+    chain.check(seen, spec)  # which has begun, and waits no more
+
+
+def test_a_held_job_that_cannot_be_told_of_a_new_one_is_named_with_the_remedy(
+    waiting: RunDir,
+    changes: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    events.add(waiting.events, events.Submitted, job_id="5", launcher="sbatch")
+    events.add(waiting.events, events.Waits, job_id="5", runs=("a",), held=True)
+    a = RunDir(waiting.path.with_name("a"))
+    a.make()
+    events.add(a.events, events.AwaitedBy, by=str(waiting.path))
+
+    def refuse(*_: str) -> None:
+        raise SlurmError("Circular job dependency")
+
+    monkeypatch.setattr(chain.slurm, "dependency_of", refuse)
+    for job, words in (
+        (JobState(State.PENDING, HELD), "Slurm holds it (Circular job dependency)"),
+        (JobState(State.UNKNOWN, problem="no answer"), "'scontrol release 5'"),
+        (JobState(State.PENDING, "Dependency"), "b looks for the new job of a once it starts"),
+    ):
+        monkeypatch.setattr(chain.slurm, "query", lambda ids, job=job: dict.fromkeys(ids, job))
+        chain.rejoin(a)
+        assert words in capsys.readouterr().err
+    assert changes == []
+
+
 def test_a_rehearsal_waits_for_nothing_that_goes_on() -> None:
     chain.check([awaited("a", "done")], has_queue=False)
     with pytest.raises(RequestError, match="has no queue to wait in"):
@@ -116,8 +203,11 @@ def test_a_run_whose_directory_is_gone_comes_to_no_end(tmp_path: Path, condition
 
 
 def request(folder: Path, **more: Any) -> JobSpec:
-    fields: dict[str, Any] = {"run_name": "b", "run_dir": str(folder / "jobs/b")}
-    return JobSpec(**fields, resources=Resources(), command=("true",), **more)
+    name = more.pop("run_name", "b")
+    fields = {"command": ("true",), **more}
+    return JobSpec(
+        run_name=name, run_dir=str(folder / "jobs" / name), resources=Resources(), **fields
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,6 +235,20 @@ def test_a_request_does_not_wait_for_itself_or_for_any_of_several_jobs(tmp_path:
             request(tmp_path, after=(("/jobs/a", "ok"),)),
             resources=Resources(dependency="afterok:1?afterok:2"),
         )
+
+
+def test_a_point_does_not_wait_for_its_sweep_nor_a_sweep_for_its_point(tmp_path: Path) -> None:
+    sweep = request(tmp_path, command=("echo", "{n}"), sweep=Sweep(("n",), (("0",), ("1",))))
+    path = sweep.run_dir
+    point = sweep.element(1)
+    for spec, after, words in (
+        (point, path, "b-1 is a point of b, and cannot wait for it"),
+        (sweep, f"{path}-1", "b cannot wait for itself"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            dataclasses.replace(spec, after=((after, "any"),))
+    dataclasses.replace(point, after=((f"{path}-0", "ok"),))
+    dataclasses.replace(sweep, after=((f"{path}-2", "ok"),))
 
 
 def test_the_record_of_a_request_names_the_runs_where_there_are_some(tmp_path: Path) -> None:
@@ -177,6 +281,89 @@ def test_a_job_that_cannot_go_back_ends_with_the_reason(
         chain.wait_again(waiting, "5", 0)
     assert seen.value.cause == "failed"
     assert events.read(waiting.events) == []
+
+
+def test_a_job_that_slurm_holds_in_the_queue_has_not_ended(
+    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave_held(*_: str) -> None:
+        raise chain.slurm.LeftHeld("Job dependency problem")
+
+    monkeypatch.setattr(chain.slurm, "put_back", leave_held)
+    words = chain.wait_again(waiting, "5", 0)
+    [event] = events.read(waiting.events)
+    assert isinstance(event, events.Waits)
+    assert event.held
+    for said in (words, event.why):
+        assert "a (running); Slurm holds it (Job dependency problem)" in said
+        assert "'scontrol release 5'" in said
+
+
+@pytest.fixture
+def changes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What Slurm is asked to change."""
+    asked: list[tuple[str, ...]] = []
+    for name in ("put_back", "depend", "release"):
+        monkeypatch.setattr(chain.slurm, name, lambda *args, name=name: asked.append((name, *args)))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("then", "let_go"),
+    [
+        ("queued", [("depend", "5", "afterany:12"), ("release", "5")]),
+        ("done", [("release", "5")]),
+        ("failed", [("release", "5")]),  # its start says so
+        ("unknown", [("release", "5")]),  # its start asks for a while
+        ("stopped", []),
+    ],
+)
+def test_a_job_is_let_go_where_the_awaited_run_has_gone_on_while_it_was_being_held(
+    waiting: RunDir,
+    changes: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    then: str,
+    let_go: list[tuple[str, ...]],
+) -> None:
+    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", then if changes else "stopped")])
+    assert chain.wait_again(waiting, "5", 0) == "waits for a (stopped)"
+    assert changes == [("put_back", "5", ""), *let_go]
+
+
+def test_a_job_that_cannot_be_let_go_stays_held_with_the_remedy(
+    waiting: RunDir,
+    changes: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*_: str) -> None:
+        raise SlurmError("no answer")
+
+    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", "queued" if changes else "stopped")])
+    monkeypatch.setattr(chain.slurm, "depend", refuse)
+    chain.wait_again(waiting, "5", 0)
+    assert "Slurm holds it (no answer) until 'scontrol release 5'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", [State.PENDING, State.COMPLETING])
+@pytest.mark.parametrize("held", [True, False])
+def test_who_makes_a_new_job_releases_what_slurm_holds_though_no_record_says_so_yet(
+    waiting: RunDir,
+    changes: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    state: State,
+    held: bool,
+) -> None:
+    job = JobState(state, HELD if held else "Dependency")
+    monkeypatch.setattr(chain.slurm, "query", lambda ids: dict.fromkeys(ids, job))
+    monkeypatch.setattr(chain.slurm, "dependency_of", lambda _: [])
+    events.add(waiting.events, events.Submitted, job_id="5", launcher="sbatch")
+    a = RunDir(waiting.path.with_name("a"))
+    a.make()
+    events.add(a.events, events.AwaitedBy, by=str(waiting.path))
+    chain.rejoin(a)
+    depends = [("depend", "5", "afterany:12")] if held or state is State.PENDING else []
+    assert changes == [*depends, *([("release", "5")] if held else [])]
 
 
 def test_a_job_that_was_cancelled_meanwhile_is_not_put_back(

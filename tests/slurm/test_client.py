@@ -440,3 +440,26 @@ def test_slurmds_port_is_asked_for_until_it_is_known_and_no_more(
     monkeypatch.setattr(client, "_config", lambda: answers.pop(0))
     ports = [client.node_addresses(["h01"])["h01"][1] for _ in range(3)]
     assert ports == [6818, 7000, 7000]
+
+
+PUT_BACK = r"""
+case "$*" in
+    *"show job"*) echo ' Requeue=%s Command=x' ;;
+    *Dependency=afterany:5*) echo 'Job dependency problem' >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("may_requeue", "others"), [("1", []), ("0", ["1", "0"])])
+def test_a_job_is_held_in_the_queue_until_it_waits_for_others(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_requeue: str, others: list[str]
+) -> None:
+    monkeypatch.setattr("os.environ", fake(scontrol=PUT_BACK % may_requeue))
+    client.put_back("5", "afterany:4")
+    with pytest.raises(client.LeftHeld, match="Job dependency problem"):
+        client.put_back("5", "afterany:5")
+    allowing, forbidding = [f"update JobId=5 Requeue={each}" for each in others] or ["", ""]
+    begin = ["show job -o 5", allowing, "requeuehold 5", forbidding]
+    told = [*begin, "update JobId=5 Dependency=afterany:4", "release 5"]
+    told += [*begin, "update JobId=5 Dependency=afterany:5"]
+    assert calls(tmp_path) == [f"scontrol {words}" for words in told if words]
