@@ -53,7 +53,8 @@ def build_site(folder: Path) -> None:
     """Build the site into FOLDER; a warning, as of a link or an anchor that is not there, fails."""
     with tempfile.TemporaryDirectory() as place:
         assemble(Path(place))
-        argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+        # Not with --quiet: MkDocs counts the warnings that it logs.
+        argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
         # Material warns in red of a MkDocs that the extra `docs` excludes.
         environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
         argv.append(str(folder.absolute()))
@@ -317,7 +318,7 @@ def _usage(name: str, command: click.Command) -> str:
 
 def _texts(command: click.Command) -> list[str]:
     """Return the paragraphs of a command's help and its epilog."""
-    return [*(command.help or "").split("\n\n"), *filter(None, [command.epilog])]
+    return [*inspect.cleandoc(command.help or "").split("\n\n"), *filter(None, [command.epilog])]
 
 
 def _paragraph(text: str) -> str:

@@ -16,6 +16,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "SKILL.md", "CONTRIBUTING.md", "examples/README.md")),
 ]
 _PROGRAM = re.compile(r"(?:.*/)?clusterddp")
+_PLACES = {"[OPTIONS]", "COMMAND", "[COMMAND]", "[ARGS]..."}
 _END = {"|", "||", "&&", ";", ">", "&", ")"}
 
 
@@ -46,7 +47,7 @@ def parse(words: list[str]) -> None:
     """Have click's own parser look at the options. Raises UsageError; runs nothing."""
     command: click.Command | None = cli
     words = words[: [*words, "--"].index("--")]
-    words = [word for word in words if word not in ("[OPTIONS]", "COMMAND", "[COMMAND]")]
+    words = [word for word in words if word not in _PLACES]
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         command = command.get_command(click.Context(command), words[0])
         if command is None:
@@ -55,7 +56,7 @@ def parse(words: list[str]) -> None:
     assert command is not None
     ctx = click.Context(command, **command.context_settings)
     try:
-        command.make_parser(ctx).parse_args(words)
+        command.make_parser(ctx).parse_args([*words])
     except click.BadOptionUsage as error:
         if error.option_name != words[-1]:  # a sentence can name an option without a value
             raise
