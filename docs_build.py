@@ -223,7 +223,7 @@ def _exit_codes_page() -> str:
         "A command that is not listed ends with 0, or with the code of its error.\n",
         _table(("command", "codes"), rows),
         "## Of errors\n",
-        "Each is a class of `clusterddp.errors`, printed as one message; a traceback is a defect.\n",
+        "Each is a class of `clusterddp.errors`, printed as a message without a traceback.\n",
         _table(("error", "code", ""), of_errors),
     ]
     return _joined(parts)
