@@ -30,6 +30,7 @@ from clusterddp.version import __version__
 ROOT = Path(__file__).parent
 REFERENCE = ROOT / "docs" / "reference"
 _EXIT_CODES = re.compile(r"Exit codes: (.*?)\.?$")
+_TABLE_ROW = re.compile(r"^\|.*", re.MULTILINE)
 _MADE = "Made from the code by `python -m docs_build reference`; do not edit.\n"
 _Named = tuple[str, click.Command]
 
@@ -84,7 +85,12 @@ def assemble(place: Path) -> None:
     for page in pages.rglob("*.md"):
         up = "../" * len(page.relative_to(pages).parts[1:])
         text = page.read_text().replace(f"]({up}../", f"]({up}").replace(f"]({up}docs/", f"]({up}")
-        page.write_text(text)
+        page.write_text(_TABLE_ROW.sub(_unescaped, text))
+
+
+def _unescaped(row: re.Match[str]) -> str:
+    """Return a row of a table with `a|b` for `a\\|b`: GitHub needs the backslash, MkDocs shows it."""
+    return re.sub("`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])
 
 
 def reference() -> dict[str, str]:

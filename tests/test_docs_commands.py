@@ -12,11 +12,11 @@ from clusterddp.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted({*(ROOT / "docs").rglob("*.md")} - {*(ROOT / "docs" / "reference").iterdir()}),
     *(ROOT / name for name in ("README.md", "SKILL.md", "CONTRIBUTING.md", "examples/README.md")),
 ]
 _PROGRAM = re.compile(r"(?:.*/)?clusterddp")
-_PLACES = {"[OPTIONS]", "COMMAND", "[COMMAND]", "[ARGS]..."}
+_PLACES = {"[OPTIONS]", "COMMAND", "[COMMAND]", "[ARGS]...", "…"}
 _END = {"|", "||", "&&", ";", ">", "&", ")"}
 
 
