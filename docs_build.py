@@ -89,7 +89,7 @@ def assemble(place: Path) -> None:
 
 
 def _unescaped(row: re.Match[str]) -> str:
-    """Return a row of a table with `a|b` for `a\\|b`: GitHub needs the backslash, MkDocs shows it."""
+    """Return a table's row with `a|b` for `a\\|b`: GitHub needs what MkDocs would show."""
     return re.sub("`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])
 
 
