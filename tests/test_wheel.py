@@ -33,6 +33,11 @@ def test_the_wheel_holds_the_templates_where_the_package_looks_for_them(wheel: P
     assert not [name for name in names if name.startswith(("tests/", "jobs/", "benchmarks/"))]
 
 
+def test_the_wheel_brings_the_man_pages_to_where_man_looks(wheel: Path) -> None:
+    names = [name.partition(".data/data/")[2] for name in zipfile.ZipFile(wheel).namelist()]
+    assert {"share/man/man1/clusterddp.1", "share/man/man1/clusterddp-submit.1"} <= {*names}
+
+
 def test_templates_are_found_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = "from clusterddp.launchers.sbatch import shipped_folder; print(shipped_folder())"

@@ -1,0 +1,386 @@
+"""Pages made from the code, and the site of docs/.
+
+python -m docs_build reference     writes docs/reference anew; a test holds it to the code
+python -m docs_build site FOLDER   builds the site into FOLDER, strictly (needs the extra `docs`)
+python -m docs_build man FOLDER    writes the man pages, which each wheel carries (hatch_build.py)
+"""
+
+import ast
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import click
+
+from clusterddp import errors
+from clusterddp.cli.main import COMMANDS, cli
+from clusterddp.request import options as table
+from clusterddp.request.options import Option
+from clusterddp.request.spec import OPTIONS
+from clusterddp.run import events, records, status, sweeps
+from clusterddp.version import __version__
+
+ROOT = Path(__file__).parent
+REFERENCE = ROOT / "docs" / "reference"
+_EXIT_CODES = re.compile(r"Exit codes: (.*?)\.?$")
+_TABLE_ROW = re.compile(r"^\|.*", re.MULTILINE)
+_MADE = "Made from the code by `python -m docs_build reference`; do not edit.\n"
+_Named = tuple[str, click.Command]
+
+
+@click.group()
+def main() -> None:
+    """Make pages from the code, and build the site."""
+
+
+@main.command(name="reference")
+def write_reference() -> None:
+    """Write docs/reference anew."""
+    REFERENCE.mkdir(exist_ok=True)
+    for name, text in reference().items():
+        (REFERENCE / name).write_text(text)
+
+
+@main.command(name="site")
+@click.argument("folder", type=click.Path(path_type=Path))
+def build_site(folder: Path) -> None:
+    """Build the site into FOLDER; a warning, as of a link or an anchor that is not there, fails."""
+    with tempfile.TemporaryDirectory() as place:
+        assemble(Path(place))
+        # Not with --quiet: MkDocs counts the warnings that it logs.
+        argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
+        # Material warns in red of a MkDocs that the extra `docs` excludes.
+        environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+        argv.append(str(folder.absolute()))
+        sys.exit(subprocess.run(argv, cwd=place, env=environ, check=False).returncode)
+
+
+@main.command(name="man")
+@click.argument("folder", type=click.Path(path_type=Path))
+def write_man(folder: Path) -> None:
+    """Write the man pages into FOLDER."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in man_pages().items():
+        (folder / name).write_text(text)
+
+
+def assemble(place: Path) -> None:
+    """Lay out what the site is built from: mkdocs.yml, docs, and files beside it that have links.
+
+    On the site docs/ is the top, so that `../examples/x.py` of a page is `examples/x.py` there.
+    """
+    shutil.copy(ROOT / "mkdocs.yml", place)
+    pages = place / "docs"
+    shutil.copytree(ROOT / "docs", pages)
+    shutil.copytree(ROOT / "examples", pages / "examples", ignore=_not("*.py", "*.md"))
+    shutil.copytree(ROOT / "benchmarks", pages / "benchmarks", ignore=_not("*.md", "*.svg"))
+    shutil.copy(ROOT / "CHANGELOG.md", pages / "changelog.md")
+    for page in pages.rglob("*.md"):
+        up = "../" * len(page.relative_to(pages).parts[1:])
+        text = page.read_text().replace(f"]({up}../", f"]({up}").replace(f"]({up}docs/", f"]({up}")
+        page.write_text(_TABLE_ROW.sub(_unescaped, text))
+
+
+def _unescaped(row: re.Match[str]) -> str:
+    """Return a table's row with `a|b` for `a\\|b`: GitHub needs what MkDocs would show."""
+    return re.sub("`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])
+
+
+def reference() -> dict[str, str]:
+    """Return the pages of docs/reference by their names."""
+    return {
+        "commands.md": _commands_page(),
+        "options.md": _options_page(),
+        "exit-codes.md": _exit_codes_page(),
+        "fields.md": _fields_page(),
+    }
+
+
+def man_pages() -> dict[str, str]:
+    """Return the man pages of all commands by their names, `clusterddp-submit.1`."""
+    pages = {f"{name.replace(' ', '-')}.1": _man_page(name, each) for name, each in commands()}
+    see = [name.removesuffix(".1") for name in pages]
+    listed = [(f"clusterddp {name}", line) for name, line in COMMANDS.items() if line]
+    top = [_head("clusterddp", "takes a PyTorch distributed training run onto a Slurm cluster")]
+    top += [".SH SYNOPSIS", "clusterddp COMMAND [OPTIONS] [ARGS]", ".SH COMMANDS"]
+    top += [
+        line for term, text in listed for line in (".TP", f"\\fB{_roff(term)}\\fR", _roff(text))
+    ]
+    top += [".SH EXIT STATUS", _roff(cli.epilog or "")]
+    top += [".SH SEE ALSO", ",\n".join(f".BR {_roff(name)} (1)" for name in see)]
+    return {"clusterddp.1": "\n".join(top) + "\n", **pages}
+
+
+def commands() -> Iterator[_Named]:
+    """Yield the commands that `clusterddp --help` lists, and theirs: `clusterddp data fetch`."""
+    top = click.Context(cli, info_name="clusterddp")
+    for name in cli.list_commands(top):
+        command = cli.get_command(top, name)
+        assert command is not None
+        yield f"clusterddp {name}", command
+        if isinstance(command, click.Group):
+            yield from (
+                (f"clusterddp {name} {sub}", each) for sub, each in command.commands.items()
+            )
+
+
+def _not(*patterns: str) -> Callable[[str, list[str]], set[str]]:
+    """Return what has `copytree` leave out all files but those of the patterns."""
+
+    def others(folder: str, names: list[str]) -> set[str]:
+        kept = {path.name for pattern in patterns for path in Path(folder).glob(pattern)}
+        return {name for name in names if name not in kept and not Path(folder, name).is_dir()}
+
+    return others
+
+
+def _commands_page() -> str:
+    parts = ["# Commands\n", _MADE, "`-h` and `--help` of each show the same.\n"]
+    for name, command in commands():
+        parts.append(f"{'##' if name.count(' ') == 1 else '###'} {name}\n")
+        parts.append(f"    {_usage(name, command)}\n")
+        parts += [_paragraph(text) for text in _texts(command)]
+        own = [p for p in _typed(command) if p.name not in _PARAMETERS]
+        rows = [(_code(_forms(each)), _default(each), _help(each)) for each in own]
+        parts.append(_table(("option", "default", ""), rows))
+        parts.append(_taken(command))
+    return _joined(parts)
+
+
+def _taken(command: click.Command) -> str:
+    """Name the options of a request that a command takes: all of a section, or one by one."""
+    names = {parameter.name for parameter in command.params}
+    words = []
+    for group in table.GROUPS:
+        rows = [row for row in OPTIONS.values() if row.group == group]
+        taken = [row for row in rows if row.parameter in names]
+        page = f"[{group}](options.md#{group.lower().replace(' ', '-')})"
+        if taken:
+            some = ", ".join(f"`{row.flag}`" for row in taken)
+            words.append(f"- {page}: {'all' if taken == rows else some}\n")
+    return "Options of a request:\n\n" + "".join(words) if words else ""
+
+
+def _options_page() -> str:
+    parts = [
+        "# Options of a request\n",
+        _MADE,
+        "Each can be given in these ways; the first that is there counts: the flag, a key of a "
+        "`--from` file, the `CLUSTERDDP_*` variable, the `SBATCH_*` variable, the key of "
+        "`[cluster:NAME]` or `[defaults]` in site.cfg, what `--recipe` gives. The key is the flag "
+        "without its dashes. The directive is the one of sbatch that stands in the script.\n",
+    ]
+    for group in table.GROUPS:
+        parts.append(f"## {group}\n")
+        rows = [_option_row(row) for row in OPTIONS.values() if row.group == group]
+        head = ("option", "default", "variables", "key of site.cfg", "directive", "")
+        parts.append(_table(head, rows))
+    parts.append("## Options of sbatch that are not taken\n")
+    rows = [(_code(f"--{name}"), _md(text)) for name, text in table.REPLACED_FLAGS.items()]
+    parts.append(_table(("of sbatch", "here"), rows))
+    parts.append("## Variables of sbatch that are passed on\n")
+    rows = [(_code(name), _code(f"--{text}")) for name, text in sorted(table.PASSED_ON.items())]
+    parts.append(_table(("variable", "directive"), rows))
+    return _joined(parts)
+
+
+def _option_row(row: Option) -> tuple[str, ...]:
+    negated = [f"--no-{row.name}"] if row.negatable else []
+    value = "" if row.type is bool else f" {row.metavar or _kind(row)}"
+    forms = ", ".join([*row.flags, *negated]) + value
+    default = row.shown or ("" if row.default is None or row.type is bool else str(row.default))
+    variables = [f"CLUSTERDDP_{row.parameter.upper()}", *filter(None, [row.variable])]
+    codes = "<br>".join(map(_code, variables))
+    return _code(forms), _md(default), codes, _code(row.name), _code(row.directive), _md(row.help)
+
+
+def _kind(row: Option) -> str:
+    if isinstance(row.form, table.Choice):
+        return "|".join(row.form.names)
+    return {int: "N", float: "X"}.get(row.type, "TEXT")
+
+
+def _exit_codes_page() -> str:
+    top = (cli.epilog or "").removeprefix("Exit codes: ").rstrip(".")
+    raised = [each for each in vars(errors).values() if inspect.isclass(each)]
+    of_errors = [
+        (_code(each.__name__), str(each.exit_code), _md(inspect.getdoc(each) or ""))
+        for each in raised
+        if issubclass(each, errors.ClusterDDPError)
+    ]
+    rows = []
+    for name, command in commands():
+        link = f"[{name}](commands.md#{name.replace(' ', '-')})"
+        found = [_EXIT_CODES.search(" ".join(text.split())) for text in _texts(command)]
+        rows += [(link, _md(codes[1])) for codes in found if codes]
+    parts = [
+        "# Exit codes\n",
+        _MADE,
+        f"{_md(top[0].upper() + top[1:])}. A job ends with the code of its run: "
+        "[every way to an end](../endings.md).\n",
+        "## Of each command\n",
+        "A command that is not listed ends with 0, or with the code of its error.\n",
+        _table(("command", "codes"), rows),
+        "## Of errors\n",
+        "Each is a class of `clusterddp.errors`, printed as a message without a traceback.\n",
+        _table(("error", "code", ""), of_errors),
+    ]
+    return _joined(parts)
+
+
+def _fields_page() -> str:
+    parts = [
+        "# Records and events, field by field\n",
+        _MADE,
+        "The classes that read and write the files of a run; in which file each stands, and since "
+        "which version, is in [records](../records.md). Times are seconds since the epoch. What a "
+        "record does not say has the default.\n",
+        "## Events\n",
+        "A line of events.jsonl each. All have the fields of `Event`.\n",
+        *_classes(events),
+        "## Records\n",
+        *_classes(records),
+        "## Status\n",
+        "What `status --json` and `jobs --json` print; [which of it is promised](../scripts.md).\n",
+        *_classes(status),
+        *_classes(sweeps),
+    ]
+    return _joined(parts)
+
+
+def _classes(module: ModuleType) -> Iterator[str]:
+    """Yield a heading and a table for each public dataclass, with the fields' docstrings."""
+    source = ast.parse(inspect.getsource(module))
+    for node in source.body:
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+            continue
+        rows = []
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                row = _field(field, after)
+                if row:
+                    rows.append(row)
+        word = getattr(getattr(module, node.name), "kind", "")
+        yield f"### {node.name}\n"
+        yield (f"`{word}`: " if word else "") + _md(ast.get_docstring(node) or "") + "\n"
+        yield _table(("field", "type", "default", ""), rows)
+
+
+def _field(field: ast.AnnAssign, after: ast.stmt | None) -> tuple[str, ...] | None:
+    kind = ast.unparse(field.annotation)
+    if kind.startswith("ClassVar"):
+        return None
+    text = after.value if isinstance(after, ast.Expr) else None
+    told = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
+    default = ast.unparse(field.value) if field.value else ""
+    if "default_factory=" in default:
+        default = "empty"
+    return (
+        _code(ast.unparse(field.target)),
+        _code(kind),
+        _code(default),
+        _md(inspect.cleandoc(told)),
+    )
+
+
+def _man_page(name: str, command: click.Command) -> str:
+    line = COMMANDS.get(name.partition(" ")[2]) or command.get_short_help_str(72)
+    page = [_head(name.replace(" ", "-"), line)]
+    page += [".SH SYNOPSIS", _roff(_usage(name, command)), ".SH DESCRIPTION"]
+    for text in _texts(command):
+        verbatim = text.startswith("\b")
+        page += [".nf", _roff(text[1:].strip("\n")), ".fi"] if verbatim else [_roff(text), ".PP"]
+    page.append(".SH OPTIONS")
+    ctx = click.Context(command, info_name=name)
+    for parameter in command.params:
+        shown = parameter.get_help_record(ctx)
+        if shown:
+            page += [".TP", f"\\fB{_roff(shown[0])}\\fR", _roff(shown[1])]
+    page += [".SH SEE ALSO", ".BR clusterddp (1)"]
+    return "\n".join(page) + "\n"
+
+
+def _head(name: str, line: str) -> str:
+    title = f'.TH {name.upper()} 1 "" "clusterddp {__version__}"'
+    return f"{title}\n.SH NAME\n{_roff(name)} \\- {_roff(line.rstrip('.'))}"
+
+
+def _roff(text: str) -> str:
+    """Escape a text for man: no line of it is a request."""
+    escaped = text.replace("\\", "\\e").replace("-", "\\-")
+    return re.sub(r"^([.'])", r"\\&\1", escaped, flags=re.MULTILINE)
+
+
+def _usage(name: str, command: click.Command) -> str:
+    return " ".join([name, *command.collect_usage_pieces(click.Context(command, info_name=name))])
+
+
+def _texts(command: click.Command) -> list[str]:
+    """Return the paragraphs of a command's help and its epilog."""
+    return [*inspect.cleandoc(command.help or "").split("\n\n"), *filter(None, [command.epilog])]
+
+
+def _paragraph(text: str) -> str:
+    if text.startswith("\b"):
+        return "".join(f"    {line}\n" for line in text[1:].strip("\n").splitlines())
+    return _md(text) + "\n"
+
+
+_PARAMETERS = {row.parameter for row in OPTIONS.values()}
+
+
+def _typed(command: click.Command) -> list[click.Option]:
+    shown = (each for each in command.params if isinstance(each, click.Option))
+    return [each for each in shown if not each.hidden]
+
+
+def _forms(option: click.Option) -> str:
+    value = "" if option.is_flag else f" {option.metavar or _value(option)}"
+    return ", ".join([*option.opts, *option.secondary_opts]) + value
+
+
+def _value(option: click.Option) -> str:
+    if isinstance(option.type, click.Choice):
+        return "|".join(map(str, option.type.choices))
+    return option.type.name.upper()
+
+
+def _default(option: click.Option) -> str:
+    shown, value = option.show_default, option.default
+    if isinstance(shown, str):
+        return _md(shown)
+    return _md(str(value)) if shown and isinstance(value, str | int | float | Path) else ""
+
+
+def _help(option: click.Option) -> str:
+    variable = f" Variable: {_code(option.envvar)}." if isinstance(option.envvar, str) else ""
+    return _md(option.help or "") + variable
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [" | ".join(row) for row in (head, ["---"] * len(head), *rows)]
+    return "".join(f"| {line} |\n" for line in lines) if len(lines) > 2 else ""
+
+
+def _code(text: str) -> str:
+    return f"`{text}`".replace("|", "\\|") if text else ""
+
+
+def _md(text: str) -> str:
+    """Escape a text for Markdown, on one line."""
+    return re.sub(r"([\\`*_<>\[\]|])", r"\\\1", " ".join(text.split()))
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return "\n".join(filter(None, parts))
+
+
+if __name__ == "__main__":
+    main()

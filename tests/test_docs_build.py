@@ -1,0 +1,106 @@
+"""The pages that are made from the code, the site and the man pages."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import docs_build
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    made = docs_build.reference()
+    kept = {path.name: path.read_text() for path in docs_build.REFERENCE.iterdir()}
+    assert kept == made, "run: python -m docs_build reference"
+
+
+def test_the_reference_names_every_command_and_option() -> None:
+    made = docs_build.reference()
+    headings = re.findall(r"^##+ (clusterddp .*)$", made["commands.md"], re.MULTILINE)
+    assert {"clusterddp submit", "clusterddp data fetch", "clusterddp nodes clear"} <= {*headings}
+    for option in ("--nodes, -N N", "--lr X", "--requeue"):
+        assert f"| `{option}" in made["options.md"]
+    assert (
+        "| `SBATCH_TIMELIMIT`" not in made["options.md"]
+    )  # it is --time's, beside CLUSTERDDP_TIME
+    assert "`CLUSTERDDP_TIME`<br>`SBATCH_TIMELIMIT` | `time` | `time` |" in made["options.md"]
+    assert "### NodesBlamed\n\n`nodes_blamed`: Nodes that" in made["fields.md"]
+    assert "| `OptionError` | 2 |" in made["exit-codes.md"]
+
+
+def build(place: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "docs_build", "site", str(place)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_the_site_has_all_pages_and_every_link_leads_somewhere(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    done = build(tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    for page in (ROOT / "docs").rglob("*.md"):
+        place = page.relative_to(ROOT / "docs").with_suffix(".html")
+        assert (tmp_path / "site" / place).is_file()
+    site = tmp_path / "site"
+    assert 'href="examples/one_device.py"' in (site / "from-one-device.html").read_text()
+    assert "<code>--template NAME|FILE</code>" in (site / "reference/options.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "life.md#nowhere",
+        pytest.param("nothing.md", marks=pytest.mark.slow),
+        pytest.param("../examples/none.py", marks=pytest.mark.slow),
+    ],
+)
+def test_a_link_that_leads_nowhere_fails_the_build(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    for name in ("docs", "examples", "benchmarks"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("mkdocs.yml", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    with (tmp_path / "docs" / "start.md").open("a") as page:
+        page.write(f"\n[it]({broken})\n")
+    monkeypatch.setattr(docs_build, "ROOT", tmp_path)
+    with pytest.raises(SystemExit) as left:
+        docs_build.main(["site", str(tmp_path / "site")], standalone_mode=False)
+    assert left.value.code == 1
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SKILL.md", "CHANGELOG.md"])
+def test_the_files_that_a_page_beside_the_site_links_to_are_there(page: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_man_pages_escape_what_man_would_take_for_its_own() -> None:
+    pages = docs_build.man_pages()
+    assert {"clusterddp.1", "clusterddp-submit.1", "clusterddp-data-fetch.1"} <= {*pages}
+    known = {"TH", "SH", "PP", "TP", "BR", "nf", "fi"}
+    for name, text in pages.items():
+        requests = {line[1:3] for line in text.splitlines() if line.startswith((".", "'"))}
+        assert requests <= known, name
+    assert r"\fB\-\-gpus\-per\-node [TYPE:]N\fR" in pages["clusterddp-submit.1"]
+
+
+@pytest.mark.skipif(not shutil.which("groff"), reason="groff shows man pages")
+def test_groff_finds_nothing_wrong_with_the_man_pages(tmp_path: Path) -> None:
+    for name, text in docs_build.man_pages().items():
+        (tmp_path / name).write_text(text)
+    shown = subprocess.run(
+        ["groff", "-man", "-ww", "-Tutf8", "-K", "utf8", *sorted(tmp_path.iterdir())],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert shown.stderr == ""
+    assert "--gpus-per-node" in re.sub("\x1b\\[[0-9;]*m|.\x08", "", shown.stdout)

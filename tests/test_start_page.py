@@ -1,0 +1,114 @@
+"""docs/start.md and docs/cheatsheet.md, as a person types them; Slurm's commands are stand-ins."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterddp.data.synthetic import synthesise
+from tests.cli.made_runs import Workplace, submitted, workplace
+from tests.waiting import PATIENCE
+
+__all__ = ["workplace"]
+
+DOCS = Path(__file__).parents[1] / "docs"
+START = (DOCS / "start.md").read_text()
+SECTIONS = {
+    text.partition("\n")[0]: re.findall(r"^    (clusterddp .*)$", text, re.M)
+    for text in START.split("\n## ")[1:]
+}
+SHEET = re.findall(
+    r"^    (clusterddp submit .*?)(?:  +#.*)?$", (DOCS / "cheatsheet.md").read_text(), re.M
+)
+SENT = [line for line in SECTIONS["On a cluster"] + SECTIONS["Your own script"] if "--gpus" in line]
+
+
+def typed(folder: Path, line: str) -> str:
+    """What a line printed, which must end with 0."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(line)],
+        cwd=folder, timeout=3 * PATIENCE, env={**os.environ, "PATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_page_has_its_three_parts() -> None:
+    here, cluster, own, _ = SECTIONS.values()
+    assert [len(here), len(cluster), len(own)] == [5, 9, 4]
+    assert len(SENT) == 3
+
+
+@pytest.mark.slow
+def test_the_first_run_needs_no_slurm(tmp_path: Path) -> None:
+    # Ten steps of four ranks on as many digits as these see; the page's run renders the full set.
+    synthesise(str(tmp_path / "data"), train_images=2_560, test_images=200)
+    submit, *others = SECTIONS["Without Slurm"]
+    assert "test accuracy" in typed(tmp_path, submit.replace("--max-steps 200", "--max-steps 10"))
+    status, logs, checkpoints, report = (typed(tmp_path, line) for line in others)
+    assert "state       done" in status
+    assert "step 10: test accuracy" in logs
+    assert "verified" in checkpoints
+    assert "4 ranks on 127.0.0.1 127.0.0.2" in report
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_runs_on_four_ranks(tmp_path: Path) -> None:
+    [script] = re.findall(r"^```python\n(.*?)^```", START, re.M | re.S)
+    (tmp_path / "train.py").write_text(script)
+    check, rehearse, logs, _ = SECTIONS["Your own script"]
+    assert typed(tmp_path, check).strip() in ("", "nothing found")
+    typed(tmp_path, rehearse)
+    assert re.search(r"^loss 0\.\d+ on 4 ranks$", typed(tmp_path, logs), re.M)
+
+
+@pytest.mark.parametrize("line", SENT)
+def test_what_goes_to_a_cluster_is_a_valid_request(line: str, workplace: Workplace) -> None:
+    workplace.command("python", "exit 0")
+    (workplace.folder / "train.py").write_text("print('there')\n")
+    options, dashes, command = line.partition(" -- ")
+    words = shlex.split(f"{options} --dry-run{dashes}{command}")
+    got = workplace.invoke(*words[1:])
+    assert got.code == 0, got
+    assert "#SBATCH --gpus-per-node=4\n" in got.out
+
+
+def test_a_run_on_a_cluster_is_looked_at_and_ended_as_the_page_says(workplace: Workplace) -> None:
+    workplace.run("second", submitted("7"))
+    workplace.command("squeue", "echo '7|PENDING|(Resources)'")
+    workplace.command("scancel", "exit 0")
+    status, stop = SECTIONS["On a cluster"][5:7]
+    assert "queued" in workplace.invoke(*shlex.split(status)[1:]).out
+    assert workplace.invoke(*shlex.split(stop)[1:]).code == 0
+    assert [call for call in workplace.calls if call.startswith("scancel")]
+
+
+def test_the_site_cfg_of_the_page_is_valid(workplace: Workplace) -> None:
+    [lines] = re.findall(r"((?:^    .*\n)+)", START.partition("site.cfg")[2], re.M)[:1]
+    (workplace.folder / "site.cfg").write_text(re.sub(r"^    ", "", lines, flags=re.M))
+    got = workplace.invoke("site")
+    assert got.code == 0, got
+    assert re.search(r"^partition +gpu +\S+site\.cfg \[defaults\]$", got.out, re.M)
+
+
+@pytest.mark.parametrize("line", SHEET)
+def test_each_submission_of_the_cheat_sheet_is_a_valid_request(
+    line: str, workplace: Workplace
+) -> None:
+    workplace.run("big", submitted("7"), gpus_per_node=1)
+    workplace.command("squeue", "echo '7|RUNNING|None'")
+    workplace.command("python", "exit 0")
+    for name in ("train.py", "evaluate.py", "torch.sif"):
+        (workplace.folder / name).write_text("")
+    options, dashes, command = line.partition(" -- ")
+    options = options.replace(" --wait", "").replace(" --dry-run", "")
+    words = shlex.split(f"{options} --dry-run{dashes}{command}")
+    got = workplace.invoke(*words[1:])
+    assert got.code == 0, got
+    assert got.out.startswith("#!")
