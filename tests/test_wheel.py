@@ -22,10 +22,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_holds_the_templates_where_the_package_looks_for_them(wheel: Path) -> None:
+def test_the_wheel_holds_the_templates_and_sites_where_the_package_looks_for_them(
+    wheel: Path,
+) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for template in (ROOT / "templates").glob("*.j2"):
         assert f"clusterddp/templates/{template.name}" in names
+    for site in (ROOT / "clusterddp" / "sites").glob("*.cfg"):
+        assert f"clusterddp/sites/{site.name}" in names
     assert not [name for name in names if "__pycache__" in name]
     assert "clusterddp/cli/commands/submit.py" in names
     pages = ("page.html.j2", "parts.html.j2", "sweep.html.j2", "page.css")

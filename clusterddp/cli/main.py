@@ -49,7 +49,7 @@ COMMANDS = {
     "nodes": "List the nodes that runs leave out as bad, or clear them.",
     "data": "Fetch, check, import or synthesise the dataset.",
     "templates": "List, show or copy the sbatch templates.",
-    "site": "Show each setting in force and where it came from.",
+    "site": "Show each setting in force and its source; take those for a public cluster.",
     "completion": "Print the completion script of a shell.",
     "batch": "",
     "probe": "",

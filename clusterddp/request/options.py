@@ -295,9 +295,14 @@ def find_site(given: str | None, environ: Mapping[str, str], folder: Path) -> Pa
         if not Path(named).exists():
             raise RequestError(f"site configuration {named!r} is not found.")
         return Path(named)
-    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
-    places = (folder / "site.cfg", Path(home) / "clusterddp" / "site.cfg", SYSTEM_FILE)
+    places = (folder / "site.cfg", user_file(environ), SYSTEM_FILE)
     return next(filter(Path.is_file, places), None)
+
+
+def user_file(environ: Mapping[str, str]) -> Path:
+    """Return the place of the user's own site.cfg."""
+    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
+    return Path(home) / "clusterddp" / "site.cfg"
 
 
 def read_site(path: Path | None, cluster: str | None, known: Collection[str]) -> Settings:

@@ -32,6 +32,16 @@ def configuration() -> dict[str, str]:
     return settings
 
 
+def cluster_name(environ: Mapping[str, str]) -> str:
+    """Return ClusterName of slurm.conf; empty where there is no Slurm, or it does not answer."""
+    if name := environ.get("SLURM_CLUSTER_NAME"):  # a job has it
+        return name
+    try:
+        return configuration().get("ClusterName", "")
+    except SlurmError:
+        return ""
+
+
 def partition_settings() -> dict[str, dict[str, str]]:
     """Return the fields of `scontrol show partition` by the partition's name, hidden ones too.
 

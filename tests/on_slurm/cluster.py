@@ -128,6 +128,7 @@ class SlurmCluster:
         hosts: int = 2,
         *,
         gpus_per_host: int = 4,
+        gpu_type: str = "",
         cpus_per_host: int = 16,
         conf: Mapping[str, str | None] | None = None,
         root: Path | None = None,
@@ -139,6 +140,7 @@ class SlurmCluster:
             host: f"{SUBNET}.{10 + number}" for number, host in enumerate(self.hosts, start=1)
         }
         self.gpus_per_host = gpus_per_host
+        self.gpu_type = gpu_type
         self.cpus_per_host = cpus_per_host
         self.root = root or DEFAULT_ROOT
         self._conf = dict(conf or {})
@@ -515,7 +517,8 @@ class SlurmCluster:
                 device = folder / "dev" / f"nvidia{number}"
                 os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
             files = f"{folder}/dev/nvidia[0-{self.gpus_per_host - 1}]"
-            (folder / "gres.conf").write_text(f"Name=gpu File={files}\n")
+            kind = f"Type={self.gpu_type} " if self.gpu_type else ""
+            (folder / "gres.conf").write_text(f"Name=gpu {kind}File={files}\n")
 
     @property
     def release(self) -> tuple[int, int]:
@@ -530,7 +533,8 @@ class SlurmCluster:
 
     def _slurm_conf_text(self) -> str:
         folder = self.folder
-        gres = f" Gres=gpu:{self.gpus_per_host}" if self.gpus_per_host else ""
+        kind = f"{self.gpu_type}:" if self.gpu_type else ""
+        gres = f" Gres=gpu:{kind}{self.gpus_per_host}" if self.gpus_per_host else ""
         node = f"CPUs={self.cpus_per_host} RealMemory=64000 Port={SLURMD_PORT}{gres}"
         partition = "Nodes=ALL State=UP DefaultTime=10 MaxTime=7-00:00:00"
         lines: dict[str, str | None] = {

@@ -4,10 +4,12 @@ import dataclasses
 import json
 import os
 import shlex
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,8 +17,12 @@ from clusterddp.cli.commands import submit
 from clusterddp.cli.job_spec import interpreter, job_spec, template_folder
 from clusterddp.cli.options import options, source
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, RequestError
-from clusterddp.request.options import read_site
+from clusterddp.request import sites
+from clusterddp.request.options import Settings, read_site
 from clusterddp.request.spec import OPTIONS
+
+if TYPE_CHECKING:
+    from clusterddp.doctor.diagnosis import Diagnosis
 
 _NAMES = (
     *("partition", "account", "qos", "nodes", "gpus-per-node", "gpu-request"),
@@ -67,11 +73,21 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
             for check in diagnosis.checks
         ]
         click.echo(formatting.table(rows))
+        if isinstance(ctx.obj, Settings) and ctx.obj.path is None:
+            _name_files_that_fit(diagnosis)
     if write is not None:
         _write(write, text, found.proposed(diagnosis, given_before))
         shown = f"clusterddp site --site {shlex.quote(write)}"
         click.echo(f"clusterddp: wrote {write}; read it, then look at: {shown}", err=True)
     return EXIT_FAILED if diagnosis.verdict == found.BAD else EXIT_DONE
+
+
+def _name_files_that_fit(diagnosis: "Diagnosis") -> None:
+    clusters = [str(check.facts.get("cluster", "")) for check in diagnosis.checks]
+    known = sites.read_sites()
+    for name in sites.fitting(known, "".join(clusters), socket.gethostname()):
+        words = f"this may be {known[name].title}; its settings: clusterddp site use {name}"
+        click.echo(f"clusterddp: {words}", err=True)
 
 
 def _words(seen: str, advice: str) -> str:

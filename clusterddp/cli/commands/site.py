@@ -1,31 +1,45 @@
-"""`clusterddp site`: every setting in force, and where it came from."""
+"""`clusterddp site`: every setting in force, and its source; `list` and `use` those of clusters."""
 
+import dataclasses
 import json
-from collections.abc import Mapping
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import click
 
 from clusterddp.cli.commands import submit
 from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.cli.options import naming_sources, source
+from clusterddp.cli.options import Completed, naming_sources, source
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED
+from clusterddp.request import options, sites
 from clusterddp.request.options import Settings
 from clusterddp.request.spec import OPTIONS
 
 
-@click.command()
+def _names(_ctx: click.Context, _incomplete: str) -> Iterable[str]:
+    return sites.read_sites()
+
+
+@click.group(name="site", invoke_without_command=True)
 @click.option("--site", metavar="FILE", help="The site.cfg to use.")
 @click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(site: str | None, cluster: str | None, as_json: bool) -> None:
+@click.pass_context
+def command(context: click.Context, site: str | None, cluster: str | None, as_json: bool) -> None:
     """Show each setting in force and where it came from.
+
+    'clusterddp site list' has files for public clusters, 'clusterddp site use NAME' takes one.
 
     site.cfg is looked for at --site, $CLUSTERDDP_SITE, ./site.cfg, the user's config folder
     (~/.config/clusterddp/site.cfg) and /etc/clusterddp/site.cfg; the first that is there is used.
 
     Exit codes: 0 a submission takes these settings as they are, 2 it would refuse one of them.
     """
+    if context.invoked_subcommand:
+        return
     args = [f"--{k}={v}" for k, v in (("site", site), ("cluster", cluster)) if v]
     try:
         ctx = submit.command.make_context("submit", args)
@@ -43,6 +57,54 @@ def command(site: str | None, cluster: str | None, as_json: bool) -> None:
     else:
         _print_table(ctx.obj, rows)
     _check(ctx)
+
+
+@command.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print the list as JSON.")
+def list_sites(as_json: bool) -> None:
+    """List the files for public clusters; a star is at the one that fits here.
+
+    It fits where ClusterName of slurm.conf is its name, or this host is one of its login nodes.
+    Where each was taken from, and when, stands in the file, and in --json.
+    """
+    from clusterddp.run import formatting
+    from clusterddp.slurm.site import cluster_name
+
+    known = sites.read_sites()
+    here = sites.fitting(known, cluster_name(os.environ), socket.gethostname())
+    if as_json:
+        rows = [{**dataclasses.asdict(site), "fits": site.name in here} for site in known.values()]
+        click.echo(json.dumps(rows, indent=2))
+    elif known:
+        table = [
+            ("*" if site.name in here else " ", site.name, site.title, site.tried)
+            for site in known.values()
+        ]
+        click.echo(formatting.table(table))
+
+
+@command.command("use")
+@click.argument("name", type=Completed("name", _names))
+@click.option("--force", is_flag=True, help="Put a file of yours that is there aside.")
+def use_site(name: str, force: bool) -> None:
+    """Make the file for a public cluster your own: ~/.config/clusterddp/site.cfg.
+
+    What differs by person, such as the account, is a line in it that begins with '#', to fill in.
+
+    Exit codes: 0 it is in place, 2 there is no such file, or another one is in its place.
+    """
+    path, before = sites.use(name, os.environ, force=force)
+    click.echo(path)
+    if before:
+        click.echo(f"clusterddp: the file that was there is now {before}", err=True)
+    click.echo(
+        f"clusterddp: taken from the cluster's documentation, {sites.read_sites()[name].tried}. "
+        "Fill in what begins with '#', as the account; then look at: clusterddp site",
+        err=True,
+    )
+    found = options.find_site(None, os.environ, Path.cwd())
+    if found != path:
+        click.echo(f"clusterddp: from here {found} comes before it", err=True)
 
 
 def _check(ctx: click.Context) -> None:

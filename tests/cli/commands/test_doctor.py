@@ -216,6 +216,15 @@ def test_without_slurm_it_says_so_and_checks_the_rest(site: Site) -> None:
     assert check["verdict"] == WARNING and "no Slurm here" in check["seen"]
 
 
+def test_a_public_cluster_is_named_with_its_settings_until_there_are_some(site: Site) -> None:
+    words = "its settings: clusterddp site use frontier"
+    assert words not in site.workplace.invoke("doctor", "--python", "python").err
+    site.scontrol(ClusterName="Frontier")
+    assert words in site.workplace.invoke("doctor", "--python", "python").err
+    (site.folder / "site.cfg").write_text("[defaults]\n")
+    assert words not in site.workplace.invoke("doctor", "--python", "python").err
+
+
 def test_a_torch_without_cuda_is_a_warning_where_there_are_gpus(site: Site) -> None:
     site.workplace.command("python", PYTHON.replace('"13.0"', "null"))
     assert site.check("python")["verdict"] == WARNING

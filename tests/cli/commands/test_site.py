@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from clusterddp.cli.main import cli
 from clusterddp.errors import RequestError
+from clusterddp.request.sites import read_sites
 from clusterddp.request.spec import OPTIONS
 
 
@@ -96,3 +97,46 @@ def test_the_settings_are_shown_beside_the_refusal(elsewhere: Path) -> None:
     assert [line.split()[:2] for line in shown.splitlines() if line.startswith("partition")] == [
         ["partition", "a"]
     ]
+
+
+def test_the_list_has_a_star_at_the_cluster_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "Frontier")
+    lines = CliRunner().invoke(cli, ["site", "list"]).output.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("*")] == ["frontier"]
+    assert len(lines) == len(read_sites()) and all("not tried" in line for line in lines)
+    rows = json.loads(CliRunner().invoke(cli, ["site", "list", "--json"]).output)
+    assert [row["name"] for row in rows] == list(read_sites())
+    assert [row["name"] for row in rows if row["fits"]] == ["frontier"]
+    assert set(rows[0]) == {"name", "title", "pages", "read", "tried", "hosts", "fits"}
+
+
+def test_a_login_node_is_known_where_slurm_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("socket.gethostname", lambda: "daint-ln003")
+    rows = json.loads(CliRunner().invoke(cli, ["site", "list", "--json"]).output)
+    assert [row["name"] for row in rows if row["fits"]] == ["daint"]
+
+
+def test_a_file_in_use_is_in_force_unless_one_is_nearer(elsewhere: Path) -> None:
+    place = elsewhere / "home" / ".config" / "clusterddp" / "site.cfg"
+    done = CliRunner().invoke(cli, ["site", "use", "lumi"])
+    assert (done.exit_code, done.stdout) == (0, f"{place}\n")
+    assert "not tried" in done.stderr and "comes before" not in done.stderr
+    shown = json.loads(CliRunner().invoke(cli, ["site", "--json"]).output)
+    assert shown["site"] == str(place)
+    assert shown["settings"]["partition"] == {
+        "value": "standard-g",
+        "source": f"{place} [defaults]",
+    }
+    (elsewhere / "site.cfg").write_text("[defaults]\n")
+    again = CliRunner().invoke(cli, ["site", "use", "frontier", "--force"])
+    assert f"the file that was there is now {place}.old" in again.stderr
+    assert f"{elsewhere / 'site.cfg'} comes before it" in again.stderr
+
+
+def test_a_name_that_is_none_is_refused_with_the_nearest(elsewhere: Path) -> None:
+    result = CliRunner().invoke(cli, ["site", "use", "perlmuter"])
+    assert isinstance(result.exception, RequestError)
+    assert "(did you mean 'perlmutter'?)" in str(result.exception)
+    assert not (elsewhere / "home").exists()

@@ -1,0 +1,110 @@
+"""Files of settings for public clusters, taken from the clusters' own documentation.
+
+Each is a site.cfg with a head of comments: its first line is a title, and `# Page:`, `# Read:`,
+`# Tried:` and `# Hosts:` say from where it was taken, when, who has tried it, and by which names of
+hosts it is recognised beside the cluster's own.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from clusterddp.errors import RequestError
+from clusterddp.request.options import nearest, user_file
+
+FOLDER = Path(__file__).resolve().parents[1] / "sites"
+_HEAD = re.compile(r"^# (Page|Read|Tried|Hosts): (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class PublicSite:
+    """Head of one file."""
+
+    name: str
+    title: str
+    pages: tuple[str, ...]
+    read: str
+    """Date on which the pages were read, and their version."""
+    tried: str
+    hosts: tuple[str, ...] = ()
+    """Names of its login nodes, as patterns of the shell."""
+
+    def fits(self, cluster: str, host: str) -> bool:
+        """Return whether a cluster has its name, or a host is one of its."""
+        return cluster.lower() == self.name or any(fnmatchcase(host, each) for each in self.hosts)
+
+
+def read_sites() -> dict[str, PublicSite]:
+    """Return the shipped files' heads by name; none in a run's own file, which carries none."""
+    files = sorted(FOLDER.glob("*.cfg")) if FOLDER.is_dir() else ()
+    return {path.stem: _head(path.stem, path.read_text(encoding="utf-8")) for path in files}
+
+
+def fitting(sites: Mapping[str, PublicSite], cluster: str, host: str) -> list[str]:
+    """Return the names of the sites that a cluster or a host is, by what they are called."""
+    return [name for name, site in sites.items() if site.fits(cluster, host)]
+
+
+def use(name: str, environ: Mapping[str, str], *, force: bool = False) -> tuple[Path, Path | None]:
+    """Write a site's file to the place of the user's own; return it, and that of the one before.
+
+    With `force` the one before is kept beside it. Raises RequestError for an unknown name, a file
+    that is there already and says something else, or a place that cannot be written.
+    """
+    sites = read_sites()
+    if name not in sites:
+        raise RequestError(
+            f"there is no site {name!r}{nearest(name, sites)}; 'clusterddp site list' shows them."
+        )
+    if not (environ.get("XDG_CONFIG_HOME") or environ.get("HOME")):
+        raise RequestError("neither HOME nor XDG_CONFIG_HOME is set: set one of them.")
+    path, content = user_file(environ), (FOLDER / f"{name}.cfg").read_bytes()
+    before = path.with_name("site.cfg.old") if os.path.lexists(path) else None
+    try:
+        if before and not path.is_dir() and path.exists() and path.read_bytes() == content:
+            return path, None
+        if before and not force:
+            raise RequestError(
+                f"{path} is there already, with other settings; it is left as it is. --force puts "
+                "it aside."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, content, before)
+    except OSError as error:
+        raise RequestError(f"{path} cannot be written: {error.strerror}.") from None
+    return path, before
+
+
+def _write(path: Path, content: bytes, before: Path | None) -> None:
+    """Write the whole file, or leave what is there."""
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix="site.cfg.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        if before:
+            path.replace(before)
+        Path(draft).replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(draft).unlink()
+        raise
+
+
+def _head(name: str, text: str) -> PublicSite:
+    title, _, rest = text.partition("\n")
+    said: dict[str, list[str]] = {"Page": [], "Read": [], "Tried": [], "Hosts": []}
+    for key, value in _HEAD.findall(rest):
+        said[key].append(value)
+    return PublicSite(
+        name,
+        title.removeprefix("# "),
+        tuple(said["Page"]),
+        " ".join(said["Read"]),
+        " ".join(said["Tried"]),
+        tuple(" ".join(said["Hosts"]).split()),
+    )
