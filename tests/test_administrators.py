@@ -25,6 +25,7 @@ ROWS = {
 }
 COUNTS = (1, 100, 1000)
 SLOW = pytest.mark.slow
+MANY = [SLOW, pytest.mark.release]
 
 
 def calls_on_the_page(label: str, column: int = 0) -> dict[str, int]:
@@ -60,7 +61,7 @@ def show(site: Workplace, state: str, *jobs: str) -> None:
 
 
 @pytest.mark.timeout(900)  # a thousand directories, each synced: a busy disk takes minutes
-@pytest.mark.parametrize("runs", [1, 100, pytest.param(1000, marks=SLOW)])
+@pytest.mark.parametrize("runs", [1, 100, pytest.param(1000, marks=MANY)])
 def test_the_calls_for_many_runs(runs: int, site: Workplace) -> None:
     column = COUNTS.index(runs)
     jobs = [str(100_000 + number) for number in range(runs)]
