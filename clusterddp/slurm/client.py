@@ -176,7 +176,7 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
     for pause in LOOKUP_PAUSES_SECONDS:
         time.sleep(pause)  # slurmctld may still be working on the submission
         argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
-        rows = [line.split("|", 2) for line in _answer(argv, environ).splitlines()]
+        rows = [line.split("|", 2) for line in output_of(argv, environ).splitlines()]
         ids = [row[0] for row in rows if len(row) == 3 and row[1] >= since and row[2] == comment]
         numbers = [int(re.sub(r"\D.*", "", job_id) or 0) for job_id in ids]  # 89 of 89_[0-3]
         if numbers:
@@ -224,13 +224,13 @@ def query(
 
 def partitions(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the names of the partitions; none where no Slurm answers quickly."""
-    names = _answer(["sinfo", "-h", "-o", "%R"], environ, COMPLETION_SECONDS)
+    names = output_of(["sinfo", "-h", "-o", "%R"], environ, COMPLETION_SECONDS)
     return list(dict.fromkeys(names.split()))
 
 
 def _version(environ: Mapping[str, str]) -> str:
     """Return the version of sbatch, `22.05.8`; empty where it cannot be told."""
-    number = re.search(r"\d+\.\d+(?:\.\d+)?", _answer(["sbatch", "--version"], environ))
+    number = re.search(r"\d+\.\d+(?:\.\d+)?", output_of(["sbatch", "--version"], environ))
     return number[0] if number else ""
 
 
@@ -245,7 +245,7 @@ def requeue_exits() -> list[str]:
 
     They list exit codes for which Slurm requeues a job; none where Slurm could not be asked.
     """
-    return [f"{name}={codes}" for name, codes in _REQUEUE_EXIT.findall(_config())]
+    return [f"{name}={codes}" for name, codes in _REQUEUE_EXIT.findall(slurm_conf())]
 
 
 def lists_exit_code(setting: str, exit_code: int) -> bool:
@@ -320,7 +320,7 @@ def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[st
     number = "JobID" if names else "JobIDRaw"
     fields = ["-P", "-n", "-D", "-X", "-j", arrays, "-o", f"{number},State,ExitCode"]
     jobs: dict[str, JobState] = {}
-    for line in _answer(["sacct", *fields], environ).splitlines():
+    for line in output_of(["sacct", *fields], environ).splitlines():
         job_id, state, exit_code = [*line.split("|", 2), "", ""][:3]
         if job_id in job_ids:  # requeues repeat the id: the last row is the latest
             word = parse_state(state)
@@ -381,7 +381,7 @@ def ask(
     return answer
 
 
-def _config() -> str:
+def slurm_conf() -> str:
     """Return slurm.conf as slurmctld has it; nothing where it does not answer.
 
     The exit code is that of a ping at the end, and takes nothing from what was printed before.
@@ -392,7 +392,7 @@ def _config() -> str:
         return ""
 
 
-def _answer(
+def output_of(
     argv: Sequence[str], environ: Mapping[str, str] | None = None, seconds: float | None = None
 ) -> str:
     """Return what a command prints, as `ask` runs it; nothing where it fails."""
@@ -455,49 +455,6 @@ def in_arrays(job_ids: Sequence[str]) -> list[str]:
     return [*jobs, *(f"{array}_[{indices}]" for array, indices in listed.items())]
 
 
-@dataclass(frozen=True)
-class ArrayLimits:
-    """Bounds of a job array as Slurm's settings have them; None where there is none or no word."""
-
-    size: int | None = None
-    """MaxArraySize of slurm.conf: an index is below it."""
-    tasks: int | None = None
-    """max_array_tasks of SchedulerParameters."""
-    jobs: int | None = None
-    """MaxJobCount of slurm.conf: jobs that slurmctld can hold, of all users."""
-    submitted: int | None = None
-    """MaxSubmitJobs of the user's associations and their QOS: jobs queued and running at once."""
-    present: int = 0
-    """Jobs of this user that are queued and running, elements of arrays each."""
-
-
-def array_limits(account: str = "") -> ArrayLimits:
-    """Return the bounds of an array submitted now; `submitted` only where the site enforces it.
-
-    account: the one to be charged; the user's default one where empty.
-    """
-    import getpass
-
-    settings = dict(re.findall(r"^(\w+)\s*=\s*(\S+)", _config(), re.MULTILINE))
-    number = {name: int(text) for name, text in settings.items() if text.isdecimal()}
-    tasks = re.search(r"\bmax_array_tasks=(\d+)", settings.get("SchedulerParameters", ""))
-    submitted, present = None, 0
-    if {"limits", "safe"} & {*settings.get("AccountingStorageEnforce", "").lower().split(",")}:
-        where = [f"user={getpass.getuser()}", *([f"account={account}"] if account else [])]
-        shown = ["sacctmgr", "-n", "-P", "show", "assoc", *where, "format=MaxSubmitJobs"]
-        bounds = [int(line) for line in _answer(shown).split() if line.isdecimal()]
-        submitted = max(bounds, default=None)  # of several accounts, which one is not known here
-        if bounds:
-            present = len(_answer(["squeue", "-h", "-r", "--me", "-o", "%i"]).split())
-    return ArrayLimits(
-        number.get("MaxArraySize"),
-        int(tasks[1]) if tasks else None,
-        number.get("MaxJobCount"),
-        submitted,
-        present,
-    )
-
-
 def kill_step(step: str) -> None:
     """Kill a step's tasks at once. Raises SlurmError with scancel's own words."""
     _change(["scancel", "--signal=KILL", step])
@@ -526,7 +483,7 @@ def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
     except SlurmError:
         usual = _SLURMD_PORT
     addresses = {}
-    for line in _answer(["scontrol", "show", "node", "-o", ",".join(hosts)]).splitlines():
+    for line in output_of(["scontrol", "show", "node", "-o", ",".join(hosts)]).splitlines():
         fields = dict(re.findall(r"\b(NodeName|NodeAddr|Port)=(\S+)", line))
         if fields.get("NodeName") in hosts and "NodeAddr" in fields:
             addresses[fields["NodeName"]] = fields["NodeAddr"], int(fields.get("Port") or usual)
@@ -536,7 +493,7 @@ def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
 @functools.cache
 def _slurmd_port() -> int:
     """Return slurm.conf's port of slurmd, asked once: slurmd keeps it. Raises SlurmError."""
-    config = _config()
+    config = slurm_conf()
     if not config:
         raise SlurmError("slurmctld does not show its configuration")
     usual = re.search(r"^SlurmdPort\s*=\s*(\d+)", config, re.MULTILINE)
@@ -739,7 +696,7 @@ def requeued_after_grace(job_id: str) -> bool:
     at the job's next end then, be it done or not. False where it cannot be told, as with modes that
     belong to a QOS.
     """
-    config = _config()
+    config = slurm_conf()
     version = re.search(r"^SLURM_VERSION\s*=\s*(\d+\.\d+)", config, re.MULTILINE)
     if not version or not _reaches(version[1], (24, 5)):
         return False
@@ -748,18 +705,18 @@ def requeued_after_grace(job_id: str) -> bool:
     fields = _job_fields(job_id)
     if fields.get("Requeue") != "1" or "Partition" not in fields:
         return False
-    partition = _answer(["scontrol", "show", "partition", "-o", fields["Partition"]])
+    partition = output_of(["scontrol", "show", "partition", "-o", fields["Partition"]])
     mode = re.search(r" PreemptMode=(\S*)", partition)
     return mode is not None and "REQUEUE" in mode[1].split(",")
 
 
 def _job_fields(job_id: str) -> dict[str, str]:
     """Return the fields of `scontrol show job`; none for an unknown job."""
-    record = _answer(["scontrol", "show", "job", "-o", job_id])
+    record = output_of(["scontrol", "show", "job", "-o", job_id])
     # The last of each name: a job's name and comment, which can hold anything, stand before them.
     return dict(re.findall(r" ([A-Za-z]+)=(\S*)", record.partition(" Command=")[0]))
 
 
 def seconds_left(job_id: str) -> float | None:
     """Return the seconds until the job's time limit; None without one, or where it is unknown."""
-    return time_seconds(_answer(["squeue", "-h", "-j", job_id, "-o", "%L"]).strip())
+    return time_seconds(output_of(["squeue", "-h", "-j", job_id, "-o", "%L"]).strip())

@@ -9,7 +9,7 @@ from clusterddp.errors import OptionError, SlurmError
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import formatting
 from clusterddp.slurm import forms
-from clusterddp.slurm.client import ArrayLimits
+from clusterddp.slurm.array_limits import ArrayLimits
 from clusterddp.slurm.partitions import Partition
 
 _MOST_NAMES = 30

@@ -19,7 +19,7 @@ from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import UNKNOWN
 from clusterddp.run.status import statuses
 from clusterddp.run.sweeps import has_failed
-from clusterddp.slurm.client import array_limits
+from clusterddp.slurm.array_limits import array_limits
 from clusterddp.submission import bundle, outlook, points
 from clusterddp.submission.inputs import make_sure
 from clusterddp.submission.resubmit import (

@@ -16,7 +16,7 @@ from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, chain
 from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
-from clusterddp.slurm.client import array_limits
+from clusterddp.slurm.array_limits import array_limits
 from clusterddp.slurm.partitions import Question
 from clusterddp.submission import bundle, outlook, points
 from clusterddp.submission.inputs import find_own_functions, make_sure

@@ -357,8 +357,8 @@ def test_a_node_answers_whose_port_takes_a_connection(
 
 
 def test_where_slurmctld_does_not_answer_no_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_answer", lambda *_: "")
-    monkeypatch.setattr(client, "_config", lambda: "")
+    monkeypatch.setattr(client, "output_of", lambda *_: "")
+    monkeypatch.setattr(client, "slurm_conf", lambda: "")
     assert spares.mute_nodes(["h01", "h02"]) == {}
 
 
@@ -367,8 +367,8 @@ def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
         "NodeName=h01 Arch=x86_64 NodeAddr=10.0.0.1 NodeHostName=h01 State=IDLE\n"
         "NodeName=h02 NodeAddr=10.0.0.2 NodeHostName=h02 Port=7002 State=DOWN\n"
     )
-    monkeypatch.setattr(client, "_answer", lambda *_: shown)
-    monkeypatch.setattr(client, "_config", lambda: "SlurmdPort              = 7000\n")
+    monkeypatch.setattr(client, "output_of", lambda *_: shown)
+    monkeypatch.setattr(client, "slurm_conf", lambda: "SlurmdPort              = 7000\n")
     assert client.node_addresses(["h01", "h02"]) == {
         "h01": ("10.0.0.1", 7000),
         "h02": ("10.0.0.2", 7002),

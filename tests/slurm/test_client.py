@@ -436,8 +436,8 @@ def test_slurmds_port_is_asked_for_until_it_is_known_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = ["", "SlurmdPort = 7000\n"]
-    monkeypatch.setattr(client, "_answer", lambda *_: "NodeName=h01 NodeAddr=10.0.0.1\n")
-    monkeypatch.setattr(client, "_config", lambda: answers.pop(0))
+    monkeypatch.setattr(client, "output_of", lambda *_: "NodeName=h01 NodeAddr=10.0.0.1\n")
+    monkeypatch.setattr(client, "slurm_conf", lambda: answers.pop(0))
     ports = [client.node_addresses(["h01"])["h01"][1] for _ in range(3)]
     assert ports == [6818, 7000, 7000]
 
