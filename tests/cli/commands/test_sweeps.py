@@ -226,9 +226,11 @@ def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
     finish(sweep, 3, code=1, job_id="13")
     workplace.command("squeue", "")
     workplace.command("sbatch", "echo 30")
+    sent = "--array=3 --comment=clusterddp:s-3"
+    assert f"sbatch gets {sent}\n" in workplace.invoke("resubmit", "s-3", "--dry-run").err
     again = workplace.invoke("resubmit", "s-3")
     assert again.code == 0, again.err
-    assert "sbatch --parsable --array=3 --comment=clusterddp:s-3" in workplace.calls
+    assert f"sbatch --parsable {sent}" in workplace.calls
     record(sweep.element(3), {**started("30"), "array_element": "30_3"}, ended("30", 1))
     workplace.command("sbatch", "echo 40")
     more = workplace.invoke("resubmit", "s-3", "--mem", "64G")
@@ -426,12 +428,17 @@ def test_a_sweep_that_is_being_submitted_keeps_its_clusterddp(workplace: Workpla
 def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
     workplace.command("sbatch", "echo 30")
     before = sweep.element(0).spec.read_bytes()
-    shown = workplace.invoke("resubmit", "s", "--sweep", "n=8..11", "--dry-run")
-    assert [line.split()[0] for line in shown.err.splitlines()[-2:]] == ["s-10", "s-11"]
+    argv = ["resubmit", "s", "--sweep", "n=8..11", "--max-parallel", "1"]
+    shown = workplace.invoke(*argv, "--dry-run")
+    assert [line.split()[0] for line in shown.err.splitlines()[-3:-1]] == ["s-10", "s-11"]
+    sent = "--array=10-11%1 --comment=clusterddp:s"
+    assert shown.err.endswith(f"\nclusterddp: sbatch gets {sent}\n")
+    told = json.loads(workplace.invoke(*argv, "--dry-run", "--json").out)
+    assert told["sbatch_options"] == sent.split()
     assert not sweep.element(10).path.exists()
-    done = workplace.invoke("resubmit", "s", "--sweep", "n=8..11", "--max-parallel", "1")
+    done = workplace.invoke(*argv)
     assert done.code == 0, done.err
-    assert "sbatch --parsable --array=10-11%1 --comment=clusterddp:s" in workplace.calls
+    assert f"sbatch --parsable {sent}" in workplace.calls
     assert sweep.load_spec().sweep.points[10:] == (("10",), ("11",))
     assert "\n11) point_n=11 ;;\n" in sweep.element(0).script.read_text()
     assert sweep.element(0).spec.read_bytes() == before
