@@ -27,7 +27,9 @@ Point = tuple[tuple[str, str], ...]
 MOST_POINTS = 100_000
 """A mistyped range is refused ahead of what Slurm would say of it."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+_RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_LIKE_RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}")
 _ARRAY = re.compile(r"^#SBATCH --array=", re.MULTILINE)
 _DRAWN = re.compile(r"(log|lin):(.+)\.\.(.+)")
 _YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
@@ -65,10 +67,15 @@ class Sweep:
                     "most.",
                 )
         variables = [variable(name) for name in self.names]
-        twice = next(
-            (n for n, v in zip(self.names, variables, strict=True) if variables.count(v) > 1), None
-        )
-        if twice:
+        same = [n for n, v in zip(self.names, variables, strict=True) if variables.count(v) > 1]
+        if len({*same}) > 1:
+            raise OptionError(
+                "--sweep",
+                f": {' and '.join(same)} are one name to the script's variables, in which '-' is "
+                "'_'. Choose another name.",
+            )
+        if same:
+            twice = same[0]
             raise OptionError("--sweep", f" {twice}: is named twice; give it all its values once.")
         if bool(self.names) != bool(self.points):
             raise OptionError("--sweep", ": there are no points.")
@@ -350,12 +357,23 @@ def _list(name: str, text: str) -> list[str]:
                 f" {name}={text}: a value is empty. Values with commas, and empty ones, stand in a "
                 "--sweep-file.",
             )
-        if not ends:
+        if not ends and not _LIKE_RANGE.fullmatch(item):
             values.append(item)
             continue
-        first, last = int(ends[1]), int(ends[2])
-        if not first <= last < first + MOST_POINTS:
-            raise OptionError("--sweep", f" {name}={text}: {item} is no range such as 0..4.")
+        first, last = (int(ends[1]), int(ends[2])) if ends else (1, 0)
+        if last < first:
+            raise OptionError(
+                "--sweep",
+                f" {name}={text}: {item} is no range such as 0..4, of whole numbers with the "
+                "smaller one first. List other values with commas, or draw them: "
+                f"{name}=lin:0.0..2.5 with --sample N.",
+            )
+        if last - first >= MOST_POINTS:
+            raise OptionError(
+                "--sweep",
+                f" {name}={text}: {item} is too long, {last - first + 1} values; {MOST_POINTS} is "
+                "the most.",
+            )
         values += map(str, range(first, last + 1))
     if len({*values}) < len(values):
         again = next(value for value in values if values.count(value) > 1)

@@ -27,6 +27,7 @@ def command(*words: str, sweep: Sweep) -> JobSpec:
         (["seed=-1..1"], ["seed"], [["-1"], ["0"], ["1"]]),
         (["a=0..1,7", "b=x,y"], ["a", "b"], [[a, b] for a in "017" for b in "xy"]),
         (["f=a=b,c"], ["f"], [["a=b"], ["c"]]),
+        (["f=../a,a..b,1.."], ["f"], [["../a"], ["a..b"], ["1.."]]),
     ],
 )
 def test_a_grid_has_every_combination(
@@ -43,9 +44,12 @@ def test_a_grid_has_every_combination(
         (["lr=1,,2"], "a value is empty"),
         (["lr=1,1"], "1 stands there twice"),
         (["lr=1", "lr=2"], "is named twice"),
-        (["a-b=1", "a_b=2"], "is named twice"),
+        (["a-b=1", "a_b=2"], "a-b and a_b are one name"),
         (["seed=4..0"], "no range such as 0..4"),
-        (["seed=0..999999999"], "no range"),
+        (["lr=0..2.5"], "0..2.5 is no range such as 0..4"),
+        (["lr=1,-1..1e3"], "-1..1e3 is no range"),
+        ([f"seed=0..{10**30}"], "is no range"),
+        (["seed=0..999999999"], "too long, 1000000000 values; 100000 is the most"),
         (["a=0..999", "b=0..999"], "1000000 points"),
         (["2x=1"], "is no name"),
         (["lr=log:1..2"], "--sample N"),
