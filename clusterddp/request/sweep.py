@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.errors import OptionError
 from clusterddp.request.train_config import TRAINING, TrainConfig
@@ -431,8 +431,22 @@ def _drawn(name: str, text: str) -> Callable[[float], str]:
 
 def _object(line: str, wrong: Callable[[str], OptionError]) -> dict[str, str]:
     """Read an object of plain values; numbers keep the form in which they are written."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        if len({*names}) < len(names):
+            raise wrong("a name stands there twice.")
+        return dict(pairs)
+
+    def no_json(word: str) -> NoReturn:
+        raise wrong(f"{word} is no value of JSON; a text is written {json.dumps(word)}.")
+
     try:
-        content = json.loads(line, parse_float=str, parse_int=str, parse_constant=str)
+        content = json.loads(
+            line, parse_float=str, parse_int=str, parse_constant=no_json, object_pairs_hook=once
+        )
+    except OptionError:
+        raise
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or not content:

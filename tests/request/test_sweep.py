@@ -120,6 +120,9 @@ def test_files_give_points_that_are_combined_with_the_others(tmp_path: Path) -> 
         ("p.jsonl", "[1]\n", "expected an object"),
         ("p.jsonl", '{"a": [1]}\n', "a is neither"),
         ("p.jsonl", '{"a": 1}\n{"b": 1}\n', "line 2: expected the names a"),
+        ("p.jsonl", '{"a": 1}\n{"a": 1, "a": 2}\n', "line 2: a name stands there twice"),
+        ("p.jsonl", '{"a": NaN}\n', "line 1: NaN is no value of JSON"),
+        ("p.jsonl", '{"a": -Infinity}\n', "line 1: -Infinity is no value"),
         ("p.txt", "a\n1\n", r"\*\.csv or \*\.jsonl"),
     ],
 )
