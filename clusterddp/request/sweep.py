@@ -227,7 +227,7 @@ def read_points(path: Path) -> list[dict[str, str]]:
                     words = f"{len(cells)} values for the {len(header)} names of the first line."
                     raise wrong(lines.line_num, words)
                 if cells:
-                    rows.append(dict(zip(header, cells, strict=True)))
+                    rows.append(_carried(zip(header, cells, strict=True), wrong, lines.line_num))
         except csv.Error as error:
             raise wrong(lines.line_num, f"{error}.") from None
         if len({*header}) < len(header):
@@ -235,7 +235,8 @@ def read_points(path: Path) -> list[dict[str, str]]:
     else:
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                rows.append(_object(line, partial(wrong, number)))
+                row = _object(line, partial(wrong, number))
+                rows.append(_carried(row.items(), wrong, number))
                 if rows[-1].keys() != rows[0].keys():
                     raise wrong(number, f"expected the names {', '.join(rows[0])}.")
     if not rows or not rows[0]:
@@ -427,6 +428,19 @@ def _drawn(name: str, text: str) -> Callable[[float], str]:
         return str(round(value)) if is_whole else f"{value:.6g}"
 
     return at
+
+
+def _carried(
+    row: Iterable[tuple[str, str]], wrong: Callable[[int, str], OptionError], line: int
+) -> dict[str, str]:
+    """Return a row of values that a line of script can carry. Raises OptionError with the line."""
+    values = dict(row)
+    for name, value in values.items():
+        try:
+            forms.text(name, value)
+        except OptionError as error:
+            raise wrong(line, str(error)) from None
+    return values
 
 
 def _object(line: str, wrong: Callable[[str], OptionError]) -> dict[str, str]:
