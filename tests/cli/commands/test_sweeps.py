@@ -446,6 +446,17 @@ def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplac
     assert (none.code, "has each of these points already" in none.err) == (2, True)
 
 
+def test_a_run_in_the_place_of_a_further_point_is_named_with_a_way_out(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.run("s-11")
+    done = workplace.invoke("resubmit", "s", "--sweep", "n=10..12")
+    assert done.code == 2
+    assert "the run s-11 exists already" in done.err
+    assert "submit these as a sweep of their own (clusterddp submit --run-name NAME" in done.err
+    assert not sweep.element(10).path.exists()
+
+
 def test_points_that_are_refused_leave_the_sweep_as_it_was(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
