@@ -486,6 +486,12 @@ class JobSpec:
 
         A new request is checked; the record of a sweep, which is read often, without it.
         """
+        if self.sweep.max_parallel and self.launcher == "local":
+            raise OptionError(
+                "--max-parallel",
+                f" {self.sweep.max_parallel}: has no part in --launcher local, which runs the "
+                "points one after the other. Leave it out.",
+            )
         if self.train:
             refuse_equal(self.sweep)
         for index in range(len(self.sweep)):

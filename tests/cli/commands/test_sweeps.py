@@ -490,6 +490,16 @@ def test_a_point_whose_directory_is_gone_is_made_again(
     assert "not ended well, or are missing: clusterddp resubmit s" in has.err
 
 
+def test_a_point_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace) -> None:
+    sweep = workplace.sweep("s", ("n",), ("0",))
+    run = sweep.element(0)
+    run.events.unlink()
+    run.spec.write_text(dataclasses.replace(run.load_spec(), launcher="local").to_json())
+    told = json.loads(workplace.invoke("status", "--json", "s-0").out)
+    assert told["state"] == "created"
+    assert told["detail"].startswith("its turn in the rehearsal")
+
+
 def test_a_value_that_is_written_otherwise_is_no_further_point(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("n",), ("0",))
     points = Sweep(("lr",), (("0.1",),))
@@ -533,6 +543,10 @@ def test_changed_code_leads_to_a_new_sweep_or_to_one_point(workplace: Workplace)
         (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),
         (["checkpoints", "s"], "s is a sweep, and this is about one run"),
         (["submit", "--max-parallel", "2"], "is for the points of a sweep"),
+        (
+            ["submit", "--launcher", "local", "--max-parallel", "2", "--sweep", "lr=1,2"],
+            "--max-parallel 2: has no part in --launcher local",
+        ),
         (["submit", "--sample", "2"], "name what to draw"),
         (["submit", "--lr", "1", "--sweep", "lr=1,2"], "against --sweep lr"),
         (["submit", "--launcher", "submitit", "--sweep", "lr=1,2"], "against --launcher submitit"),
