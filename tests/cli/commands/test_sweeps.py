@@ -457,6 +457,13 @@ def test_a_run_in_the_place_of_a_further_point_is_named_with_a_way_out(
     assert not sweep.element(10).path.exists()
 
 
+def test_a_damaged_request_of_a_sweep_is_named(workplace: Workplace) -> None:
+    sweep = workplace.sweep("s", ("n",), ("0",))
+    sweep.spec.write_text("{}")
+    done = workplace.invoke("status", "s")
+    assert (done.code, "sweep.json is no record" in done.err) == (2, True), done.err
+
+
 def test_points_that_are_refused_leave_the_sweep_as_it_was(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
