@@ -425,6 +425,22 @@ def test_a_sweep_that_is_being_submitted_keeps_its_clusterddp(workplace: Workpla
     assert own.exists()
 
 
+def test_what_points_share_is_there_for_one_whose_directory_is_gone(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.command("squeue", "")
+    for index in range(10):
+        finish(sweep, index, code=0, job_id=str(10 + index))
+    shutil.rmtree(sweep.element(3).path)
+    bundle = sweep.bundle.resolve()
+    every = workplace.invoke("clean", "--yes")
+    assert (every.code, bundle.exists()) == (0, True), every.out
+    assert "points of it are gone, and could be submitted again" in every.err
+    named = workplace.invoke("clean", "--yes", "s")
+    assert "s-3 is left alone: its directory is gone; it can be submitted again while" in named.err
+    assert not bundle.exists()
+
+
 def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
     workplace.command("sbatch", "echo 30")
     before = sweep.element(0).spec.read_bytes()
