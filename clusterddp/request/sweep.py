@@ -31,6 +31,7 @@ _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _LIKE_RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}")
 _ARRAY = re.compile(r"^#SBATCH --array=", re.MULTILINE)
+_PLACE = re.compile(rf"(?:--?[\w-]+=)?\{{({_NAME.pattern})\}}")
 _DRAWN = re.compile(r"(log|lin):(.+)\.\.(.+)")
 _YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
 _ROWS = {row.name: row for row in TRAINING}
@@ -308,6 +309,12 @@ def command_at(command: Sequence[str], point: Point) -> tuple[str, ...]:
 def placeholders(names: Sequence[str]) -> re.Pattern[str]:
     """Return the pattern of `{name}` for these names, the name as its group."""
     return re.compile(rf"\{{({'|'.join(map(re.escape, names))})\}}")
+
+
+def unswept(command: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the words of a COMMAND that look like the place of a value, but of no name here."""
+    places = ((word, _PLACE.fullmatch(word)) for word in command)
+    return [word for word, place in places if place and place[1] not in names]
 
 
 def check_command(command: Sequence[str], names: Sequence[str]) -> None:

@@ -137,6 +137,16 @@ def test_a_file_that_holds_no_points_is_refused(
         read_points(tmp_path / name)
 
 
+def test_a_place_of_a_value_that_no_sweep_has_is_remarked() -> None:
+    words = ("train", "{lr}", "--x={seed}", "{}", "a{lr}", "{1}", '{"a": 1}')
+    alone = JobSpec("s", "/jobs/s", Resources(), command=words).remarks
+    assert [remark.split()[0] for remark in alone] == ["{lr}", "--x={seed}"]
+    [of_other] = command(*words, sweep=parse(["lr=1,2"])).remarks
+    assert (
+        of_other == "--x={seed} stays as it is in the COMMAND, as there is no --sweep of this name"
+    )
+
+
 def test_a_point_is_the_request_of_a_run_of_its_own() -> None:
     spec = training("lr=0.1,0.3", "compile=yes,no", "batch-size=32")
     point = spec.element(3)
