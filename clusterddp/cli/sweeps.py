@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -86,6 +87,33 @@ def table_of(spec: JobSpec, indices: Sequence[int] | None = None) -> str:
     if sweep.sample_seed is not None:
         table += f"\ndrawn with --sample-seed {sweep.sample_seed}"
     return table
+
+
+def echo_dry_run(
+    spec: JobSpec,
+    script: str,
+    fields: Mapping[str, object],
+    *,
+    indices: Sequence[int] = (),
+    as_json: bool,
+) -> None:
+    """Print a script that would be submitted again, and what sbatch would get beside it.
+
+    indices: of the points of a sweep.
+    """
+    beside: list[str] = []
+    if spec.launcher == "sbatch":
+        from clusterddp.launchers import sbatch  # and jinja2
+
+        beside = sbatch.options_beside(spec, script, indices)
+    if as_json:
+        click.echo(json.dumps({**fields, "sbatch_options": beside, "script": script}))
+        return
+    if indices:
+        click.echo(table_of(spec, indices), err=True)
+    if beside:
+        click.echo(f"clusterddp: sbatch gets {shlex.join(beside)}", err=True)
+    click.echo(script, nl=False)
 
 
 def follow_sweep(

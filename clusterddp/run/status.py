@@ -217,7 +217,14 @@ def _judge(
     state, detail = judge(submission, report, job, alive, now)
     if state == CREATED and run.array_index:  # by the script itself
         detail = "its script has recorded nothing yet"
+    elif state == CREATED and _is_rehearsed(run):
+        detail = "its turn in the rehearsal, which runs one point after the other, has not come"
     return state, detail, job, report
+
+
+def _is_rehearsed(run: RunDir) -> bool:
+    spec = run.read_spec()
+    return bool(spec and spec.point and spec.launcher == "local")
 
 
 def _cleaned(history: Sequence[events.Event]) -> str:
