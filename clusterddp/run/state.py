@@ -110,7 +110,7 @@ class Submission:
     end: Ended | None = None
     """End since then."""
     cancelled: bool = False
-    """True where `clusterddp cancel` asked for its end."""
+    """True where `clusterddp cancel` asked for its end, or Slurm was seen to have cancelled it."""
     attempt: int | None = None
     """Number of the run's latest; None where the scripts number none."""
     restarts: int = 0
@@ -389,10 +389,12 @@ def _judge_forgotten(
     submission: Submission, report: Report | None, job: JobState
 ) -> tuple[str, str]:
     finished = "; its report.json is there, so the training itself finished" if report else ""
+    if submission.cancelled and not submission.start.time:
+        return CANCELLED, "before it started"  # whether Slurm answers or not
     if job.problem:
         return UNKNOWN, f"Slurm could not be asked: {job.problem}{finished}"
     if submission.cancelled:
-        return CANCELLED, "" if submission.start.time else "before it started"
+        return CANCELLED, ""
     lost = "Slurm no longer knows the job, and "
     if submission.start.time:
         return UNKNOWN, f"{lost}it recorded no end: killed, or its node was lost{finished}"

@@ -184,6 +184,31 @@ def test_the_job_waits_for_the_next_one_where_the_run_goes_on(
     assert len(workplace.calls) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "history"),
+    [
+        ("queued", [submitted("1")]),
+        ("requeued", [*HISTORY, ended("1", 75, cause="signal"),
+                      {"event": "requeued", "job_id": "1", "why": "signal"}]),
+        ("killed", HISTORY),
+    ],
+)  # fmt: skip
+def test_a_job_that_scancel_has_ended_is_cancelled_after_slurm_has_forgotten_it(
+    workplace: Workplace, name: str, history: list[dict[str, object]]
+) -> None:
+    run = workplace.run(name, *history)
+    run.spec.write_text(asking(run, "/usr/bin/true").to_json())
+    workplace.command("squeue", "echo '1 1|CANCELLED|None|'")
+    workplace.command("scontrol", "exit 1")
+    notify.tell_as_job(run)
+    assert noted(run)["state"] == "cancelled"
+    workplace.command("squeue", "echo 'slurm_load_jobs error: Invalid job id' >&2; exit 1")
+    workplace.command("sacct", "exit 1")
+    assert json.loads(workplace.invoke("status", name, "--json").out)["state"] == "cancelled"
+    got = workplace.invoke("submit", f"--after={name}:failed", "--no-snapshot", "--", "true")
+    assert (got.code, "cancelled" in got.err) == (2, True), got
+
+
 @pytest.mark.parametrize("folder", ["logs", "notify.log"])
 def test_a_full_disk_keeps_nobody_from_being_told(workplace: Workplace, folder: str) -> None:
     run = workplace.run("one", *DONE)
