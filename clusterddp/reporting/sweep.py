@@ -347,10 +347,11 @@ def _metric(asked: str, known: set[str]) -> str:
     """Return the metric that orders the rows: the one that was asked for, or the most telling."""
     if asked:
         found = next((name for name in (asked, f"{_TRAINING}{asked}") if name in known), "")
-        if found or not known or asked.removeprefix(_TRAINING) in USUAL:
+        if found or asked.removeprefix(_TRAINING) in USUAL:
             return found or asked
         names = formatting.some(sorted(known), 20, ", ")
-        raise OptionError("--by", f" {asked}: no point has recorded it; recorded are {names}.")
+        there = f"recorded are {names}" if known else "no metric is recorded yet"
+        raise OptionError("--by", f" {asked}: no point has recorded it; {there}.")
     usual = [*USUAL, *(f"{_TRAINING}{name}" for name in USUAL)]
     own = sorted(known - {*usual, *_OF_REPORT})
     tested = [name for name in own if not name.startswith(_TRAINING)]

@@ -151,6 +151,12 @@ def test_a_sweep_that_has_not_begun_is_a_table_of_states(workplace: Workplace) -
     assert "by         no point has recorded a metric yet\n" in got.out
     assert [line[0] for line in rows(got.out)] == ["n", "1", "2"]
     assert workplace.invoke("report", "s", "--by=accuracy").code == 0
+    got = workplace.invoke("report", "s", "--by=foo")
+    assert (got.code, got.out) == (2, "")
+    assert "--by foo: no point has recorded it; no metric is recorded yet" in got.err
+    for name in ("", "-"):
+        got = workplace.invoke("report", "s", f"--by={name}")
+        assert (got.code, "names no metric" in got.err) == (2, True)
 
 
 def test_json_holds_rows_runs_and_all_metrics(sweep: SweepDir, workplace: Workplace) -> None:
