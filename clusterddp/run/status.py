@@ -112,6 +112,7 @@ class RunStatus:
     elapsed_seconds: float | None = None
     """Seconds from the latest start to the end, or to now; None while it waits in the queue."""
     exit_code: int | None = None
+    """None until it has ended, and where nothing has run, as of one cancelled in the queue."""
     first_failure: str = ""
     cleaned: str = ""
     """What `clusterddp clean` has removed since it was last submitted, and when."""
@@ -428,7 +429,8 @@ def _exit_code(state: str, submission: Submission | None, job: JobState | None) 
         return None
     if submission.end and submission.end.exit_code is not None:
         return submission.end.exit_code
-    return job.exit_code if job else None
+    has_run = submission.start.time or state != CANCELLED  # Slurm's 0 of what never ran is no code
+    return job.exit_code if job and has_run else None
 
 
 def _next_command(

@@ -197,11 +197,15 @@ def test_a_job_that_scancel_has_ended_is_cancelled_after_slurm_has_forgotten_it(
     workplace: Workplace, name: str, history: list[dict[str, object]]
 ) -> None:
     run = workplace.run(name, *history)
-    run.spec.write_text(asking(run, "/usr/bin/true").to_json())
+    run.spec.write_text(asking(run, "/usr/bin/tee", str(workplace.folder / "told")).to_json())
     workplace.command("squeue", "echo '1 1|CANCELLED|None|'")
-    workplace.command("scontrol", "exit 1")
+    shown = "JobState=CANCELLED Reason=None Dependency=(null) Requeue=0 Reboot=0 ExitCode=0:0"
+    workplace.command("scontrol", f"echo 'JobId=1 {shown} RunTime=00:00:00'")
     notify.tell_as_job(run)
     assert noted(run)["state"] == "cancelled"
+    code = json.loads((workplace.folder / "told").read_text())["exit_code"]
+    assert code == {"queued": None, "requeued": 75, "killed": 0}[name]
+    assert json.loads(workplace.invoke("status", name, "--json").out)["exit_code"] == code
     workplace.command("squeue", "echo 'slurm_load_jobs error: Invalid job id' >&2; exit 1")
     workplace.command("sacct", "exit 1")
     assert json.loads(workplace.invoke("status", name, "--json").out)["state"] == "cancelled"
