@@ -20,7 +20,7 @@ from clusterddp.slurm.client import array_limits
 from clusterddp.slurm.partitions import Question
 from clusterddp.submission import bundle, outlook, points
 from clusterddp.submission.inputs import find_own_functions, make_sure
-from clusterddp.submission.programs import check_command, check_pythons
+from clusterddp.submission.programs import check_command, check_notified, check_pythons
 
 
 def submit(
@@ -56,6 +56,7 @@ def submit(
     _warn_of_launcher(spec)
     _check_commands(spec, script)
     check_pythons(spec, imports=check_python)
+    check_notified(spec)
     if not inputs_are_sure:
         for train in spec.trainings:
             make_sure(train, spec)
