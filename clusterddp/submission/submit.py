@@ -4,6 +4,7 @@ The command and the Python API both submit through here, so that neither can do 
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,11 @@ def submit(
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
         )
     points.refuse_existing(spec, range(len(spec.sweep)))
+    if re.fullmatch(r"\d+(_\d+)?", spec.run_name):
+        warning(
+            f"--run-name {spec.run_name} has the form of a job's id: where another run has that "
+            f"job, {spec.run_name} can mean either of them"
+        )
     if spec.launcher != "local":
         bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
     question = ask_for_partitions(spec)

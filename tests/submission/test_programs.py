@@ -175,6 +175,17 @@ def test_an_interpreter_that_only_the_nodes_may_have_is_a_warning(
 
 
 @pytest.mark.parametrize(
+    ("name", "is_warned_of"), [("70", True), ("70_1", True), ("run-70", False), ("70b", False)]
+)
+def test_a_name_that_can_be_taken_for_a_jobs_id_is_warned_of(
+    tree: Path, workplace: Workplace, name: str, is_warned_of: bool
+) -> None:
+    got = workplace.invoke("submit", "--run-name", name, "--", "/bin/true")
+    assert got.code == 0
+    assert (f"--run-name {name} has the form of a job's id" in got.err) == is_warned_of
+
+
+@pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--notify", "nosuchprog x"], "no such program on the PATH"),
