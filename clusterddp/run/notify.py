@@ -29,6 +29,7 @@ from clusterddp.run.state import CANCELLED, QUEUED, RUNNING, UNKNOWN
 from clusterddp.run.status import RunStatus, run_status, statuses, submission_folder
 from clusterddp.run.sweeps import SweepStatus, sweep_status
 from clusterddp.slurm import client as slurm
+from clusterddp.slurm.states import JobState, State
 
 PROGRAM_SECONDS = 60.0
 """Time that the program has."""
@@ -202,7 +203,8 @@ def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
 def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) -> None:
     """Record in the runs what Slurm alone knows: it forgets a cancelled job within minutes."""
     for run, status in zip(runs, known, strict=True):
-        if status.state == CANCELLED and run_status(run, {}).state != CANCELLED:
+        forgotten = {status.job_id: JobState(State.UNKNOWN)}
+        if status.state == CANCELLED and run_status(run, forgotten).state != CANCELLED:
             try:
                 events.add(run.events, events.CancelAsked, job_id=status.job_id)
             except OSError as error:

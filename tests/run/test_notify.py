@@ -18,6 +18,7 @@ from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import run_status
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
+from tests.event_lines import kinds
 from tests.hostile import CARRIED
 
 __all__ = ["workplace"]
@@ -206,6 +207,10 @@ def test_a_job_that_scancel_has_ended_is_cancelled_after_slurm_has_forgotten_it(
     code = json.loads((workplace.folder / "told").read_text())["exit_code"]
     assert code == {"queued": None, "requeued": 75, "killed": 0}[name]
     assert json.loads(workplace.invoke("status", name, "--json").out)["exit_code"] == code
+    [mark] = run.path.glob("notified-*.json")
+    mark.unlink()
+    notify.tell_as_job(run)
+    assert kinds(run).count("cancelled") == 1  # however often it looks
     workplace.command("squeue", "echo 'slurm_load_jobs error: Invalid job id' >&2; exit 1")
     workplace.command("sacct", "exit 1")
     assert json.loads(workplace.invoke("status", name, "--json").out)["state"] == "cancelled"
