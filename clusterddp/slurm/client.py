@@ -649,8 +649,8 @@ def _change(
     answer = ask(argv, environ, folder=folder)
     complains = "error" in answer.stderr.lower()
     if answer.returncode or (complains and not may_complain):
-        words = answer.stderr.strip() or f"exit code {answer.returncode}"
-        raise SlurmError(f"{' '.join(argv)}: {words}")
+        silent = f"exit code {answer.returncode}, without a word: the job may have ended meanwhile"
+        raise SlurmError(f"{' '.join(argv)}: {answer.stderr.strip() or silent}")
 
 
 class Ending(str, Enum):

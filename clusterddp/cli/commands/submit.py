@@ -145,6 +145,7 @@ def command(
             spec, script, snapshot_limit_mb=limit, check=check, check_python=python
         )
     except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
     if swept:
         points = range(len(swept))

@@ -13,7 +13,7 @@ import pytest
 from clusterddp.cli.commands import jobs
 from clusterddp.request.sweep import Sweep, parse
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run import chain, events, notify
+from clusterddp.run import chain, events, follow, notify
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.run.sweeps import find_sweep, find_sweeps, sweep_status
@@ -108,6 +108,21 @@ def test_what_slurm_does_not_take_is_refused_with_the_figures(
     workplace.command("squeue", "echo 1; echo 2_0; echo 2_1")
     done = workplace.invoke(*TEN)
     assert (done.code, words in done.err) == (2 if words else 0, True), done.err
+
+
+def test_who_no_longer_waits_for_a_sweep_is_told_that_it_goes_on(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: RunDir) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(follow, "wait_for_end", interrupt)
+    workplace.command("sbatch", "cat >/dev/null; echo 7")
+    got = workplace.invoke("submit", "--run-name=lr", "--no-snapshot", "--wait", "--sweep=n=1,2",
+                           "--", "/bin/true", "{n}")  # fmt: skip
+    assert got.code == 130
+    assert "lr goes on; 'clusterddp jobs --watch lr' follows it" in got.err
+    assert "'clusterddp cancel lr' ends it" in got.err
 
 
 def test_one_line_of_jobs_counts_the_points(sweep: SweepDir, workplace: Workplace) -> None:
