@@ -11,10 +11,16 @@ from clusterddp.version import bundle_file
 def main() -> NoReturn:
     """Run the command and exit with its code."""
     gc.disable()  # until `go_on`, and before anything else is imported
-    _leave_the_runs_own()
-    from clusterddp.cli.main import main as run
+    try:
+        _leave_the_runs_own()
+        from clusterddp.cli.main import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # outside of click: during the imports, or at the very end
+        from clusterddp.errors import EXIT_INTERRUPTED
+
+        sys.stderr.write("interrupted\n")
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def _leave_the_runs_own() -> None:

@@ -35,6 +35,8 @@ _BY_NAME = ("env", "sbatch")
 """Lists whose typed items change what they name, unless one is empty; others are replaced."""
 _OTHERS = ("check", "check_python", "snapshot_limit")
 """Options of a submission that are no part of its JobSpec, but for where things lie."""
+_OF_A_SUBMISSION = ("run-name", "sweep", "sweep-file", "sample", "sample-seed", "max-parallel")
+"""Options that make runs of a request, and are no keys of a file."""
 
 
 def from_option(function: F) -> F:
@@ -192,6 +194,11 @@ def _read(ctx: click.Context, path: Path) -> tuple[dict[str, Any], tuple[str, ..
     values = {}
     parameters = {parameter.name: parameter for parameter in ctx.command.params}
     for key, value in content.items():
+        if key in _OF_A_SUBMISSION:
+            raise RequestError(
+                f"--from {path}: {key} is no part of a request, which several runs and sweeps can "
+                f"have: type --{key}."
+            )
         if key not in OPTIONS:
             raise RequestError(
                 f"--from {path}: there is no option {key!r}{nearest(key, [*OPTIONS, _COMMAND])}. "

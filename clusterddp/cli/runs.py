@@ -122,13 +122,12 @@ def follow(
     It continues over requeues and the jobs that take another one's place. Returns the exit code for
     the command: 0 done, 1 failed, cancelled or lost, 75 stopped, 130 interrupted.
     """
-    from clusterddp.run.follow import LogPrinter, how_it_ended, wait_for_end
-    from clusterddp.run.logs import of_attempt
-
     stream = (sys.stderr if to_stderr else sys.stdout).buffer
-    printer = LogPrinter(paths or [run.rank_log(0)], lines, stream)
     try:
-        status = wait_for_end(run, printer)
+        from clusterddp.run.follow import LogPrinter, how_it_ended, wait_for_end
+        from clusterddp.run.logs import of_attempt
+
+        status = wait_for_end(run, LogPrinter(paths or [run.rank_log(0)], lines, stream))
     except KeyboardInterrupt:
         if goes_on:
             click.echo(

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,6 +89,33 @@ def table_of(spec: JobSpec, indices: Sequence[int] | None = None) -> str:
     return table
 
 
+def echo_dry_run(
+    spec: JobSpec,
+    script: str,
+    fields: Mapping[str, object],
+    *,
+    indices: Sequence[int] = (),
+    as_json: bool,
+) -> None:
+    """Print a script that would be submitted again, and what sbatch would get beside it.
+
+    indices: of the points of a sweep.
+    """
+    beside: list[str] = []
+    if spec.launcher == "sbatch":
+        from clusterddp.launchers import sbatch  # and jinja2
+
+        beside = sbatch.options_beside(spec, script, indices)
+    if as_json:
+        click.echo(json.dumps({**fields, "sbatch_options": beside, "script": script}))
+        return
+    if indices:
+        click.echo(table_of(spec, indices), err=True)
+    if beside:
+        click.echo(f"clusterddp: sbatch gets {shlex.join(beside)}", err=True)
+    click.echo(script, nl=False)
+
+
 def follow_sweep(
     spec: JobSpec,
     path: Path,
@@ -135,7 +163,7 @@ def follow_sweep(
     if is_local:
         code = _run_here(sweep, runs, as_json=as_json)
     elif wait:
-        code = _wait(runs)
+        code = _wait(sweep, runs)
     if as_json:
         click.echo(json.dumps({**fields, **({"exit_code": code} if wait or is_local else {})}))
     return code
@@ -172,19 +200,24 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
     return code
 
 
-def _wait(runs: "Sequence[RunDir]") -> int:
+def _wait(sweep: "SweepDir", runs: "Sequence[RunDir]") -> int:
     """Wait for the end of each run; returns the highest of their exit codes."""
-    from clusterddp.run.follow import how_it_ended, wait_for_end
-    from clusterddp.run.state import DONE, STOPPED
-
-    codes = {DONE: errors.EXIT_DONE, STOPPED: errors.EXIT_PAUSED}
     code = errors.EXIT_DONE
     try:
+        from clusterddp.run.follow import how_it_ended, wait_for_end
+        from clusterddp.run.state import DONE, STOPPED
+
+        codes = {DONE: errors.EXIT_DONE, STOPPED: errors.EXIT_PAUSED}
         for run in runs:
             status = wait_for_end(run)
             log.info(f"{run.name}: {how_it_ended(status)}")
             ended = codes.get(status.state, errors.EXIT_FAILED)
             code = ended if code == errors.EXIT_DONE or ended == errors.EXIT_FAILED else code
     except KeyboardInterrupt:
+        click.echo(
+            f"\nclusterddp: {sweep.name} goes on; 'clusterddp jobs --watch {sweep.shown}' follows "
+            f"it, 'clusterddp cancel {sweep.shown}' ends it",
+            err=True,
+        )
         return errors.EXIT_INTERRUPTED
     return code

@@ -92,7 +92,7 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
     awaited = chain.look(spec) if spec.after else []
     chain.check(awaited, spec)
     dependency = chain.dependency(awaited, [spec.resources.dependency]) if awaited else ""
-    comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
+    comment = _comment(spec)
     choice = bad_nodes.choose_for_submission(spec)
     # The argument takes the place of a line that the person may have edited.
     exclude: Sequence[str] = ()
@@ -133,6 +133,26 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
         if words := chain.describe(awaited):
             log.info(f"{spec.run_name} {words}")
     return SentJob(names[0] if points == [run] else job_id)
+
+
+def options_beside(spec: JobSpec, script: str, indices: Iterable[int] = ()) -> list[str]:
+    """Return the options that `submit` gives beside a script, but for the bad nodes it leaves out.
+
+    indices: of the points that are submitted, of a sweep.
+    """
+    from clusterddp.run import chain
+    from clusterddp.slurm.client import sbatch_options
+
+    if spec.point and sweep.is_array(script):
+        indices = [spec.index]
+    awaited = chain.look(spec) if spec.after else []
+    dependency = chain.dependency(awaited, [spec.resources.dependency]) if awaited else ""
+    array = array_of(indices, spec.sweep.max_parallel)
+    return sbatch_options(_comment(spec), dependency=dependency, array=array)
+
+
+def _comment(spec: JobSpec) -> str:
+    return dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
 
 
 def shipped_folder() -> Path:

@@ -29,6 +29,7 @@ _TRAINING = "train_"
 _OF_REPORT = (*USUAL, "train_seconds", "images_per_second", "peak_memory_bytes")
 _OWN_NAMES = {"seconds": "train_seconds", "images_per_second": "images_per_second"}
 _NO_METRICS = frozenset({"kind", "step", "epoch", "time", "rank_images_per_second"})
+_OF_TRAINING = ("images_per_second", "lr")  # of an evaluation's line too, and no measure of a test
 _LATEST_LINES = 50  # of the training, among which the latest value of each metric is looked for
 _MOST_STEPS = 200  # of a curve: nobody sees more
 _WORDS = (
@@ -129,11 +130,11 @@ def gather_sweep(sweep: SweepDir, by: str = "", over: Sequence[str] = ()) -> Swe
     results = [
         PointResult(run.name, state, dict(zip(status.names, point, strict=True)), figures)
         for run, (state, report), point in zip(runs, judged, status.points, strict=True)
-        for figures in [_figures(run, report)]
+        for figures in [_without(status.names, _figures(run, report))]
     ]
     known = {name for result in results for name in result.figures}
     sign, asked = (by[:1], by[1:]) if by[:1] in ("-", "+") else ("", by)
-    metric = _metric(asked, known)
+    metric = _metric(asked, known, status.names)
     lowest_first = sign == "-" or (not sign and lower_is_better(metric))
     folded = tuple(over) or tuple(name for name in status.names if name == "seed")
     rows = rows_of(results, folded, metric, lowest_first=lowest_first)
@@ -303,7 +304,7 @@ def _figures(run: RunDir, report: Report | None) -> dict[str, float]:
         prefix = "" if line["kind"] == "eval" else _TRAINING
         for name, content in line.items():
             value = None if name in _NO_METRICS else _number(content)
-            if value is None or (not prefix and name == "images_per_second"):
+            if value is None or (not prefix and name in _OF_TRAINING):
                 continue
             figures[_OWN_NAMES.get(name) or f"{prefix}{name}"] = value
     for name in _OF_REPORT if report else ():
@@ -311,6 +312,15 @@ def _figures(run: RunDir, report: Report | None) -> dict[str, float]:
         if value is not None:
             figures[name] = value
     return figures
+
+
+def _without(swept: Sequence[str], figures: Mapping[str, float]) -> dict[str, float]:
+    """Leave out what a run has recorded of a swept name, such as the rate by which lr is decayed.
+
+    Accuracy, loss and what each report holds stay: those are metrics, whatever is swept.
+    """
+    names = {*swept, *(f"{_TRAINING}{name}" for name in swept if name not in USUAL)}
+    return {n: v for n, v in figures.items() if n not in names or n in _OF_REPORT}
 
 
 def _number(value: object) -> float | None:
@@ -343,14 +353,16 @@ def _spread(values: Sequence[float]) -> Spread:
         return Spread(math.nan, None, len(values))
 
 
-def _metric(asked: str, known: set[str]) -> str:
+def _metric(asked: str, known: set[str], swept: Sequence[str]) -> str:
     """Return the metric that orders the rows: the one that was asked for, or the most telling."""
     if asked:
         found = next((name for name in (asked, f"{_TRAINING}{asked}") if name in known), "")
-        if found or not known or asked.removeprefix(_TRAINING) in USUAL:
+        if found or asked.removeprefix(_TRAINING) in USUAL:
             return found or asked
         names = formatting.some(sorted(known), 20, ", ")
-        raise OptionError("--by", f" {asked}: no point has recorded it; recorded are {names}.")
+        there = f"recorded are {names}" if known else "no metric is recorded yet"
+        why = "the sweep varies it" if asked in swept else "no point has recorded it"
+        raise OptionError("--by", f" {asked}: {why}; {there}.")
     usual = [*USUAL, *(f"{_TRAINING}{name}" for name in USUAL)]
     own = sorted(known - {*usual, *_OF_REPORT})
     tested = [name for name in own if not name.startswith(_TRAINING)]

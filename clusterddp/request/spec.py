@@ -25,6 +25,7 @@ from clusterddp.request.sweep import (
     refuse_equal,
     refuse_names,
     train_at,
+    unswept,
 )
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
@@ -486,6 +487,12 @@ class JobSpec:
 
         A new request is checked; the record of a sweep, which is read often, without it.
         """
+        if self.sweep.max_parallel and self.launcher == "local":
+            raise OptionError(
+                "--max-parallel",
+                f" {self.sweep.max_parallel}: has no part in --launcher local, which runs the "
+                "points one after the other. Leave it out.",
+            )
         if self.train:
             refuse_equal(self.sweep)
         for index in range(len(self.sweep)):
@@ -795,7 +802,10 @@ class JobSpec:
     def remarks(self) -> tuple[str, ...]:
         """Return what a person should know of a sound request before it waits in the queue."""
         gpus, tasks = self.resources.gpus_per_node, self.resources.tasks_per_node
-        remarks = []
+        remarks = [
+            f"{word} stays as it is in the COMMAND, as there is no --sweep of this name"
+            for word in unswept(self.command, self.sweep.names)
+        ]
         if gpus and self.train and self.train.device == "cpu":
             remarks.append(f"--device cpu leaves the {gpus} GPUs of each node idle")
         elif gpus > tasks and self.train and self.train.strategy == "ddp":

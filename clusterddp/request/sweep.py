@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.errors import OptionError
 from clusterddp.request.train_config import TRAINING, TrainConfig
@@ -27,8 +27,11 @@ Point = tuple[tuple[str, str], ...]
 MOST_POINTS = 100_000
 """A mistyped range is refused ahead of what Slurm would say of it."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+_RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_LIKE_RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}")
 _ARRAY = re.compile(r"^#SBATCH --array=", re.MULTILINE)
+_PLACE = re.compile(rf"(?:--?[\w-]+=)?\{{({_NAME.pattern})\}}")
 _DRAWN = re.compile(r"(log|lin):(.+)\.\.(.+)")
 _YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
 _ROWS = {row.name: row for row in TRAINING}
@@ -65,10 +68,15 @@ class Sweep:
                     "most.",
                 )
         variables = [variable(name) for name in self.names]
-        twice = next(
-            (n for n, v in zip(self.names, variables, strict=True) if variables.count(v) > 1), None
-        )
-        if twice:
+        same = [n for n, v in zip(self.names, variables, strict=True) if variables.count(v) > 1]
+        if len({*same}) > 1:
+            raise OptionError(
+                "--sweep",
+                f": {' and '.join(same)} are one name to the script's variables, in which '-' is "
+                "'_'. Choose another name.",
+            )
+        if same:
+            twice = same[0]
             raise OptionError("--sweep", f" {twice}: is named twice; give it all its values once.")
         if bool(self.names) != bool(self.points):
             raise OptionError("--sweep", ": there are no points.")
@@ -220,7 +228,7 @@ def read_points(path: Path) -> list[dict[str, str]]:
                     words = f"{len(cells)} values for the {len(header)} names of the first line."
                     raise wrong(lines.line_num, words)
                 if cells:
-                    rows.append(dict(zip(header, cells, strict=True)))
+                    rows.append(_carried(zip(header, cells, strict=True), wrong, lines.line_num))
         except csv.Error as error:
             raise wrong(lines.line_num, f"{error}.") from None
         if len({*header}) < len(header):
@@ -228,7 +236,8 @@ def read_points(path: Path) -> list[dict[str, str]]:
     else:
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                rows.append(_object(line, partial(wrong, number)))
+                row = _object(line, partial(wrong, number))
+                rows.append(_carried(row.items(), wrong, number))
                 if rows[-1].keys() != rows[0].keys():
                     raise wrong(number, f"expected the names {', '.join(rows[0])}.")
     if not rows or not rows[0]:
@@ -302,6 +311,12 @@ def placeholders(names: Sequence[str]) -> re.Pattern[str]:
     return re.compile(rf"\{{({'|'.join(map(re.escape, names))})\}}")
 
 
+def unswept(command: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the words of a COMMAND that look like the place of a value, but of no name here."""
+    places = ((word, _PLACE.fullmatch(word)) for word in command)
+    return [word for word, place in places if place and place[1] not in names]
+
+
 def check_command(command: Sequence[str], names: Sequence[str]) -> None:
     """Raise OptionError where a name has no place in the COMMAND."""
     used = {name for word in command for name in placeholders(names).findall(word)}
@@ -350,12 +365,23 @@ def _list(name: str, text: str) -> list[str]:
                 f" {name}={text}: a value is empty. Values with commas, and empty ones, stand in a "
                 "--sweep-file.",
             )
-        if not ends:
+        if not ends and not _LIKE_RANGE.fullmatch(item):
             values.append(item)
             continue
-        first, last = int(ends[1]), int(ends[2])
-        if not first <= last < first + MOST_POINTS:
-            raise OptionError("--sweep", f" {name}={text}: {item} is no range such as 0..4.")
+        first, last = (int(ends[1]), int(ends[2])) if ends else (1, 0)
+        if last < first:
+            raise OptionError(
+                "--sweep",
+                f" {name}={text}: {item} is no range such as 0..4, of whole numbers with the "
+                "smaller one first. List other values with commas, or draw them: "
+                f"{name}=lin:0.0..2.5 with --sample N.",
+            )
+        if last - first >= MOST_POINTS:
+            raise OptionError(
+                "--sweep",
+                f" {name}={text}: {item} is too long, {last - first + 1} values; {MOST_POINTS} is "
+                "the most.",
+            )
         values += map(str, range(first, last + 1))
     if len({*values}) < len(values):
         again = next(value for value in values if values.count(value) > 1)
@@ -411,10 +437,37 @@ def _drawn(name: str, text: str) -> Callable[[float], str]:
     return at
 
 
+def _carried(
+    row: Iterable[tuple[str, str]], wrong: Callable[[int, str], OptionError], line: int
+) -> dict[str, str]:
+    """Return a row of values that a line of script can carry. Raises OptionError with the line."""
+    values = dict(row)
+    for name, value in values.items():
+        try:
+            forms.text(name, value)
+        except OptionError as error:
+            raise wrong(line, str(error)) from None
+    return values
+
+
 def _object(line: str, wrong: Callable[[str], OptionError]) -> dict[str, str]:
     """Read an object of plain values; numbers keep the form in which they are written."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        if len({*names}) < len(names):
+            raise wrong("a name stands there twice.")
+        return dict(pairs)
+
+    def no_json(word: str) -> NoReturn:
+        raise wrong(f"{word} is no value of JSON; a text is written {json.dumps(word)}.")
+
     try:
-        content = json.loads(line, parse_float=str, parse_int=str, parse_constant=str)
+        content = json.loads(
+            line, parse_float=str, parse_int=str, parse_constant=no_json, object_pairs_hook=once
+        )
+    except OptionError:
+        raise
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or not content:

@@ -148,7 +148,7 @@ class RequeueFailed(Event):
 
 
 class CancelAsked(Event):
-    """Cancellation of the job by a person."""
+    """Cancellation of the job by a person; one by plain scancel as the notice job has seen it."""
 
     kind: ClassVar[str] = "cancelled"
 

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,10 +25,11 @@ from clusterddp.processes.signals import die_with_parent
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events, files
 from clusterddp.run.run_dir import RunDir, SweepDir
-from clusterddp.run.state import QUEUED, RUNNING, UNKNOWN
+from clusterddp.run.state import CANCELLED, QUEUED, RUNNING, UNKNOWN
 from clusterddp.run.status import RunStatus, run_status, statuses, submission_folder
 from clusterddp.run.sweeps import SweepStatus, sweep_status
 from clusterddp.slurm import client as slurm
+from clusterddp.slurm.states import JobState, State
 
 PROGRAM_SECONDS = 60.0
 """Time that the program has."""
@@ -186,7 +187,9 @@ def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
     Below zero is the time, in seconds, of one that has ended. The jobs are as `queue` takes them,
     arrays as wholes.
     """
-    known = statuses(run.elements if isinstance(run, SweepDir) else [run])
+    runs = run.elements if isinstance(run, SweepDir) else [run]
+    known = statuses(runs)
+    _record_cancellations(runs, known)
     status = sweep_status(run, [s.state for s in known]) if isinstance(run, SweepDir) else known[0]
     jobs = [s.array_element or s.job_id for s in known if s.state in (QUEUED, RUNNING)]
     if isinstance(run, SweepDir):
@@ -195,6 +198,17 @@ def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
     is_unanswered = any(s.state == UNKNOWN and not s.is_forgotten for s in known)
     patience = UNANSWERED_SECONDS if is_unanswered else SETTLE_SECONDS
     return status, -1.0 if all(ended) else patience, ":".join(dict.fromkeys(jobs))
+
+
+def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) -> None:
+    """Record in the runs what Slurm alone knows: it forgets a cancelled job within minutes."""
+    for run, status in zip(runs, known, strict=True):
+        forgotten = {status.job_id: JobState(State.UNKNOWN)}
+        if status.state == CANCELLED and run_status(run, forgotten).state != CANCELLED:
+            try:
+                events.add(run.events, events.CancelAsked, job_id=status.job_id)
+            except OSError as error:
+                log.warning(f"{run.path} cannot be written: {error.strerror}")
 
 
 def is_awaited(run: RunDir) -> bool:

@@ -203,7 +203,7 @@ class RunDir:
     def load_spec(self) -> JobSpec:
         """Read the request; raises RequestError when there is none or it is damaged."""
         try:
-            return JobSpec.from_json(self.spec.read_text(errors="replace"))
+            return JobSpec.from_json(self.spec.read_text(errors="replace"), self.spec.name)
         except OSError as error:
             raise RequestError(
                 f"{self.path} is no run: {self.spec.name}: {error.strerror}."

@@ -85,6 +85,8 @@ NEVER_STARTS = {
 """Reasons for which a job waits until somebody changes it, its dependency or the cluster."""
 HELD_BACK = {"", "Dependency", "BeginTime", HELD}
 """Reasons for which a job waits that is to wait for other runs; a requeued one has BeginTime."""
+NO_START = {*NEVER_STARTS, "Dependency", "JobHeldUser", "JobHeldAdmin", _HELD}
+"""Reasons for which a start that Slurm has estimated before means nothing."""
 _NOT_ASKED = JobState(State.UNKNOWN, problem="Slurm was not asked")
 
 # Words for a list of reasons; of an attempt that left no end, nobody knows more.
@@ -107,7 +109,7 @@ class Submission:
     end: Ended | None = None
     """End since then."""
     cancelled: bool = False
-    """True where `clusterddp cancel` asked for its end."""
+    """True where `clusterddp cancel` asked for its end, or Slurm was seen to have cancelled it."""
     attempt: int | None = None
     """Number of the run's latest; None where the scripts number none."""
     restarts: int = 0
@@ -386,10 +388,12 @@ def _judge_forgotten(
     submission: Submission, report: Report | None, job: JobState
 ) -> tuple[str, str]:
     finished = "; its report.json is there, so the training itself finished" if report else ""
+    if submission.cancelled and not submission.start.time:
+        return CANCELLED, "before it started"  # whether Slurm answers or not
     if job.problem:
         return UNKNOWN, f"Slurm could not be asked: {job.problem}{finished}"
     if submission.cancelled:
-        return CANCELLED, "" if submission.start.time else "before it started"
+        return CANCELLED, ""
     lost = "Slurm no longer knows the job, and "
     if submission.start.time:
         return UNKNOWN, f"{lost}it recorded no end: killed, or its node was lost{finished}"

@@ -33,6 +33,7 @@ from clusterddp.run.state import (
     FAILED,
     HELD_BACK,
     NEVER_STARTS,
+    NO_START,
     QUEUED,
     RUNNING,
     STOPPED,
@@ -112,6 +113,7 @@ class RunStatus:
     elapsed_seconds: float | None = None
     """Seconds from the latest start to the end, or to now; None while it waits in the queue."""
     exit_code: int | None = None
+    """None until it has ended, and where nothing has run, as of one cancelled in the queue."""
     first_failure: str = ""
     cleaned: str = ""
     """What `clusterddp clean` has removed since it was last submitted, and when."""
@@ -181,7 +183,7 @@ def run_status(
         steps_planned=first_known(figures.steps, done.planned),
         percent_done=100.0 if figures.steps else done.percent,
         seconds_left=done.seconds_left if state == RUNNING else None,
-        expected_start=job.start if job and state == QUEUED else None,
+        expected_start=_expected_start(state, job, waits),
         epoch=first_known(figures.epochs, latest.epoch),
         loss=latest.loss,
         accuracy=first_known(figures.accuracy, latest.accuracy),
@@ -217,7 +219,14 @@ def _judge(
     state, detail = judge(submission, report, job, alive, now)
     if state == CREATED and run.array_index:  # by the script itself
         detail = "its script has recorded nothing yet"
+    elif state == CREATED and _is_rehearsed(run):
+        detail = "its turn in the rehearsal, which runs one point after the other, has not come"
     return state, detail, job, report
+
+
+def _is_rehearsed(run: RunDir) -> bool:
+    spec = run.read_spec()
+    return bool(spec and spec.point and spec.launcher == "local")
 
 
 def _cleaned(history: Sequence[events.Event]) -> str:
@@ -239,6 +248,11 @@ def _waits(run: RunDir, submission: Submission, job: JobState | None) -> events.
     history = events.read(run.events)
     waits = [event for event in history if isinstance(event, events.Waits)]
     return next((event for event in waits[::-1] if event.job_id == submission.job_id), None)
+
+
+def _expected_start(state: str, job: JobState | None, waits: events.Waits | None) -> float | None:
+    """Return Slurm's estimate; none for what is held or waits for another run."""
+    return job.start if state == QUEUED and job and not (waits or job.reason in NO_START) else None
 
 
 def _left_out(run: RunDir, state: str, job_id: str) -> Mapping[str, str]:
@@ -428,7 +442,8 @@ def _exit_code(state: str, submission: Submission | None, job: JobState | None) 
         return None
     if submission.end and submission.end.exit_code is not None:
         return submission.end.exit_code
-    return job.exit_code if job else None
+    has_run = submission.start.time or state != CANCELLED  # Slurm's 0 of what never ran is no code
+    return job.exit_code if job and has_run else None
 
 
 def _next_command(

@@ -23,7 +23,7 @@ from clusterddp.run.state import (
     Submission,
     latest_submission,
 )
-from clusterddp.run.status import RunStatus, run_status
+from clusterddp.run.status import RunStatus, run_status, statuses
 from clusterddp.slurm import client as slurm
 
 _Result = TypeVar("_Result", bound="Stop | Cancellation")
@@ -262,13 +262,20 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
     if attempt and at_work:
         attempt.ask_to_stop("stop")
     command = run.load_spec().command
+    has_loop = attempt is not None and attempt.record.exists()  # a Loop sees the mark
     if command and not submission.is_local:
         job = status.array_element or submission.job_id
-        slurm.signal_script(job)
+        try:
+            slurm.signal_script(job)
+        except SlurmError:
+            # Of a job that ends at once scancel can fail, seconds after its signal has arrived.
+            if not statuses([run])[0].has_ended:
+                raise
+        dies = "" if has_loop else "; without a handler for it the command dies of it, as failed"
         return (
-            f"sent SIGUSR1 to its command through the script of job {job}; it is not started again"
+            f"sent SIGUSR1 to its command through the script of job {job}{dies}; it is not started "
+            "again"
         )
-    has_loop = attempt is not None and attempt.record.exists()  # a Loop sees the mark
     if command and not has_loop:
         return "its command cannot be asked to save; it is not started again when it has ended"
     if attempt and at_work:

@@ -94,10 +94,8 @@ def sbatch(
 
     started = time.time()
     try:
-        argv = ["sbatch", "--parsable", *([f"--exclude={','.join(exclude)}"] if exclude else [])]
-        argv += [f"--dependency={dependency}"] if dependency else []
-        argv += [f"--array={array}", f"--comment={comment}"] if array else []
-        answer = call(argv, environ, SBATCH_SECONDS, stdin=script)
+        options = sbatch_options(comment, exclude=exclude, dependency=dependency, array=array)
+        answer = call(["sbatch", "--parsable", *options], environ, SBATCH_SECONDS, stdin=script)
     except _NOT_ON_PATH:
         raise RequestError(
             "no sbatch on PATH: this machine has no Slurm. Submit from a login node of a cluster, "
@@ -123,6 +121,15 @@ def sbatch(
             return job_id[1]
     printed = answer.stdout.strip() or "nothing"
     return _lost(f"sbatch printed {printed!r}, expected a job id", environ, comment, started)
+
+
+def sbatch_options(
+    comment: str, *, exclude: Sequence[str] = (), dependency: str = "", array: str = ""
+) -> list[str]:
+    """Return the options that `sbatch` gives in place of the script's own lines."""
+    options = [f"--exclude={','.join(exclude)}"] if exclude else []
+    options += [f"--dependency={dependency}"] if dependency else []
+    return options + ([f"--array={array}", f"--comment={comment}"] if array else [])
 
 
 def outlook(script: str, environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -642,8 +649,8 @@ def _change(
     answer = ask(argv, environ, folder=folder)
     complains = "error" in answer.stderr.lower()
     if answer.returncode or (complains and not may_complain):
-        words = answer.stderr.strip() or f"exit code {answer.returncode}"
-        raise SlurmError(f"{' '.join(argv)}: {words}")
+        silent = f"exit code {answer.returncode}, without a word: the job may have ended meanwhile"
+        raise SlurmError(f"{' '.join(argv)}: {answer.stderr.strip() or silent}")
 
 
 class Ending(str, Enum):

@@ -4,7 +4,8 @@ A run that is queued, running or could go on loses nothing unless it is named, a
 it needs to go on. Nothing outside a run's directory is touched: no symbolic link is followed, and a
 file counts only where all folders above it are the run's own. What was removed stands in
 events.jsonl. What the points of a sweep share lies in the sweep's directory, and goes only once
-none of them could go on.
+none of them could go on; a point whose directory is gone could be submitted again, and keeps it
+unless the sweep is named.
 """
 
 import contextlib
@@ -168,6 +169,11 @@ def _plan(
     older_than: float,
     now: float,
 ) -> Cleaning:
+    if not os.path.lexists(run.path):  # a sweep has it among its points
+        words = (
+            "its directory is gone; it can be submitted again while its sweep keeps what is shared"
+        )
+        return Cleaning(run, status.state, kept_because=words)
     goes_on = why_kept(run, status)
     if goes_on and not named:
         return Cleaning(run, status.state, kept_because=goes_on)
@@ -192,6 +198,9 @@ def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float)
         state = most_telling([status.state for status in known])
         if not points and not named:
             return Cleaning(sweep, state, kept_because="it has no points yet")
+        if len(points) < len(sweep.elements) and not named:
+            words = "points of it are gone, and could be submitted again"
+            return Cleaning(sweep, state, kept_because=words)
         needed = [run.name for run, s in zip(points, known, strict=True) if why_kept(run, s)]
         if needed:
             words = "points that share it could go on"

@@ -46,14 +46,19 @@ def created(sweep: SweepDir, spec: JobSpec, indices: Sequence[int]) -> Iterator[
         raise
 
 
-def refuse_existing(spec: JobSpec, indices: Sequence[int]) -> None:
-    """Refuse points whose directories are there already; raises RequestError."""
+def refuse_existing(
+    spec: JobSpec, indices: Sequence[int], instead: str = "choose another --run-name"
+) -> None:
+    """Refuse points whose directories are there already; raises RequestError.
+
+    instead: what a person can do.
+    """
     for index in indices:
         path = Path(f"{spec.run_dir}-{index}")
         if os.path.lexists(path):
             raise RequestError(
                 f"the run {path.name} exists already at {path}, and would be a point of the sweep "
-                f"{spec.run_name}; choose another --run-name."
+                f"{spec.run_name}; {instead}."
             )
 
 

@@ -153,6 +153,20 @@ def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
             _try_imports("COMMAND", program, "torch", spec)
 
 
+def check_notified(spec: JobSpec) -> None:
+    """Warn of a program of --notify that is not here; it starts in the current folder."""
+    may_be_brought = spec.modules or spec.setup
+    if not spec.notify or (may_be_brought and "/" not in spec.notify[0]):
+        return
+    if shutil.which(spec.notify[0], path=dict(spec.environment).get("PATH")) is None:
+        typed = shlex.quote(spec.notify[0])
+        where = f"in {Path.cwd()}, where it starts" if "/" in typed else "on the PATH"
+        log.warning(
+            f"--notify {typed}: there is no such program {where}, on this machine: the nodes need "
+            "it, or nobody is told"
+        )
+
+
 def _check_interpreter(option: str, python: str, spec: JobSpec) -> None:
     typed, here = shlex.quote(python), os.path.exists(python)  # noqa: PTH110 -- as above
     if "/" not in python:

@@ -88,7 +88,12 @@ def resubmit_sweep(
                     f"{sweep.name} has each of these points already. Those that have not ended "
                     f"well, or are missing: clusterddp resubmit {sweep.shown}"
                 )
-            points.refuse_existing(after, indices)
+            points.refuse_existing(
+                after,
+                indices,
+                "its further points keep to their numbers: submit these as a sweep of their own "
+                "(clusterddp submit --run-name NAME --sweep …)",
+            )
             missing = {*indices}
         else:
             indices = _to_repeat(sweep)

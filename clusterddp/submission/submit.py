@@ -4,6 +4,7 @@ The command and the Python API both submit through here, so that neither can do 
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from clusterddp.slurm.array_limits import array_limits
 from clusterddp.slurm.partitions import Question
 from clusterddp.submission import bundle, outlook, points
 from clusterddp.submission.inputs import find_own_functions, make_sure
-from clusterddp.submission.programs import check_command, check_pythons
+from clusterddp.submission.programs import check_command, check_notified, check_pythons
 
 
 def submit(
@@ -48,6 +49,11 @@ def submit(
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
         )
     points.refuse_existing(spec, range(len(spec.sweep)))
+    if re.fullmatch(r"\d+(_\d+)?", spec.run_name):
+        warning(
+            f"--run-name {spec.run_name} has the form of a job's id: where another run has that "
+            f"job, {spec.run_name} can mean either of them"
+        )
     if spec.launcher != "local":
         bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
     question = ask_for_partitions(spec)
@@ -56,6 +62,7 @@ def submit(
     _warn_of_launcher(spec)
     _check_commands(spec, script)
     check_pythons(spec, imports=check_python)
+    check_notified(spec)
     if not inputs_are_sure:
         for train in spec.trainings:
             make_sure(train, spec)

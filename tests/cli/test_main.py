@@ -54,6 +54,20 @@ def test_what_is_still_in_a_buffer_is_printed(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (3, "words")
 
 
+@pytest.mark.parametrize("module", ["clusterddp.cli.main", "click", "clusterddp.cli.commands.jobs"])
+def test_an_interruption_during_the_imports_is_no_traceback(module: str, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(name, path, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted)\n"
+    )
+    done = command("jobs", code=code + COMMAND, cwd=tmp_path)
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+
+
 @pytest.mark.parametrize(("done", "left_at_once"), [("cli.done()", True), ("", False)])
 def test_what_went_on_leaves_at_once_only_when_it_is_done(
     done: str, left_at_once: bool, tmp_path: Path

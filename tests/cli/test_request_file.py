@@ -152,6 +152,8 @@ def test_a_secret_is_saved_by_name_and_said() -> None:
     ("content", "words"),
     [
         ("nodess = 2\n", "no option 'nodess' (did you mean 'nodes'?)"),
+        ("run-name = 'a'\n", "run-name is no part of a request, which several runs and sweeps"),
+        ("sweep = ['lr=1']\n", "sweep is no part of a request"),
         ("nodes = 2.5\n", "'2.5' is not a valid integer"),
         ("nodes = true\n", "nodes is a text or a number, not True"),
         ("nodes = [1]\n", "nodes is a text or a number, not [1]"),

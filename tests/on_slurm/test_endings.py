@@ -86,6 +86,10 @@ class Struck:
         argv = [*CLUSTERDDP, "stop", self.run.name]
         self.cluster.run(argv, cwd=self.folder, check=True)
 
+    def stop_a_command(self) -> None:
+        done = self.cluster.run([*CLUSTERDDP, "stop", self.run.name], cwd=self.folder, check=True)
+        assert "without a handler for it the command dies of it" in done.stdout
+
     def scancel(self) -> None:
         self.cluster.run(["scancel", self.job_id], check=True)
 
@@ -132,6 +136,9 @@ WAYS = {
         ("--setup", "(exit 4)"), "true", launchers=AHEAD_OF_TASKS
     ),
     "`clusterddp stop`": Way((*TRAINING, *FOREVER), strike=Struck.stop),
+    "`clusterddp stop` of a COMMAND that dies of SIGUSR1": Way(
+        (), f"{UP} {SLEEP}", Struck.stop_a_command
+    ),
     "paused, or a COMMAND that exits with 75, and requeue is off": Way((), "exit 75"),
     "the same, with no attempt left (`--max-requeues`)": Way(
         ("--requeue", "--max-requeues", "0"), "exit 75"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from clusterddp.run.run_dir import RunDir
+from clusterddp.run.status import run_status
 from tests.event_lines import read_events
 from tests.hostile import CARRIED
 from tests.on_slurm.cluster import SlurmCluster
@@ -63,6 +64,7 @@ def test_a_run_that_is_cancelled_in_the_queue_is_told_by_the_job_that_waits(
     assert (verdict["state"], verdict["notified_by"]) == ("cancelled", "dependent job")
     notice_job_is_gone(cluster, run)
     assert not (tmp_path / "told-1.json").exists()
+    assert run_status(run, {}).state == "cancelled"  # without a word of Slurm's
 
 
 @pytest.mark.slow

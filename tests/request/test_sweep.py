@@ -27,6 +27,7 @@ def command(*words: str, sweep: Sweep) -> JobSpec:
         (["seed=-1..1"], ["seed"], [["-1"], ["0"], ["1"]]),
         (["a=0..1,7", "b=x,y"], ["a", "b"], [[a, b] for a in "017" for b in "xy"]),
         (["f=a=b,c"], ["f"], [["a=b"], ["c"]]),
+        (["f=../a,a..b,1.."], ["f"], [["../a"], ["a..b"], ["1.."]]),
     ],
 )
 def test_a_grid_has_every_combination(
@@ -43,9 +44,12 @@ def test_a_grid_has_every_combination(
         (["lr=1,,2"], "a value is empty"),
         (["lr=1,1"], "1 stands there twice"),
         (["lr=1", "lr=2"], "is named twice"),
-        (["a-b=1", "a_b=2"], "is named twice"),
+        (["a-b=1", "a_b=2"], "a-b and a_b are one name"),
         (["seed=4..0"], "no range such as 0..4"),
-        (["seed=0..999999999"], "no range"),
+        (["lr=0..2.5"], "0..2.5 is no range such as 0..4"),
+        (["lr=1,-1..1e3"], "-1..1e3 is no range"),
+        ([f"seed=0..{10**30}"], "is no range"),
+        (["seed=0..999999999"], "too long, 1000000000 values; 100000 is the most"),
         (["a=0..999", "b=0..999"], "1000000 points"),
         (["2x=1"], "is no name"),
         (["lr=log:1..2"], "--sample N"),
@@ -112,10 +116,16 @@ def test_files_give_points_that_are_combined_with_the_others(tmp_path: Path) -> 
         ("p.csv", 'a\n"1\n', "line"),
         ("p.csv", "a\n", "has no points"),
         ("p.csv", "", "has no points"),
+        ("p.csv", 'a,b\n1,2\n3,"x\ny"\n', r"p.csv, line 4: b: .* holds the control"),
+        ("p.csv", "a\nx\0\n", "p.csv, line 2: "),
+        ("p.jsonl", '{"a": "1"}\n{"a": "x\\u0000"}\n', "p.jsonl, line 2: a: .* holds the control"),
         ("p.jsonl", "{}\n", "line 1: expected an object"),
         ("p.jsonl", "[1]\n", "expected an object"),
         ("p.jsonl", '{"a": [1]}\n', "a is neither"),
         ("p.jsonl", '{"a": 1}\n{"b": 1}\n', "line 2: expected the names a"),
+        ("p.jsonl", '{"a": 1}\n{"a": 1, "a": 2}\n', "line 2: a name stands there twice"),
+        ("p.jsonl", '{"a": NaN}\n', "line 1: NaN is no value of JSON"),
+        ("p.jsonl", '{"a": -Infinity}\n', "line 1: -Infinity is no value"),
         ("p.txt", "a\n1\n", r"\*\.csv or \*\.jsonl"),
     ],
 )
@@ -125,6 +135,16 @@ def test_a_file_that_holds_no_points_is_refused(
     (tmp_path / name).write_text(content)
     with pytest.raises(OptionError, match=words):
         read_points(tmp_path / name)
+
+
+def test_a_place_of_a_value_that_no_sweep_has_is_remarked() -> None:
+    words = ("train", "{lr}", "--x={seed}", "{}", "a{lr}", "{1}", '{"a": 1}')
+    alone = JobSpec("s", "/jobs/s", Resources(), command=words).remarks
+    assert [remark.split()[0] for remark in alone] == ["{lr}", "--x={seed}"]
+    [of_other] = command(*words, sweep=parse(["lr=1,2"])).remarks
+    assert (
+        of_other == "--x={seed} stays as it is in the COMMAND, as there is no --sweep of this name"
+    )
 
 
 def test_a_point_is_the_request_of_a_run_of_its_own() -> None:

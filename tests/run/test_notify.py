@@ -18,6 +18,7 @@ from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import run_status
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
+from tests.event_lines import kinds
 from tests.hostile import CARRIED
 
 __all__ = ["workplace"]
@@ -182,6 +183,39 @@ def test_the_job_waits_for_the_next_one_where_the_run_goes_on(
     before = len(workplace.calls)
     notify.tell_as_job(run)  # it has been told
     assert len(workplace.calls) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "history"),
+    [
+        ("queued", [submitted("1")]),
+        ("requeued", [*HISTORY, ended("1", 75, cause="signal"),
+                      {"event": "requeued", "job_id": "1", "why": "signal"}]),
+        ("killed", HISTORY),
+    ],
+)  # fmt: skip
+def test_a_job_that_scancel_has_ended_is_cancelled_after_slurm_has_forgotten_it(
+    workplace: Workplace, name: str, history: list[dict[str, object]]
+) -> None:
+    run = workplace.run(name, *history)
+    run.spec.write_text(asking(run, "/usr/bin/tee", str(workplace.folder / "told")).to_json())
+    workplace.command("squeue", "echo '1 1|CANCELLED|None|'")
+    shown = "JobState=CANCELLED Reason=None Dependency=(null) Requeue=0 Reboot=0 ExitCode=0:0"
+    workplace.command("scontrol", f"echo 'JobId=1 {shown} RunTime=00:00:00'")
+    notify.tell_as_job(run)
+    assert noted(run)["state"] == "cancelled"
+    code = json.loads((workplace.folder / "told").read_text())["exit_code"]
+    assert code == {"queued": None, "requeued": 75, "killed": 0}[name]
+    assert json.loads(workplace.invoke("status", name, "--json").out)["exit_code"] == code
+    [mark] = run.path.glob("notified-*.json")
+    mark.unlink()
+    notify.tell_as_job(run)
+    assert kinds(run).count("cancelled") == 1  # however often it looks
+    workplace.command("squeue", "echo 'slurm_load_jobs error: Invalid job id' >&2; exit 1")
+    workplace.command("sacct", "exit 1")
+    assert json.loads(workplace.invoke("status", name, "--json").out)["state"] == "cancelled"
+    got = workplace.invoke("submit", f"--after={name}:failed", "--no-snapshot", "--", "true")
+    assert (got.code, "cancelled" in got.err) == (2, True), got
 
 
 @pytest.mark.parametrize("folder", ["logs", "notify.log"])

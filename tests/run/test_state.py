@@ -86,7 +86,7 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
     ([submitted(), started()], {}, SILENT, None, "unknown", "Unable to contact"),
     ([submitted(), started()], {}, None, None, "unknown", "not asked"),
     ([submitted(), cancelled()], {}, FORGOTTEN, None, "cancelled", "before it started"),
-    ([submitted(), cancelled()], {}, SILENT, None, "unknown", "Unable to contact"),
+    ([submitted(), cancelled()], {}, SILENT, None, "cancelled", "before it started"),
     ([submitted(), cancelled(), {"event": "cancel_failed", "job_id": "7"}], {}, FORGOTTEN, None,
      "unknown", ""),
     # what the script decided at the end of an attempt
@@ -139,6 +139,7 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
     ([submitted(), begun(1), begun(2, restart=1), left(1, "signal"), requeued(1, "signal")], {},
      said(State.COMPLETING), None, "running", "completing"),  # late words of the one before
     ([submitted(), begun(1), begun(2, restart=1)], {}, said(State.RUNNING), None, "running", ""),
+    ([submitted(), begun(1), cancelled()], {}, SILENT, None, "unknown", "could not be asked"),
     ([submitted(), begun(1)], {}, said(State.PENDING, "BeginTime"), None, "queued",
      "put back into the queue by Slurm: BeginTime"),
     # about to resume, when looked at in between

@@ -174,6 +174,38 @@ def test_an_interpreter_that_only_the_nodes_may_have_is_a_warning(
     assert "warning: --python " in got.err and "the nodes need it" in got.err
 
 
+@pytest.mark.parametrize(
+    ("name", "is_warned_of"), [("70", True), ("70_1", True), ("run-70", False), ("70b", False)]
+)
+def test_a_name_that_can_be_taken_for_a_jobs_id_is_warned_of(
+    tree: Path, workplace: Workplace, name: str, is_warned_of: bool
+) -> None:
+    got = workplace.invoke("submit", "--run-name", name, "--", "/bin/true")
+    assert got.code == 0
+    assert (f"--run-name {name} has the form of a job's id" in got.err) == is_warned_of
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--notify", "nosuchprog x"], "no such program on the PATH"),
+        (["--notify", "./tell x"], "no such program in {tree}, where it starts"),
+        (["--notify", "nets.py"], "no such program on the PATH"),
+        (["--notify", "pkg/run.py x"], ""),
+        (["--notify", "sbatch x"], ""),
+        (["--notify", "run.py", "--env", "PATH=pkg"], ""),
+        (["--notify", "nosuchprog", "--module", "x"], ""),
+    ],
+)
+def test_a_program_to_be_told_that_is_not_here_is_warned_of(
+    tree: Path, workplace: Workplace, argv: list[str], words: str
+) -> None:
+    got = workplace.invoke("submit", "--run-name", "one", *argv, "--", "/bin/true")
+    assert got.code == 0
+    assert ("warning: --notify" in got.err) == bool(words), got.err
+    assert words.format(tree=tree) in got.err
+
+
 def test_the_pythons_of_the_tasks_are_started_only_where_that_is_asked_for(
     tree: Path, workplace: Workplace
 ) -> None:

@@ -45,7 +45,6 @@ _HEADER = tuple(_NAMES.split())
 )
 @click.option(
     "--by",
-    default="",
     metavar="METRIC",
     help="Metric that orders a sweep's points: accuracy, loss, train_loss, or one of your own; "
     "'-METRIC' puts the lowest first, '+METRIC' the highest, where its name does not tell. "
@@ -64,7 +63,7 @@ def command(
     as_json: bool,
     html: str | None,
     csv: str | None,
-    by: str,
+    by: str | None,
     over: tuple[str, ...],
 ) -> None:
     """Show what RUNs achieved: runs' names, job ids or directories; the latest run without one.
@@ -85,9 +84,11 @@ def command(
         from clusterddp.reporting import plots
 
         plots.check_file("--html", html, formats=())
+    if by in ("", "-", "+"):
+        raise OptionError("--by", f" {by!r} names no metric.")
     sweep = _sweep(output_root, run_names)
     if sweep:
-        _show_sweep(gather_sweep(sweep, by, over), as_json=as_json, html=html, csv=csv)
+        _show_sweep(gather_sweep(sweep, by or "", over), as_json=as_json, html=html, csv=csv)
         return
     for option, value in (("--csv", csv is not None), ("--by", by), ("--over", over)):
         if value:

@@ -31,7 +31,7 @@ from clusterddp.cli.options import (
     typed_flags,
 )
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
-from clusterddp.cli.sweeps import follow_sweep, sweep_of, sweep_options, table_of
+from clusterddp.cli.sweeps import echo_dry_run, follow_sweep, sweep_of, sweep_options
 from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError
 from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec, Resources
@@ -193,9 +193,8 @@ def command(
     done = resubmit(run_dir, partial(changed_request, ctx), terms, dry_run=dry_run)
     spec, submission = done.spec, done.submission
     if submission is None:
-        fields = {"run": spec.run_name, "run_dir": spec.run_dir, "script": done.script}
-        text = json.dumps(fields) if as_json else done.script
-        click.echo(text, nl=as_json)
+        fields = {"run": spec.run_name, "run_dir": spec.run_dir}
+        echo_dry_run(spec, done.script, fields, as_json=as_json)
         return EXIT_DONE
     words = (
         f"submitted {spec.run_name} again as job {submission.job_id}: {spec.layout}; it "
@@ -226,10 +225,8 @@ def _resubmit_sweep(
 
     done = resubmit_sweep(sweep, change, more, terms, dry_run=dry_run)
     if done.submission is None:
-        if not as_json:
-            click.echo(table_of(done.spec, done.indices), err=True)
-        fields = {"sweep": sweep.name, "indices": done.indices, "script": done.script}
-        click.echo(json.dumps(fields) if as_json else done.script, nl=as_json)
+        fields = {"sweep": sweep.name, "indices": done.indices}
+        echo_dry_run(done.spec, done.script, fields, indices=done.indices, as_json=as_json)
         return EXIT_DONE
     return follow_sweep(
         done.spec, sweep.path, done.submission, done.indices, wait=wait, as_json=as_json

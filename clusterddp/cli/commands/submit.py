@@ -54,8 +54,8 @@ class SubmitCommand(RequestCommand, WithCommand):
     "save_to",
     metavar="FILE.toml",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the request to a new file, for --from; the values of variables that are secret by "
-    "their names are left out.",
+    help="Write the request to a new file, for --from, also with --dry-run; the values of "
+    "variables that are secret by their names are left out.",
 )
 @sweep_options
 @click.option(
@@ -145,6 +145,7 @@ def command(
             spec, script, snapshot_limit_mb=limit, check=check, check_python=python
         )
     except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
     if swept:
         points = range(len(swept))

@@ -261,6 +261,21 @@ def test_a_watch_draws_in_place_in_a_terminal(workplace: Workplace) -> None:
     assert max(map(len, lines)) <= 60
 
 
+def test_a_job_that_is_held_or_waits_for_another_has_no_start(workplace: Workplace) -> None:
+    """Slurm can still show an estimate that it made before."""
+    then = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 3600))
+    reasons = ("JobHeldUser", "JobHeldAdmin", "Dependency", "BeginTime")
+    for number, reason in enumerate(reasons, 1):
+        workplace.run(reason, submitted(str(number)))
+    waits = {"event": "waits", "job_id": "5", "runs": ["a"], "why": "a (failed)", "held": True}
+    workplace.run("waits", submitted("5"), waits)
+    rows = [f"{n} {n} {then}|PENDING|{reason}|" for n, reason in enumerate([*reasons, ""], 1)]
+    workplace.command("squeue", "".join(f"echo '{row}';" for row in rows))
+    listed = json.loads(workplace.invoke("jobs", "--json").out)
+    assert [each["name"] for each in listed if each["expected_start"]] == ["BeginTime"]
+    assert "estimate" not in workplace.invoke("status", "JobHeldUser").out
+
+
 def test_what_lies_ahead_is_shown(workplace: Workplace) -> None:
     workplace.run("waits", submitted("3"), age=60)
     workplace.run("held", submitted("4"), age=50)

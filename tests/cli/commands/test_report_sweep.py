@@ -114,6 +114,32 @@ def test_a_metric_of_ones_own_is_found(sweep: SweepDir, workplace: Workplace) ->
     assert "--by blue: no point has recorded it; recorded are accuracy, bleu, train_loss" in got.err
 
 
+def test_a_swept_name_is_no_metric_and_the_rate_is_none_of_the_test(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    other = workplace.sweep("wd", ("wd",), ("0.1",), ("0.2",))
+    for run in (*sweep.elements[2:4], *other.elements):
+        measure(run, "train", 0.05, name="lr")
+        measure(run, "eval", 0.04, name="lr")
+    header, *_ = csv.reader(workplace.invoke("report", "lr", "--csv=-").out.splitlines())
+    assert [name for name in header if "lr" in name.split(".")[0]] == ["lr"]
+    got = workplace.invoke("report", "lr", "--by=lr")
+    assert (got.code, "--by lr: the sweep varies it; recorded are accuracy" in got.err) == (2, True)
+    got = workplace.invoke("report", "wd", "--by=lr")  # where it is not swept
+    assert "by         training lr, highest first" in got.out
+    assert '"train_lr": 0.05' in workplace.invoke("report", "wd", "--json").out
+
+
+def test_a_swept_loss_leaves_the_loss_a_metric(workplace: Workplace) -> None:
+    sweep = workplace.sweep("s", ("loss",), ("ce",), ("mse",))
+    for run, value in zip(sweep.elements, (0.5, 0.4), strict=True):
+        measure(run, "train", value, name="loss")
+        measure(run, "eval", value + 0.1, name="loss")
+    header, first, _ = rows(workplace.invoke("report", "s").out)
+    assert (header[:2], first[:2]) == (["loss", "TEST-LOSS"], ["mse", "0.5"])
+    assert workplace.invoke("report", "s", "--by=train_loss").code == 0
+
+
 def test_a_report_counts_more_than_the_lines_before_it(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
@@ -151,6 +177,12 @@ def test_a_sweep_that_has_not_begun_is_a_table_of_states(workplace: Workplace) -
     assert "by         no point has recorded a metric yet\n" in got.out
     assert [line[0] for line in rows(got.out)] == ["n", "1", "2"]
     assert workplace.invoke("report", "s", "--by=accuracy").code == 0
+    got = workplace.invoke("report", "s", "--by=foo")
+    assert (got.code, got.out) == (2, "")
+    assert "--by foo: no point has recorded it; no metric is recorded yet" in got.err
+    for name in ("", "-"):
+        got = workplace.invoke("report", "s", f"--by={name}")
+        assert (got.code, "names no metric" in got.err) == (2, True)
 
 
 def test_json_holds_rows_runs_and_all_metrics(sweep: SweepDir, workplace: Workplace) -> None:

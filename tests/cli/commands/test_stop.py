@@ -127,6 +127,37 @@ def test_scancels_words_reach_the_person_and_the_record_is_taken_back(
     assert kinds(run)[-2:] == ["stop_asked", "stop_failed"]
 
 
+def test_a_signal_that_has_ended_the_job_has_reached_it(workplace: Workplace) -> None:
+    """Scancel waits some seconds for the script, which is gone, and fails without a word."""
+    run = of_a_command(training(workplace))
+    workplace.command("squeue", RUNS)
+    end = json.dumps(ended("12", 75, cause="stopped", why="stopped", attempt=1))
+    workplace.command("scancel", f"echo '{end}' >>{run.events}; exit 229")
+    got = workplace.invoke("stop", "one")
+    assert (got.code, got.err) == (0, "")
+    assert "sent SIGUSR1 to its command" in got.out
+    assert kinds(run)[-2:] == ["stop_asked", "ended"]
+
+
+def test_a_command_of_slurm_that_fails_in_silence_is_explained(workplace: Workplace) -> None:
+    run = of_a_command(training(workplace))
+    workplace.command("squeue", RUNS)
+    workplace.command("scancel", "exit 229")
+    got = workplace.invoke("stop", "one")
+    assert got.code == 1
+    assert "exit code 229, without a word: the job may have ended meanwhile" in got.err
+    assert kinds(run)[-1] == "stop_failed"
+
+
+def test_a_command_without_a_loop_is_told_to_handle_the_signal(workplace: Workplace) -> None:
+    run = of_a_command(training(workplace))
+    workplace.command("squeue", RUNS)
+    workplace.command("scancel", "exit 0")
+    assert "without a handler for it the command dies of it" in workplace.invoke("stop", "one").out
+    publish(Attempt(run, 1), AttemptRecord())
+    assert "without a handler" not in workplace.invoke("stop", "one").out
+
+
 def test_a_run_in_the_queue_is_cancelled_instead(workplace: Workplace) -> None:
     run = workplace.run("one", submitted("12"))
     workplace.command("squeue", WAITS)

@@ -13,7 +13,7 @@ import pytest
 from clusterddp.cli.commands import jobs
 from clusterddp.request.sweep import Sweep, parse
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run import chain, events, notify
+from clusterddp.run import chain, events, follow, notify
 from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.run.sweeps import find_sweep, find_sweeps, sweep_status
@@ -108,6 +108,21 @@ def test_what_slurm_does_not_take_is_refused_with_the_figures(
     workplace.command("squeue", "echo 1; echo 2_0; echo 2_1")
     done = workplace.invoke(*TEN)
     assert (done.code, words in done.err) == (2 if words else 0, True), done.err
+
+
+def test_who_no_longer_waits_for_a_sweep_is_told_that_it_goes_on(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: RunDir) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(follow, "wait_for_end", interrupt)
+    workplace.command("sbatch", "cat >/dev/null; echo 7")
+    got = workplace.invoke("submit", "--run-name=lr", "--no-snapshot", "--wait", "--sweep=n=1,2",
+                           "--", "/bin/true", "{n}")  # fmt: skip
+    assert got.code == 130
+    assert "lr goes on; 'clusterddp jobs --watch lr' follows it" in got.err
+    assert "'clusterddp cancel lr' ends it" in got.err
 
 
 def test_one_line_of_jobs_counts_the_points(sweep: SweepDir, workplace: Workplace) -> None:
@@ -226,9 +241,11 @@ def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
     finish(sweep, 3, code=1, job_id="13")
     workplace.command("squeue", "")
     workplace.command("sbatch", "echo 30")
+    sent = "--array=3 --comment=clusterddp:s-3"
+    assert f"sbatch gets {sent}\n" in workplace.invoke("resubmit", "s-3", "--dry-run").err
     again = workplace.invoke("resubmit", "s-3")
     assert again.code == 0, again.err
-    assert "sbatch --parsable --array=3 --comment=clusterddp:s-3" in workplace.calls
+    assert f"sbatch --parsable {sent}" in workplace.calls
     record(sweep.element(3), {**started("30"), "array_element": "30_3"}, ended("30", 1))
     workplace.command("sbatch", "echo 40")
     more = workplace.invoke("resubmit", "s-3", "--mem", "64G")
@@ -423,20 +440,59 @@ def test_a_sweep_that_is_being_submitted_keeps_its_clusterddp(workplace: Workpla
     assert own.exists()
 
 
+def test_what_points_share_is_there_for_one_whose_directory_is_gone(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.command("squeue", "")
+    for index in range(10):
+        finish(sweep, index, code=0, job_id=str(10 + index))
+    shutil.rmtree(sweep.element(3).path)
+    bundle = sweep.bundle.resolve()
+    every = workplace.invoke("clean", "--yes")
+    assert (every.code, bundle.exists()) == (0, True), every.out
+    assert "points of it are gone, and could be submitted again" in every.err
+    named = workplace.invoke("clean", "--yes", "s")
+    assert "s-3 is left alone: its directory is gone; it can be submitted again while" in named.err
+    assert not bundle.exists()
+
+
 def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
     workplace.command("sbatch", "echo 30")
     before = sweep.element(0).spec.read_bytes()
-    shown = workplace.invoke("resubmit", "s", "--sweep", "n=8..11", "--dry-run")
-    assert [line.split()[0] for line in shown.err.splitlines()[-2:]] == ["s-10", "s-11"]
+    argv = ["resubmit", "s", "--sweep", "n=8..11", "--max-parallel", "1"]
+    shown = workplace.invoke(*argv, "--dry-run")
+    assert [line.split()[0] for line in shown.err.splitlines()[-3:-1]] == ["s-10", "s-11"]
+    sent = "--array=10-11%1 --comment=clusterddp:s"
+    assert shown.err.endswith(f"\nclusterddp: sbatch gets {sent}\n")
+    told = json.loads(workplace.invoke(*argv, "--dry-run", "--json").out)
+    assert told["sbatch_options"] == sent.split()
     assert not sweep.element(10).path.exists()
-    done = workplace.invoke("resubmit", "s", "--sweep", "n=8..11", "--max-parallel", "1")
+    done = workplace.invoke(*argv)
     assert done.code == 0, done.err
-    assert "sbatch --parsable --array=10-11%1 --comment=clusterddp:s" in workplace.calls
+    assert f"sbatch --parsable {sent}" in workplace.calls
     assert sweep.load_spec().sweep.points[10:] == (("10",), ("11",))
     assert "\n11) point_n=11 ;;\n" in sweep.element(0).script.read_text()
     assert sweep.element(0).spec.read_bytes() == before
     none = workplace.invoke("resubmit", "s", "--sweep", "n=3")
     assert (none.code, "has each of these points already" in none.err) == (2, True)
+
+
+def test_a_run_in_the_place_of_a_further_point_is_named_with_a_way_out(
+    sweep: SweepDir, workplace: Workplace
+) -> None:
+    workplace.run("s-11")
+    done = workplace.invoke("resubmit", "s", "--sweep", "n=10..12")
+    assert done.code == 2
+    assert "the run s-11 exists already" in done.err
+    assert "submit these as a sweep of their own (clusterddp submit --run-name NAME" in done.err
+    assert not sweep.element(10).path.exists()
+
+
+def test_a_damaged_request_of_a_sweep_is_named(workplace: Workplace) -> None:
+    sweep = workplace.sweep("s", ("n",), ("0",))
+    sweep.spec.write_text("{}")
+    done = workplace.invoke("status", "s")
+    assert (done.code, "sweep.json is no record" in done.err) == (2, True), done.err
 
 
 def test_points_that_are_refused_leave_the_sweep_as_it_was(
@@ -470,6 +526,16 @@ def test_a_point_whose_directory_is_gone_is_made_again(
     assert [each[-2:] for each in kinds] == [["submitted"], ["resubmit", "submitted"]]
     has = workplace.invoke("resubmit", "s", "--sweep", "n=3")
     assert "not ended well, or are missing: clusterddp resubmit s" in has.err
+
+
+def test_a_point_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace) -> None:
+    sweep = workplace.sweep("s", ("n",), ("0",))
+    run = sweep.element(0)
+    run.events.unlink()
+    run.spec.write_text(dataclasses.replace(run.load_spec(), launcher="local").to_json())
+    told = json.loads(workplace.invoke("status", "--json", "s-0").out)
+    assert told["state"] == "created"
+    assert told["detail"].startswith("its turn in the rehearsal")
 
 
 def test_a_value_that_is_written_otherwise_is_no_further_point(workplace: Workplace) -> None:
@@ -515,6 +581,10 @@ def test_changed_code_leads_to_a_new_sweep_or_to_one_point(workplace: Workplace)
         (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),
         (["checkpoints", "s"], "s is a sweep, and this is about one run"),
         (["submit", "--max-parallel", "2"], "is for the points of a sweep"),
+        (
+            ["submit", "--launcher", "local", "--max-parallel", "2", "--sweep", "lr=1,2"],
+            "--max-parallel 2: has no part in --launcher local",
+        ),
         (["submit", "--sample", "2"], "name what to draw"),
         (["submit", "--lr", "1", "--sweep", "lr=1,2"], "against --sweep lr"),
         (["submit", "--launcher", "submitit", "--sweep", "lr=1,2"], "against --launcher submitit"),
