@@ -85,7 +85,7 @@ NEVER_STARTS = {
 """Reasons for which a job waits until somebody changes it, its dependency or the cluster."""
 HELD_BACK = {"", "Dependency", "BeginTime", HELD}
 """Reasons for which a job waits that is to wait for other runs; a requeued one has BeginTime."""
-NO_START = {*NEVER_STARTS, "Dependency", "JobHeldUser", "JobHeldAdmin", _HELD}
+NO_START = {*NEVER_STARTS, "Dependency", "JobHeldUser", "JobHeldAdmin", HELD}
 """Reasons for which a start that Slurm has estimated before means nothing."""
 _NOT_ASKED = JobState(State.UNKNOWN, problem="Slurm was not asked")
 
