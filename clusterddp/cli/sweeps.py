@@ -173,7 +173,7 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
     """Run the points one after the other; one that fails keeps no other from its turn."""
     from clusterddp.cli.runs import follow
     from clusterddp.launchers import local
-    from clusterddp.run.stop import lost_turn
+    from clusterddp.run.status import lost_turn
 
     script, code = sweep.script.read_text(), errors.EXIT_DONE
     for run in runs:

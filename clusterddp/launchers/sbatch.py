@@ -504,6 +504,12 @@ def _check(spec: JobSpec, script: str) -> None:
             f"--restart-in-job {spec.restart_in_job}: template {spec.template} starts the ranks "
             "without an agent that could start them again. Use --template torchrun.sbatch.j2."
         )
+    if spec.sweep and not sweep.is_array(script):
+        raise RequestError(
+            f"--sweep: the script of template {spec.template} has no line '#SBATCH --array=', by "
+            "which it is known to start points. Leave its directives in, and array out of "
+            "--omit-directive."
+        )
     body = False
     for number, line in enumerate(script.split("\n"), 1):
         if line.startswith("#SBATCH") and body:

@@ -120,7 +120,8 @@ def _log_of(run: RunDir, title: str) -> Iterator[int]:
     try:
         yield output
     finally:
-        os.close(output)
+        with contextlib.suppress(OSError):  # of NFS, which says here that the disk is full
+            os.close(output)
 
 
 def queue(run: RunDir, spec: JobSpec, job_id: str) -> None:
@@ -213,8 +214,10 @@ def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) ->
 
 def is_awaited(run: RunDir) -> bool:
     """Return whether a job waits to tell the end of a run or a sweep, which nobody has told."""
-    history = events.read(run.events)
-    return any(isinstance(e, events.NoticeQueued) for e in history) and not mark_of(run).exists()
+    spec = run.read_spec()
+    if not (spec and spec.notify) or mark_of(run).exists():
+        return False
+    return any(isinstance(event, events.NoticeQueued) for event in events.read(run.events))
 
 
 def mark_of(run: RunDir) -> Path:

@@ -221,12 +221,23 @@ def _judge(
         detail = "its script has recorded nothing yet"
     elif state == CREATED and _is_rehearsed(run):
         detail = "its turn in the rehearsal, which runs one point after the other, has not come"
+        if lost_turn(run):
+            state, detail = CANCELLED, "ahead of its turn in the rehearsal"
     return state, detail, job, report
 
 
 def _is_rehearsed(run: RunDir) -> bool:
     spec = run.read_spec()
     return bool(spec and spec.point and spec.launcher == "local")
+
+
+def lost_turn(run: RunDir) -> bool:
+    """Return whether a point was cancelled since a person submitted it to a rehearsal."""
+    cancelled = False
+    for event in events.read(run.events):
+        if isinstance(event, events.CancelAsked | events.Resubmitted):
+            cancelled = isinstance(event, events.CancelAsked)
+    return cancelled
 
 
 def _cleaned(history: Sequence[events.Event]) -> str:

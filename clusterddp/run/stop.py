@@ -19,6 +19,7 @@ from clusterddp.run.state import (
     ENDED,
     QUEUED,
     RUNNING,
+    STOPPED,
     UNKNOWN,
     Submission,
     latest_submission,
@@ -176,12 +177,12 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
             f"'clusterddp stop {run.shown}'"
         )
         return Cancellation(run.name, status.job_id, False, message)
+    if status.state in ENDED:
+        message = f"{run.name} has already ended: {status.state}"
+        return Cancellation(run.name, submission.job_id if submission else "", False, message)
     if submission is None or status.state == CREATED:
         message = f"{run.name} was never submitted: there is nothing to cancel"
         return Cancellation(run.name, "", False, message)
-    if status.state in ENDED:
-        message = f"{run.name} has already ended: {status.state}"
-        return Cancellation(run.name, submission.job_id, False, message)
     if status.is_forgotten:
         message = f"{run.name}: Slurm no longer knows job {submission.job_id}: nothing to cancel"
         return Cancellation(run.name, submission.job_id, False, message)
@@ -214,15 +215,6 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
         raise
     who = f"process {submission.pid}" if submission.is_local else f"Slurm (job {job})"
     return Cancellation(run.name, submission.job_id, True, f"{run.name}: asked {who} to end it")
-
-
-def lost_turn(run: RunDir) -> bool:
-    """Return whether a point was cancelled since a person submitted it to a rehearsal."""
-    cancelled = False
-    for event in events.read(run.events):
-        if isinstance(event, events.CancelAsked | events.Resubmitted):
-            cancelled = isinstance(event, events.CancelAsked)
-    return cancelled
 
 
 def _awaits_turn(run: RunDir) -> bool:
@@ -269,8 +261,11 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
             slurm.signal_script(job)
         except SlurmError:
             # Of a job that ends at once scancel can fail, seconds after its signal has arrived.
-            if not statuses([run])[0].has_ended:
+            now = statuses([run])[0]
+            if not now.has_ended:
                 raise
+            if now.state != STOPPED:
+                return f"it has ended meanwhile: {now.state}; it is not started again"
         dies = "" if has_loop else "; without a handler for it the command dies of it, as failed"
         return (
             f"sent SIGUSR1 to its command through the script of job {job}{dies}; it is not started "

@@ -282,9 +282,9 @@ def _is_valid(path: Path) -> bool:
 
 
 def _bundles(run: RunDir, *, keep_current: bool) -> Iterator[Item]:
-    """Yield the run's own clusterddp, with the bytecode; the one in use only where it has ended.
+    """Yield the run's own clusterddp, with the bytecode.
 
-    And where its end was told, to a program that waits for it.
+    The one in use stays where `keep_current` says so, or where a job is to tell the end by it.
     """
     keep_current = keep_current or notify.is_awaited(run)
     current = os.readlink(run.bundle) if run.bundle.is_symlink() else ""  # noqa: PTH115

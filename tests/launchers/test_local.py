@@ -656,10 +656,13 @@ def test_points_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
         )  # fmt: skip
 
     until_go = "echo at {n}; until [ -e go ]; do sleep 0.1; done"
-    rehearsal = begin("--sweep", "n=0..3", "--", "sh", "-c", until_go)
+    rehearsal = begin(
+        "--sweep", "n=0..3", "--notify", f"cp /dev/stdin {tmp_path}/told",
+        "--", "sh", "-c", until_go,
+    )  # fmt: skip
     logs = [tmp_path / f"jobs/a-{index}/logs/rank-0.log" for index in range(4)]
     wait_for(lambda: logs[0].exists() and logs[0].read_text() == "at 0\n", "the first point")
-    stopped = typed("stop", "a-3")
+    stopped = typed("stop", "--wait", "a-3")
     assert "a-3: it waits for its turn, and loses it" in stopped.stdout, stopped.stderr
     cancelled = typed("cancel", "-y", "a")
     assert cancelled.returncode == 0, cancelled.stderr
@@ -671,7 +674,9 @@ def test_points_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
     assert not any(log.exists() for log in logs[1:])
     (tmp_path / "go").touch()
     late = typed("cancel", "a-2")
-    assert "a-2 was never submitted" in late.stdout  # nobody runs the points any more
+    assert "a-2 has already ended: cancelled" in late.stdout
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["state"], told["counts"]) == ("cancelled", {"cancelled": 4})
     again = typed("resubmit", "a")
     assert again.returncode == 0, again.stderr
     assert [log.read_text().splitlines()[-1] for log in logs] == [f"at {n}" for n in range(4)]

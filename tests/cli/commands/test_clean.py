@@ -169,6 +169,7 @@ def test_the_only_copy_of_the_code_of_a_run_that_can_start_again_stays(
 
 def test_the_clusterddp_stays_that_is_to_tell_the_end(workplace: Workplace) -> None:
     run = workplace.run("one", *DONE, {"event": "notice_queued", "job_id": "1", "notice_job": "2"})
+    run.spec.write_text(dataclasses.replace(run.load_spec(), notify=("true",)).to_json())
     with_clusterddp(run)
     assert workplace.invoke("clean", "one", "--yes").code == 0
     assert (run.path / BUNDLE).exists()

@@ -430,6 +430,12 @@ def test_what_points_share_is_removed_once_none_could_go_on(
     assert "was removed by 'clusterddp clean'" in again.err
 
 
+def test_a_script_that_is_not_known_as_an_arrays_is_refused(workplace: Workplace) -> None:
+    got = workplace.invoke(*TEN[:5], "--omit-directive", "array", *TEN[5:])
+    assert got.code == 2
+    assert "has no line '#SBATCH --array='" in got.err
+
+
 def test_a_sweep_that_is_being_submitted_keeps_its_clusterddp(workplace: Workplace) -> None:
     sweep = workplace.sweep("z", ("n",), ("0",))
     shutil.rmtree(sweep.element(0).path)
