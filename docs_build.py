@@ -183,7 +183,8 @@ def _options_page() -> str:
         head = ("option", "default", "variables", "key of site.cfg", "directive", "")
         parts.append(_table(head, rows))
     parts.append("## Options of sbatch that are not taken\n")
-    rows = [(_code(f"--{name}"), _md(text)) for name, text in table.REPLACED_FLAGS.items()]
+    replaced = table.REPLACED_FLAGS.items()
+    rows = [(_code(f"--{name}"), _md(text)) for name, text in replaced if text != f"--{name}"]
     parts.append(_table(("of sbatch", "here"), rows))
     parts.append("## Variables of sbatch that are passed on\n")
     rows = [(_code(name), _code(f"--{text}")) for name, text in sorted(table.PASSED_ON.items())]
@@ -195,6 +196,8 @@ def _option_row(row: Option) -> tuple[str, ...]:
     negated = [f"--no-{row.name}"] if row.negatable else []
     value = "" if row.type is bool else f" {row.metavar or _kind(row)}"
     forms = ", ".join([*row.flags, *negated]) + value
+    if row.name == "requeue":  # RequeueOption
+        forms = f"--requeue[={table.EXPEDITE}], --no-requeue"
     default = row.shown or ("" if row.default is None or row.type is bool else str(row.default))
     variables = [f"CLUSTERDDP_{row.parameter.upper()}", *filter(None, [row.variable])]
     codes = "<br>".join(map(_code, variables))
@@ -374,8 +377,11 @@ def _code(text: str) -> str:
 
 
 def _md(text: str) -> str:
-    """Escape a text for Markdown, on one line."""
-    return re.sub(r"([\\`*_<>\[\]|])", r"\\\1", " ".join(text.split()))
+    """Escape a text for Markdown, on one line; what stands between backticks is code."""
+    parts = re.split(r"`([^`]+)`", " ".join(text.split()))
+    escaped = (re.sub(r"([\\`*_<>\[\]|])", r"\\\1", each) for each in parts[::2])
+    codes = (*map(_code, parts[1::2]), "")
+    return "".join(text for pair in zip(escaped, codes, strict=True) for text in pair)
 
 
 def _joined(parts: Iterable[str]) -> str:

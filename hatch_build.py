@@ -9,7 +9,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class ManPages(BuildHookInterface[Any]):
-    """Makes them from the commands as the wheel is built."""
+    """Makes the man pages from the commands as the wheel is built."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Write the pages, and name each with its place below the environment."""

@@ -29,6 +29,9 @@ def test_the_reference_names_every_command_and_option() -> None:
         "| `SBATCH_TIMELIMIT`" not in made["options.md"]
     )  # it is --time's, beside CLUSTERDDP_TIME
     assert "`CLUSTERDDP_TIME`<br>`SBATCH_TIMELIMIT` | `time` | `time` |" in made["options.md"]
+    assert "| `--requeue[=expedite], --no-requeue` |" in made["options.md"]
+    assert "| `--no-requeue` |" not in made["options.md"]
+    assert "\\`" not in "".join(made.values())  # code is code
     assert "### NodesBlamed\n\n`nodes_blamed`: Nodes that" in made["fields.md"]
     assert "| `OptionError` | 2 |" in made["exit-codes.md"]
 

@@ -54,7 +54,8 @@ def use(name: str, environ: Mapping[str, str], *, force: bool = False) -> tuple[
     """Write a site's file to the place of the user's own; return it, and that of the one before.
 
     With `force` the one before is kept beside it. Raises RequestError for an unknown name, a file
-    that is there already and says something else, or a place that cannot be written.
+    that is there already and says something else, one that was kept before and would be lost, or a
+    place that cannot be written.
     """
     sites = read_sites()
     if name not in sites:
@@ -73,11 +74,21 @@ def use(name: str, environ: Mapping[str, str], *, force: bool = False) -> tuple[
                 f"{path} is there already, with other settings; it is left as it is. --force puts "
                 "it aside."
             )
+        if before and os.path.lexists(before) and not _same(path, before):
+            raise RequestError(
+                f"{before} is there already, from before, and would be lost; nothing is changed. "
+                "Move it first."
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, content, before)
     except OSError as error:
         raise RequestError(f"{path} cannot be written: {error.strerror}.") from None
     return path, before
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Return whether both are files of the same bytes."""
+    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def _write(path: Path, content: bytes, before: Path | None) -> None:

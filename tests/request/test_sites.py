@@ -82,6 +82,23 @@ def test_a_file_of_ones_own_is_left_or_put_aside(tmp_path: Path) -> None:
     assert before and before.read_text() == "[defaults]\naccount = physics\n"
 
 
+def test_what_was_put_aside_is_not_lost_by_a_second_time(tmp_path: Path) -> None:
+    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
+    own = tmp_path / "clusterddp" / "site.cfg"
+    own.parent.mkdir()
+    own.write_text("[defaults]\naccount = physics\n")
+    _, before = sites.use("lumi", environ, force=True)
+    assert before
+    with pytest.raises(RequestError, match=r"site\.cfg\.old is there already.* Move it"):
+        sites.use("frontier", environ, force=True)
+    assert before.read_text() == "[defaults]\naccount = physics\n"
+    assert own.read_bytes() == (FOLDER / "lumi.cfg").read_bytes()
+    assert sorted(each.name for each in own.parent.iterdir()) == ["site.cfg", "site.cfg.old"]
+    before.write_bytes(own.read_bytes())  # the same once more: nothing is lost
+    sites.use("frontier", environ, force=True)
+    assert own.read_bytes() == (FOLDER / "frontier.cfg").read_bytes()
+
+
 def test_a_link_is_a_file_of_ones_own_too(tmp_path: Path) -> None:
     folder = tmp_path / "clusterddp"
     folder.mkdir()

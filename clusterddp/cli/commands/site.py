@@ -39,6 +39,15 @@ def command(context: click.Context, site: str | None, cluster: str | None, as_js
     Exit codes: 0 a submission takes these settings as they are, 2 it would refuse one of them.
     """
     if context.invoked_subcommand:
+        own = {"--site": site, "--cluster": cluster, "--json": as_json}
+        given = [name for name, value in own.items() if value]
+        if given:
+            word = context.invoked_subcommand
+            listed = given == ["--json"] and word == "list"
+            raise RequestError(
+                f"{', '.join(given)}: of 'clusterddp site' alone, not of its '{word}'."
+                + (" Type --json behind 'list'." if listed else "")
+            )
         return
     args = [f"--{k}={v}" for k, v in (("site", site), ("cluster", cluster)) if v]
     try:
@@ -89,7 +98,7 @@ def list_sites(as_json: bool) -> None:
 def use_site(name: str, force: bool) -> None:
     """Make the file for a public cluster your own: ~/.config/clusterddp/site.cfg.
 
-    What differs by person, such as the account, is a line in it that begins with '#', to fill in.
+    What differs by person is a line in it to fill in, such as '# account ='.
 
     Exit codes: 0 it is in place, 2 there is no such file, or another one is in its place.
     """
@@ -99,7 +108,7 @@ def use_site(name: str, force: bool) -> None:
         click.echo(f"clusterddp: the file that was there is now {before}", err=True)
     click.echo(
         f"clusterddp: taken from the cluster's documentation, {sites.read_sites()[name].tried}. "
-        "Fill in what begins with '#', as the account; then look at: clusterddp site",
+        "Fill in lines such as '# account ='; then look at: clusterddp site",
         err=True,
     )
     found = options.find_site(None, os.environ, Path.cwd())

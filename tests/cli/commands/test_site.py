@@ -135,6 +135,20 @@ def test_a_file_in_use_is_in_force_unless_one_is_nearer(elsewhere: Path) -> None
     assert f"{elsewhere / 'site.cfg'} comes before it" in again.stderr
 
 
+@pytest.mark.parametrize(
+    "options", [["--site", "a.cfg"], ["--cluster", "big"], ["--json"], ["--site=a", "--json"]]
+)
+@pytest.mark.parametrize("what", [["list"], ["use", "lumi"]])
+def test_an_option_that_would_be_ignored_is_refused(
+    options: list[str], what: list[str], elsewhere: Path
+) -> None:
+    error = CliRunner().invoke(cli, ["site", *options, *what]).exception
+    assert isinstance(error, RequestError) and error.exit_code == 2
+    assert options[0].partition("=")[0] in str(error) and f"'{what[0]}'" in str(error)
+    assert ("Type --json behind" in str(error)) == (options == ["--json"] and what == ["list"])
+    assert list(elsewhere.iterdir()) == []
+
+
 def test_a_name_that_is_none_is_refused_with_the_nearest(elsewhere: Path) -> None:
     result = CliRunner().invoke(cli, ["site", "use", "perlmuter"])
     assert isinstance(result.exception, RequestError)
