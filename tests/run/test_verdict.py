@@ -307,7 +307,7 @@ def test_worlds_that_the_tasks_children_formed_are_named(workplace: Workplace, c
         "each: every one of them trained by itself. If one training of all tasks was meant, have "
         "each start the program without torchrun"
     )
-    assert (got.code, f"clusterddp: {remark}\n" in got.out + got.err) == (code, True)
+    assert (got.code, f"clusterddp: {remark} [CD1226]\n" in got.out + got.err) == (code, True)
     assert last(run, "ended")["remark"] == remark
     assert f"warning     {remark}\n" in workplace.invoke("status").out
 

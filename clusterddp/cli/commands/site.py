@@ -30,7 +30,7 @@ def command(site: str | None, cluster: str | None, as_json: bool) -> None:
     try:
         ctx = submit.command.make_context("submit", args)
     except click.UsageError as error:
-        raise RequestError(error.format_message()) from None
+        raise RequestError(error.format_message(), code="CD0101") from None
     assert isinstance(ctx.obj, Settings)
     rows = {
         name: {"value": ctx.params[row.parameter], "source": source(ctx, row.parameter)}
