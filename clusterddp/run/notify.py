@@ -177,7 +177,7 @@ def tell_sweep(sweep: SweepDir, by: str) -> None:
         if patience < 0:
             tell(sweep, spec, status, by)
     except (ClusterDDPError, OSError) as error:
-        log.warning(f"--notify: {error}")
+        log.warning(f"--notify: {error} [CD1108]")
 
 
 def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
