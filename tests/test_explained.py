@@ -120,6 +120,7 @@ def test_every_page_is_whole() -> None:
         assert all((page.title, page.cause, page.look, page.remedy, page.example)), page.code
         assert "`" in page.look or "message" in page.look.lower(), f"{page.code}: a command"
         assert not page.title.endswith("."), page.code
+        assert page.code in page.example, f"{page.code}: the example ends with it"
         for named in CODE.findall(page.text):
             assert named in catalogue(), f"{page.code} names {named}"
         for document in re.findall(r"docs/([\w-]+\.md)", page.text):

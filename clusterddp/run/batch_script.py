@@ -415,7 +415,9 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
     try:
         _patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart))
     except slurm.RequeueRefused as refused:
-        log.info(f"requeue is refused here ({refused}); submitting the next job")
+        log.info(
+            coded(f"requeue is refused here ({refused}); submitting the next job", refused.code)
+        )
         _in_place_of(run, attempt, job_id, why)
         return False
     except (Superseded, NotStarted) as error:
