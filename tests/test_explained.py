@@ -143,7 +143,8 @@ def rendered() -> str:
     parts = [INTRODUCTION]
     for path in sorted(FOLDER.glob("*.md")):
         text = path.read_text()
-        parts.append(re.sub(r"^#", "##", text, flags=re.MULTILINE))
+        text = re.sub(r"^#", "##", text, flags=re.MULTILINE)
+        parts.append(re.sub(r"^(### CD\d{4})\n\n(.+)$", r"\1\n\n**\2**", text, flags=re.MULTILINE))
     return re.sub(r"\bdocs/([\w-]+\.md)", r"[\1](\1)", "\n".join(parts))
 
 
