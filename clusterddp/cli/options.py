@@ -166,7 +166,7 @@ def naming_sources(ctx: click.Context) -> Iterator[None]:
         if where in ("flag", "default"):
             raise
         problem = str(error).removeprefix(error.option)
-        raise OptionError(error.option, f"{problem} (from {where})") from None
+        raise OptionError(error.option, f"{problem} (from {where})", code=error.code) from None
 
 
 def source(ctx: click.Context, name: str) -> str:

@@ -265,7 +265,7 @@ class Settings:
             if values["exclusive"] not in ("", "exclusive"):
                 raise RequestError(
                     f"SBATCH_EXCLUSIVE={values['exclusive']}: only whole nodes can be asked for "
-                    "here; unset it, or use --exclusive."
+                    "here; unset it, or use --exclusive. [CD0206]"
                 )
             values["exclusive"] = "yes"  # sbatch takes the variable's being there as a yes
         # sbatch takes these two by their being there as well (a newer one heeds the word expedite);
@@ -293,7 +293,7 @@ def find_site(given: str | None, environ: Mapping[str, str], folder: Path) -> Pa
     named = given or environ.get("CLUSTERDDP_SITE")
     if named:
         if not Path(named).exists():
-            raise RequestError(f"site configuration {named!r} is not found.")
+            raise RequestError(f"site configuration {named!r} is not found. [CD0201]")
         return Path(named)
     places = (folder / "site.cfg", user_file(environ), SYSTEM_FILE)
     return next(filter(Path.is_file, places), None)
@@ -313,7 +313,7 @@ def read_site(path: Path | None, cluster: str | None, known: Collection[str]) ->
     """
     if path is None:
         if cluster:
-            raise RequestError(f"--cluster {cluster}: there is no site.cfg to define it.")
+            raise RequestError(f"--cluster {cluster}: there is no site.cfg to define it. [CD0201]")
         return Settings()
     import configparser  # not needed where no site.cfg is
 
@@ -326,20 +326,20 @@ def read_site(path: Path | None, cluster: str | None, known: Collection[str]) ->
     except configparser.MissingSectionHeaderError as error:
         raise RequestError(
             f"{path}, line {error.lineno}: {error.line.strip()!r} stands in no section; begin the "
-            "file with [defaults]."
+            "file with [defaults]. [CD0201]"
         ) from None
     except configparser.Error as error:
-        raise RequestError(f"{path}: {' '.join(str(error).split())}") from None
+        raise RequestError(f"{path}: {' '.join(str(error).split())} [CD0201]") from None
     except OSError as error:
-        raise RequestError(f"{path}: {error.strerror}.") from None
+        raise RequestError(f"{path}: {error.strerror}. [CD0201]") from None
     except UnicodeDecodeError:
-        raise RequestError(f"{path} is not UTF-8 text.") from None
+        raise RequestError(f"{path} is not UTF-8 text. [CD0201]") from None
     sections = {name: dict(parser[name]) for name in parser.sections()}
     _check_names(path, sections, known)
     clusters = [name.removeprefix(_CLUSTER) for name in sections if name.startswith(_CLUSTER)]
     if cluster and cluster not in clusters:
         raise RequestError(
-            f"--cluster {cluster}: {path} defines {', '.join(clusters) or 'no clusters'}."
+            f"--cluster {cluster}: {path} defines {', '.join(clusters) or 'no clusters'}. [CD0201]"
         )
     values: dict[str, str] = {}
     sources: dict[str, str] = {}
@@ -363,7 +363,7 @@ def sbatch_directives(environ: Mapping[str, str]) -> dict[str, str | None]:
     elif gres and "gpu" in gres:
         raise RequestError(
             f"SBATCH_GRES={gres}: unset it, and ask for the GPUs with --gpus-per-node and for the "
-            "rest with --sbatch gres=…"
+            "rest with --sbatch gres=… [CD0206]"
         )
     return directives
 
@@ -382,11 +382,13 @@ def _check_names(path: Path, sections: Mapping[str, Iterable[str]], known: Colle
             near = nearest(section, ("defaults", "environment"))
             raise RequestError(
                 f"{path}: unknown section [{section}]{near}; "
-                "there are [defaults], [cluster:NAME] and [environment]."
+                "there are [defaults], [cluster:NAME] and [environment]. [CD0203]"
             )
         for key in keys:
             if key not in known:
-                raise RequestError(f"{path} [{section}]: unknown key {key!r}{nearest(key, known)}.")
+                raise RequestError(
+                    f"{path} [{section}]: unknown key {key!r}{nearest(key, known)}. [CD0203]"
+                )
 
 
 def nearest(word: str, known: Collection[str]) -> str:

@@ -119,6 +119,8 @@ class Ended(Event):
     """What a person should know beside the cause, such as that each task trained by itself."""
     why: str = ""
     """Reason for which no other attempt follows by itself; empty where one does."""
+    code: str = ""
+    """Code of its end, for `clusterddp explain`; empty of a run that is done."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,14 +157,16 @@ def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
     if status.has_ended and status.started_time is None and not there:
         output = _script_output(run)
         where = f" What its script printed is in {output}." if output else ""
-        raise RequestError(f"{run.name} has no logs: it never started; it is {state}.{where}")
+        raise RequestError(
+            f"{run.name} has no logs: it never started; it is {state}.{where} [CD0507]"
+        )
     have = ", ".join([*others, *ranks[:4], *(["…"] if len(ranks) > 4 else [])]) or "no log"
     yet, advice = "", "See"
     if not status.has_ended:
         yet, advice = " (yet)", f"Follow it with 'clusterddp logs -f {run.shown}', or see"
     raise RequestError(
         f"{run.name} has no {missing.name}{yet}: it is {state} and has {have}. {advice} "
-        f"'clusterddp status {run.shown}'."
+        f"'clusterddp status {run.shown}'. [CD0507]"
     )
 
 

@@ -370,8 +370,16 @@ class TaskRecord:
             )
 
 
+_SELDOM = ("of_command", "code")
+"""Fields of a record's error that are left out where they say nothing."""
+
+
 def _shown(error: TaskError) -> dict[str, object]:
-    return {name: value for name, value in vars(error).items() if value or name != "of_command"}
+    return {
+        name: value
+        for name, value in vars(error).items()
+        if value or name not in ("of_command", "code")
+    }
 
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"

@@ -153,6 +153,8 @@ class TaskError:
     """True where it only follows from the end of another rank."""
     of_command: bool = False
     """True where it is pieced together from what a command left, rather than caught."""
+    code: str = ""
+    """Code of an error of this package."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from clusterddp.errors import EXIT_INTERRUPTED, RequestError
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes, events, files, formatting, restart_policy
+from clusterddp.run import bad_nodes, end_codes, events, files, formatting, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
@@ -114,6 +114,8 @@ class RunStatus:
     """Seconds from the latest start to the end, or to now; None while it waits in the queue."""
     exit_code: int | None = None
     """None until it has ended, and where nothing has run, as of one cancelled in the queue."""
+    code: str = ""
+    """Code of its end, or of why it never starts, for `clusterddp explain`."""
     first_failure: str = ""
     cleaned: str = ""
     """What `clusterddp clean` has removed since it was last submitted, and when."""
@@ -195,6 +197,7 @@ def run_status(
         ended_time=ended.time if ended and state in ENDED else None,
         elapsed_seconds=_elapsed(known, state, now),
         exit_code=_exit_code(state, submission, job),
+        code=_code(state, ended, job),
         first_failure=failure.describe() if failure else "",
         cleaned=_cleaned(history),
         directory=str(run.path),
@@ -448,6 +451,16 @@ def _elapsed(submission: Submission, state: str, now: float) -> float | None:
     return round(max(until - started, 0.0), 3)
 
 
+def _code(state: str, end: Ended | None, job: JobState | None) -> str:
+    """Return the code of a run's end, or of why it never starts; empty where neither is known."""
+    if state == QUEUED:
+        return "CD0408" if job and job.reason in NEVER_STARTS else ""
+    if state not in (*ENDED, UNKNOWN) or state == DONE:
+        return ""
+    of_job = end_codes.OF_STATE.get(job.state, "") if job else ""
+    return (end.code or end_codes.OF_CAUSE.get(end.cause, "")) if end else of_job
+
+
 def _exit_code(state: str, submission: Submission | None, job: JobState | None) -> int | None:
     if submission is None or state not in ENDED:
         return None
@@ -517,7 +530,7 @@ def find_run(root: Path, text: str | None) -> RunDir:
         if not runs:
             raise RequestError(
                 f"there is no run below {root}. Start one with 'clusterddp submit', or name the "
-                "folder that holds your runs with --output-root."
+                "folder that holds your runs with --output-root. [CD0501]"
             )
         return runs[-1]
     for run in runs:
@@ -527,18 +540,21 @@ def find_run(root: Path, text: str | None) -> RunDir:
         return RunDir(Path(text))
     if SweepDir(root / text).is_sweep:
         raise RequestError(
-            f"{text} is a sweep, and this is about one run: name a point of it, such as {text}-0."
+            f"{text} is a sweep, and this is about one run: name a point of it, such as "
+            f"{text}-0. [CD0502]"
         )
     holders = [run for run in runs if text in job_ids(run)]
     if len(holders) == 1:
         return holders[0]
     if holders:
         names = ", ".join(run.name for run in holders)
-        raise RequestError(f"the job id {text} belongs to several runs: {names}. Name one of them.")
+        raise RequestError(
+            f"the job id {text} belongs to several runs: {names}. Name one of them. [CD0502]"
+        )
     hint = _hint(runs, text)
     if text and _is_run(text):
         hint = f" The run in the folder of that name is {'./' + text!r}."
-    raise RequestError(f"there is no run {text!r} below {root}.{hint}")
+    raise RequestError(f"there is no run {text!r} below {root}.{hint} [CD0501]")
 
 
 def _is_run(text: str) -> bool:

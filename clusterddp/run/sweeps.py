@@ -138,7 +138,7 @@ def select(root: Path, text: str) -> list[RunDir]:
         return [find_run(root, text)]
     found = [run for run in find_runs(root) if fnmatch.fnmatchcase(run.name, text)]
     if not found:
-        raise RequestError(f"no run below {root} has a name that fits {text!r}.")
+        raise RequestError(f"no run below {root} has a name that fits {text!r}. [CD0501]")
     return found
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 
 from clusterddp import log
-from clusterddp.errors import OptionError, SlurmError
+from clusterddp.errors import OptionError, SlurmError, coded
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import formatting
 from clusterddp.slurm import forms
@@ -58,7 +58,9 @@ def check_partitions(spec: JobSpec, partitions: Mapping[str, Partition]) -> None
     if longest.limit_seconds and asked.time and (limit or math.inf) > longest.limit_seconds:
         problems.append(f"--time {asked.time}: the limit of {where} is {longest.limit}")
     for problem in problems:
-        log.warning(f"{problem}, as sinfo says. Slurm refuses such a job, or it waits for ever")
+        log.warning(
+            f"{problem}, as sinfo says. Slurm refuses such a job, or it waits for ever [CD0407]"
+        )
 
 
 def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
@@ -73,7 +75,7 @@ def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
             "--sweep",
             f": {len(spec.sweep)} points, whose indices go up to {last}; MaxArraySize of this "
             f"cluster is {size}, so an index is {size - 1} at most. Submit it as {parts} sweeps "
-            "with other values each.",
+            "with other values each. [CD0412]",
         )
     bounds = {
         "max_array_tasks in SchedulerParameters": (limits.tasks, 0),
@@ -86,7 +88,7 @@ def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
             raise OptionError(
                 "--sweep",
                 f": {count} points{more}; {name} is {most} here. Submit fewer points now, and the "
-                f"others later: clusterddp resubmit {spec.run_name} --sweep …",
+                f"others later: clusterddp resubmit {spec.run_name} --sweep … [CD0412]",
             )
 
 
@@ -104,10 +106,13 @@ def log_forecast(script: str) -> None:
             )
     except SlurmError as error:
         can_start, words = False, f"Slurm could not be asked: {error}."
-    (log.info if can_start else log.warning)(words)
+    if can_start:
+        log.info(words)
+    else:
+        log.warning(coded(words, "CD0407"))
     for setting in requeue_exits():
         log.warning(
             f"slurm.conf has {setting}: Slurm requeues a job that ends with such a code, also "
             "where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. A run that was "
-            "stopped ends with 75, a failed one with its rank's code or 1."
+            "stopped ends with 75, a failed one with its rank's code or 1. [CD0413]"
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from clusterddp.errors import RequestError, SlurmError
+from clusterddp.errors import RequestError, SlurmError, coded
 from clusterddp.launchers import SHIPPED, SentJob, load, notice_job
 from clusterddp.log import info, warning
 from clusterddp.request import user_functions
@@ -46,13 +46,14 @@ def submit(
     """
     if Path(spec.run_dir).exists():
         raise RequestError(
-            f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
+            f"the run {spec.run_name} exists already at {spec.run_dir}; choose another "
+            "--run-name. [CD0503]"
         )
     points.refuse_existing(spec, range(len(spec.sweep)))
     if re.fullmatch(r"\d+(_\d+)?", spec.run_name):
         warning(
             f"--run-name {spec.run_name} has the form of a job's id: where another run has that "
-            f"job, {spec.run_name} can mean either of them"
+            f"job, {spec.run_name} can mean either of them [CD0502]"
         )
     if spec.launcher != "local":
         bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
@@ -68,7 +69,7 @@ def submit(
             make_sure(train, spec)
     if not inputs_are_sure:
         for remark in spec.remarks:
-            warning(remark)
+            warning(coded(remark, "CD0112"))
     if question:
         outlook.check_partitions(spec, question.answer())
     if check and spec.launcher != "local":
@@ -136,7 +137,7 @@ def naming_the_job(spec: JobSpec) -> Iterator[None]:
     except OSError as error:
         raise SlurmError(
             f"the run's records cannot be written: {error}. The job may be queued; look for it by "
-            f"its comment, {comment}."
+            f"its comment, {comment}. [CD0404]"
         ) from None
 
 
@@ -179,7 +180,7 @@ def _warn_of_launcher(spec: JobSpec) -> None:
                 f"{found.script}, line {found.line}, may start {found.name} in each of "
                 f"the tasks, which are ranks already ({spec.layout}): each would train a copy by "
                 "itself. Start the program there without it; --allow-launcher says that it is "
-                "meant."
+                "meant. [CD0307]"
             )
 
 

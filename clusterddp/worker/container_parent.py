@@ -194,18 +194,20 @@ def _check(start: ContainerStart) -> None:
         programs = [program for name in names for program in PROGRAMS[name]]
         raise TrainingError(
             f"{start.node} has no {' or '.join(programs)} on PATH to run the image {image}. Load "
-            "its module with --module, ask for other nodes, or choose another --container-runtime."
+            "its module with --module, ask for other nodes, or choose another "
+            "--container-runtime. [CD1001]"
         )
     if is_file(image) and not Path(image).exists():
         raise TrainingError(
             f"{start.node} has no image {image}. Put it there, or on a file system that all nodes "
-            "share, or leave the node out with --exclude."
+            "share, or leave the node out with --exclude. [CD1002]"
         )
     for mount in start.container.mounts:
         if not Path(mount.source).exists():
             raise TrainingError(
                 f"{start.node} has no {mount.source}, which is to be mounted in the container of "
-                f"{image}. Make it there, correct the mount, or leave the node out with --exclude."
+                f"{image}. Make it there, correct the mount, or leave the node out with "
+                "--exclude. [CD1003]"
             )
 
 

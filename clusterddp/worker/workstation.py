@@ -183,7 +183,7 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise TrainingError("no free port was found from 12000 to 31999 on 127.0.0.1.")
+    raise TrainingError("no free port was found from 12000 to 31999 on 127.0.0.1. [CD0905]")
 
 
 @contextmanager
@@ -239,7 +239,7 @@ def call_on_ranks(
                 group.call(start_method, _call, call, rank_environment(env), tee=True)
         statuses = group.wait()
         if any(statuses):
-            raise TrainingError(_first_failure(folder, statuses, group.first_failed))
+            raise TrainingError(_first_failure(folder, statuses, group.first_failed), code="CD0817")
         return [_read_result(folder, rank) for rank in range(procs)]
 
 
@@ -254,7 +254,7 @@ def _pickled(function: Callable[..., object], arguments: Sequence[object]) -> by
         raise RequestError(
             f"{getattr(function, '__qualname__', function)} cannot be sent to another process: "
             f"{error}. Use start_method='fork', or a function of a module, and arguments that can "
-            "be pickled."
+            "be pickled. [CD0817]"
         ) from None
 
 
@@ -294,10 +294,13 @@ def _read_result(folder: Path, rank: int) -> Any:
     try:
         return pickle.loads((folder / f"result-{rank}").read_bytes())
     except FileNotFoundError:
-        raise TrainingError(f"rank {rank} left with exit code 0 and returned nothing.") from None
+        raise TrainingError(
+            f"rank {rank} left with exit code 0 and returned nothing. [CD0817]"
+        ) from None
     except Exception as error:  # what builds the value anew can raise anything
         raise TrainingError(
-            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: {error}"
+            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: "
+            f"{error} [CD0817]"
         ) from error
 
 

@@ -43,6 +43,6 @@ def _confirm(runs: Sequence[RunStatus]) -> None:
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     question = f"Cancel {counts.total()} runs ({states})?"
     if not sys.stdin.isatty():
-        raise RequestError(f"{question} Nobody is here to answer: add --yes.")
+        raise RequestError(f"{question} Nobody is here to answer: add --yes. [CD0109]")
     if not click.confirm(question, err=True):
-        raise RequestError("nothing was cancelled.")
+        raise RequestError("nothing was cancelled. [CD0109]")

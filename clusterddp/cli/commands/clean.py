@@ -91,7 +91,7 @@ def command(
         if not as_json:
             click.echo(f"removed {_sum(cleanings)}")
     for failure in failed:
-        click.echo(f"clusterddp: {failure}", err=True)
+        click.echo(f"clusterddp: {errors.coded(failure)}", err=True)
     if as_json:
         echo_json([_record(cleaning, removed=not dry_run) for cleaning in cleanings])
     return max((failure.exit_code for failure in failed), default=errors.EXIT_DONE)
@@ -135,7 +135,7 @@ def _agrees(cleanings: Sequence[Cleaning]) -> bool:
     click.echo(f"Remove {_sum(cleanings)}? [y/N] ", nl=False, err=True)
     answer = sys.stdin.readline()
     if not answer:
-        raise errors.RequestError("nobody answered, so nothing was removed. Add --yes.")
+        raise errors.RequestError("nobody answered, so nothing was removed. Add --yes. [CD0109]")
     return answer.strip().lower() in ("y", "yes")
 
 

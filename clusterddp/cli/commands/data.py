@@ -19,7 +19,7 @@ _MOST_IMAGES = 1_000_000
 
 def _data_dir(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     if not value:
-        raise RequestError("--data-dir is empty; name the folder of the dataset.")
+        raise RequestError("--data-dir is empty; name the folder of the dataset. [CD0102]")
     return value
 
 

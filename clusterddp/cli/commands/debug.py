@@ -79,16 +79,20 @@ def command(
     )
     if container and start_method:
         raise RequestError(
-            "--start-method: each rank of a container starts by itself; leave it out."
+            "--start-method: each rank of a container starts by itself; leave it out. [CD0103]"
         )
     if not container and source(ctx, "python") == "flag":
         raise RequestError(
-            "--python names the interpreter in an image: name --container-image, too."
+            "--python names the interpreter in an image: name --container-image, too. [CD1004]"
         )
     if run_dir is not None and run_name is not None:
-        raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
+        raise RequestError(
+            "--run-dir and --run-name both name the run's directory; give one. [CD0103]"
+        )
     if run_dir == "":
-        raise RequestError("--run-dir is empty; leave it out to have a new directory made.")
+        raise RequestError(
+            "--run-dir is empty; leave it out to have a new directory made. [CD0102]"
+        )
     name = time.strftime("debug-%Y%m%d-%H%M%S") if run_name is None else run_name
     forms.run_name("--run-name", name)
     path = os.path.abspath(run_dir or f"{output_root}/{name}")

@@ -56,7 +56,7 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
     try:
         ctx = submit.command.make_context("submit", args)
     except click.UsageError as error:
-        raise RequestError(error.format_message()) from None
+        raise RequestError(error.format_message(), code="CD0101") from None
     spec = job_spec(ctx, "doctor")
     given_before = _in_force(ctx)
     if sys.stderr.isatty():
@@ -114,10 +114,10 @@ def _check_place(name: str) -> None:
     """Refuse, before anything is checked, a file that cannot be written or is there already."""
     if os.path.lexists(name):
         raise RequestError(
-            f"--write: {name!r} is there already, and is left as it is. Name another."
+            f"--write: {name!r} is there already, and is left as it is. Name another. [CD0108]"
         )
     if not name or not Path(name).parent.is_dir():
-        raise RequestError(f"--write: the folder of {name!r} is not there. Make it first.")
+        raise RequestError(f"--write: the folder of {name!r} is not there. Make it first. [CD0108]")
 
 
 def _write(name: str, text: str, settings: Mapping[str, str]) -> None:
@@ -128,11 +128,17 @@ def _write(name: str, text: str, settings: Mapping[str, str]) -> None:
         read = read_site(draft, None, OPTIONS).values
     for key, value in settings.items():
         if read.get(key) != value:
-            raise RequestError(f"--write: site.cfg cannot carry {key} = {value!r}. Leave it out.")
+            raise RequestError(
+                f"--write: site.cfg cannot carry {key} = {value!r}. Leave it out. [CD0203]"
+            )
     try:
         with open(name, "x", encoding="utf-8") as file:  # noqa: PTH123 -- never over a file
             file.write(text)
     except FileExistsError:
-        raise RequestError(f"--write: {name!r} is there already, and is left as it is.") from None
+        raise RequestError(
+            f"--write: {name!r} is there already, and is left as it is. [CD0108]"
+        ) from None
     except OSError as error:
-        raise RequestError(f"--write: {name!r} cannot be written: {error.strerror}.") from None
+        raise RequestError(
+            f"--write: {name!r} cannot be written: {error.strerror}. [CD0108]"
+        ) from None

@@ -67,7 +67,7 @@ def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, output_root:
         on_it = formatting.some(list(bad), 20, ", ") or "no node"
         raise RequestError(
             f"{formatting.line(unknown[0])} is not left out below {output_root}; on the list is "
-            f"{on_it}."
+            f"{on_it}. [CD1302]"
         )
     cleared = list(dict.fromkeys(names)) or list(bad)
     try:
@@ -79,6 +79,8 @@ def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, output_root:
 
 class _Unreadable(ClusterDDPError):
     """The list of bad nodes cannot be read or written."""
+
+    code = "CD1302"
 
     def __init__(self, root: Path, error: OSError) -> None:
         super().__init__(f"{root / bad_nodes.FILE_NAME}: {error.strerror}.")

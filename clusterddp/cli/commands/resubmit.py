@@ -32,7 +32,7 @@ from clusterddp.cli.options import (
 )
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
 from clusterddp.cli.sweeps import echo_dry_run, follow_sweep, sweep_of, sweep_options
-from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError
+from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError, coded
 from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec, Resources
 from clusterddp.request.sweep import Sweep
@@ -179,7 +179,7 @@ def command(
     sweep, more = find_sweep(output_root, run), sweep_of(ctx)
     if sweep is None and (more or max_parallel):
         raise RequestError(
-            f"{run} is no sweep: --sweep and --max-parallel are for the points of one."
+            f"{run} is no sweep: --sweep and --max-parallel are for the points of one. [CD1104]"
         )
     if sweep is None and is_pattern(run):
         if dry_run or wait:
@@ -240,13 +240,15 @@ def _resubmit_each(
     runs = select(root, pattern)
     again = [run for run, s in zip(runs, statuses(runs), strict=True) if has_failed(s)]
     if not again:
-        raise RequestError(f"none of the {len(runs)} runs of {pattern} has failed or was stopped.")
+        raise RequestError(
+            f"none of the {len(runs)} runs of {pattern} has failed or was stopped. [CD0501]"
+        )
     code, fields = EXIT_DONE, []
     for run in again:
         try:
             done = resubmit(run, partial(changed_request, ctx), terms)
         except ClusterDDPError as error:
-            click.echo(f"clusterddp: {error}", err=True)
+            click.echo(f"clusterddp: {coded(error)}", err=True)
             code = max(code, error.exit_code)
             continue
         fields.append({"run": run.name, "run_dir": done.spec.run_dir, "job_id": done.job_id})

@@ -46,14 +46,15 @@ def command(context: click.Context, site: str | None, cluster: str | None, as_js
             listed = given == ["--json"] and word == "list"
             raise RequestError(
                 f"{', '.join(given)}: of 'clusterddp site' alone, not of its '{word}'."
-                + (" Type --json behind 'list'." if listed else "")
+                + (" Type --json behind 'list'." if listed else ""),
+                code="CD0103",
             )
         return
     args = [f"--{k}={v}" for k, v in (("site", site), ("cluster", cluster)) if v]
     try:
         ctx = submit.command.make_context("submit", args)
     except click.UsageError as error:
-        raise RequestError(error.format_message()) from None
+        raise RequestError(error.format_message(), code="CD0101") from None
     assert isinstance(ctx.obj, Settings)
     rows = {
         name: {"value": ctx.params[row.parameter], "source": source(ctx, row.parameter)}

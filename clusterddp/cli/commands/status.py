@@ -98,6 +98,7 @@ def describe(status: RunStatus) -> str:
         ("run", status.name),
         ("state", f"{status.state}: {status.detail}" if status.detail else status.state),
         ("failure", status.first_failure.replace("\n", f"\n{' ' * _WIDTH}")),
+        ("code", f"{status.code}: clusterddp explain {status.code}" if status.code else ""),
         ("exit code", str(status.exit_code or "") if status.state != STOPPED else ""),
         ("job", f"{status.array_element or status.job_id}{launcher}" if status.job_id else ""),
         ("attempt", _attempt(status)),

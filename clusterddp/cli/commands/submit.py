@@ -12,7 +12,7 @@ from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import WithCommand, options, site_options
 from clusterddp.cli.request_file import RequestCommand, from_option, save
 from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_options, table_of
-from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError
+from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError, coded
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
 from clusterddp.request.spec import OPTIONS, REQUEST
@@ -89,12 +89,15 @@ def command(
     for name in unused_variables(os.environ, REQUEST):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
     if run_name == "":
-        raise RequestError("--run-name is empty; leave it out to have one made up.")
+        raise RequestError("--run-name is empty; leave it out to have one made up. [CD0102]")
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
     swept = sweep_of(ctx, max_parallel or 0)
     if max_parallel and not swept:
-        raise OptionError("--max-parallel", " is for the points of a sweep: give --sweep.")
+        raise OptionError(
+            "--max-parallel",
+            " is for the points of a sweep: give --sweep. [CD1104]",
+        )
     if save_to and swept:
         raise OptionError(
             "--save",
@@ -119,7 +122,7 @@ def command(
 
             submit.check_own_code(spec)
         for remark in spec.remarks:
-            click.echo(f"clusterddp: warning: {remark}", err=True)
+            click.echo(f"clusterddp: warning: {coded(remark, 'CD0112')}", err=True)
         if spec.after:
             from clusterddp.run import chain
 

@@ -55,9 +55,9 @@ def copy(name: str, target: Path) -> None:
         with path.open("x") as file:
             file.write(_read(name))
     except FileExistsError:
-        raise RequestError(f"{path} exists already; it is left as it is.") from None
+        raise RequestError(f"{path} exists already; it is left as it is. [CD0108]") from None
     except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror}.") from None
+        raise RequestError(f"cannot write {path}: {error.strerror}. [CD0108]") from None
     click.echo(path)
     given = str(path) if "/" in str(path) else f"./{path}"  # a bare name is that of a shipped one
     click.echo(f"use it with --template {shlex.quote(given)}", err=True)

@@ -1,0 +1,46 @@
+"""`clusterddp explain`: cause, where to look and remedy of a code that ends a message."""
+
+import dataclasses
+import textwrap
+
+import click
+
+from clusterddp.cli.runs import JSON_OPTION, echo_json
+from clusterddp.errors import EXIT_DONE, RequestError
+from clusterddp.explained import Page, catalogue, find, nearest
+
+
+@click.command(name="explain")
+@click.argument("code", nargs=-1, metavar="[CODE | WORDS]")
+@JSON_OPTION
+def command(code: tuple[str, ...], as_json: bool) -> int:
+    """Explain CODE, such as CD0401, which stands in brackets at the end of a message.
+
+    Without CODE it lists all of them; with WORDS those whose pages hold all the words.
+
+    Exit codes: 0 printed, 2 there is no such code.
+    """
+    asked = " ".join(code)
+    pages = find(asked) if asked else list(catalogue().values())
+    if not pages:
+        near = ", ".join(nearest(asked))
+        hint = f"Near it are {near}." if near else "'clusterddp explain' lists all."
+        raise RequestError(f"no page for {asked!r}. {hint} [CD0102]")
+    if as_json:
+        fields = [field.name for field in dataclasses.fields(Page) if field.name != "text"]
+        echo_json([{name: getattr(page, name) for name in fields} for page in pages])
+    elif asked and len(pages) == 1:
+        text = pages[0].text.partition("```text")[0]
+        click.echo(f"{pages[0].code}: {text}{textwrap.indent(pages[0].example, '    ')}")
+    else:
+        click.echo(_listed(pages))
+    return EXIT_DONE
+
+
+def _listed(pages: list[Page]) -> str:
+    lines: list[str] = []
+    for before, page in zip([None, *pages], pages, strict=False):
+        if before is None or before.subject != page.subject:
+            lines += ["", page.subject]
+        lines.append(f"  {page.code}  {page.title}")
+    return "\n".join(lines).strip()

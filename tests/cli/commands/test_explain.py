@@ -1,0 +1,44 @@
+"""`clusterddp explain`: one page, the list, words, and a code that there is not."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from clusterddp.cli.main import cli
+from clusterddp.errors import RequestError
+from clusterddp.explained import catalogue
+
+
+def explained(*argv: str) -> str:
+    result = CliRunner().invoke(cli, ["explain", *argv], catch_exceptions=False)
+    return result.stdout
+
+
+def test_a_code_is_explained() -> None:
+    shown = explained("CD0401")
+    assert shown.startswith("CD0401: Slurm does not answer")
+    assert "\nCause: " in shown and "scontrol ping" in shown and "\nRemedy: " in shown
+    assert "```" not in shown
+
+
+def test_all_codes_are_listed_by_subject() -> None:
+    lines = explained().splitlines()
+    assert lines[0] == "Request and options"
+    assert {line.split()[0] for line in lines if line.startswith("  CD")} == set(catalogue())
+
+
+def test_words_list_the_pages_that_have_them_all() -> None:
+    shown = explained("network-interface", "nodes")
+    assert "CD0903  Rank 0 does not answer" in shown and "CD0401" not in shown
+
+
+def test_a_code_that_there_is_not_is_refused_with_those_near_it() -> None:
+    with pytest.raises(RequestError, match=r"Near it are CD0413, "):
+        explained("CD0420")
+
+
+def test_json_has_the_sections() -> None:
+    [page] = json.loads(explained("CD1212", "--json"))
+    assert set(page) == {"code", "subject", "title", "cause", "look", "remedy", "example"}
+    assert page["code"] == "CD1212" and "--batch-size" in page["remedy"]
