@@ -109,6 +109,8 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     failed = [outcome for outcome in outcomes if outcome.failed]
     by_rank = {outcome.rank: outcome for outcome in outcomes}
     unrecorded = [report for report in reports if _is_missing(report, by_rank.get(report.rank))]
+    if _are_agents(reports, failed):
+        unrecorded = [report for report in unrecorded if report.exit_code is None]
     # A rank that hung while others gave up is killed at last, which says nothing of why.
     hung = {outcome.rank for outcome in outcomes if outcome.hung} - {r.rank for r in reports[:1]}
     killed = [report for report in unrecorded if report.primary and report.rank not in hung]
@@ -223,6 +225,29 @@ class _Report:
         """Signal, in strsignal(3)'s words, if it was one."""
         return self.reason.removesuffix(" (core dumped)")
 
+    @property
+    def exit_code(self) -> int | None:
+        """Code with which the task exited; None where something else ended it."""
+        exited = re.fullmatch(r"Exited with exit code (\d+)", self.reason)
+        return int(exited[1]) if exited else None
+
+
+def _are_agents(reports: Sequence[_Report], failed: Sequence[Outcome]) -> bool:
+    """Return whether srun's tasks are known to be no ranks.
+
+    srun names every task of its own that ends with a code, and by that code; it does not know the
+    ranks below an agent. The agent's code is then no rank's, not even where the rank of that number
+    came to no record before it was ended.
+    """
+    said = {(report.rank, _short(report.host)): report.exit_code for report in reports}
+    hosts = {host for _, host in said}
+    by_itself = [
+        (o, (o.rank, _short(o.host)))
+        for o in failed
+        if not o.peer_lost and o.signal != "SIGTERM" and _short(o.host) in hosts
+    ]
+    return any(said.get(task, -1) not in (None, o.exit_code) for o, task in by_itself)
+
 
 def _is_missing(report: _Report, outcome: Outcome | None) -> bool:
     """Return whether srun's line is all that is known of the task's end.
@@ -239,7 +264,10 @@ def _is_missing(report: _Report, outcome: Outcome | None) -> bool:
 _SRUN_LINE = re.compile(
     r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+?)\s*$"
 )
-_ENDING = re.compile(r"^(srun: Terminating|slurmstepd: error: \*\*\* STEP .* CANCELLED)")
+# 22.05 says who says so: srun: launch/slurm: _step_signal: Terminating StepId=17.0
+_ENDING = re.compile(
+    r"^(srun: (?:\S+: \w+: )?Terminating|slurmstepd: error: \*\*\* STEP .* CANCELLED)"
+)
 
 
 def _read_srun(text: str) -> list[_Report]:
@@ -279,9 +307,8 @@ _ABOVE = "what had started it (an agent, submitit's process or a launch prefix)"
 
 def _from_srun(report: _Report) -> Failure:
     reason, code = _SIGNAL_WORDS.get(report.word, (report.reason, None))
-    exited = re.fullmatch(r"Exited with exit code (\d+)", report.reason)
-    if exited:
-        code = int(exited[1])
+    if report.exit_code is not None:
+        code = report.exit_code
         reason = f"exit code {code}"
     return Failure(report.rank, report.host, reason, _log(report.rank), code)
 

@@ -253,7 +253,8 @@ def job_of(run: RunDir) -> str:
 def test_runs_live_and_end_as_jobs_and_cancel_say(cluster: SlurmCluster, tmp_path: Path) -> None:
     done = make_run(tmp_path, "done", cluster, "exit 0")
     failed = make_run(tmp_path, "failed", cluster, "exit 3")
-    running = make_run(tmp_path, "running", cluster, "sleep 300 & wait")
+    # TERM may reach the sleep before the shell, which is then at its end: not with 0.
+    running = make_run(tmp_path, "running", cluster, "sleep 300 & wait; exit 143")
     make_run(tmp_path, "queued", cluster, hold=True)
     by_hand = make_run(tmp_path, "by-hand", cluster, hold=True)
     cluster.wait_job(job_of(done))

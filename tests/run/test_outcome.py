@@ -92,6 +92,29 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
         "srun: error: h01: task 0: Exited with exit code 1\n",
         (3, "exit code 4"),
     ),
+    "an agent ended a rank ahead of its first record": (
+        [exited(1, 20.5, 3)],
+        "srun: error: h01: task 0: Exited with exit code 1\n"
+        "srun: error: h02: task 1: Exited with exit code 1\n",
+        (1, "exit code 3"),
+    ),
+    "an agent ended a rank ahead of its first record, for one that was killed": (
+        [signalled(1, 20.5, "SIGKILL")],
+        "srun: error: h01: task 0: Exited with exit code 1\n",
+        (1, "killed by SIGKILL"),
+    ),
+    "an agent ended the ranks of its host ahead of their first record": (
+        [exited(0, 20.5, 3)],
+        "srun: error: h02: task 1: Exited with exit code 1\n"
+        "srun: error: h01: task 0: Exited with exit code 1\n",
+        (0, "exit code 3"),
+    ),
+    "a task that came to no record, beside one that failed later": (
+        [exited(1, 20.5, 3)],
+        "srun: error: h01: task 0: Exited with exit code 1\n"
+        "srun: error: h01: task 1: Exited with exit code 3\n",
+        (0, "exit code 1"),
+    ),
     "one host's clock is right by itself, whatever srun says": (
         [exited(0, 20.5, 3), exited(1, 20.0, 4)],
         "srun: error: h01: task 0: Exited with exit code 3\n"
@@ -162,6 +185,18 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
         "srun: error: h02: task 3: Killed\n",
         (0, "RuntimeError: boom"),
     ),
+    **{
+        f"a peer that did not end in KillWait, in the words of Slurm {version}": (
+            [exited(0, 20.0, 1), outcome(3)],
+            f"srun: error: h01: task 0: Exited with exit code 1\n{words}\n"
+            "srun: error: h02: task 3: Killed\n",
+            (0, "exit code 1"),
+        )
+        for version, words in {
+            "22.05": "srun: launch/slurm: _step_signal: Terminating StepId=17.0",
+            "23.02": "srun: Terminating StepId=17.0",
+        }.items()
+    },
     "a rank that hung, before those that gave up waiting for it": (
         [lost(0, 20.0), outcome(1, ended=25.0, exit_code=137, signal="SIGKILL", hung="in a loop")],
         "", (1, "hung: in a loop"),
