@@ -35,8 +35,8 @@ def commands_of(line: str) -> Iterator[list[str]]:
     A message speaks of clusterddp too, and can end with a command: `clusterddp: …: clusterddp …`.
     """
     if line.startswith("clusterddp: "):
-        _, command, rest = line.rpartition(": clusterddp ")
-        line = command.removeprefix(": ") + rest
+        _, found, rest = line.rpartition(": clusterddp ")
+        line = f"clusterddp {rest}" if found else ""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     try:

@@ -272,7 +272,7 @@ def test_a_point_with_options_of_its_own_is_left_to_a_submission_of_its_own(
     workplace.command("sbatch", "echo 50")
     again = workplace.invoke("resubmit", "s")
     assert again.code == 0, again.err
-    assert "each by itself: clusterddp resubmit s-3 [CD1103]\n" in again.err
+    assert "each by itself: clusterddp resubmit s-3\n" in again.err
     assert "sbatch --parsable --array=5 --comment=clusterddp:s" in workplace.calls
     record(sweep.element(5), {**started("51"), "array_element": "50_5"}, ended("51", 0))
     none = workplace.invoke("resubmit", "s", "--mem", "32G")
