@@ -52,6 +52,9 @@ def test_the_site_has_all_pages_and_every_link_leads_somewhere(tmp_path: Path) -
         place = page.relative_to(ROOT / "docs").with_suffix(".html")
         assert (tmp_path / "site" / place).is_file()
     site = tmp_path / "site"
+    assert re.search(
+        '<h3 id="cd0101">CD0101: The command line is not', (site / "errors.html").read_text()
+    )
     assert 'href="examples/one_device.py"' in (site / "from-one-device.html").read_text()
     assert "<code>--template NAME|FILE</code>" in (site / "reference/options.html").read_text()
 
