@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from clusterddp.errors import EXIT_INTERRUPTED, RequestError
+from clusterddp.errors import EXIT_INTERRUPTED, RequestError, coded
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, end_codes, events, files, formatting, restart_policy
 from clusterddp.run.attempt import Attempt, latest
@@ -133,6 +133,14 @@ class RunStatus:
         fields = dataclasses.asdict(self)
         return {name: fields[name] for name in fields if name not in _NOT_PRINTED}
 
+    def why(self, *, in_short: bool = False) -> str:
+        """Return the reason for the state with its code, `rank 3 failed first: … [CD1209]`.
+
+        in_short: of a reason of several lines the first alone.
+        """
+        why = self.first_failure or self.detail
+        return coded(why.partition("\n")[0] if in_short else why, self.code).strip()
+
     @property
     def has_ended(self) -> bool:
         return self.state in ENDED
@@ -197,7 +205,7 @@ def run_status(
         ended_time=ended.time if ended and state in ENDED else None,
         elapsed_seconds=_elapsed(known, state, now),
         exit_code=_exit_code(state, submission, job),
-        code=_code(state, ended, job),
+        code=_code(state, ended, job, failure),
         first_failure=failure.describe() if failure else "",
         cleaned=_cleaned(history),
         directory=str(run.path),
@@ -451,14 +459,21 @@ def _elapsed(submission: Submission, state: str, now: float) -> float | None:
     return round(max(until - started, 0.0), 3)
 
 
-def _code(state: str, end: Ended | None, job: JobState | None) -> str:
-    """Return the code of a run's end, or of why it never starts; empty where neither is known."""
+def _code(state: str, end: Ended | None, job: JobState | None, failure: Failure | None) -> str:
+    """Return the code of a run's end, or of why it never starts; empty where neither is known.
+
+    failure: rank that failed first, where no script judged the end.
+    """
     if state == QUEUED:
         return "CD0408" if job and job.reason in NEVER_STARTS else ""
     if state not in (*ENDED, UNKNOWN) or state == DONE:
         return ""
     of_job = end_codes.OF_STATE.get(job.state, "") if job else ""
-    return (end.code or end_codes.OF_CAUSE.get(end.cause, "")) if end else of_job
+    if end:
+        return end.code or end_codes.OF_CAUSE.get(end.cause, "")
+    if failure and of_job in ("", end_codes.OF_STATE[State.FAILED]):
+        return end_codes.of_failure(failure, None, "")
+    return of_job
 
 
 def _exit_code(state: str, submission: Submission | None, job: JobState | None) -> int | None:
