@@ -36,6 +36,12 @@ def test_the_reference_names_every_command_and_option() -> None:
     assert "| `OptionError` | 2 |" in made["exit-codes.md"]
 
 
+def test_every_field_has_words() -> None:
+    rows = re.findall(r"^\| `.*$", docs_build.reference()["fields.md"], re.MULTILINE)
+    assert len(rows) > 250
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
 def build(place: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "docs_build", "site", str(place)],
