@@ -229,8 +229,14 @@ def _exit_codes_page() -> str:
         f"{_md(top[0].upper() + top[1:])}. A job ends with the code of its run: "
         "[every way to an end](../endings.md).\n",
         "## Of each command\n",
-        "A command that is not listed ends with 0, or with the code of its error.\n",
+        "An error ends each with the code of its class, below; wrong usage with 2, Ctrl-C with "
+        "130.\n",
         _table(("command", "codes"), rows),
+        "## From Python\n",
+        "`submit`, `launch` and what a `Run` can do end no process: they raise these errors, which "
+        "have `exit_code` and `code`, and `launch` KeyboardInterrupt where it was interrupted. A "
+        "`Loop` that is asked to stop saves and raises SystemExit: 75, after Ctrl-C 130, and 0 in "
+        "a run whose ranks torchrun starts.\n",
         "## Of errors\n",
         "Each is a class of `clusterddp.errors`, printed as a message without a traceback.\n",
         _table(("error", "code", ""), of_errors),
