@@ -198,10 +198,15 @@ def _option_row(row: Option) -> tuple[str, ...]:
     forms = ", ".join([*row.flags, *negated]) + value
     if row.name == "requeue":  # RequeueOption
         forms = f"--requeue[={table.EXPEDITE}], --no-requeue"
-    default = row.shown or ("" if row.default is None or row.type is bool else str(row.default))
+    usual = _switch(row) if row.type is bool else str(row.default)
+    default = row.shown or ("" if row.default is None else usual)
     variables = [f"CLUSTERDDP_{row.parameter.upper()}", *filter(None, [row.variable])]
     codes = "<br>".join(map(_code, variables))
     return _code(forms), _md(default), codes, _code(row.name), _code(row.directive), _md(row.help)
+
+
+def _switch(row: Option) -> str:
+    return "on" if row.default else "off"
 
 
 def _kind(row: Option) -> str:
@@ -358,7 +363,8 @@ def _forms(option: click.Option) -> str:
 def _value(option: click.Option) -> str:
     if isinstance(option.type, click.Choice):
         return "|".join(map(str, option.type.choices))
-    return option.type.name.upper()
+    numbers = {"integer": "N", "float": "X"}
+    return numbers.get(option.type.name.partition(" ")[0], option.type.name.upper())
 
 
 def _default(option: click.Option) -> str:

@@ -29,7 +29,14 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 @click.command(name="jobs", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, metavar="[RUN...]")
-@click.option("-n", "--last", type=click.IntRange(1), metavar="N", help="The latest N runs alone.")
+@click.option(
+    "-n",
+    "--last",
+    type=click.IntRange(1),
+    metavar="N",
+    show_default="all",
+    help="The latest N runs alone.",
+)
 @click.option(
     "--state",
     type=click.Choice(STATES),

@@ -89,6 +89,7 @@ class ResubmitCommand(WithCommand):
     "--max-parallel",
     type=click.IntRange(1),
     metavar="N",
+    show_default="as before",
     help="Most points of the sweep that run at once, of those that are submitted now.",
 )
 @click.option(

@@ -63,6 +63,7 @@ class SubmitCommand(RequestCommand, WithCommand):
     "--max-parallel",
     type=click.IntRange(1),
     metavar="N",
+    show_default="all",
     help="Most points of the sweep that run at once.",
 )
 @site_options
