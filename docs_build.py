@@ -210,10 +210,15 @@ def _option_row(row: Option) -> tuple[str, ...]:
     forms = ", ".join([*row.flags, *negated]) + value
     if row.name == "requeue":  # RequeueOption
         forms = f"--requeue[={table.EXPEDITE}], --no-requeue"
-    default = row.shown or ("" if row.default is None or row.type is bool else str(row.default))
+    usual = _switch(row) if row.type is bool else str(row.default)
+    default = row.shown or ("" if row.default is None else usual)
     variables = [f"CLUSTERDDP_{row.parameter.upper()}", *filter(None, [row.variable])]
     codes = "<br>".join(map(_code, variables))
     return _code(forms), _md(default), codes, _code(row.name), _code(row.directive), _md(row.help)
+
+
+def _switch(row: Option) -> str:
+    return "on" if row.default else "off"
 
 
 def _kind(row: Option) -> str:
@@ -241,8 +246,14 @@ def _exit_codes_page() -> str:
         f"{_md(top[0].upper() + top[1:])}. A job ends with the code of its run: "
         "[every way to an end](../endings.md).\n",
         "## Of each command\n",
-        "A command that is not listed ends with 0, or with the code of its error.\n",
+        "An error ends each with the code of its class, below; wrong usage with 2, Ctrl-C with "
+        "130.\n",
         _table(("command", "codes"), rows),
+        "## From Python\n",
+        "`submit`, `launch` and what a `Run` can do end no process: they raise these errors, which "
+        "have `exit_code` and `code`, and `launch` KeyboardInterrupt where it was interrupted. A "
+        "`Loop` that is asked to stop saves and raises SystemExit: 75, after Ctrl-C 130, and 0 in "
+        "a run whose ranks torchrun starts.\n",
         "## Of errors\n",
         "Each is a class of `clusterddp.errors`, printed as a message without a traceback.\n",
         _table(("error", "code", ""), of_errors),
@@ -364,7 +375,8 @@ def _forms(option: click.Option) -> str:
 def _value(option: click.Option) -> str:
     if isinstance(option.type, click.Choice):
         return "|".join(map(str, option.type.choices))
-    return option.type.name.upper()
+    numbers = {"integer": "N", "float": "X"}
+    return numbers.get(option.type.name.partition(" ")[0], option.type.name.upper())
 
 
 def _default(option: click.Option) -> str:

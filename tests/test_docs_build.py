@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 import docs_build
@@ -34,6 +35,27 @@ def test_the_reference_names_every_command_and_option() -> None:
     assert "\\`" not in "".join(made.values())  # code is code
     assert "### NodesBlamed\n\n`nodes_blamed`: Nodes that" in made["fields.md"]
     assert "| `OptionError` | 2 |" in made["exit-codes.md"]
+
+
+def test_every_option_has_words_and_shows_its_default() -> None:
+    made = docs_build.reference()
+    for page, least in (("options.md", 110), ("commands.md", 80)):
+        rows = re.findall(r"^\| `-.*$", made[page], re.MULTILINE)
+        assert len(rows) > least
+        assert [row for row in rows if row.endswith("|  |")] == []
+    assert "| `--check, --no-check` | off |" in made["options.md"]
+    assert "| `--time, -t LIMIT` | the partition's |" in made["options.md"]
+    for name, command in docs_build.commands():
+        for option in command.params:
+            value = isinstance(option, click.Option) and not option.hidden and option.default
+            if isinstance(value, str | int | float) and not isinstance(value, bool):
+                assert option.show_default, (name, option.opts)
+
+
+def test_every_field_has_words() -> None:
+    rows = re.findall(r"^\| `.*$", docs_build.reference()["fields.md"], re.MULTILINE)
+    assert len(rows) > 250
+    assert [row for row in rows if row.endswith("|  |")] == []
 
 
 def build(place: Path) -> subprocess.CompletedProcess[str]:

@@ -102,6 +102,9 @@ def test_the_ranks_own_records_tell_when_the_script_came_to_no_verdict(run: RunD
         (folder / f"rank-{rank}.json").write_text(json.dumps(whole))
     status = run_status(run, {"7": said(State.NODE_FAIL)})
     assert status.first_failure.startswith("rank 1 on h01 failed first: exit code 3")
+    assert status.code == "CD1202"
+    status = run_status(run, {"7": said(State.FAILED)})
+    assert status.why() == f"{status.first_failure} [CD1210]"
 
 
 @pytest.mark.parametrize("value", [None, 5, ["x"], "rank 1", {"rank": 1}])
@@ -357,6 +360,7 @@ def test_ranks_that_were_started_by_hand_in_a_job_show_it(run: RunDir) -> None:
         status = run_status(run, {})
         assert (status.state, status.next_command) == (state, "")
     assert status.first_failure.startswith("rank 0 on h1 failed first: exit code 3")
+    assert status.code == "CD1210"
     for cause, state in (("stopped", "stopped"), ("done", "done")):
         end = {"cause": cause, "reason": "signal", "step": 7, "saved": 7}
         attempt.end.write_text(json.dumps(end))

@@ -76,6 +76,8 @@ def list_sites(as_json: bool) -> None:
 
     It fits where ClusterName of slurm.conf is its name, or this host is one of its login nodes.
     Where each was taken from, and when, stands in the file, and in --json.
+
+    Exit codes: 0 listed.
     """
     from clusterddp.run import formatting
     from clusterddp.slurm.site import cluster_name
