@@ -225,7 +225,7 @@ def run_status(
         ended_time=ended.time if ended and state in ENDED else None,
         elapsed_seconds=_elapsed(known, state, now),
         exit_code=_exit_code(state, submission, job),
-        code=_code(state, ended, job, failure),
+        code=_code(state, None if known.put_back else ended, job, failure),
         first_failure=failure.describe() if failure else "",
         cleaned=_cleaned(history),
         directory=str(run.path),
@@ -482,12 +482,15 @@ def _elapsed(submission: Submission, state: str, now: float) -> float | None:
 def _code(state: str, end: Ended | None, job: JobState | None, failure: Failure | None) -> str:
     """Return the code of a run's end, or of why it never starts; empty where neither is known.
 
+    end: None also where that attempt was not the last, as of a job that is back in the queue.
     failure: rank that failed first, where no script judged the end.
     """
     if state == QUEUED:
         return "CD0408" if job and job.reason in NEVER_STARTS else ""
     if state not in (*ENDED, UNKNOWN) or state == DONE:
         return ""
+    if state == CANCELLED and not (end and end.cause == restart_policy.NOT_DUE):
+        return end_codes.OF_STATE[State.CANCELLED]
     of_job = end_codes.OF_STATE.get(job.state, "") if job else ""
     if end:
         return end.code or end_codes.OF_CAUSE.get(end.cause, "")
@@ -523,7 +526,7 @@ def _next_command(
     again = run.resubmission
     if submission.end and submission.end.cause == restart_policy.NOT_DUE and state == CANCELLED:
         return again
-    if state == STOPPED or (state == CANCELLED and has_checkpoint):
+    if state == STOPPED or (state == CANCELLED and (has_checkpoint or submission.put_back)):
         return again
     logs = run.rank_log(0), run.job_log
     is_silent = state in (CANCELLED, DONE) and not any(path.exists() for path in logs)

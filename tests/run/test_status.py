@@ -107,6 +107,19 @@ def test_the_ranks_own_records_tell_when_the_script_came_to_no_verdict(run: RunD
     assert status.why() == f"{status.first_failure} [CD1210]"
 
 
+def test_a_run_that_was_cancelled_while_it_waited_to_start_again_does_not_resume(
+    run: RunDir,
+) -> None:
+    again = [submitted(), begun(1), left(1, "requeued", "Slurm has put it back")]
+    write_events(run, *again)
+    assert run_status(run, {"7": said(State.PENDING)}).code == ""
+    assert run_status(run, {"7": said(State.FAILED)}).code in ("", "CD1218")
+    write_events(run, *again, cancelled())
+    status = run_status(run, {})
+    assert (status.state, status.code) == ("cancelled", "CD1203")
+    assert status.next_command == "clusterddp resubmit mnist-1"
+
+
 @pytest.mark.parametrize("value", [None, 5, ["x"], "rank 1", {"rank": 1}])
 def test_a_failure_in_another_form_does_not_hide_the_end(run: RunDir, value: object) -> None:
     write_events(run, submitted(), started(), ended(1, first_failure=value))
