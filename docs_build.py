@@ -176,6 +176,9 @@ def _options_page() -> str:
         "`--from` file, the `CLUSTERDDP_*` variable, the `SBATCH_*` variable, the key of "
         "`[cluster:NAME]` or `[defaults]` in site.cfg, what `--recipe` gives. The key is the flag "
         "without its dashes. The directive is the one of sbatch that stands in the script.\n",
+        "One site.cfg is read, the first that is there: that of `--site`, of `CLUSTERDDP_SITE`, "
+        "`./site.cfg`, `~/.config/clusterddp/site.cfg`, `/etc/clusterddp/site.cfg`. `clusterddp "
+        "site` names it, and those that it passed over.\n",
     ]
     for group in table.GROUPS:
         parts.append(f"## {group}\n")
