@@ -29,6 +29,7 @@ from clusterddp.version import __version__
 
 ROOT = Path(__file__).parent
 REFERENCE = ROOT / "docs" / "reference"
+_CODE = re.compile(r"^### (CD\d+)\n\n\*\*(.+?)\*\*$", re.MULTILINE | re.DOTALL)
 _TABLE_ROW = re.compile(r"^\|.*", re.MULTILINE)
 _MADE = "Made from the code by `python -m docs_build reference`; do not edit.\n"
 _Named = tuple[str, click.Command]
@@ -81,10 +82,21 @@ def assemble(place: Path) -> None:
     shutil.copytree(ROOT / "examples", pages / "examples", ignore=_not("*.py", "*.md"))
     shutil.copytree(ROOT / "benchmarks", pages / "benchmarks", ignore=_not("*.md", "*.svg"))
     shutil.copy(ROOT / "CHANGELOG.md", pages / "changelog.md")
+    _title_codes(pages / "errors.md")
     for page in pages.rglob("*.md"):
         up = "../" * len(page.relative_to(pages).parts[1:])
         text = page.read_text().replace(f"]({up}../", f"]({up}").replace(f"]({up}docs/", f"]({up}")
         page.write_text(_TABLE_ROW.sub(_unescaped, text))
+
+
+def _title_codes(page: Path) -> None:
+    """Put what a code means into its heading, where the search finds it; the anchor stays."""
+
+    def titled(entry: re.Match[str]) -> str:
+        code, title = entry.groups()
+        return f"### {code}: {title} {{ #{code.lower()} }}"
+
+    page.write_text(_CODE.sub(titled, page.read_text()))
 
 
 def _unescaped(row: re.Match[str]) -> str:

@@ -74,6 +74,9 @@ def test_the_site_has_all_pages_and_every_link_leads_somewhere(tmp_path: Path) -
         place = page.relative_to(ROOT / "docs").with_suffix(".html")
         assert (tmp_path / "site" / place).is_file()
     site = tmp_path / "site"
+    assert re.search(
+        '<h3 id="cd0101">CD0101: The command line is not', (site / "errors.html").read_text()
+    )
     assert 'href="examples/one_device.py"' in (site / "from-one-device.html").read_text()
     assert "<code>--template NAME|FILE</code>" in (site / "reference/options.html").read_text()
 
@@ -103,10 +106,27 @@ def test_a_link_that_leads_nowhere_fails_the_build(
     assert left.value.code == 1
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SKILL.md", "CHANGELOG.md"])
-def test_the_files_that_a_page_beside_the_site_links_to_are_there(page: str) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text())
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def headings(page: Path) -> set[str]:
+    """The anchors of a page as GitHub makes them: its readers follow the links, too."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    titles = re.findall(r"^#+ (.*?) *$", shown, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_links_of_every_page_lead_to_files_and_headings_in_the_repository_too() -> None:
+    wrong = []
+    tracked = ["*.md", *(f"{each}/**/*.md" for each in ("docs", "examples", "benchmarks", "tests"))]
+    for page in (path for pattern in tracked for path in ROOT.glob(pattern)):
+        links = re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", page.read_text())
+        for name, anchor in links:
+            target = page.parent / name if name else page
+            if not target.exists() or (anchor and anchor not in headings(target)):
+                wrong.append(f"{page.relative_to(ROOT)}: {name}#{anchor}")
+        for name in re.findall(r"`((?:docs|tests|clusterddp|\.ci)/[\w/.-]+)`", page.read_text()):
+            if page.parent.name != "coming" and page.name != "CHANGELOG.md":
+                wrong += [] if (ROOT / name).exists() else [f"{page.relative_to(ROOT)}: {name}"]
+    assert not wrong
 
 
 def test_man_pages_escape_what_man_would_take_for_its_own() -> None:

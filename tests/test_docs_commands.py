@@ -30,7 +30,13 @@ def lines_of(page: Path) -> Iterator[str]:
 
 
 def commands_of(line: str) -> Iterator[list[str]]:
-    """Yield the words behind each `clusterddp` of a line, to the end of that command."""
+    """Yield the words behind each `clusterddp` of a line, to the end of that command.
+
+    A message speaks of clusterddp too, and can end with a command: `clusterddp: …: clusterddp …`.
+    """
+    if line.startswith("clusterddp: "):
+        _, found, rest = line.rpartition(": clusterddp ")
+        line = f"clusterddp {rest}" if found else ""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     try:

@@ -137,9 +137,9 @@ def command(
     """Train the same on one device, with DataParallel and with DistributedDataParallel.
 
     \b
-    clusterddp compare --max-steps 200                         on this workstation
+    clusterddp compare --max-steps 200                         # on this workstation
     clusterddp compare --launcher sbatch --gpus-per-node 4 --world-sizes 1,2,4,8
-    clusterddp compare --of compare-20261121-120000            its table once more
+    clusterddp compare --of compare-20261121-120000            # its table once more
 
     Under Slurm the ranks fill nodes of --gpus-per-node GPUs, or of --tasks-per-node ranks, and the
     jobs run one after the other. On CPUs a rank takes its share of them, so that one rank takes

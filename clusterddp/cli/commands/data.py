@@ -59,10 +59,10 @@ def command() -> None:
     the internet, and a job that waited for hours should not end for want of a file.
 
     \b
-    clusterddp data fetch              MNIST from its mirrors
-    clusterddp data import mnist.tgz   MNIST from files that you have
-    clusterddp data synthesise         digits rendered here, for --dataset synthetic
-    clusterddp data check              whether a set is whole
+    clusterddp data fetch              # MNIST from its mirrors
+    clusterddp data import mnist.tgz   # MNIST from files that you have
+    clusterddp data synthesise         # digits rendered here, for --dataset synthetic
+    clusterddp data check              # whether a set is whole
     """
 
 

@@ -64,8 +64,8 @@ def command(
     """Train here and now, without Slurm.
 
     \b
-    clusterddp debug                 in this process: a breakpoint in the model stops there
-    clusterddp debug --procs 2       two ranks; rank 0 prints here, each has its log
+    clusterddp debug                 # in this process: a breakpoint in the model stops there
+    clusterddp debug --procs 2       # two ranks; rank 0 prints here, each has its log
 
     With --container-image each rank runs in a container, as it would in a job.
 

@@ -61,10 +61,10 @@ def command(
     """Train as one rank, which this process learns from its environment, or from --rank.
 
     \b
-    srun clusterddp train                                      ranks from Slurm's variables
-    torchrun --nproc-per-node 2 --no-python clusterddp train   ranks from torchrun's
-    clusterddp train --rank 0 --world-size 2 --master-port N   by hand: --rank 1 in another shell
-    clusterddp train                                           a single process
+    srun clusterddp train                                      # ranks from Slurm's variables
+    torchrun --nproc-per-node 2 --no-python clusterddp train   # ranks from torchrun's
+    clusterddp train --rank 0 --world-size 2 --master-port N   # by hand: --rank 1 in another shell
+    clusterddp train                                           # a single process
 
     A run directory that holds checkpoints is resumed from its newest.
 
