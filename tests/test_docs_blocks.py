@@ -51,6 +51,7 @@ RUN_BY = {
     "docs/python.md": "tests/test_docs_python.py",
     "docs/start.md": "tests/test_start_page.py",
     "docs/resumable.md": "tests/test_examples.py",
+    "docs/scripts.md": "tests/test_scripts_page.py",
 }
 OTHERS = [f"docs/coming/{name}.md" for name in ("lightning", "nemo-run", "submitit")]
 """Pages whose Python is for another tool."""
